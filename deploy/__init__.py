@@ -1,0 +1,1 @@
+"""How Headrace is started."""

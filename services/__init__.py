@@ -1,0 +1,1 @@
+"""The four services; each imports `shared` and never another service."""

@@ -1,0 +1,1 @@
+"""The HTTP and NATS face: templates, tokens, deadlines, streams."""

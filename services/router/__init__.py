@@ -1,0 +1,1 @@
+"""Chooses the worker: who caches what, how loaded each is, and why."""

@@ -1,0 +1,1 @@
+"""An engine, its blocks and its scheduler behind one NATS contract."""

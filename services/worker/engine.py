@@ -1,0 +1,176 @@
+"""The channel between a worker's shell and its engine.
+
+    shell (asyncio: NATS, ZMQ, etcd)                     engine process (a plain loop)
+        Submit, Cancel, TakeSnapshot, Shutdown   ──▶     scheduler, block pool, runner
+                            ◀──   Ready, Stepped, Snapshot, Failed
+
+The engine owns the block pool and numbers the KV event batches, so that one process says what is cached. The shell
+answers the network and never touches a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec import Struct
+
+from shared.messages import KvEvent, KvLayout, Part, Sampling, SnapshotBlock, TokenLogprob
+
+# --- shell → engine
+
+
+class Submit(Struct, frozen=True, tag="submit"):
+    """Take an attempt; it ends with a Part that has a finish reason."""
+
+    request: str
+    attempt: int
+    frontend: str
+    tokens: bytes
+    prompt_tokens: int
+    """Length of the original prompt (a continuation's `tokens` are longer)."""
+    sampling: Sampling
+    time_left_s: float
+    lora: str = ""
+    salt: str = ""
+    priority: int = 0
+
+
+class CancelAttempt(Struct, frozen=True, tag="cancel"):
+    """End it and free its blocks; unknown attempts are ignored."""
+
+    request: str
+    attempt: int
+
+
+class TakeSnapshot(Struct, frozen=True, tag="snapshot"):
+    """Answered by Snapshot with the same ticket."""
+
+    ticket: int
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """End the process; what runs is not finished first (the shell drains before it says this)."""
+
+
+EngineCommand = Submit | CancelAttempt | TakeSnapshot | Shutdown
+
+# --- engine → shell
+
+
+class Loading(Struct, frozen=True, tag="loading"):
+    """Progress of a long start: what, and how much of it (0 … 1)."""
+
+    what: str
+    share: float
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """The engine can take Submits; what it serves."""
+
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    capacity_blocks: int
+    kv_layout: KvLayout
+
+
+class EngineLoad(Struct, frozen=True):
+    """The engine's own account after a step."""
+
+    waiting: int = 0
+    running: int = 0
+    waiting_tokens: int = 0
+    held_blocks: int = 0
+    cached_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+
+
+class Stepped(Struct, frozen=True, tag="stepped"):
+    """What one step made. `progress` grows by one each step, also a step that only cancelled or expired."""
+
+    progress: int
+    parts: dict[str, list[Part]]
+    """Frontend → parts."""
+    events: list[KvEvent]
+    """One event batch, if not empty, with `event_sequence`."""
+    event_sequence: int
+    """Of the last batch so far; -1 before the first."""
+    digest: int
+    load: EngineLoad
+
+
+class Snapshot(Struct, frozen=True, tag="snapshot_taken"):
+    """Every cached block, parents first, as of `event_sequence`."""
+
+    ticket: int
+    event_sequence: int
+    blocks: list[SnapshotBlock]
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """The engine cannot go on (or could not start); it ends after this."""
+
+    reason: str
+
+
+EngineReport = Loading | Ready | Stepped | Snapshot | Failed
+
+# --- engine loop → runner: what computes a step, whatever the arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sequence's share of a step.
+
+    tokens    | computed before (blocks hold their KV) | computed now          | later
+              0                                        start          start + len(tokens)
+    """
+
+    sequence: int
+    """Names the sequence while it lives in the engine."""
+    tokens: Sequence[int]
+    """Token ids to compute now, at positions start … start + len - 1."""
+    start: int
+    blocks: Sequence[int]
+    """The sequence's slots, in order; they cover all positions up to the last one computed now."""
+    draws: bool
+    """Whether a token is drawn from the last position's logits (not in the middle of a chunked prefill)."""
+    sampling: Sampling
+    history: Sequence[int]
+    """All tokens up to and with those computed now: prompt, then output. For penalties."""
+    prompt_tokens: int
+    """Where in `history` the output begins."""
+
+    @property
+    def draw_index(self) -> int:
+        """Index in the output of the token that will be drawn; with the seed it fixes the random number."""
+        return self.start + len(self.tokens) - self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One drawn token."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+    """Where `sampling.logprobs` ≥ 0."""
+
+
+class Runner(Protocol):
+    """Computes steps. Owns the KV memory of `capacity_blocks` slots; knows no scheduling."""
+
+    @property
+    def facts(self) -> Ready: ...
+
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        """One entry per work, None where nothing is drawn. Raises ModelError if the device fails."""
+        ...
+
+    def close(self) -> None: ...
+
+
+LoadRunner = Callable[[Callable[[Loading], None]], Runner]
+"""Builds a runner inside the engine process, telling its progress. Raises ModelError."""

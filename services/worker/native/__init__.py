@@ -1,0 +1,1 @@
+"""A Llama and Qwen2 decoder over an array module (NumPy here)."""

@@ -1,0 +1,185 @@
+"""Settings: a TOML file < the environment < flags, into one frozen Struct a service.
+
+The Struct is the schema: a nested Struct is a TOML table. The field `url` of the table `nats` is
+
+    [nats]                       HEADRACE_NATS_URL=…          --nats-url …
+    url = "…"
+
+Unknown keys, flags and HEADRACE_ variables are refused, as is a value of the wrong type. Secrets (fields named
+`password` or `token`) come from the file or the environment, or from a file named by HEADRACE_…_FILE, never from a flag.
+This is the only module that reads the process's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import FieldInfo, fields
+
+from shared.errors import ConfigError
+
+PREFIX = "HEADRACE_"
+_SECRETS = ("password", "token")
+
+# --- tables that several services have
+
+
+class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How to reach NATS."""
+
+    url: str = "nats://127.0.0.1:4222"
+    user: str = ""
+    password: str = ""
+    payload_limit_bytes: int = 4 << 20
+    """Ours, below the server's max_payload."""
+
+
+class DiscoveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where instances are published."""
+
+    backend: str = "etcd"
+    """etcd, or file (one machine)."""
+    endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
+    """etcd's host:port, one or several."""
+    path: str = ".headrace/discovery"
+    """Directory of the file back end."""
+    user: str = ""
+    password: str = ""
+    lease_ttl_s: float = 10.0
+
+
+class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where /live, /health and /metrics are served (not the frontend: it serves them on its own port)."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 picks a free port; it stands in the address book."""
+    log_level: str = "info"
+
+
+C = TypeVar("C", bound=Struct)
+
+
+def load(
+    schema: type[C],
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
+) -> C:
+    """The settings of one service.
+
+    `flags` are `--table-field value` (or `=value`) words; `--config FILE` among them names the file.
+    Raises ConfigError, naming the key and where it came from.
+    """
+    environ = os.environ if environ is None else environ
+    given, file = _parse_flags(schema, flags, file)
+    settings: dict[str, Any] = {}
+    if file is not None:
+        settings = _read(file)
+        _check_keys(schema, settings, str(file))
+    for path, value in _from_environment(schema, environ):
+        _set(settings, path, value)
+    for path, value in given:
+        _set(settings, path, value)
+    try:
+        return msgspec.convert(settings, schema, strict=False)
+    except msgspec.ValidationError as wrong:
+        raise ConfigError(f"{schema.__name__}: {wrong}") from None
+
+
+def environment() -> dict[str, str]:
+    """A copy of the process's environment, for a child that is started with it."""
+    return dict(os.environ)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as wrong:
+        raise ConfigError(f"{file}: {wrong.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
+        raise ConfigError(f"{file}: {wrong}") from None
+
+
+def _leaves(schema: type[Struct], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every setting of a schema with its path, tables walked through."""
+    for field in fields(schema):
+        path = (*above, field.name)
+        if isinstance(field.type, type) and issubclass(field.type, Struct):
+            yield from _leaves(field.type, path)
+        else:
+            yield path, field
+
+
+def _check_keys(schema: type[Struct], settings: Mapping[str, Any], where: str, above: str = "") -> None:
+    known = {field.name: field.type for field in fields(schema)}
+    for key, value in settings.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {above}{key}; known: {', '.join(sorted(known))}")
+        table = known[key]
+        if isinstance(table, type) and issubclass(table, Struct):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}: {above}{key} is a table")
+            _check_keys(table, value, where, f"{above}{key}.")
+
+
+def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    known = {PREFIX + "_".join(path).upper(): (path, field) for path, field in _leaves(schema)}
+    for name, text in environ.items():
+        if not name.startswith(PREFIX):
+            continue
+        if name in known:
+            path, field = known[name]
+            yield path, _value(field, text)
+        elif name.endswith("_FILE") and name[:-5] in known and known[name[:-5]][0][-1] in _SECRETS:
+            try:
+                yield known[name[:-5]][0], Path(text).read_text(encoding="utf-8").strip()
+            except OSError as wrong:
+                raise ConfigError(f"{name}: {text}: {wrong.strerror}") from None
+        else:
+            raise ConfigError(f"unknown environment variable {name}; known: {', '.join(sorted(known))}")
+
+
+def _parse_flags(
+    schema: type[Struct], flags: Sequence[str], file: Path | None
+) -> tuple[list[tuple[tuple[str, ...], Any]], Path | None]:
+    known = {"--" + "-".join(path).replace("_", "-"): (path, field) for path, field in _leaves(schema)}
+    given: list[tuple[tuple[str, ...], Any]] = []
+    words = iter(flags)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name != "--config" and name not in known:
+            raise ConfigError(f"unknown flag {name}; known: --config, {', '.join(sorted(known))}")
+        if not equals:
+            following = next(words, None)
+            if following is None:
+                raise ConfigError(f"{name} needs a value")
+            text = following
+        if name == "--config":
+            file = Path(text)
+            continue
+        path, field = known[name]
+        if path[-1] in _SECRETS:
+            raise ConfigError(f"{name}: secrets come from the file or the environment, flags show in `ps`")
+        given.append((path, _value(field, text)))
+    return given, file
+
+
+def _value(field: FieldInfo, text: str) -> Any:
+    """A setting's text as TOML would have it: tuples are comma-separated, the rest is converted by type."""
+    if getattr(field.type, "__origin__", None) in (tuple, list):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text
+
+
+def _set(settings: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for table in path[:-1]:
+        settings = settings.setdefault(table, {})
+    settings[path[-1]] = value

@@ -1,0 +1,76 @@
+"""Who is alive: keys under leases, watched by everyone.
+
+This file holds the contract. `shared/etcd_discovery.py`, `shared/file_discovery.py` and
+`shared/memory_discovery.py` are the three back ends; all pass `tests/shared/test_discovery.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Protocol
+
+from msgspec import Struct
+
+
+class Added(Struct, frozen=True, tag="added"):
+    """A key was set, or set anew with another value."""
+
+    key: str
+    value: bytes
+
+
+class Removed(Struct, frozen=True, tag="removed"):
+    """A key is gone."""
+
+    key: str
+
+
+class Synced(Struct, frozen=True, tag="synced"):
+    """Everything that was there when the watch began has been told. Comes exactly once."""
+
+
+Change = Added | Removed | Synced
+
+Entries = Callable[[int], Mapping[str, bytes]]
+"""Epoch → all keys and values to publish under the lease of that epoch."""
+
+Alive = Callable[[str, bytes], Awaitable[bool]]
+"""(key, value) → whether its owner still answers. Asked only after an outage, for keys that a re-list misses."""
+
+
+class Registration(Protocol):
+    """A lease and the keys under it, kept alive and, when the lease is lost, granted and published anew."""
+
+    @property
+    def epoch(self) -> int:
+        """1 at first; one more each time a lease was lost and granted again."""
+        ...
+
+    async def publish(self) -> None:
+        """Ask `entries` again and publish what changed; keys it no longer names are deleted."""
+        ...
+
+    async def close(self) -> None:
+        """Revoke: the keys are gone when this returns (or by their TTL, if the back end is away). Idempotent."""
+        ...
+
+
+class Discovery(Protocol):
+    """One back end."""
+
+    async def register(self, entries: Entries) -> Registration:
+        """Publish `entries(1)` under a new lease. While the back end is away this keeps trying, with jitter."""
+        ...
+
+    def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncIterator[Change]:
+        """Every key below `prefix`, then Synced, then each change, for ever. An outage shows nothing: after it, keys
+        that a re-list misses stay for one TTL and are removed only if `alive` denies them too (or is not given)."""
+        ...
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        """What is there now. Raises DiscoveryDown."""
+        ...
+
+    async def close(self) -> None:
+        """Ends watches and threads. Registrations are closed by their owners first."""
+        ...

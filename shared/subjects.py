@@ -1,0 +1,92 @@
+"""NATS subjects and etcd keys, as functions of names and ids.
+
+Ids are lower-case hex. A model's name is escaped into one subject token: percent-encoded, the dot included.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote, unquote
+
+ROOT = "headrace"
+
+
+def escape(name: str) -> str:
+    """`name` as one NATS subject token and one etcd path segment."""
+    return quote(name, safe="").replace(".", "%2E")
+
+
+def unescape(token: str) -> str:
+    """The reverse of `escape`."""
+    return unquote(token)
+
+
+# --- frontend: what clients ask, and where workers stream to
+
+CLIENT_OPERATIONS = ("chat", "completions", "models")
+
+
+def client(namespace: str, operation: str) -> str:
+    """Where a NATS client asks any frontend: `operation` is one of CLIENT_OPERATIONS."""
+    return f"{ROOT}.{namespace}.frontend.{operation}"
+
+
+def stream(namespace: str, frontend: str) -> str:
+    """Where workers publish step frames for one frontend."""
+    return f"{ROOT}.{namespace}.frontend.{frontend}.stream"
+
+
+# --- router
+
+
+def select(namespace: str, model_or_router: str) -> str:
+    """Select for a model (a queue group of routers; the name is escaped) or at one router by its id."""
+    return f"{ROOT}.{namespace}.router.{escape(model_or_router)}.select"
+
+
+def router_load(namespace: str, model: str) -> str:
+    """Reserved, prefilled and finished, told to every router of a model."""
+    return f"{ROOT}.{namespace}.router.{escape(model)}.load"
+
+
+def explain(namespace: str, model: str) -> str:
+    """The candidate table of a request, for people."""
+    return f"{ROOT}.{namespace}.router.{escape(model)}.explain"
+
+
+# --- worker
+
+
+def worker(namespace: str, instance: str, operation: str) -> str:
+    """One worker's subject: generate, cancel, resend, control, load or snapshot."""
+    return f"{ROOT}.{namespace}.worker.{instance}.{operation}"
+
+
+# --- etcd keys
+
+
+def instances_prefix(namespace: str) -> str:
+    """The prefix of all address books."""
+    return f"/{ROOT}/{namespace}/instances/"
+
+
+def instance_key(namespace: str, service: str, instance: str) -> str:
+    """The key of one instance's address book."""
+    return f"/{ROOT}/{namespace}/instances/{service}/{instance}"
+
+
+def models_prefix(namespace: str) -> str:
+    """The prefix of all model cards."""
+    return f"/{ROOT}/{namespace}/models/"
+
+
+def model_key(namespace: str, model: str, instance: str) -> str:
+    """The key of the card of one instance serving a model."""
+    return f"/{ROOT}/{namespace}/models/{escape(model)}/{instance}"
+
+
+# --- every service
+
+
+def control(namespace: str, service: str, instance: str) -> str:
+    """Where one process answers Ping."""
+    return f"{ROOT}.{namespace}.{service}.{instance}.control"
