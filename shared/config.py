@@ -6,7 +6,8 @@ The Struct is the schema: a nested Struct is a TOML table. The field `url` of th
     url = "…"
 
 Unknown keys, flags and HEADRACE_ variables are refused, as is a value of the wrong type. Secrets (fields named
-`password` or `token`) come from the file or the environment, or from a file named by HEADRACE_…_FILE, never from a flag.
+`password` or `token`) come from the file or the environment, or from a file that HEADRACE_…_FILE names; never from a
+flag, which everyone sees in `ps`.
 This is the only module that reads the process's environment.
 """
 
