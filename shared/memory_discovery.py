@@ -1,0 +1,169 @@
+"""Discovery inside one process: the twin that tests and simulations use, with the back end's faults on call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from shared.discovery import Alive, Change, Entries
+from shared.errors import DiscoveryDown
+from shared.sight import Sight, changes
+
+
+class MemoryStore:
+    """The back end that several MemoryDiscovery endpoints share. One event loop.
+
+    expire      a lease ends although its owner lives; the owner publishes again under the next epoch
+    kill        a lease ends because its owner died
+    wipe        the back end restarts empty; owners publish again
+    outage      nothing can be read or written, nothing is seen; until `recover`
+    """
+
+    def __init__(self, *, ttl_s: float = 0.05) -> None:
+        self.ttl_s = ttl_s
+        """How long watchers keep a key that is missing after an outage, and how soon a lost lease is granted anew."""
+        self.sights: dict[Sight, str] = {}
+        self._keys: dict[str, tuple[bytes, MemoryRegistration]] = {}
+        self._registrations: set[MemoryRegistration] = set()
+        self._up = asyncio.Event()
+        self._up.set()
+
+    @property
+    def away(self) -> bool:
+        return not self._up.is_set()
+
+    def expire(self, registration: MemoryRegistration) -> None:
+        self._drop(registration)
+        registration.lost()
+
+    def kill(self, registration: MemoryRegistration) -> None:
+        self._registrations.discard(registration)
+        registration.end()
+        self._drop(registration)
+
+    def wipe(self) -> None:
+        for sight in self.sights:
+            sight.lose()
+        self._keys.clear()
+        for registration in self._registrations:
+            registration.lost()
+        self._show()
+
+    def outage(self) -> None:
+        self._up.clear()
+        for sight in self.sights:
+            sight.lose()
+
+    def recover(self) -> None:
+        self._up.set()
+        self._show()
+
+    async def up(self) -> None:
+        """Returns when the back end can be reached."""
+        await self._up.wait()
+
+    def found(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, (value, _) in self._keys.items() if key.startswith(prefix)}
+
+    def put(self, registration: MemoryRegistration, wanted: dict[str, bytes]) -> None:
+        """Make `wanted` all that stands under this registration's lease."""
+        self._registrations.add(registration)
+        for key in [key for key, (_, owner) in self._keys.items() if owner is registration and key not in wanted]:
+            del self._keys[key]
+        self._keys.update({key: (value, registration) for key, value in wanted.items()})
+        self._show()
+
+    def revoke(self, registration: MemoryRegistration) -> None:
+        self._registrations.discard(registration)
+        self._drop(registration)
+
+    def _drop(self, registration: MemoryRegistration) -> None:
+        self._keys = {key: entry for key, entry in self._keys.items() if entry[1] is not registration}
+        self._show()
+
+    def _show(self) -> None:
+        if not self.away:
+            for sight, prefix in self.sights.items():
+                sight.show(self.found(prefix))
+
+
+class MemoryRegistration:
+    """One lease of the store."""
+
+    def __init__(self, store: MemoryStore, entries: Entries) -> None:
+        self._store = store
+        self._entries = entries
+        self._epoch = 1
+        self._again: asyncio.TimerHandle | None = None
+        self._ended = False
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    async def publish(self) -> None:
+        await self._store.up()
+        if not self._ended and self._again is None:
+            self._store.put(self, dict(self._entries(self._epoch)))
+
+    def lost(self) -> None:
+        """The lease is gone; a new one follows a little later, as it would from a real back end."""
+        if self._again is None and not self._ended:
+            self._again = asyncio.get_running_loop().call_later(self._store.ttl_s / 2, self._grant)
+
+    def _grant(self) -> None:
+        self._again = None
+        if self._store.away:
+            self.lost()
+            return
+        self._epoch += 1
+        self._store.put(self, dict(self._entries(self._epoch)))
+
+    def end(self) -> None:
+        """No more publishing."""
+        self._ended = True
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+
+    async def close(self) -> None:
+        if not self._ended:
+            self.end()
+            self._store.revoke(self)
+
+
+class MemoryDiscovery:
+    """One process's endpoint at a shared store."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self._sights: set[Sight] = set()
+
+    async def register(self, entries: Entries) -> MemoryRegistration:
+        registration = MemoryRegistration(self._store, entries)
+        await registration.publish()
+        return registration
+
+    async def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncGenerator[Change]:
+        sight = Sight()
+        self._sights.add(sight)
+        self._store.sights[sight] = prefix
+        if not self._store.away:
+            sight.show(self._store.found(prefix))
+        try:
+            async with aclosing(changes(sight, ttl_s=self._store.ttl_s, alive=alive)) as told:
+                async for change in told:
+                    yield change
+        finally:
+            self._sights.discard(sight)
+            self._store.sights.pop(sight, None)
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        if self._store.away:
+            raise DiscoveryDown("the store is away")
+        return self._store.found(prefix)
+
+    async def close(self) -> None:
+        for sight in self._sights:
+            sight.close()

@@ -1,0 +1,95 @@
+"""From a back end's thread or task to one watcher: the latest state, and the changes it makes.
+
+A watcher that is slow skips states, so what waits for it is never more than one state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+
+from shared.discovery import Alive, Change
+from shared.key_view import KeyView
+
+
+class Sight:
+    """What a back end shows of a prefix now. Set from one thread, awaited in the event loop that made it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._state: tuple[Mapping[str, bytes] | None, int] = (None, 0)
+        self.closed = False
+
+    @property
+    def state(self) -> tuple[Mapping[str, bytes] | None, int]:
+        """(keys and values in order of creation, or None: out of sight; how often sight was lost so far)."""
+        return self._state
+
+    def show(self, found: Mapping[str, bytes]) -> None:
+        """Any thread. `found` must not be changed afterwards."""
+        self._set(found, self._state[1])
+
+    def doubt(self) -> None:
+        """Any thread. Leases may have ended unseen: what is gone from the next state on may come back."""
+        self._set(self._state[0], self._state[1] + 1)
+
+    def lose(self) -> None:
+        """Any thread. The back end is away. Before anything was shown this says nothing new."""
+        found, losses = self._state
+        self._set(None, losses if found is None else losses + 1)
+
+    def close(self) -> None:
+        """Any thread. Ends the watch."""
+        self.closed = True
+        self._wake()
+
+    def _set(self, found: Mapping[str, bytes] | None, losses: int) -> None:
+        self._state = (found, losses)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._changed.set)
+        except RuntimeError:
+            self.closed = True  # the loop has ended, and with it the watcher
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Returns when something was set since the last call, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+
+async def changes(sight: Sight, *, ttl_s: float, alive: Alive | None) -> AsyncGenerator[Change]:
+    """What `Discovery.watch` yields, until the sight is closed."""
+    view = KeyView(ttl_s)
+    while True:
+        due_at = view.next_due
+        await sight.wait(None if due_at is None else max(0.0, due_at - time.monotonic()))
+        if sight.closed:
+            return
+        found, losses = sight.state
+        if found is None:
+            view.lost()
+        else:
+            for change in view.seen(time.monotonic(), found, losses):
+                yield change
+        due = view.due(time.monotonic())
+        answering = await _answering(due, alive) if due and alive is not None else []
+        for change in view.judged(time.monotonic(), due, answering):
+            yield change
+
+
+async def _answering(due: Mapping[str, bytes], alive: Alive) -> list[str]:
+    async with asyncio.TaskGroup() as tasks:
+        asked = {key: tasks.create_task(_ask(alive, key, value)) for key, value in due.items()}
+    return [key for key, answer in asked.items() if answer.result()]
+
+
+async def _ask(alive: Alive, key: str, value: bytes) -> bool:
+    return await alive(key, value)
