@@ -1,0 +1,180 @@
+"""deploy/local/supervise.py: who is started again, when, and in which order all end."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deploy.local.supervise import (
+    LAST_DELAY_S,
+    STEADY_S,
+    Action,
+    Begin,
+    Exited,
+    Finished,
+    Hopeless,
+    Kill,
+    Program,
+    Restarting,
+    Start,
+    Stop,
+    Supervisor,
+    Terminate,
+    Tick,
+)
+
+PROGRAMS = (
+    Program("frontend", 0, 5.0),
+    Program("worker-0", 1, 5.0),
+    Program("worker-1", 1, 5.0),
+    Program("router", 2, 5.0),
+    Program("nats", 3, 5.0),
+)
+
+
+def begun() -> Supervisor:
+    supervisor = Supervisor(PROGRAMS)
+    supervisor.on(Begin(), 0.0)
+    return supervisor
+
+
+def test_everything_starts_at_once() -> None:
+    assert Supervisor(PROGRAMS).on(Begin(), 0.0) == [Start(program.name) for program in PROGRAMS]
+
+
+def test_a_crashed_program_starts_again_after_its_back_off() -> None:
+    supervisor = begun()
+    assert supervisor.on(Exited("router", -9), 1.0) == [Restarting("router", -9, 0.5)]
+    assert supervisor.next_due_s == 1.5
+    assert supervisor.on(Tick(), 1.4) == []
+    assert supervisor.on(Tick(), 1.5) == [Start("router")]
+    assert supervisor.next_due_s is None
+
+
+def test_the_back_off_doubles_up_to_its_bound() -> None:
+    supervisor, now_s, delays_s = begun(), 0.0, []
+    for _ in range(8):
+        (restarting,) = supervisor.on(Exited("router", 1), now_s)
+        assert isinstance(restarting, Restarting)
+        delays_s.append(restarting.delay_s)
+        now_s += restarting.delay_s
+        assert supervisor.on(Tick(), now_s) == [Start("router")]
+    assert delays_s == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
+
+
+def test_a_steady_run_starts_the_back_off_afresh() -> None:
+    supervisor = begun()
+    supervisor.on(Exited("router", 1), 0.0)
+    supervisor.on(Tick(), 0.5)
+    assert supervisor.on(Exited("router", 1), 0.5 + STEADY_S) == [Restarting("router", 1, 0.5)]
+
+
+def test_a_program_that_ends_without_being_asked_starts_again_even_with_status_0() -> None:
+    assert begun().on(Exited("router", 0), 0.0) == [Restarting("router", 0, 0.5)]
+
+
+def test_a_wrong_configuration_is_not_tried_again_and_ends_the_whole_with_status_1() -> None:
+    supervisor = begun()
+    assert supervisor.on(Exited("worker-0", 2), 1.0) == [Hopeless("worker-0"), Terminate("frontend")]
+    assert supervisor.on(Exited("frontend", 0), 1.0) == [Terminate("worker-1")]
+    assert supervisor.on(Exited("worker-1", 2), 1.0) == [Terminate("router")]
+    assert supervisor.on(Exited("router", 0), 1.0) == [Terminate("nats")]
+    assert supervisor.on(Exited("nats", 0), 1.0) == [Finished(1)]
+
+
+def test_stages_drain_one_after_another() -> None:
+    supervisor = begun()
+    assert supervisor.on(Stop(), 0.0) == [Terminate("frontend")]
+    assert supervisor.on(Exited("frontend", 0), 1.0) == [Terminate("worker-0"), Terminate("worker-1")]
+    assert supervisor.on(Exited("worker-1", 0), 1.0) == []
+    assert supervisor.on(Exited("worker-0", 0), 1.0) == [Terminate("router")]
+    assert supervisor.on(Exited("router", 0), 1.0) == [Terminate("nats")]
+    assert supervisor.on(Exited("nats", 0), 1.0) == [Finished(0)]
+
+
+def test_a_program_that_does_not_drain_in_time_is_killed() -> None:
+    supervisor = begun()
+    supervisor.on(Stop(), 0.0)
+    assert supervisor.next_due_s == 5.0
+    assert supervisor.on(Tick(), 4.9) == []
+    assert supervisor.on(Tick(), 5.0) == [Kill("frontend")]
+    assert supervisor.on(Exited("frontend", -9), 5.1) == [Terminate("worker-0"), Terminate("worker-1")]
+
+
+def test_a_program_that_waits_for_its_restart_is_not_started_while_stopping() -> None:
+    supervisor = begun()
+    supervisor.on(Exited("nats", 1), 0.0)
+    supervisor.on(Stop(), 0.1)
+    assert supervisor.state("nats") == "ended"
+    assert supervisor.on(Tick(), 1.0) == []
+
+
+def test_a_second_stop_kills_everything_at_once() -> None:
+    supervisor = begun()
+    supervisor.on(Stop(), 0.0)
+    assert supervisor.on(Stop(), 0.1) == [Kill(program.name) for program in PROGRAMS]
+    assert supervisor.on(Stop(), 0.2) == []
+
+
+class Supervision(RuleBasedStateMachine):
+    """Children that end whenever they like; the shell's part is a set of who lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supervisor = Supervisor(PROGRAMS)
+        self.now_s = 0.0
+        self.alive: set[str] = set()
+        self.finished: list[int] = []
+        self.do(self.supervisor.on(Begin(), 0.0))
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(name):
+                    assert name not in self.alive
+                    self.alive.add(name)
+                case Terminate(name) | Kill(name):
+                    assert name in self.alive
+                case Restarting(_, _, delay_s):
+                    assert 0 < delay_s <= LAST_DELAY_S
+                case Hopeless(name):
+                    assert name not in self.alive
+                case Finished(status):
+                    self.finished.append(status)
+        self.supervisor.validate()
+
+    @precondition(lambda self: self.alive)
+    @rule(status=st.sampled_from((0, 1, 1, 1, 2, -9)), choice=st.data())
+    def a_child_ends(self, status: int, choice: st.DataObject) -> None:
+        name = choice.draw(st.sampled_from(sorted(self.alive)))
+        self.alive.discard(name)
+        self.do(self.supervisor.on(Exited(name, status), self.now_s))
+
+    @rule(passed_s=st.sampled_from((0.1, 1.0, 40.0)))
+    def time_passes(self, passed_s: float) -> None:
+        self.now_s += passed_s
+        self.do(self.supervisor.on(Tick(), self.now_s))
+
+    @rule()
+    def someone_stops(self) -> None:
+        self.do(self.supervisor.on(Stop(), self.now_s))
+
+    @invariant()
+    def a_child_is_running_waiting_or_the_whole_stops(self) -> None:
+        for program in PROGRAMS:
+            lives = self.supervisor.state(program.name) in ("running", "stopping", "killed")
+            assert lives == (program.name in self.alive)
+
+    def teardown(self) -> None:
+        self.do(self.supervisor.on(Stop(), self.now_s))
+        while self.alive:
+            name = min(self.alive, key=lambda name: self.supervisor.state(name) == "running")
+            assert self.supervisor.state(name) != "running", "a stage is always being drained"
+            self.alive.discard(name)
+            self.do(self.supervisor.on(Exited(name, 0), self.now_s))
+        assert len(self.finished) == 1
+
+
+TestSupervision = Supervision.TestCase
+TestSupervision.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
