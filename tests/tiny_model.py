@@ -1,0 +1,194 @@
+"""Writes a small random model as a Hugging Face directory: real files, real tokenizer, no download.
+
+    config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json
+
+The weights follow from the seed alone, so two directories of equal arguments answer alike. The tokenizer is a
+byte-level BPE whose ids fill the model's vocabulary: any text encodes, any id decodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""The first ids; `<|im_end|>` is the end of a turn."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+Architecture = Literal["LlamaForCausalLM", "Qwen2ForCausalLM"]
+DType = Literal["float32", "float16", "bfloat16"]
+
+
+def write_tiny_model(
+    directory: Path,
+    *,
+    architecture: Architecture = "LlamaForCausalLM",
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    intermediate: int = 128,
+    vocab: int = 320,
+    context_length: int = 2048,
+    tied: bool = True,
+    bias: bool | None = None,
+    rope_theta: float = 10_000.0,
+    rope_scaling: dict[str, Any] | None = None,
+    dtype: DType = "float32",
+    shards: int = 1,
+    seed: int = 0,
+) -> Path:
+    """Write the model into `directory` (made if missing) and return it.
+
+    `bias` adds a bias to q, k and v: always there for Qwen2, never for Llama, so None is the only other choice.
+    `shards` > 1 writes `model-0000i-of-0000n.safetensors` and their index.
+    """
+    qwen = architecture == "Qwen2ForCausalLM"
+    bias = qwen if bias is None else bias
+    head_dim = hidden // heads if head_dim is None else head_dim
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": "qwen2" if qwen else "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": context_length,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": rope_theta,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "vocab_size": vocab,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    if not qwen:
+        config |= {"attention_bias": bias, "mlp_bias": False}
+    if rope_scaling is not None:
+        config["rope_scaling"] = rope_scaling
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [0, 2]})
+    _write_tokenizer(directory, vocab)
+    _write_weights(directory, _weights(config, bias, seed), dtype, shards)
+    return directory
+
+
+def _weights(config: dict[str, Any], bias: bool, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Random weights of a size that keeps activations near one, so that no two logits are alike."""
+    random = np.random.default_rng(seed)
+    hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> NDArray[np.float32]:
+        return random.normal(0, gain / columns**0.5, (rows, columns)).astype(np.float32)
+
+    def norm() -> NDArray[np.float32]:
+        return random.uniform(0.5, 1.5, hidden).astype(np.float32)
+
+    weights = {"model.embed_tokens.weight": random.normal(0, 1, (config["vocab_size"], hidden)).astype(np.float32)}
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        weights[layer + "input_layernorm.weight"] = norm()
+        weights[layer + "self_attn.q_proj.weight"] = matrix(queries, hidden, 2)
+        weights[layer + "self_attn.k_proj.weight"] = matrix(keys, hidden, 2)
+        weights[layer + "self_attn.v_proj.weight"] = matrix(keys, hidden)
+        weights[layer + "self_attn.o_proj.weight"] = matrix(hidden, queries)
+        weights[layer + "post_attention_layernorm.weight"] = norm()
+        weights[layer + "mlp.gate_proj.weight"] = matrix(intermediate, hidden)
+        weights[layer + "mlp.up_proj.weight"] = matrix(intermediate, hidden)
+        weights[layer + "mlp.down_proj.weight"] = matrix(hidden, intermediate)
+        if bias:
+            for name, width in (("q", queries), ("k", keys), ("v", keys)):
+                weights[f"{layer}self_attn.{name}_proj.bias"] = random.normal(0, 1, width).astype(np.float32)
+            if config["model_type"] == "llama":  # Llama's attention_bias covers the output projection as well
+                weights[layer + "self_attn.o_proj.bias"] = random.normal(0, 1, hidden).astype(np.float32)
+    weights["model.norm.weight"] = norm()
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
+    return weights
+
+
+def _write_weights(directory: Path, weights: dict[str, NDArray[np.float32]], dtype: DType, shards: int) -> None:
+    names = list(weights)
+    if shards == 1:
+        _write_safetensors(directory / "model.safetensors", weights, dtype)
+        return
+    where = {name: f"model-{1 + at % shards:05}-of-{shards:05}.safetensors" for at, name in enumerate(names)}
+    for file in sorted(set(where.values())):
+        _write_safetensors(directory / file, {name: weights[name] for name in names if where[name] == file}, dtype)
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
+
+
+def _write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype: DType) -> None:
+    """The format by hand: `safetensors.numpy` does not know bfloat16."""
+    code = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    chunks: list[bytes] = []
+    end = 0
+    for name, tensor in weights.items():
+        chunks.append(_bytes(tensor, dtype))
+        start, end = end, end + len(chunks[-1])
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(chunks))
+
+
+def _bytes(tensor: NDArray[np.float32], dtype: DType) -> bytes:
+    if dtype == "float32":
+        return tensor.tobytes()
+    if dtype == "float16":
+        return tensor.astype(np.float16).tobytes()
+    bits = tensor.view(np.uint32)  # bfloat16 is float32's upper half, rounded to even
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+def _write_tokenizer(directory: Path, vocab: int) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fewest = len(SPECIAL_TOKENS) + len(alphabet)
+    assert vocab >= fewest, f"a byte-level vocabulary has at least {fewest} ids"
+    merges = list(itertools.islice(_merges(), vocab - fewest))
+    ids = {text: number for number, text in enumerate([*SPECIAL_TOKENS, *alphabet, *(a + b for a, b in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIAL_TOKENS[0],
+            "eos_token": SPECIAL_TOKENS[2],
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    """Merges without end in sight: a space and a letter, letter pairs, then triples (18,278 in all)."""
+    letters = string.ascii_lowercase
+    yield from (("Ġ", letter) for letter in letters)
+    yield from itertools.product(letters, letters)
+    yield from ((a + b, c) for a, b, c in itertools.product(letters, letters, letters))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
