@@ -1,48 +1,32 @@
-"""The typed view of discovery: which instances and model cards are there, and which were refused and why."""
+"""The typed view of discovery: which instances and model cards are there, and which were refused and why.
+
+`shared/catalogue.py` decides; this follows the watch, asks silent instances, logs, counts and tells the subscribers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
 
-from msgspec import Struct
+from prometheus_client import CollectorRegistry, Counter
 
-from shared.discovery import Discovery
-from shared.messages import Instance, ModelCard
+from shared import subjects
+from shared.catalogue import CardDown as CardDown
+from shared.catalogue import CardRefused as CardRefused
+from shared.catalogue import CardUp as CardUp
+from shared.catalogue import Catalogue, read_entry
+from shared.catalogue import DirectoryChange as DirectoryChange
+from shared.catalogue import InstanceDown as InstanceDown
+from shared.catalogue import InstanceUp as InstanceUp
+from shared.discovery import Added, Discovery, Removed, Synced
+from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
+from shared.messages import PING, Instance, ModelCard, Ping
 from shared.messaging import Bus
 
+PING_TIMEOUT_S = 1.0
 
-class InstanceUp(Struct, frozen=True):
-    """An instance came, or came anew with another epoch or address."""
-
-    instance: Instance
-
-
-class InstanceDown(Struct, frozen=True):
-    """An instance is gone."""
-
-    instance: Instance
-
-
-class CardUp(Struct, frozen=True):
-    """A compatible model card came or changed."""
-
-    card: ModelCard
-
-
-class CardDown(Struct, frozen=True):
-    """A model card is gone."""
-
-    card: ModelCard
-
-
-class CardRefused(Struct, frozen=True):
-    """A card that contradicts this program or the model's other cards; it is not served."""
-
-    card: ModelCard
-    reason: str
-
-
-DirectoryChange = InstanceUp | InstanceDown | CardUp | CardDown | CardRefused
+_log = logging.getLogger(__name__)
 
 
 class Directory:
@@ -52,24 +36,89 @@ class Directory:
     instance still answers Ping on its `control` subject.
     """
 
-    instances: Mapping[str, Instance]
-    """By instance id."""
-    cards: Mapping[tuple[str, str], ModelCard]
-    """(model, instance) → card, the compatible ones only."""
-    refused: Mapping[tuple[str, str], str]
-    """(model, instance) → why its card was refused."""
+    def __init__(
+        self, discovery: Discovery, bus: Bus, namespace: str, *, registry: CollectorRegistry | None = None
+    ) -> None:
+        self._discovery = discovery
+        self._bus = bus
+        self._namespace = namespace
+        self._catalogue = Catalogue()
+        self._subscribers: list[Callable[[DirectoryChange], None]] = []
+        self._synced = asyncio.Event()
+        self._refusals = Counter(
+            "headrace_directory_refused_cards",
+            "Model cards refused, by the field that is wrong",
+            ["field"],
+            registry=registry,
+        )
+        self._unreadable = Counter(
+            "headrace_directory_unreadable_values", "Discovery values that did not parse", registry=registry
+        )
 
-    def __init__(self, discovery: Discovery, bus: Bus, namespace: str) -> None:
-        raise NotImplementedError
+    @property
+    def instances(self) -> Mapping[str, Instance]:
+        """By instance id."""
+        return self._catalogue.instances
+
+    @property
+    def cards(self) -> Mapping[tuple[str, str], ModelCard]:
+        """(model, instance) → card, the compatible ones only."""
+        return self._catalogue.cards
+
+    @property
+    def refused(self) -> Mapping[tuple[str, str], str]:
+        """(model, instance) → why its card was refused; the text begins with the field's name and a colon."""
+        return self._catalogue.refused
 
     def subscribe(self, changed: Callable[[DirectoryChange], None]) -> None:
         """`changed` hears what is already known at once, then every change, in the event loop."""
-        raise NotImplementedError
+        for change in self._catalogue.everything():
+            changed(change)
+        self._subscribers.append(changed)
 
     async def synced(self) -> None:
         """Returns once the first listing is complete."""
-        raise NotImplementedError
+        await self._synced.wait()
 
     async def run(self) -> None:
         """Follows until cancelled."""
-        raise NotImplementedError
+        async for change in self._discovery.watch(subjects.namespace_prefix(self._namespace), alive=self._alive):
+            match change:
+                case Added():
+                    self._tell(self._set(change.key, change.value))
+                case Removed():
+                    self._tell(self._catalogue.remove(change.key))
+                case Synced():
+                    self._synced.set()
+
+    def _set(self, key: str, value: bytes) -> list[DirectoryChange]:
+        try:
+            entry = read_entry(self._namespace, key, value)
+        except ProtocolError as wrong:
+            _log.error("discovery: %s is left out: %s", key, wrong)
+            self._unreadable.inc()
+            return self._catalogue.remove(key)
+        return self._catalogue.set(key, entry)
+
+    def _tell(self, changes: Iterable[DirectoryChange]) -> None:
+        for change in changes:
+            if isinstance(change, CardRefused):
+                _log.error("model %s at %s is refused: %s", change.card.model, change.card.instance, change.reason)
+                self._refusals.labels(change.reason.partition(":")[0]).inc()
+            for changed in self._subscribers:
+                changed(change)
+
+    async def _alive(self, key: str, _value: bytes) -> bool:
+        """Only a subject without responders proves a death: a silent or unreachable instance is kept."""
+        *_, service, instance = key.split("/")
+        if not key.startswith(subjects.instances_prefix(self._namespace)):
+            known = self.instances.get(instance)
+            service = known.service if known else "worker"
+        try:
+            subject = subjects.control(self._namespace, service, instance)
+            await self._bus.request(subject, PING.encode(Ping()), timeout_s=PING_TIMEOUT_S)
+        except NoResponders:
+            return False
+        except (RequestTimeout, BusDown):
+            return True
+        return True

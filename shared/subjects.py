@@ -64,6 +64,11 @@ def worker(namespace: str, instance: str, operation: str) -> str:
 # --- etcd keys
 
 
+def namespace_prefix(namespace: str) -> str:
+    """The prefix of everything in one namespace."""
+    return f"/{ROOT}/{namespace}/"
+
+
 def instances_prefix(namespace: str) -> str:
     """The prefix of all address books."""
     return f"/{ROOT}/{namespace}/instances/"
