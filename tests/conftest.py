@@ -1,0 +1,38 @@
+"""Fixtures: servers shared by the whole run (`nats_url`, `etcd_endpoint`), and a test's own for faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
+
+
+@pytest.fixture(scope="session")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A NATS server that every test may use and none may harm."""
+    with nats_server(tmp_path_factory.mktemp("nats")) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The host:port of an etcd that every test may use, each below a prefix of its own."""
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.endpoint
+
+
+@pytest.fixture
+def own_nats(tmp_path: Path) -> Iterator[NatsServer]:
+    """A running NATS server of the test's own, to kill, freeze and restart."""
+    with nats_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    """A running etcd of the test's own, to kill, freeze, restart and wipe."""
+    with etcd_server(tmp_path) as server:
+        yield server

