@@ -1,0 +1,97 @@
+"""`headrace chat "…"`: one question to the local frontend, the answer streamed to the terminal."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from shared.errors import HeadraceError
+
+CONNECT_LIMIT_S = 10.0
+SILENCE_LIMIT_S = 600.0
+"""The longest wait for the next piece: a long prompt on a slow machine says nothing for a while."""
+LINE_LIMIT_BYTES = 1 << 20
+
+
+class ChatError(HeadraceError):
+    """The frontend did not answer, or answered with an error."""
+
+
+def chat(url: str, question: str, *, model: str = "", max_tokens: int = 512, temperature: float = 0.0) -> None:
+    """Print the answer to stdout as it comes and the usage to stderr. `url` ends with /v1. Raises ChatError."""
+    body = {
+        "model": model or _only_model(url),
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    usage: dict[str, Any] = {}
+    with _open(url, "POST", "/chat/completions", json.dumps(body).encode()) as answer:
+        for chunk in _events(answer):
+            if "error" in chunk:
+                raise ChatError(f"\n{chunk['error'].get('message', chunk['error'])}")
+            for choice in chunk.get("choices", []):
+                sys.stdout.write(choice.get("delta", {}).get("content") or "")
+                sys.stdout.flush()
+            usage = chunk.get("usage") or usage
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    print(
+        f"[{usage.get('prompt_tokens', '?')} prompt tokens, {cached} of them cached; "
+        f"{usage.get('completion_tokens', '?')} generated]",
+        file=sys.stderr,
+    )
+
+
+def _only_model(url: str) -> str:
+    """The first model served."""
+    with _open(url, "GET", "/models") as answer:
+        models = json.load(answer).get("data", [])
+    if not models:
+        raise ChatError("no model is served yet; see ./headrace status")
+    return str(models[0]["id"])
+
+
+def _open(url: str, method: str, path: str, body: bytes | None = None) -> IO[bytes]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=CONNECT_LIMIT_S)
+    try:
+        connection.connect()
+        connection.sock.settimeout(SILENCE_LIMIT_S)
+        connection.request(method, f"{parts.path}{path}", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+    except OSError as wrong:
+        connection.close()
+        raise ChatError(f"nobody answers at {url}: {wrong.strerror or wrong}; is `./headrace up` running?") from None
+    if answer.status != 200:
+        text = answer.read(LINE_LIMIT_BYTES)
+        connection.close()
+        raise ChatError(_message(text) or f"status {answer.status} from {url}{path}")
+    return answer
+
+
+def _message(text: bytes) -> str:
+    """The message of OpenAI's error object."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _events(answer: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON chunks of an SSE stream, up to [DONE]."""
+    while line := answer.readline(LINE_LIMIT_BYTES):
+        if not line.startswith(b"data: "):
+            continue
+        payload = line.removeprefix(b"data: ").strip()
+        if payload == b"[DONE]":
+            return
+        yield json.loads(payload)
+    raise ChatError("\nthe answer broke off")

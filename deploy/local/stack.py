@@ -1,0 +1,155 @@
+"""What `up` runs: the programs, their settings as TOML, their order. Pure: options and free ports in, launches out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from deploy.local import servers
+from deploy.local.supervise import Program
+
+Value = str | int | float | bool | list[str]
+Settings = Mapping[str, "Value | Mapping[str, Value]"]
+"""A TOML file: keys and one level of tables."""
+
+SERVICE_DRAIN_S = 15.0
+SERVER_DRAIN_S = 5.0
+
+
+class Options(Struct, frozen=True):
+    """What `up` was asked for."""
+
+    model: str
+    """A directory or GGUF file, absolute."""
+    model_name: str
+    port: int = 8000
+    workers: int = 2
+    policy: str = "kv"
+    discovery: Literal["etcd", "file"] = "etcd"
+    engine: str = "native"
+    nats: str = ""
+    """URL of a NATS that runs already; empty: start one."""
+    etcd: str = ""
+    """host:port of an etcd that runs already; empty: start one."""
+    namespace: str = "default"
+
+
+class Place(Struct, frozen=True):
+    """Where a checkout keeps its state."""
+
+    root: Path
+
+    @property
+    def home(self) -> Path:
+        return self.root / ".headrace"
+
+    @property
+    def run(self) -> Path:
+        """Written anew by each `up`."""
+        return self.home / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def models(self) -> Path:
+        return self.home / "models"
+
+    @property
+    def record(self) -> Path:
+        """What runs now, for `status`, `chat` and people."""
+        return self.run / "up.json"
+
+
+class Launch(Struct, frozen=True):
+    """One program: how it is started and supervised."""
+
+    program: Program
+    arguments: tuple[str, ...]
+    observe: str = ""
+    """Base URL of its /live, /health and /metrics; empty: it has none."""
+
+
+class Stack(Struct, frozen=True):
+    """All of one `up`."""
+
+    launches: tuple[Launch, ...]
+    files: dict[Path, str]
+    """To be written before anything starts."""
+    url: str
+    nats: str
+    etcd: str
+    """Empty with the file back end."""
+
+
+def ports_needed(options: Options) -> int:
+    """How many free ports `plan` takes: NATS, etcd's two, and one to observe each router and worker."""
+    return 4 + options.workers
+
+
+def plan(options: Options, place: Place, ports: list[int], *, python: str, cores: int) -> Stack:
+    """The programs and their files. `ports` are `ports_needed` free ones; the workers share the `cores`."""
+    nats_port, client_port, peer_port, router_port, *worker_ports = ports
+    assert len(worker_ports) == options.workers
+    nats = options.nats or f"nats://127.0.0.1:{nats_port}"
+    etcd = "" if options.discovery == "file" else options.etcd or f"127.0.0.1:{client_port}"
+    launches: list[Launch] = []
+    files: dict[Path, str] = {}
+
+    def service(name: str, module: str, stage: int, settings: Settings, url: str) -> None:
+        file = place.run / f"{name}.toml"
+        files[file] = toml(settings)
+        arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file))
+        launches.append(Launch(Program(name, stage, SERVICE_DRAIN_S), arguments, url))
+
+    def common(observe_port: int) -> dict[str, Value | Mapping[str, Value]]:
+        return {
+            "namespace": options.namespace,
+            "nats": {"url": nats},
+            "discovery": {
+                "backend": options.discovery,
+                "endpoints": [etcd] if etcd else [],
+                "path": str(place.run / "discovery"),
+            },
+            "observe": {"port": observe_port},
+        }
+
+    if not options.nats:
+        files[place.run / "nats.conf"] = servers.nats_settings(nats_port)
+        launches.append(
+            Launch(Program("nats", 3, SERVER_DRAIN_S), (str(servers.nats_server()), "-c", str(place.run / "nats.conf")))
+        )
+    if etcd and not options.etcd:
+        arguments = servers.etcd_arguments(client_port, peer_port, place.run / "etcd")
+        launches.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *arguments)))
+    url = f"http://127.0.0.1:{options.port}"
+    service("frontend", "frontend", 0, common(0) | {"http": {"port": options.port}}, url)
+    service("router", "router", 2, common(router_port) | {"policy": options.policy}, f"http://127.0.0.1:{router_port}")
+    for index, port in enumerate(worker_ports):
+        settings = common(port) | {
+            "model": options.model,
+            "model_name": options.model_name,
+            "cache": str(place.models),
+            "engine": options.engine,
+            "threads": max(1, cores // options.workers),
+        }
+        service(f"worker-{index}", "worker", 1, settings, f"http://127.0.0.1:{port}")
+    return Stack(tuple(launches), files, url, nats, etcd)
+
+
+def toml(settings: Settings) -> str:
+    """TOML text; a JSON string, number, boolean and array of strings are TOML too."""
+    plain = [f"{key} = {_value(value)}" for key, value in settings.items() if not isinstance(value, Mapping)]
+    for name, table in settings.items():
+        if isinstance(table, Mapping):
+            plain += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())]
+    return "\n".join(plain) + "\n"
+
+
+def _value(value: Value | Mapping[str, Value]) -> str:
+    return json.dumps(value, ensure_ascii=False)

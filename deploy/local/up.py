@@ -1,0 +1,291 @@
+"""`headrace up`: starts the servers and services, keeps them running, drains them. Does what supervise.py decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import assert_never
+
+from deploy.local import probe, servers
+from deploy.local.stack import Launch, Options, Place, Stack, plan, ports_needed
+from deploy.local.supervise import (
+    Begin,
+    Event,
+    Exited,
+    Finished,
+    Hopeless,
+    Kill,
+    Restarting,
+    Start,
+    Stop,
+    Supervisor,
+    Terminate,
+    Tick,
+)
+from deploy.local.terminal import Terminal
+from shared.config import PREFIX, environment
+from shared.errors import ConfigError
+
+PROBE_EVERY_S = 0.1
+LOG_LIMIT_BYTES = 64 << 20
+LOG_CHECK_S = 60.0
+LINES_SHOWN = 10
+"""Of the log of a program that cannot work."""
+
+
+def up(options: Options, place: Place, terminal: Terminal) -> int:
+    """Run until stopped: 0 after a drain, 1 if a program could not work. Raises ConfigError before anything starts."""
+    with _alone(place, options):
+        if not servers.is_free(options.port):
+            raise ConfigError(f"port {options.port} is taken; choose another with --port")
+        stack = plan(
+            options,
+            place,
+            servers.free_ports(ports_needed(options)),
+            python=sys.executable,
+            cores=len(os.sched_getaffinity(0)),
+        )
+        _prepare(stack, place)
+        try:
+            return asyncio.run(_Shell(stack, place, terminal).run())
+        finally:
+            place.record.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(place: Place, options: Options) -> Iterator[None]:
+    """One `up` a checkout. The lock goes with the process, however it ends."""
+    place.home.mkdir(mode=0o700, exist_ok=True)
+    with (place.home / "up.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(f"another `up` runs in this checkout: {lock.read().strip()}") from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()}, http://127.0.0.1:{options.port}/v1\n")
+        lock.flush()
+        yield
+
+
+def _prepare(stack: Stack, place: Place) -> None:
+    """Fresh directories. Nothing in them is worth keeping: every key of the former run hung on a lease of a process
+    that is dead now."""
+    shutil.rmtree(place.run, ignore_errors=True)
+    place.run.mkdir(mode=0o700, parents=True)
+    place.logs.mkdir(mode=0o700, exist_ok=True)
+    for log in place.logs.glob("*.log*"):
+        log.unlink()
+    for file, text in stack.files.items():
+        file.write_text(text, encoding="utf-8")
+
+
+class _Shell:
+    """The children of one `up`, and the loop that feeds the supervisor."""
+
+    def __init__(self, stack: Stack, place: Place, terminal: Terminal) -> None:
+        self._stack = stack
+        self._place = place
+        self._terminal = terminal
+        self._launches = {launch.program.name: launch for launch in stack.launches}
+        self._supervisor = Supervisor([launch.program for launch in stack.launches])
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: one exit a child, and signals
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._environment = {key: value for key, value in environment().items() if not key.startswith(PREFIX)}
+
+    async def run(self) -> int:
+        """Until every child has ended; returns the status of `up`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._asked_to_stop)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(self._announce()), tasks.create_task(self._bound_logs())]
+                status = await self._supervise(tasks)
+                for task in beside:
+                    task.cancel()
+        finally:
+            for process in self._processes.values():  # only if this shell itself has failed
+                _kill_group(process.pid)
+        return status
+
+    def _asked_to_stop(self) -> None:
+        if not self._supervisor.stopping:
+            self._terminal.notice("stopping: what runs is finished first; once more ends it at once")
+        self._events.put_nowait(Stop())
+
+    async def _supervise(self, tasks: asyncio.TaskGroup) -> int:
+        event: Event = Begin()
+        while True:
+            for action in self._supervisor.on(event, time.monotonic()):
+                match action:
+                    case Start(name):
+                        await self._start(name, tasks)
+                    case Terminate(name):
+                        self._terminal.notice(f"  {name}: draining")
+                        self._signal(name, signal.SIGTERM)
+                    case Kill(name):
+                        self._terminal.notice(f"  {name}: killed")
+                        self._signal(name, signal.SIGKILL)
+                    case Restarting(name, status, delay_s):
+                        said = "".join(_tail(self._log(name), 1))
+                        self._terminal.notice(f"{name} ended ({_spell(status)}), again in {delay_s} s: {said}")
+                    case Hopeless(name):
+                        said = "\n  ".join(_tail(self._log(name), LINES_SHOWN))
+                        self._terminal.notice(f"error: {name} cannot work as configured:\n  {said}")
+                    case Finished(status):
+                        return status
+                    case _:
+                        assert_never(action)
+            event = await self._next_event()
+
+    async def _next_event(self) -> Event:
+        due_s = self._supervisor.next_due_s
+        try:
+            async with asyncio.timeout(None if due_s is None else max(0.0, due_s - time.monotonic())):
+                return await self._events.get()
+        except TimeoutError:
+            return Tick()
+
+    async def _start(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        """Its own process group, so that a terminal's Ctrl-C reaches `up` alone and the drain keeps its order."""
+        tether = str(Path(__file__).with_name("tether.py"))
+        arguments = (sys.executable, "-I", "-S", tether, str(os.getpid()), *self._launches[name].arguments)
+        with self._log(name).open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._place.run,
+                env=self._environment,
+                process_group=0,
+            )
+        self._processes[name] = process
+        self._record()
+        tasks.create_task(self._wait(name, process))
+
+    async def _wait(self, name: str, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        del self._processes[name]
+        self._events.put_nowait(Exited(name, status))
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        process = self._processes.get(name)  # absent: it has just ended, and its Exited is in the queue
+        if process is None:
+            return
+        if number == signal.SIGKILL:
+            _kill_group(process.pid)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _announce(self) -> None:
+        """Show the load's progress until the frontend would serve a request; then say so, once."""
+        reasons: dict[str, str] = {}
+        ready: set[str] = set()
+        observed = [launch for launch in self._launches.values() if launch.observe]
+        announced = False
+        while len(ready) < len(observed):
+            for launch in observed:
+                name = launch.program.name
+                if name in ready:
+                    continue
+                healthy, reason = await _health(launch)
+                if healthy:
+                    ready.add(name)
+                    if name == "frontend":
+                        self._say_ready()
+                        announced = True
+                elif reason and reasons.get(name) != reason:
+                    reasons[name] = reason
+                    self._terminal.notice(f"  {name}: {reason}")
+            await asyncio.sleep(PROBE_EVERY_S)
+        assert announced
+
+    def _say_ready(self) -> None:
+        self._terminal.clear()
+        url = self._stack.url
+        question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+        print(f"ready {url}/v1", flush=True)
+        print(
+            f"""
+ask it:  ./headrace chat "What is the capital of France?"
+   or:   curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'
+see it:  ./headrace status
+logs:    {self._place.logs}
+end it:  Ctrl-C
+""",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    async def _bound_logs(self) -> None:
+        """Logs are written by the children themselves, appending; at the bound the older part is kept as one file."""
+        while True:
+            await asyncio.sleep(LOG_CHECK_S)
+            for log in self._place.logs.glob("*.log"):
+                if log.stat().st_size > LOG_LIMIT_BYTES:
+                    shutil.copyfile(log, log.with_suffix(".log.1"))
+                    os.truncate(log, 0)
+
+    def _log(self, name: str) -> Path:
+        return self._place.logs / f"{name}.log"
+
+    def _record(self) -> None:
+        """Who runs where, for `status`, `chat` and people; replaced as a whole."""
+        record = {
+            "pid": os.getpid(),
+            "url": f"{self._stack.url}/v1",
+            "nats": self._stack.nats,
+            "etcd": self._stack.etcd,
+            "discovery": str(self._place.run / "discovery") if not self._stack.etcd else "",
+            "programs": {
+                name: {"pid": process.pid, "observe": self._launches[name].observe, "log": str(self._log(name))}
+                for name, process in self._processes.items()
+            },
+        }
+        fresh = self._place.record.with_suffix(".new")
+        fresh.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        fresh.rename(self._place.record)
+
+
+async def _health(launch: Launch) -> tuple[bool, str]:
+    """(ready, why not)."""
+    try:
+        status, body = await probe.get(f"{launch.observe}/health", timeout_s=2.0)
+    except OSError:
+        return False, ""  # not listening yet; its exit, if it comes to that, is told elsewhere
+    if status == 200:
+        return True, ""
+    try:
+        reasons = json.loads(body).get("reasons", [])
+    except (ValueError, AttributeError):
+        reasons = []
+    return False, "; ".join(str(reason) for reason in reasons)
+
+
+def _kill_group(group: int) -> None:
+    """A service and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _spell(status: int) -> str:
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def _tail(log: Path, lines: int) -> list[str]:
+    """The last lines of a log, of its last 64 KiB."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - (64 << 10)))
+        return file.read().decode(errors="replace").rstrip().splitlines()[-lines:]
