@@ -86,6 +86,8 @@ class EngineLoad(Struct, frozen=True):
     held_blocks: int = 0
     cached_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
+    preemptions: int = 0
+    """Since the engine started."""
 
 
 class Stepped(Struct, frozen=True, tag="stepped"):

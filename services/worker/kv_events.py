@@ -1,0 +1,75 @@
+"""The pool's events as KV events and snapshots, in the form that crosses the wire (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from shared.blocks import Content, Evicted, PoolEvent, Stored
+from shared.hashing import ContentKey, event_hash, unpack_tokens
+from shared.messages import BlockRemoved, BlockStored, KvEvent, SnapshotBlock
+
+MEDIUM = "GPU"
+"""vLLM's word for the device tier, whatever the device is."""
+
+
+def to_kv_events(events: Iterable[PoolEvent], block_size: int) -> list[KvEvent]:
+    """The same changes in the same order; blocks that follow one another in a chain share an event."""
+    batch: list[KvEvent] = []
+    chain: list[Content] = []
+    removed: list[int | bytes] = []
+
+    def flush() -> None:
+        if chain:
+            batch.append(_stored(chain, block_size))
+            chain.clear()
+        if removed:
+            batch.append(BlockRemoved(block_hashes=list(removed), medium=MEDIUM))
+            removed.clear()
+
+    for event in events:
+        match event:
+            case Stored(content):
+                if not chain or chain[-1].key != content.parent:
+                    flush()
+                chain.append(content)
+            case Evicted(content):
+                if chain:
+                    flush()
+                removed.append(event_hash(content.key))
+            case _:
+                assert_never(event)
+    flush()
+    return batch
+
+
+def to_snapshot(contents: Iterable[Content]) -> list[SnapshotBlock]:
+    """Blocks as a snapshot has them, order kept."""
+    return [
+        SnapshotBlock(
+            hash=event_hash(content.key),
+            parent=_event_hash(content.parent),
+            tokens=content.tokens,
+            lora=content.lora,
+            salt=content.salt,
+        )
+        for content in contents
+    ]
+
+
+def _stored(chain: list[Content], block_size: int) -> BlockStored:
+    first = chain[0]
+    salted = first.parent is None and first.salt
+    return BlockStored(
+        block_hashes=[event_hash(content.key) for content in chain],
+        parent_block_hash=_event_hash(first.parent),
+        token_ids=unpack_tokens(b"".join(content.tokens for content in chain)),
+        block_size=block_size,
+        medium=MEDIUM,
+        lora_name=first.lora or None,
+        extra_keys=[[first.salt], *([None] * (len(chain) - 1))] if salted else None,
+    )
+
+
+def _event_hash(key: ContentKey | None) -> int | None:
+    return None if key is None else event_hash(key)

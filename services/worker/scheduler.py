@@ -1,0 +1,428 @@
+"""The scheduler: which tokens of which sequences the next step computes (pure).
+
+Continuous batching with chunked prefill over a paged KV cache with prefix reuse.
+
+                            schedule: blocks are there            advance: a stop token, a length
+    submit ──▶ waiting ─────────────────────────────▶ running ─────────────────────────────────▶ ended
+                  ▲                                      │
+                  └──────────────────────────────────────┘
+                     schedule: preempted, blocks ran out
+
+    waiting, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
+
+A running sequence prefills while more than one of its tokens is uncomputed, and decodes while one is. Each step:
+
+1. Expired attempts end.
+2. Every decoding sequence gets its one token. Where a block is missing, the lowest ranked running sequence gives its
+   blocks back and waits again (its tokens are kept, its KV is computed anew, its stored blocks stay findable while
+   nobody needs their room). Draws are numbered by position, so a seed draws the same tokens after a preemption.
+3. What is left of the step's token budget, but at least one block, goes to prefills: running ones first, then newcomers.
+   So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
+
+Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its priority
+by a smaller prompt. All blocks of the known tokens are taken at admission, so that half-done prefills cannot block each
+other; one block for each running sequence is left free for it to grow into.
+
+Where two sequences prefill the same prefix, the second takes over the first one's blocks chunk by chunk as they are
+stored. Every attempt that was submitted ends with exactly one Part that has a finish reason.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from services.worker.engine import Drawn, EngineLoad, Submit, Work
+from services.worker.sequence import Sequence
+from services.worker.step_budget import StepBudget
+from shared.blocks import BlockPool, Content, PoolEvent
+from shared.hashing import pack_tokens
+from shared.messages import FinishReason, Part, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is served, and the bounds of a scheduler."""
+
+    model: str
+    context_length: int
+    """Tokens a sequence may have, prompt and output together."""
+    eos_token_ids: frozenset[int]
+    block_size: int
+    capacity_blocks: int
+    max_running: int = 64
+    max_waiting: int = 512
+    max_waiting_tokens: int = 1 << 20
+    """Uncomputed tokens in the queue; one attempt alone may be longer."""
+    step_s: float = 0.25
+    max_step_tokens: int = 8192
+    first_tokens_per_s: float = 256.0
+    """The prefill speed before one was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened since the last one."""
+
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    """Frontend → parts, in order."""
+    events: list[PoolEvent] = field(default_factory=list)
+
+
+class Scheduler:
+    """Between `schedule` and `advance` a step is under way; commands come outside of it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._pool = BlockPool(limits.capacity_blocks)
+        self._budget = StepBudget(
+            step_s=limits.step_s,
+            least_tokens=limits.block_size,
+            most_tokens=limits.max_step_tokens,
+            first_tokens_per_s=limits.first_tokens_per_s,
+        )
+        self._living: dict[tuple[str, int], Sequence] = {}
+        self._waiting: list[Sequence] = []
+        """By rank."""
+        self._running: list[Sequence] = []
+        """By rank."""
+        self._waiting_tokens = 0
+        """Uncomputed tokens of `_waiting`."""
+        self._arrivals = 0
+        self._preemptions = 0
+        self._earliest_deadline_s = float("inf")
+        self._step: list[tuple[Sequence, Work]] | None = None
+        self._outcome = Outcome()
+
+    # --- commands
+
+    def submit(self, submit: Submit, now_s: float) -> None:
+        """Take an attempt. One that lives here already is ignored."""
+        assert self._step is None
+        if (submit.request, submit.attempt) in self._living:
+            return
+        sequence = Sequence.of(
+            submit, number=self._arrivals, now_s=now_s, model=self._limits.model, block_size=self._limits.block_size
+        )
+        self._arrivals += 1
+        reason = self._unfit(sequence)
+        if reason:
+            self._tell(sequence, finish="error", error=reason)
+        elif sequence.produced >= submit.sampling.max_tokens:
+            self._tell(sequence, finish="length")
+        else:
+            self._living[sequence.name] = sequence
+            self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.deadline_s)
+            self._enqueue(sequence)
+
+    def cancel(self, request: str, attempt: int) -> None:
+        """End an attempt and free its blocks. Unknown ones are ignored."""
+        assert self._step is None
+        sequence = self._living.get((request, attempt))
+        if sequence is not None:
+            self._end(sequence, "cancelled")
+
+    # --- a step
+
+    def schedule(self, now_s: float) -> list[Work]:
+        """What to compute now; empty only if no attempt is left."""
+        assert self._step is None
+        self._expire(now_s)
+        self._step = []
+        self._schedule_decodes()
+        self._schedule_prefills()
+        return [work for _, work in self._step]
+
+    def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
+        """The step was computed: one entry of `drawn` per work. Returns all that happened since the last call."""
+        step, self._step = self._step, None
+        assert step is not None
+        assert len(drawn) == len(step)
+        if any(len(work.tokens) > 1 for _, work in step):
+            self._budget.measured(sum(len(work.tokens) for _, work in step), elapsed_s)
+        for (sequence, work), draw in zip(step, drawn, strict=True):
+            assert (draw is not None) == work.draws
+            sequence.computed += len(work.tokens)
+            self._store_full_blocks(sequence)
+            if draw is not None:
+                self._take_token(sequence, draw)
+        outcome, self._outcome = self._outcome, Outcome()
+        return outcome
+
+    # --- questions
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is due: attempts live, or something is still to be told."""
+        return bool(self._living or self._outcome.parts or self._outcome.events)
+
+    @property
+    def digest(self) -> int:
+        return self._pool.digest
+
+    def snapshot(self) -> list[Content]:
+        """Every block that can be found, parents first."""
+        return self._pool.snapshot()
+
+    def load(self) -> EngineLoad:
+        """Counts as of now."""
+        blocks = self._pool.statistics()
+        return EngineLoad(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            waiting_tokens=self._waiting_tokens + sum(s.uncomputed for s in self._running if s.uncomputed > 1),
+            held_blocks=blocks.held + blocks.loading,
+            cached_blocks=blocks.cached,
+            prefill_tokens_per_s=self._budget.tokens_per_s,
+            preemptions=self._preemptions,
+        )
+
+    # --- scheduling
+
+    def _schedule_decodes(self) -> None:
+        for sequence in list(self._running):
+            if not sequence.blocks or sequence.uncomputed > 1:
+                continue  # preempted just now, or it prefills
+            if sequence.blocks_needed > len(sequence.blocks) and not self._grow(sequence):
+                continue
+            self._add_work(sequence, 1)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """One more block for a decode, from the lowest ranked if need be; False: that was the sequence itself."""
+        while not self._pool.available:
+            lowest = self._running[-1]
+            if lowest is sequence and len(self._running) == 1:
+                self._end(sequence, "error", f"the KV cache of {self._pool.capacity} blocks is full")
+                return False
+            self._preempt(lowest)
+            if lowest is sequence:
+                return False
+        self._allocate(sequence, 1)
+        return True
+
+    def _schedule_prefills(self) -> None:
+        assert self._step is not None
+        left = max(self._budget.tokens - len(self._step), self._limits.block_size)
+        for sequence in [s for s in self._running if s.uncomputed > 1]:
+            if left <= 0:
+                return
+            self._reuse(sequence)
+            left -= self._add_work(sequence, left)
+        while left > 0 and self._waiting and len(self._running) < self._limits.max_running:
+            sequence = self._waiting[0]
+            if not self._admit(sequence):
+                return
+            left -= self._add_work(sequence, left)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """From waiting to running, if its blocks are there and the running ones keep room to grow."""
+        found = self._pool.longest_prefix(sequence.reusable_keys)
+        missing = sequence.blocks_needed - found
+        if missing + len(self._running) > self._pool.available:
+            return False
+        self._dequeue(sequence)
+        self._reuse(sequence)
+        if missing + len(self._running) > self._pool.available:  # what was found counted as available until now
+            self._release(sequence)
+            self._enqueue(sequence)
+            return False
+        self._allocate(sequence, missing)
+        insort(self._running, sequence, key=_rank)
+        return True
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Take over the blocks behind the computed ones that the cache has by now."""
+        size = self._limits.block_size
+        if sequence.computed != sequence.stored * size:
+            return  # in the middle of a block
+        before = sequence.computed
+        for index, key in enumerate(sequence.reusable_keys[sequence.stored :], sequence.stored):
+            if key not in self._pool:
+                break
+            slot = self._pool.acquire(key)
+            if index < len(sequence.blocks):
+                self._pool.release(sequence.blocks[index])
+                sequence.blocks[index] = slot
+            else:
+                sequence.blocks.append(slot)
+            sequence.stored += 1
+            sequence.computed += size
+        if not sequence.begun:
+            cached = sequence.cached_tokens + sequence.computed - before
+            sequence.cached_tokens = min(cached, sequence.submit.prompt_tokens)
+
+    def _add_work(self, sequence: Sequence, most: int) -> int:
+        """Put the sequence into the step with at most `most` tokens; returns how many."""
+        assert self._step is not None
+        start, size = sequence.computed, self._limits.block_size
+        end = min(start + most, len(sequence.tokens))
+        if end < len(sequence.tokens) and end // size * size > start:
+            end = end // size * size  # whole blocks, so that they are stored, and reused by others, at once
+        draws = end == len(sequence.tokens)
+        work = Work(
+            sequence=sequence.number,
+            tokens=sequence.tokens[start:end],
+            start=start,
+            blocks=sequence.blocks,
+            draws=draws,
+            sampling=sequence.submit.sampling,
+            history=sequence.tokens if draws else sequence.tokens[:end],
+            prompt_tokens=sequence.submit.prompt_tokens,
+        )
+        self._step.append((sequence, work))
+        return end - start
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._preemptions += 1
+        self._running.remove(sequence)
+        self._release(sequence)
+        self._enqueue(sequence)
+
+    # --- after a step
+
+    def _store_full_blocks(self, sequence: Sequence) -> None:
+        for index in range(sequence.stored, sequence.computed // self._limits.block_size):
+            slot, events = self._pool.store(sequence.blocks[index], sequence.content(index))
+            sequence.blocks[index] = slot
+            self._outcome.events.extend(events)
+            sequence.stored += 1
+
+    def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
+        first = sequence.produced
+        sequence.append(drawn.token)
+        finish = self._finish_reason(sequence)
+        self._tell(
+            sequence,
+            first=first,
+            tokens=pack_tokens((drawn.token,)),
+            finish=finish,
+            logprobs=None if drawn.logprob is None else (drawn.logprob,),
+        )
+        if finish is not None:
+            self._drop(sequence)
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Whether the token just drawn is the last one."""
+        sampling, token = sequence.submit.sampling, sequence.tokens[-1]
+        if token in sampling.stop_token_ids:
+            return "stop"
+        if token in self._limits.eos_token_ids and not sampling.ignore_eos:
+            return "stop"
+        if sequence.produced >= sampling.max_tokens or len(sequence.tokens) >= self._limits.context_length:
+            return "length"
+        return None
+
+    # --- ends
+
+    def _unfit(self, sequence: Sequence) -> str:
+        """Why a newcomer is not taken; empty: it is."""
+        limits, length = self._limits, len(sequence.tokens)
+        if not 0 < sequence.submit.prompt_tokens <= length:
+            return f"{length} tokens of which {sequence.submit.prompt_tokens} are the prompt"
+        if length >= limits.context_length:
+            return f"{length} tokens leave no room in a context of {limits.context_length}"
+        if sequence.blocks_needed > limits.capacity_blocks:
+            return f"{length} tokens do not fit into {limits.capacity_blocks} blocks of {limits.block_size}"
+        if len(self._waiting) >= limits.max_waiting:
+            return f"overloaded: {len(self._waiting)} attempts wait"
+        if self._waiting and self._waiting_tokens + length > limits.max_waiting_tokens:
+            return f"overloaded: {self._waiting_tokens} tokens wait"
+        return ""
+
+    def _expire(self, now_s: float) -> None:
+        if now_s < self._earliest_deadline_s:
+            return
+        for sequence in [s for s in self._living.values() if s.deadline_s <= now_s]:
+            self._end(sequence, "deadline")
+        self._earliest_deadline_s = min((s.deadline_s for s in self._living.values()), default=float("inf"))
+
+    def _end(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
+        self._tell(sequence, finish=finish, error=error)
+        self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Out of every list; its blocks are free or cached."""
+        del self._living[sequence.name]
+        if sequence.blocks:
+            self._running.remove(sequence)
+            self._release(sequence)
+        else:
+            self._dequeue(sequence)
+
+    def _tell(
+        self,
+        sequence: Sequence,
+        *,
+        first: int | None = None,
+        tokens: bytes = b"",
+        finish: FinishReason | None = None,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        error: str = "",
+    ) -> None:
+        part = Part(
+            request=sequence.submit.request,
+            attempt=sequence.submit.attempt,
+            first=sequence.produced if first is None else first,
+            tokens=tokens,
+            finish=finish,
+            cached_tokens=sequence.cached_tokens,
+            logprobs=logprobs,
+            error=error,
+        )
+        self._outcome.parts.setdefault(sequence.submit.frontend, []).append(part)
+
+    # --- the queue and the blocks
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=_rank)
+        self._waiting_tokens += sequence.uncomputed
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        found = self._waiting.pop(bisect_left(self._waiting, sequence.rank, key=_rank))
+        assert found is sequence
+        self._waiting_tokens -= sequence.uncomputed
+
+    def _allocate(self, sequence: Sequence, count: int) -> None:
+        slots, evicted = self._pool.allocate(count)
+        sequence.blocks.extend(slots)
+        self._outcome.events.extend(evicted)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Last block first, so that leaves are evicted before their parents."""
+        for slot in reversed(sequence.blocks):
+            self._pool.release(slot)
+        sequence.blocks = []
+        sequence.computed = sequence.stored = 0
+        if not sequence.begun:
+            sequence.cached_tokens = 0
+
+    def validate(self) -> None:
+        """Raises AssertionError where the scheduler contradicts itself. O(everything); call it between steps."""
+        self._pool.validate()
+        assert sorted(self._waiting, key=_rank) == self._waiting
+        assert sorted(self._running, key=_rank) == self._running
+        assert len(self._running) <= self._limits.max_running
+        assert {s.name for s in (*self._waiting, *self._running)} == self._living.keys()
+        assert len(self._living) == len(self._waiting) + len(self._running)
+        assert self._waiting_tokens == sum(s.uncomputed for s in self._waiting)
+        held: set[int] = set()
+        for sequence in self._waiting:
+            assert not sequence.blocks
+            assert sequence.computed == 0
+        for sequence in self._running:
+            held.update(sequence.blocks)
+            assert len(sequence.blocks) == len(set(sequence.blocks))
+            assert len(sequence.blocks) * self._limits.block_size >= sequence.computed
+            assert sequence.stored == sequence.computed // self._limits.block_size
+            assert 1 <= sequence.uncomputed
+            assert sequence.deadline_s >= self._earliest_deadline_s
+            for index, slot in enumerate(sequence.blocks):
+                content = self._pool.content(slot)
+                assert (content is not None) == (index < sequence.stored), f"block {index} of {sequence.name}"
+                assert content is None or content.key == sequence.keys[index]
+        assert len(held) == self._pool.statistics().held
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank
