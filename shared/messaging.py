@@ -35,6 +35,8 @@ class SubscriptionStatistics(Struct, frozen=True):
     dropped: int
     """Lost because the receiver was too slow and the bound was reached."""
     pending: int
+    failed: int = 0
+    """Messages on which `receive` raised; each was logged."""
 
 
 Receive = Callable[[Message], Awaitable[None]]

@@ -1,0 +1,312 @@
+"""The bus and the KV events inside one process: what NATS and ZMQ do, without them.
+
+    MemoryBroker      who listens to what; delivers in the order of publishing
+    ├── MemoryBus     one endpoint of it, as a process has one; `disconnect` and `reconnect` take NATS away from it
+    └── MemoryEvents  publishers by endpoint; `mute` and `unmute` lose batches as a high-water mark does
+
+Deterministic: queue groups take turns, nothing is random, and receivers run in the order in which the loop wakes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Literal
+
+from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
+from shared.event_ring import EventRing
+from shared.messages import EventSource
+from shared.messaging import Message, Receive, SubscriptionStatistics
+from shared.receiver import Receiver
+from shared.replies import NO_RESPONDERS, Replies, answer_within
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """NATS's wildcards: `*` is any one token, a last `>` is one token or more."""
+    wanted, tokens = pattern.split("."), subject.split(".")
+    for position, want in enumerate(wanted):
+        if want == ">":
+            return len(tokens) > position
+        if position >= len(tokens) or want not in ("*", tokens[position]):
+            return False
+    return len(wanted) == len(tokens)
+
+
+class MemorySubscription:
+    """One subscription of one MemoryBus."""
+
+    def __init__(self, bus: MemoryBus, subject: str, queue: str, receiver: Receiver) -> None:
+        self.bus = bus
+        self.subject = subject
+        self.queue = queue
+        self.receiver = receiver
+
+    def statistics(self) -> SubscriptionStatistics:
+        return self.receiver.statistics()
+
+    async def unsubscribe(self) -> None:
+        self.bus.broker.remove(self)
+        await self.receiver.drain()
+
+
+class MemoryBroker:
+    """Delivers to every connected subscription that matches, and to one of each queue group."""
+
+    def __init__(self) -> None:
+        self._subscriptions: list[MemorySubscription] = []
+        self._inboxes: dict[str, tuple[MemoryBus, Callable[[Message], None]]] = {}
+        self._turns: dict[tuple[str, str], int] = {}
+        self._publishers: dict[str, MemoryEventPublisher] = {}
+        self._names = count()
+
+    # --- the bus
+
+    def join(self, bus: MemoryBus, inbox: str, take: Callable[[Message], None]) -> None:
+        """Messages to `inbox`, or one token below it where it ends in a dot, go to `take`."""
+        self._inboxes[inbox] = (bus, take)
+
+    def leave(self, inbox: str) -> None:
+        self._inboxes.pop(inbox, None)
+
+    def add(self, subscription: MemorySubscription) -> None:
+        self._subscriptions.append(subscription)
+
+    def subscriptions(self, bus: MemoryBus) -> list[MemorySubscription]:
+        """Those that `bus` made and has not ended."""
+        return [subscription for subscription in self._subscriptions if subscription.bus is bus]
+
+    def remove(self, subscription: MemorySubscription) -> None:
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
+
+    def publish(self, message: Message) -> None:
+        """Deliver; where nobody listens and an answer is wanted, the answer is NATS's `Status: 503`."""
+        found = self._inboxes.get(message.subject) or self._inboxes.get(
+            message.subject[: message.subject.rfind(".") + 1]
+        )
+        if found is not None and found[0].connected:
+            asyncio.get_running_loop().call_soon(found[1], message)
+            return
+        receivers = self._receivers(message.subject)
+        for subscription in receivers:
+            subscription.receiver.offer(message)
+        if not receivers and message.reply:
+            self.publish(Message(message.reply, b"", "", NO_RESPONDERS))
+
+    def disconnect(self, bus: MemoryBus) -> None:
+        """Take NATS away from `bus`: it hears nothing, its calls raise BusDown, and so does what waits for answers."""
+        bus.lose()
+
+    def reconnect(self, bus: MemoryBus) -> None:
+        """Give NATS back; its subscriptions live on."""
+        bus.find()
+
+    def _receivers(self, subject: str) -> list[MemorySubscription]:
+        everyone: list[MemorySubscription] = []
+        groups: dict[tuple[str, str], list[MemorySubscription]] = {}
+        for subscription in self._subscriptions:
+            if not subscription.bus.connected or not matches(subscription.subject, subject):
+                continue
+            if subscription.queue:
+                groups.setdefault((subscription.subject, subscription.queue), []).append(subscription)
+            else:
+                everyone.append(subscription)
+        for group, members in groups.items():
+            turn = self._turns.get(group, 0)
+            self._turns[group] = turn + 1
+            everyone.append(members[turn % len(members)])
+        return everyone
+
+    # --- KV events
+
+    def open(self, topic: str, ring_batches: int) -> MemoryEventPublisher:
+        """A new publisher with an endpoint of its own."""
+        endpoint = f"memory://{next(self._names)}"
+        publisher = MemoryEventPublisher(self, endpoint, topic, EventRing(ring_batches))
+        self._publishers[endpoint] = publisher
+        return publisher
+
+    def publisher(self, endpoint: str) -> MemoryEventPublisher | None:
+        """The publisher at `endpoint`, if it is open."""
+        return self._publishers.get(endpoint)
+
+    def close(self, endpoint: str) -> None:
+        self._publishers.pop(endpoint, None)
+
+    def mute(self, source: EventSource) -> None:
+        """Lose what `source` publishes from now on; its ring still keeps it."""
+        self._publishers[source.publish].muted = True
+
+    def unmute(self, source: EventSource) -> None:
+        self._publishers[source.publish].muted = False
+
+
+class MemoryBus:
+    """One endpoint of a MemoryBroker; see `shared.messaging.Bus`."""
+
+    def __init__(self, broker: MemoryBroker, *, payload_limit_bytes: int = 4 << 20) -> None:
+        self.broker = broker
+        self.replies = Replies()
+        self._payload_limit_bytes = payload_limit_bytes
+        self._state: Literal["connected", "away", "closed"] = "connected"
+        broker.join(self, self.replies.prefix, self.replies.take)
+
+    @property
+    def connected(self) -> bool:
+        return self._state == "connected"
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        gone: Callable[[], None] | None = None,
+    ) -> None:
+        self._check(payload)
+        self._send(subject, payload, headers, "" if gone is None else self.replies.probe(gone))
+
+    async def subscribe(
+        self,
+        subject: str,
+        receive: Receive,
+        *,
+        queue: str = "",
+        pending_limit: int = 65536,
+        dropped: Callable[[int], None] | None = None,
+    ) -> MemorySubscription:
+        if self._state == "closed":
+            raise BusDown("the bus is closed")
+        receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped)
+        subscription = MemorySubscription(self, subject, queue, receiver)
+        self.broker.add(subscription)
+        return subscription
+
+    async def request(
+        self, subject: str, payload: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Message:
+        self._check(payload)
+        reply, answer = self.replies.request(subject)
+        try:
+            self._send(subject, payload, headers, reply)
+            return await answer_within(answer, subject, timeout_s)
+        finally:
+            self.replies.forget(reply)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        idle_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        pending_limit: int = 8192,
+    ) -> AsyncIterator[AsyncIterator[Message]]:
+        self._check(payload)
+        stream = self.replies.stream(subject, pending_limit)
+        self.broker.join(self, stream.inbox, stream.take)
+        try:
+            self._send(subject, payload, headers, stream.inbox)
+            yield stream.messages(idle_timeout_s)
+        finally:
+            self.broker.leave(stream.inbox)
+            self.replies.end(stream)
+
+    async def drain(self) -> None:
+        for subscription in self.broker.subscriptions(self):
+            await subscription.unsubscribe()
+        self._state = "closed"
+        self.broker.leave(self.replies.prefix)
+        self.replies.fail(BusDown("the bus is closed"))
+
+    def lose(self) -> None:
+        """See MemoryBroker.disconnect."""
+        if self._state == "connected":
+            self._state = "away"
+            self.replies.fail(BusDown("the connection was lost"))
+
+    def find(self) -> None:
+        """See MemoryBroker.reconnect."""
+        if self._state == "away":
+            self._state = "connected"
+
+    def _check(self, payload: bytes) -> None:
+        if self._state != "connected":
+            raise BusDown(f"the bus is {self._state}")
+        if len(payload) > self._payload_limit_bytes:
+            raise PayloadTooLarge(len(payload), self._payload_limit_bytes)
+
+    def _send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
+        self.broker.publish(Message(subject, payload, reply, dict(headers or {})))
+
+
+class MemoryEventPublisher:
+    """The sending end of one source, with its listeners."""
+
+    def __init__(self, broker: MemoryBroker, endpoint: str, topic: str, ring: EventRing) -> None:
+        self._broker = broker
+        self.ring = ring
+        self.muted = False
+        self.listeners: list[Callable[[int, bytes], None]] = []
+        self._source = EventSource(publish=endpoint, replay=endpoint, topic=topic, epoch=True, digest=True)
+
+    @property
+    def source(self) -> EventSource:
+        return self._source
+
+    def publish(self, sequence: int, payload: bytes) -> None:
+        self.ring.append(sequence, payload)
+        if self.muted:
+            return
+        for listener in self.listeners:
+            asyncio.get_running_loop().call_soon(listener, sequence, payload)
+
+    def close(self) -> None:
+        self._broker.close(self._source.publish)
+        self.listeners.clear()
+
+
+class MemoryEventSubscription:
+    """The receiving end of one source."""
+
+    def __init__(self, broker: MemoryBroker, source: EventSource, receive: Callable[[int, bytes], None]) -> None:
+        self._broker = broker
+        self._source = source
+        self._receive = receive
+        self._open = True
+        publisher = broker.publisher(source.publish)
+        if publisher is not None:
+            publisher.listeners.append(self._take)
+
+    async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
+        publisher = self._broker.publisher(self._source.replay)
+        if publisher is None or not self._open:
+            raise RequestTimeout(f"no replay from {self._source.replay} in {timeout_s:g} s")
+        await asyncio.sleep(0)
+        return publisher.ring.since(first)
+
+    def close(self) -> None:
+        self._open = False
+        publisher = self._broker.publisher(self._source.publish)
+        if publisher is not None and self._take in publisher.listeners:
+            publisher.listeners.remove(self._take)
+
+    def _take(self, sequence: int, payload: bytes) -> None:
+        if self._open:
+            self._receive(sequence, payload)
+
+
+class MemoryEvents:
+    """One process's way to KV events; see `shared.messaging.Events`."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+
+    def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> MemoryEventPublisher:
+        return self._broker.open(topic, ring_batches)
+
+    def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> MemoryEventSubscription:
+        return MemoryEventSubscription(self._broker, source, receive)
