@@ -75,6 +75,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     block_size: int
     capacity_blocks: int
     kv_layout: KvLayout
+    path: str = ""
+    """Directory with tokenizer.json and tokenizer_config.json (a GGUF file was converted into it)."""
 
 
 class EngineLoad(Struct, frozen=True):
@@ -102,6 +104,10 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     """Of the last batch so far; -1 before the first."""
     digest: int
     load: EngineLoad
+    tokens: int = 0
+    """Computed in this step."""
+    elapsed_s: float = 0.0
+    """What the runner took for them."""
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot_taken"):
@@ -116,6 +122,8 @@ class Failed(Struct, frozen=True, tag="failed"):
     """The engine cannot go on (or could not start); it ends after this."""
 
     reason: str
+    model: bool = False
+    """The model cannot be served: starting again will not help."""
 
 
 EngineReport = Loading | Ready | Stepped | Snapshot | Failed

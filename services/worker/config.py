@@ -1,0 +1,62 @@
+"""The worker's settings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+
+EngineName = Literal["native", "echo"]
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+
+
+class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One worker: one engine, one model."""
+
+    namespace: str = "default"
+    model: str
+    """A Hugging Face directory or a GGUF file."""
+    model_name: str = ""
+    """What clients call it; empty: the directory's or file's name."""
+    cache: str = ".headrace/models"
+    """Where converted weights are kept, shared by the machine's workers."""
+    engine: EngineName = "native"
+    block_size: Positive = 16
+    """Tokens a block."""
+    capacity_blocks: Natural = 0
+    """Blocks of the device tier; 0: as many as `capacity_bytes` holds."""
+    capacity_bytes: Positive = 512 << 20
+    max_running: Positive = 64
+    """Sequences a step computes at most."""
+    max_waiting: Positive = 256
+    """Attempts in the queue; beyond, Generate is refused as overloaded."""
+    max_waiting_tokens: Positive = 1 << 20
+    """Uncomputed tokens in the queue."""
+    threads: Natural = 0
+    """Of the engine's arithmetic; 0: one a core. Workers that share a machine share its cores: set cores ÷ workers."""
+    drain_s: float = 20.0
+    """How long running attempts may go on after SIGTERM."""
+    nats: NatsConfig = NatsConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+
+class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the engine process is started with, as JSON in its first argument."""
+
+    engine: EngineName
+    model: str
+    model_name: str
+    cache: str
+    block_size: int
+    capacity_blocks: int
+    capacity_bytes: int
+    max_running: int
+    max_waiting: int
+    max_waiting_tokens: int
+    threads: int
+    parent_pid: int
+    """The shell; the engine does not outlive it."""

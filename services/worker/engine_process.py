@@ -1,0 +1,105 @@
+"""The engine's process: `python -m services.worker.engine_process CONFIG_JSON SOCKET_FD`.
+
+Started by the shell with an environment that bounds its arithmetic threads before NumPy is imported (hence the imports
+inside functions here). It ends on Shutdown, when the runner fails, and with the shell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+
+from services.worker.channel import EngineEnd, PeerGone
+from services.worker.config import EngineConfig
+from services.worker.engine import Failed, Loading, Runner
+from services.worker.loop import EngineLoop
+from services.worker.scheduler import Limits, Scheduler
+from shared.errors import ModelError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0 after Shutdown or when the shell is gone, 1 after Failed."""
+    config = msgspec.json.decode(arguments[0], type=EngineConfig)
+    _die_with(config.parent_pid)
+    # A signal to the whole process group (Ctrl-C) is the shell's to answer: it drains, then says Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with closing(EngineEnd(socket.socket(fileno=int(arguments[1])))) as channel, suppress(PeerGone):
+        failed = _run(config, channel)
+        if failed is not None:
+            channel.send(failed)
+            return 1
+    return 0
+
+
+def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
+    """The engine's life; why it failed, or None after Shutdown. Raises PeerGone."""
+    try:
+        runner = _load(config, channel.send)
+    except ModelError as wrong:
+        return Failed(reason=str(wrong), model=True)
+    with closing(runner):
+        try:
+            _serve(config, channel, runner)
+        except PeerGone:
+            raise
+        except Exception as wrong:  # the engine's edge: a runner may fail in any way, and the shell must hear of it
+            traceback.print_exc()
+            return Failed(reason=f"{type(wrong).__name__}: {wrong}")
+    return None
+
+
+def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
+    """Raises ModelError."""
+    match config.engine:
+        case "echo":
+            from services.worker.echo import EchoRunner
+
+            return EchoRunner.of(
+                Path(config.model), block_size=config.block_size, capacity_blocks=config.capacity_blocks
+            )
+        case "native":
+            raise ModelError("native")
+
+
+def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner) -> None:
+    facts = runner.facts
+    scheduler = Scheduler(
+        Limits(
+            model=config.model_name,
+            context_length=facts.context_length,
+            eos_token_ids=frozenset(facts.eos_token_ids),
+            block_size=facts.block_size,
+            capacity_blocks=facts.capacity_blocks,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
+        )
+    )
+    channel.send(facts)
+    EngineLoop(channel, scheduler, runner, time.monotonic).run()
+
+
+def _die_with(parent_pid: int) -> None:
+    """The kernel kills this process when the shell dies, even in the middle of a long step (Linux; elsewhere the end of
+    the channel is seen at the next report)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

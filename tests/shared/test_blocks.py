@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from shared.blocks import BlockPool, Content, Evicted, PoolEvent, Stored
+from shared.hashing import ContentKey, content_key, event_hash, pack_tokens, root_key
+
+ROOT = root_key("model")
+
+
+def chain(*first_tokens: int) -> list[Content]:
+    """Blocks of one token that follow one another."""
+    contents: list[Content] = []
+    parent: ContentKey | None = None
+    for token in first_tokens:
+        packed = pack_tokens([token])
+        key = content_key(parent or ROOT, packed)
+        contents.append(Content(key=key, parent=parent, tokens=packed))
+        parent = key
+    return contents
+
+
+def fill(pool: BlockPool, contents: list[Content]) -> list[int]:
+    slots, _ = pool.allocate(len(contents))
+    return [pool.store(slot, content)[0] for slot, content in zip(slots, contents, strict=True)]
+
+
+def release(pool: BlockPool, slots: list[int]) -> None:
+    for slot in reversed(slots):
+        pool.release(slot)
+
+
+def test_a_released_keyed_block_stays_findable_until_its_room_is_needed() -> None:
+    pool = BlockPool(2)
+    (content,) = chain(1)
+    release(pool, fill(pool, [content]))
+    assert content.key in pool
+    assert pool.available == 2
+    _, evicted = pool.allocate(2)
+    assert evicted == [Evicted(content)]
+    assert content.key not in pool
+
+
+def test_free_slots_are_given_before_cached_ones_are_evicted() -> None:
+    pool = BlockPool(3)
+    release(pool, fill(pool, chain(1)))
+    _, evicted = pool.allocate(2)
+    assert evicted == []
+
+
+def test_the_last_block_of_a_chain_is_evicted_first() -> None:
+    pool = BlockPool(3)
+    contents = chain(1, 2, 3)
+    release(pool, fill(pool, contents))
+    _, evicted = pool.allocate(3)
+    assert evicted == [Evicted(content) for content in reversed(contents)]
+
+
+def test_a_block_used_again_outlives_one_that_was_not() -> None:
+    pool = BlockPool(2)
+    first, second = chain(1)[0], chain(2)[0]
+    release(pool, fill(pool, [first]))
+    release(pool, fill(pool, [second]))
+    pool.release(pool.acquire(first.key))
+    _, evicted = pool.allocate(1)
+    assert evicted == [Evicted(second)]
+
+
+def test_the_same_content_stored_twice_is_kept_once_and_told_once() -> None:
+    pool = BlockPool(4)
+    (content,) = chain(1)
+    (first,) = fill(pool, [content])
+    (blank,), _ = pool.allocate(1)
+    slot, events = pool.store(blank, content)
+    assert (slot, events) == (first, [])
+    assert pool.statistics().held == 1
+    pool.release(first)
+    assert pool.state(first) == "held"
+    pool.release(first)
+    assert pool.state(first) == "cached"
+
+
+def test_a_blank_block_goes_back_to_free() -> None:
+    pool = BlockPool(1)
+    (slot,), _ = pool.allocate(1)
+    pool.release(slot)
+    assert pool.state(slot) == "free"
+
+
+def test_a_copy_keeps_a_block_whose_sequence_has_ended() -> None:
+    pool = BlockPool(1)
+    (content,) = chain(1)
+    (slot,) = fill(pool, [content])
+    pool.hold_for_copy(slot)
+    pool.release(slot)
+    assert pool.available == 0
+    pool.release_copy(slot)
+    assert pool.state(slot) == "cached"
+
+
+def test_a_loading_block_is_found_only_when_its_copy_has_ended() -> None:
+    pool = BlockPool(1)
+    (content,) = chain(1)
+    (slot,), _ = pool.begin_load(1)
+    assert pool.state(slot) == "loading"
+    assert pool.longest_prefix([content.key]) == 0
+    assert pool.end_load(slot, content) == (slot, [Stored(content)])
+    assert pool.longest_prefix([content.key]) == 1
+
+
+def test_a_loading_block_given_up_by_its_sequence_is_not_reused_while_the_copy_writes() -> None:
+    pool = BlockPool(1)
+    (slot,), _ = pool.begin_load(1)
+    pool.release(slot)
+    assert pool.available == 0
+    pool.end_load(slot, None)
+    assert pool.state(slot) == "free"
+
+
+def test_a_failed_copy_leaves_a_blank_block_to_be_computed() -> None:
+    pool = BlockPool(1)
+    (content,) = chain(1)
+    (slot,), _ = pool.begin_load(1)
+    assert pool.end_load(slot, None) == (slot, [])
+    assert pool.store(slot, content) == (slot, [Stored(content)])
+
+
+def test_the_longest_prefix_ends_at_the_first_gap() -> None:
+    pool = BlockPool(4)
+    contents = chain(1, 2, 3)
+    fill(pool, [contents[0], contents[2]])
+    assert pool.longest_prefix([content.key for content in contents]) == 1
+
+
+def test_a_snapshot_tells_parents_first_even_if_they_were_stored_last() -> None:
+    pool = BlockPool(4)
+    contents = chain(1, 2, 3)
+    fill(pool, list(reversed(contents)))
+    assert pool.snapshot() == contents
+
+
+def test_asking_for_more_than_is_available_is_a_programmers_error() -> None:
+    with pytest.raises(AssertionError, match="3 blocks asked for, 2 available"):
+        BlockPool(2).allocate(3)
+
+
+def test_a_pool_has_at_least_one_block() -> None:
+    with pytest.raises(ValueError, match="0 blocks"):
+        BlockPool(0)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences hold whole prefixes and release them last block first; copies come and go."""
+
+    sequences = Bundle("sequences")
+    copies = Bundle("copies")
+    loads = Bundle("loads")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(6)
+        self.told: dict[ContentKey, Content] = {}
+        self.copied = False
+
+    def hear(self, events: list[Stored] | list[Evicted]) -> None:
+        for event in events:
+            one: PoolEvent = event
+            if isinstance(one, Stored):
+                assert one.content.key not in self.told, "stored twice"
+                self.told[one.content.key] = one.content
+            else:
+                del self.told[one.content.key]
+
+    @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def compute(self, tokens: list[int]) -> list[int]:
+        contents = chain(*tokens)
+        found = self.pool.longest_prefix(content.key for content in contents)
+        slots = [self.pool.acquire(content.key) for content in contents[:found]]
+        missing = min(len(contents) - found, self.pool.available)
+        blank, evicted = self.pool.allocate(missing)
+        self.hear(evicted)
+        for slot, content in zip(blank, contents[found:], strict=False):
+            kept, events = self.pool.store(slot, content)
+            self.hear(events)
+            slots.append(kept)
+        return slots
+
+    @rule(sequence=consumes(sequences))
+    def end(self, sequence: list[int]) -> None:
+        release(self.pool, sequence)
+
+    @rule(target=copies, sequence=sequences, index=st.integers(0, 3))
+    def copy(self, sequence: list[int], index: int) -> int | None:
+        if index >= len(sequence):
+            return None
+        self.copied = True
+        self.pool.hold_for_copy(sequence[index])
+        return sequence[index]
+
+    @rule(slot=consumes(copies))
+    def copied_out(self, slot: int | None) -> None:
+        if slot is not None:
+            self.pool.release_copy(slot)
+
+    @precondition(lambda self: self.pool.available > 0)
+    @rule(target=loads, token=st.integers(0, 1), stays=st.booleans())
+    def load(self, token: int, stays: bool) -> tuple[int, Content, bool]:
+        (slot,), evicted = self.pool.begin_load(1)
+        self.hear(evicted)
+        if not stays:
+            self.pool.release(slot)
+        return slot, chain(token)[0], stays
+
+    @rule(load=consumes(loads), fails=st.booleans())
+    def loaded(self, load: tuple[int, Content, bool], fails: bool) -> None:
+        slot, content, stays = load
+        slot, events = self.pool.end_load(slot, None if fails else content)
+        self.hear(events)
+        if stays:
+            self.pool.release(slot)
+
+    @invariant()
+    def events_tell_exactly_what_can_be_found(self) -> None:
+        self.pool.validate()
+        snapshot = self.pool.snapshot()
+        assert {content.key for content in snapshot} == self.told.keys()
+        digest = 0
+        for key in self.told:
+            digest ^= event_hash(key)
+        assert digest == self.pool.digest
+        counts = self.pool.statistics()
+        assert counts.free + counts.loading + counts.held + counts.cached == counts.capacity
+        assert counts.keyed == len(self.told)
+
+    @invariant()
+    def a_kept_block_has_its_parent_unless_copies_mixed_the_order(self) -> None:
+        if not self.copied:
+            for content in self.told.values():
+                assert content.parent is None or content.parent in self.told
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

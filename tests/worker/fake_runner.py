@@ -1,0 +1,69 @@
+"""A runner whose tokens follow from the history alone, and whose KV memory notices a wrong block table.
+
+Each position's "KV" is a fingerprint of all tokens up to it. A step checks the fingerprints of everything before it, so
+a slot that was given away too early, shared wrongly or never filled fails the test that caused it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from services.worker.engine import Drawn, Ready, Work
+from shared.hashing import pack_tokens
+from shared.messages import KvLayout, TokenLogprob
+
+EOS = 0
+VOCABULARY = 5
+
+
+def next_token(history: Sequence[int]) -> int:
+    """Looks random; ends a sequence after some tokens."""
+    return zlib.crc32(pack_tokens(history)) % VOCABULARY
+
+
+def continuation(prompt: Sequence[int], max_tokens: int, context_length: int) -> list[int]:
+    """What an engine must draw for this prompt, whatever else happens."""
+    tokens = list(prompt)
+    while len(tokens) < context_length and len(tokens) - len(prompt) < max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    def __init__(self, *, block_size: int, capacity_blocks: int, context_length: int) -> None:
+        self.facts = Ready(
+            context_length=context_length,
+            vocab_size=VOCABULARY,
+            eos_token_ids=(EOS,),
+            block_size=block_size,
+            capacity_blocks=capacity_blocks,
+            kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
+        )
+        self._memory = [[0] * block_size for _ in range(capacity_blocks)]
+        self.computed_tokens = 0
+
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        return [self._compute(work) for work in works]
+
+    def close(self) -> None:
+        pass
+
+    def _compute(self, work: Work) -> Drawn | None:
+        size = self.facts.block_size
+        end = work.start + len(work.tokens)
+        assert list(work.history[work.start : end]) == list(work.tokens)
+        assert len(work.history) == end
+        for position in range(end):
+            slot, offset = work.blocks[position // size], position % size
+            fingerprint = zlib.crc32(pack_tokens(work.history[: position + 1]))
+            if position < work.start:
+                assert self._memory[slot][offset] == fingerprint, f"wrong bytes at position {position}"
+            else:
+                self._memory[slot][offset] = fingerprint
+        self.computed_tokens += len(work.tokens)
+        if not work.draws:
+            return None
+        return Drawn(next_token(work.history), TokenLogprob(-1.0) if work.sampling.logprobs >= 0 else None)

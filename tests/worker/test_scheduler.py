@@ -1,0 +1,441 @@
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.worker.engine import Submit, Work
+from services.worker.kv_events import to_kv_events, to_snapshot
+from services.worker.scheduler import Limits, Outcome, Scheduler
+from shared.hashing import pack_tokens, unpack_tokens
+from shared.messages import BlockRemoved, BlockStored, Part, Sampling
+from tests.worker.fake_runner import EOS, FakeRunner, continuation
+
+
+class Engine:
+    """A scheduler and a fake runner, stepped by hand; checks both and the events after every step."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 2,
+        capacity_blocks: int = 16,
+        context_length: int = 64,
+        max_running: int = 8,
+        max_waiting: int = 64,
+        max_waiting_tokens: int = 1 << 20,
+        step_tokens: int = 8,
+    ) -> None:
+        self.runner = FakeRunner(
+            block_size=block_size, capacity_blocks=capacity_blocks, context_length=context_length
+        )
+        self.scheduler = Scheduler(
+            Limits(
+                model="model",
+                context_length=context_length,
+                eos_token_ids=frozenset((EOS,)),
+                block_size=block_size,
+                capacity_blocks=capacity_blocks,
+                max_running=max_running,
+                max_waiting=max_waiting,
+                max_waiting_tokens=max_waiting_tokens,
+                max_step_tokens=step_tokens,
+                first_tokens_per_s=1e6,
+            )
+        )
+        self.now_s = 0.0
+        self.cached: set[int | bytes] = set()
+        self.parts: dict[tuple[str, int], list[Part]] = defaultdict(list)
+
+    def submit(
+        self,
+        request: str,
+        prompt: Sequence[int],
+        *,
+        attempt: int = 1,
+        produced: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        max_tokens: int = 8,
+        time_left_s: float = 1e9,
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
+        self.scheduler.submit(
+            Submit(
+                request=request,
+                attempt=attempt,
+                frontend="frontend",
+                tokens=pack_tokens((*prompt, *produced)),
+                prompt_tokens=len(prompt),
+                sampling=sampling or Sampling(max_tokens=max_tokens),
+                time_left_s=time_left_s,
+                salt=salt,
+                priority=priority,
+            ),
+            self.now_s,
+        )
+
+    def step(self, elapsed_s: float = 0.01) -> list[Work]:
+        works = self.scheduler.schedule(self.now_s)
+        self.take(self.scheduler.advance(self.runner.step(works), elapsed_s))
+        self.now_s += elapsed_s
+        self.check()
+        return works
+
+    def take(self, outcome: Outcome) -> None:
+        for event in to_kv_events(outcome.events, self.runner.facts.block_size):
+            match event:
+                case BlockStored(block_hashes=hashes):
+                    assert self.cached.isdisjoint(hashes)
+                    self.cached.update(hashes)
+                case BlockRemoved(block_hashes=hashes):
+                    assert self.cached.issuperset(hashes)
+                    self.cached.difference_update(hashes)
+                case _:
+                    raise AssertionError(event)
+        for parts in outcome.parts.values():
+            for part in parts:
+                earlier = self.parts[part.request, part.attempt]
+                assert not earlier or earlier[-1].finish is None, "a part after the finish"
+                earlier.append(part)
+
+    def check(self) -> None:
+        self.scheduler.validate()
+        snapshot = to_snapshot(self.scheduler.snapshot())
+        assert {block.hash for block in snapshot} == self.cached
+        digest = 0
+        seen: set[int] = set()
+        for block in snapshot:
+            digest ^= block.hash
+            assert block.parent is None or block.parent in seen, "a child before its parent"
+            seen.add(block.hash)
+        assert digest == self.scheduler.digest
+
+    def run(self) -> None:
+        for _ in range(10_000):
+            if not self.scheduler.busy:
+                break
+            self.step()
+        assert not self.scheduler.busy
+        assert self.scheduler.load().held_blocks == 0
+
+    def output(self, request: str, attempt: int = 1) -> list[int]:
+        tokens: list[int] = []
+        parts = self.parts[request, attempt]
+        for part in parts:
+            assert part.first == parts[0].first + len(tokens), "a gap or a repeat"
+            tokens += unpack_tokens(part.tokens)
+        return tokens
+
+    def last(self, request: str, attempt: int = 1) -> Part:
+        return self.parts[request, attempt][-1]
+
+
+PROMPT = [1, 2, 3, 4, 1, 2]
+LONG = [1 + position % 4 for position in range(40)]
+NO_EOS = Sampling(max_tokens=8, ignore_eos=True)
+
+
+def test_a_prompt_is_continued_until_its_last_token() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.run()
+    assert len(engine.output("a")) == 8
+    assert engine.last("a").finish == "length"
+
+
+def test_an_end_token_stops_and_is_the_last_of_its_part() -> None:
+    engine = Engine()
+    prompt = next([1, 2, n, m] for n in range(5) for m in range(5) if continuation([1, 2, n, m], 8, 64)[-1] == EOS)
+    engine.submit("a", prompt)
+    engine.run()
+    assert engine.last("a").finish == "stop"
+    assert engine.output("a")[-1] == EOS
+
+
+def test_a_stop_token_stops_even_where_eos_is_ignored() -> None:
+    engine = Engine()
+    stop = continuation(PROMPT, 1, 64)[0]
+    engine.submit("a", PROMPT, sampling=Sampling(max_tokens=8, ignore_eos=True, stop_token_ids=(stop,)))
+    engine.run()
+    assert engine.output("a") == [stop]
+    assert engine.last("a").finish == "stop"
+
+
+def test_the_context_length_ends_a_sequence() -> None:
+    engine = Engine(context_length=10)
+    engine.submit("a", PROMPT, sampling=Sampling(max_tokens=100, ignore_eos=True))
+    engine.run()
+    assert len(engine.output("a")) == 4
+    assert engine.last("a").finish == "length"
+
+
+def test_a_prompt_that_fills_the_context_is_an_error() -> None:
+    engine = Engine(context_length=6)
+    engine.submit("a", PROMPT)
+    engine.run()
+    assert engine.last("a").finish == "error"
+    assert "context of 6" in engine.last("a").error
+
+
+def test_a_prompt_larger_than_the_cache_is_an_error_at_once() -> None:
+    engine = Engine(capacity_blocks=2)
+    engine.submit("a", PROMPT)
+    engine.run()
+    assert engine.last("a").finish == "error"
+    assert "do not fit" in engine.last("a").error
+
+
+def test_a_sequence_that_outgrows_the_whole_cache_ends_with_an_error_and_keeps_its_tokens() -> None:
+    engine = Engine(capacity_blocks=4)
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.run()
+    assert engine.last("a").finish == "error"
+    assert "KV cache" in engine.last("a").error
+    assert len(engine.output("a")) == 3
+
+
+def test_a_repeated_prompt_is_found_but_its_last_token_is_computed() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, max_tokens=1)
+    engine.run()
+    computed = engine.runner.computed_tokens
+    engine.submit("b", PROMPT, max_tokens=1)
+    engine.run()
+    assert engine.last("b").cached_tokens == 4
+    assert engine.runner.computed_tokens == computed + 2
+    assert engine.output("a") == engine.output("b")
+
+
+def test_output_is_found_by_the_next_turn() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.run()
+    engine.submit("b", [*PROMPT, *engine.output("a"), 1])
+    engine.run()
+    assert engine.last("b").cached_tokens == 12
+
+
+def test_tenants_with_different_salts_share_nothing() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, salt="one")
+    engine.run()
+    engine.submit("b", PROMPT, salt="two")
+    engine.run()
+    assert engine.last("b").cached_tokens == 0
+    engine.submit("c", PROMPT, salt="one")
+    engine.run()
+    assert engine.last("c").cached_tokens == 4
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
+    engine = Engine(capacity_blocks=64)
+    engine.submit("decoding", PROMPT, sampling=Sampling(max_tokens=20, ignore_eos=True))
+    engine.step()
+    engine.submit("long", LONG, max_tokens=1)
+    steps = 0
+    while not engine.parts["long", 1]:
+        works = engine.step()
+        steps += 1
+        assert sum(len(work.tokens) for work in works) <= 8
+        assert [len(work.tokens) for work in works][0] == 1, "the decode goes first"
+    assert steps >= len(LONG) // 8
+    assert len(engine.output("decoding")) == 1 + steps
+
+
+def test_decodes_beyond_the_budget_do_not_starve_a_prefill() -> None:
+    engine = Engine(capacity_blocks=64, max_running=8, step_tokens=2)
+    for number in range(6):
+        engine.submit(f"decoding {number}", [number % 4 + 1], sampling=Sampling(max_tokens=40, ignore_eos=True))
+    for _ in range(6):
+        engine.step()
+    engine.submit("late", PROMPT, max_tokens=1)
+    for _ in range(3):
+        engine.step()
+    assert engine.last("late").finish is not None
+
+
+def test_siblings_that_arrive_together_share_what_the_first_computed() -> None:
+    engine = Engine(capacity_blocks=64)
+    engine.submit("a", [*LONG, 1], max_tokens=1)
+    engine.submit("b", [*LONG, 2], max_tokens=1)
+    engine.run()
+    assert engine.last("a").cached_tokens == 0
+    assert engine.last("b").cached_tokens >= 32
+    assert engine.runner.computed_tokens <= len(LONG) + 12
+
+
+def test_the_youngest_of_the_lowest_priority_gives_its_blocks_back() -> None:
+    engine = Engine(capacity_blocks=8)
+    six = Sampling(max_tokens=6, ignore_eos=True)
+    engine.submit("old", [1, 1], sampling=six)
+    engine.submit("young", [2, 2], sampling=six)
+    engine.submit("urgent", [3, 3], sampling=six, priority=1)
+    engine.run()
+    assert engine.scheduler.load().preemptions > 0
+    ended = [name for name, _ in sorted(engine.parts, key=lambda name: [part.finish for part in engine.parts[name]].index("length"))]
+    assert set(ended) == {"old", "young", "urgent"}
+    for name, prompt in (("old", [1, 1]), ("young", [2, 2]), ("urgent", [3, 3])):
+        assert len(engine.output(name)) == 6, name
+        tokens = [*prompt, *engine.output(name)]
+        assert [continuation(tokens[:end], 1, 64)[0] for end in range(2, 8)] == tokens[2:]
+
+
+def test_draws_are_numbered_by_position_also_after_a_preemption() -> None:
+    engine = Engine(capacity_blocks=5)
+    six = Sampling(max_tokens=6, ignore_eos=True)
+    engine.submit("a", [1, 1], sampling=six)
+    engine.submit("b", [2, 2], sampling=six)
+    drawn: dict[int, list[int]] = defaultdict(list)
+    while engine.scheduler.busy:
+        for work in engine.step():
+            if work.draws:
+                drawn[work.sequence].append(work.draw_index)
+    assert engine.scheduler.load().preemptions > 0
+    assert list(drawn.values()) == [list(range(6)), list(range(6))]
+
+
+def test_a_continuation_counts_from_the_original_prompt() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.run()
+    whole = engine.output("a")
+    fresh = Engine()
+    fresh.submit("a", PROMPT, attempt=2, produced=whole[:3], sampling=NO_EOS)
+    fresh.run()
+    assert fresh.parts["a", 2][0].first == 3
+    assert fresh.output("a", 2) == whole[3:]
+    assert fresh.last("a", 2).finish == "length"
+
+
+def test_a_continuation_with_nothing_left_ends_at_once() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, produced=[1, 2, 3], max_tokens=3)
+    engine.run()
+    assert engine.last("a").finish == "length"
+    assert engine.output("a") == []
+
+
+def test_cancelling_frees_the_blocks_in_the_middle_of_a_prefill() -> None:
+    engine = Engine(capacity_blocks=64)
+    engine.submit("a", LONG)
+    engine.step()
+    assert engine.scheduler.load().held_blocks > 0
+    engine.scheduler.cancel("a", 1)
+    engine.step()
+    assert engine.last("a").finish == "cancelled"
+    assert engine.scheduler.load().held_blocks == 0
+
+
+def test_cancelling_another_attempt_changes_nothing() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT)
+    engine.scheduler.cancel("a", 2)
+    engine.run()
+    assert engine.last("a").finish in ("length", "stop")
+
+
+def test_an_attempt_ends_at_its_deadline_waiting_or_running() -> None:
+    engine = Engine(max_running=1)
+    engine.submit("running", PROMPT, sampling=Sampling(max_tokens=50, ignore_eos=True), time_left_s=0.05)
+    engine.submit("waiting", PROMPT, time_left_s=0.04)
+    engine.run()
+    assert engine.last("running").finish == "deadline"
+    assert engine.last("waiting").finish == "deadline"
+    assert engine.output("waiting") == []
+
+
+def test_a_higher_priority_goes_first_and_equals_in_order_of_arrival() -> None:
+    engine = Engine(max_running=1)
+    for name, priority in (("a", 0), ("b", 0), ("urgent", 5)):
+        engine.submit(name, PROMPT, max_tokens=1, priority=priority)
+    engine.run()
+    assert [name for name, _ in engine.parts] == ["urgent", "a", "b"]
+
+
+def test_a_full_queue_refuses_by_count_and_by_tokens() -> None:
+    engine = Engine(max_running=1, max_waiting=2)
+    for name in ("a", "b", "c"):
+        engine.submit(name, PROMPT)
+    engine.step()
+    assert "2 attempts wait" in engine.last("c").error
+    engine = Engine(max_running=1, max_waiting_tokens=10)
+    engine.submit("a", PROMPT)
+    engine.submit("b", PROMPT)
+    engine.step()
+    assert "tokens wait" in engine.last("b").error
+
+
+def test_the_same_attempt_is_taken_once() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT)
+    engine.submit("a", PROMPT)
+    engine.run()
+    assert sum(part.finish is not None for part in engine.parts["a", 1]) == 1
+
+
+def test_logprobs_come_where_they_were_asked_for() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=Sampling(max_tokens=2, ignore_eos=True, logprobs=0))
+    engine.submit("b", PROMPT, sampling=Sampling(max_tokens=2, ignore_eos=True))
+    engine.run()
+    assert all(part.logprobs is not None and len(part.logprobs) == 1 for part in engine.parts["a", 1])
+    assert all(part.logprobs is None for part in engine.parts["b", 1])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Whatever is asked for beside it, each prompt gets exactly its own continuation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = Engine(capacity_blocks=10, context_length=24, max_running=3, max_waiting=6, step_tokens=6)
+        self.asked: dict[str, tuple[list[int], int]] = {}
+
+    @rule(
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=26),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 1),
+        time_left_s=st.sampled_from([0.02, 1e9, 1e9, 1e9]),
+        salt=st.sampled_from(["", "", "tenant"]),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, priority: int, time_left_s: float, salt: str) -> None:
+        name = f"r{len(self.asked)}"
+        self.asked[name] = (prompt, max_tokens)
+        self.engine.submit(
+            name, prompt, max_tokens=max_tokens, priority=priority, time_left_s=time_left_s, salt=salt
+        )
+
+    @precondition(lambda self: self.asked)
+    @rule(pick=st.integers(0, 100))
+    def cancel(self, pick: int) -> None:
+        self.engine.scheduler.cancel(f"r{pick % len(self.asked)}", 1)
+
+    @rule(count=st.integers(1, 6), elapsed_s=st.sampled_from([0.001, 0.01, 0.5]))
+    def step(self, count: int, elapsed_s: float) -> None:
+        for _ in range(count):
+            works = self.engine.step(elapsed_s)
+            assert works or not self.engine.scheduler.load().waiting, "attempts wait and nothing is computed"
+
+    @invariant()
+    def consistent(self) -> None:
+        self.engine.scheduler.validate()
+
+    def teardown(self) -> None:
+        self.engine.run()
+        for name, (prompt, max_tokens) in self.asked.items():
+            expected = continuation(prompt, max_tokens, 24)
+            output, last = self.engine.output(name), self.engine.last(name)
+            assert sum(part.finish is not None for part in self.engine.parts[name, 1]) == 1
+            assert output == expected[: len(output)]
+            if last.finish in ("stop", "length"):
+                assert output == expected
+            else:
+                assert last.finish in ("cancelled", "deadline", "error")
+            assert last.finish != "error" or last.error
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
