@@ -1,0 +1,156 @@
+"""What config.json says, checked once: the shape of the decoder.
+
+Hugging Face's files of the Llama and Qwen2 families, as written by transformers 4 (`rope_theta` and `rope_scaling`)
+and by transformers 5 (`rope_parameters`). A setting that would change the arithmetic and is not implemented is
+refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from services.worker.native.rope import Rope, parse_rope
+from shared.errors import ModelError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+
+
+class _Json(Struct, frozen=True):
+    """The keys of config.json that are read; anything else in the file does not concern the arithmetic."""
+
+    architectures: tuple[str, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    vocab_size: int
+    rms_norm_eps: float
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+class _Generation(Struct, frozen=True):
+    eos_token_id: int | list[int] | None = None
+
+
+class ModelConfig(Struct, frozen=True):
+    """A decoder's shape; lengths in elements."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context_length: int
+    norm_epsilon: float
+    rope: Rope
+    tied: bool
+    """The output projection is the embedding."""
+    qkv_bias: bool
+    output_bias: bool
+    """Llama's attention_bias also gives o_proj one."""
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key (or value) heads."""
+        return self.kv_heads * self.head_dim
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read config.json and generation_config.json (may be missing). Raises ModelError naming file and field."""
+    path = directory / "config.json"
+    raw = _read(path, _Json)
+    architecture = raw.architectures[0] if len(raw.architectures) == 1 else ", ".join(raw.architectures) or "none"
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"{path}: architecture {architecture} is not supported; {' and '.join(ARCHITECTURES)} are")
+    llama = architecture == "LlamaForCausalLM"
+    _refuse_unknown_arithmetic(path, raw)
+    kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+    head_dim = raw.head_dim or raw.hidden_size // max(raw.num_attention_heads, 1)
+    generation = _read(directory / "generation_config.json", _Generation, missing=_Generation())
+    eos = raw.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
+    rope, context_length = parse_rope(
+        str(path),
+        raw.rope_parameters or {"rope_theta": raw.rope_theta, **(raw.rope_scaling or {})},
+        raw.max_position_embeddings,
+        raw.original_max_position_embeddings,
+    )
+    config = ModelConfig(
+        layers=raw.num_hidden_layers,
+        hidden=raw.hidden_size,
+        intermediate=raw.intermediate_size,
+        heads=raw.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=raw.vocab_size,
+        context_length=context_length,
+        norm_epsilon=raw.rms_norm_eps,
+        rope=rope,
+        tied=raw.tie_word_embeddings,
+        qkv_bias=raw.attention_bias if llama else True,
+        output_bias=raw.attention_bias if llama else False,
+        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
+    )
+    _check(path, config)
+    return config
+
+
+def _refuse_unknown_arithmetic(path: Path, raw: _Json) -> None:
+    for field, value, expected in (
+        ("hidden_act", raw.hidden_act, "silu"),
+        ("mlp_bias", raw.mlp_bias, False),
+        ("use_sliding_window", raw.use_sliding_window, False),
+    ):
+        if value != expected:
+            raise ModelError(f"{path}: {field} is {value}; only {expected} is supported")
+
+
+def _check(path: Path, config: ModelConfig) -> None:
+    for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context_length"):
+        if getattr(config, field) < 1:
+            raise ModelError(f"{path}: {field} is {getattr(config, field)}; expected at least 1")
+    if config.heads % config.kv_heads:
+        raise ModelError(f"{path}: {config.heads} attention heads cannot share {config.kv_heads} key-value heads")
+    if config.head_dim % 2:
+        raise ModelError(f"{path}: head_dim is {config.head_dim}; rotary embeddings need an even one")
+    if not all(0 <= token < config.vocab for token in config.eos_token_ids):
+        raise ModelError(f"{path}: eos_token_id {config.eos_token_ids} is outside the vocabulary of {config.vocab}")
+
+
+S = TypeVar("S", bound=Struct)
+
+
+def _read(path: Path, schema: type[S], missing: S | None = None) -> S:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=schema)
+    except FileNotFoundError:
+        if missing is not None:
+            return missing
+        raise ModelError(f"{path}: missing") from None
+    except OSError as wrong:
+        raise ModelError(f"{path}: {wrong.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+        raise ModelError(f"{path}: {wrong}") from None

@@ -1,0 +1,167 @@
+"""Rotary position embeddings: the frequencies of each scaling variant, and the tables of cosine and sine.
+
+    linear    every frequency ÷ factor                                      (kaiokendev)
+    dynamic   within max_position_embeddings the same as none               (bloc97; see below)
+    llama3    long wavelengths ÷ factor, short ones kept, between blended   (Llama 3.1)
+    yarn      the same idea by rotations, and the attention scaled          (arXiv 2309.00071)
+
+Formulas as in transformers' modeling_rope_utils.py. A key is cached rotated, so its rotation may depend on its own
+position alone. Dynamic scaling changes all frequencies once a sequence grows past max_position_embeddings; such
+sequences are not served, and below that length its factor is 1. LongRoPE swaps frequencies by the sequence's length,
+within the served range too, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from shared.errors import ModelError
+
+
+class Plain(Struct, frozen=True, tag="default", tag_field="rope_type"):
+    """No scaling."""
+
+    rope_theta: float = 10_000.0
+
+
+class Linear(Struct, frozen=True, tag="linear", tag_field="rope_type"):
+    """Positions interpolated."""
+
+    factor: float
+    rope_theta: float = 10_000.0
+
+
+class Dynamic(Struct, frozen=True, tag="dynamic", tag_field="rope_type"):
+    """NTK scaling by length; within the served lengths equal to Plain."""
+
+    factor: float
+    rope_theta: float = 10_000.0
+
+
+class Llama3(Struct, frozen=True, tag="llama3", tag_field="rope_type"):
+    """Llama 3.1's blend by wavelength."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+    rope_theta: float = 10_000.0
+
+
+class Yarn(Struct, frozen=True, tag="yarn", tag_field="rope_type"):
+    """YaRN's blend by rotations within the original context."""
+
+    factor: float
+    original_max_position_embeddings: int
+    rope_theta: float = 10_000.0
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+Rope = Plain | Linear | Dynamic | Llama3 | Yarn
+
+
+def parse_rope(
+    where: str, parameters: dict[str, Any], max_positions: int, original_positions: int | None
+) -> tuple[Rope, int]:
+    """A config's rope parameters, and the context length they serve.
+
+    `where` names the file in errors. YaRN configs state the original length as max_position_embeddings and mean
+    factor times that; the others state what they serve. Raises ModelError.
+    """
+    named: Any = parameters.get("rope_type") or parameters.get("type") or "default"
+    known = {"default", "linear", "dynamic", "llama3", "yarn"}
+    if named not in known:
+        raise ModelError(f"{where}: rope type {named!r} is not supported; {', '.join(sorted(known))} are")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{where}: partial_rotary_factor is not supported")
+    filled = {"original_max_position_embeddings": original_positions or max_positions, **parameters}
+    if original_positions is not None:
+        filled["original_max_position_embeddings"] = original_positions
+    if named == "yarn" and filled.get("factor") is None:
+        filled["factor"] = max_positions / filled["original_max_position_embeddings"]
+    try:
+        rope = msgspec.convert({**filled, "rope_type": named}, Rope)
+    except msgspec.ValidationError as wrong:
+        raise ModelError(f"{where}: rope scaling {named}: {wrong}") from None
+    _check(where, rope)
+    if isinstance(rope, Yarn):
+        return rope, max(max_positions, int(rope.factor * rope.original_max_position_embeddings))
+    return rope, max_positions
+
+
+def _check(where: str, rope: Rope) -> None:
+    for field in ("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "beta_fast"):
+        value = getattr(rope, field, None)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ModelError(f"{where}: {field} is {value}; expected a positive number")
+    if isinstance(rope, Llama3) and not rope.high_freq_factor > rope.low_freq_factor:
+        raise ModelError(f"{where}: high_freq_factor must be greater than low_freq_factor")
+
+
+def frequencies(rope: Rope, head_dim: int) -> tuple[NDArray[np.float64], float]:
+    """(head_dim / 2) angles a position turns each pair by, and the factor on cosine and sine."""
+    plain = np.power(rope.rope_theta, -np.arange(0, head_dim, 2) / head_dim)
+    match rope:
+        case Plain() | Dynamic():
+            return plain, 1.0
+        case Linear():
+            return plain / rope.factor, 1.0
+        case Llama3():
+            return _llama3(rope, plain), 1.0
+        case Yarn():
+            return _yarn(rope, plain), _yarn_attention(rope)
+
+
+def tables(rope: Rope, head_dim: int, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines, each (positions, head_dim / 2)."""
+    angles, scale = frequencies(rope, head_dim)
+    # In float32 from here on, as the models were trained: at far positions the rounding is part of the model.
+    turned = np.arange(positions, dtype=np.float32)[:, None] * angles.astype(np.float32)
+    return np.cos(turned) * np.float32(scale), np.sin(turned) * np.float32(scale)
+
+
+def _llama3(rope: Llama3, plain: NDArray[np.float64]) -> NDArray[np.float64]:
+    rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return kept * plain + (1 - kept) * plain / rope.factor
+
+
+def _yarn(rope: Yarn, plain: NDArray[np.float64]) -> NDArray[np.float64]:
+    half = len(plain)
+
+    def pair_of(rotations: float) -> float:
+        """The pair that turns this often within the original context."""
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return half * math.log(turns) / math.log(rope.rope_theta)
+
+    low, high = pair_of(rope.beta_fast or 32.0), pair_of(rope.beta_slow or 1.0)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - np.clip((np.arange(half) - low) / (high - low), 0.0, 1.0)
+    return kept * plain + (1 - kept) * plain / rope.factor
+
+
+def _yarn_attention(rope: Yarn) -> float:
+    def magnitude(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,129 @@
+"""One safetensors file: its tensors as views of the mapped file, and a writer that streams.
+
+    8 bytes      | header_bytes of JSON, padded with spaces   | tensors, back to back
+    header_bytes   name → dtype, shape, data_offsets            offsets count from here, which our writer puts on 64
+
+Format: https://huggingface.co/docs/safetensors. Everything a header says is checked before it is believed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from shared.errors import ModelError
+
+_HEADER_LIMIT_BYTES = 100_000_000  # the format's own limit
+_ALIGNMENT_BYTES = 64
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""The types weights come in; a file may hold tensors of others as long as nobody asks for them."""
+
+Shape = tuple[int, ...]
+Floats = NDArray[np.float32]
+
+
+class Entry(Struct, frozen=True):
+    """What the header says of one tensor."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[int, int]
+
+
+class TensorFile:
+    """A mapped safetensors file. Its arrays stay valid after it is forgotten; the page cache shares them."""
+
+    def __init__(self, path: Path) -> None:
+        """Map `path`. Raises ModelError, naming the file, where it is missing, torn or not of this format."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                prefix = file.read(8)
+                header_bytes = int.from_bytes(prefix, "little")
+                if len(prefix) < 8 or not 2 <= header_bytes <= min(_HEADER_LIMIT_BYTES, size_bytes - 8):
+                    raise ModelError(f"{path}: torn or not a safetensors file ({size_bytes} bytes)")
+                header = file.read(header_bytes)
+        except OSError as wrong:
+            raise ModelError(f"{path}: {wrong.strerror}") from None
+        self._start = 8 + header_bytes
+        self.entries = _parse(path, header, size_bytes - self._start)
+        self._bytes: NDArray[np.uint8] = np.memmap(path, np.uint8, "r") if self.entries else np.empty(0, np.uint8)
+
+    def floats(self, name: str) -> Floats:
+        """The tensor as float32: a view of the mapped file where it is stored so, else converted."""
+        entry = self.entries[name]
+        first, end = (self._start + offset for offset in entry.data_offsets)
+        stored = np.asarray(self._bytes)[first:end]
+        if entry.dtype == "F32":
+            if first % 4:
+                stored = stored.copy()  # a header whose length is no multiple of 4: legal, and never seen
+            return stored.view("<f4").reshape(entry.shape)
+        if entry.dtype == "F16":
+            return np.frombuffer(stored.tobytes(), "<f2").astype(np.float32).reshape(entry.shape)
+        if entry.dtype == "BF16":  # the upper half of a float32
+            bits = np.frombuffer(stored.tobytes(), "<u2").astype(np.uint32) << 16
+            return bits.view(np.float32).reshape(entry.shape)
+        raise ModelError(f"{self.path}: {name} is stored as {entry.dtype}; float32, float16 or bfloat16 was expected")
+
+
+def write_tensors(
+    path: Path, shapes: Mapping[str, Shape], produce: Callable[[str], Floats], wrote: Callable[[float], None]
+) -> None:
+    """Write float32 tensors one by one, so that only one is in memory, and put them on the disk.
+
+    `produce` is called once for each name of `shapes`; `wrote` is told the share of the bytes written so far.
+    Tensors whose size keeps the next one on a multiple of 64 bytes come first: BLAS likes whole cache lines.
+    """
+    names = sorted(shapes, key=lambda name: (prod(shapes[name]) * 4 % _ALIGNMENT_BYTES != 0, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        start, end = end, end + prod(shapes[name]) * 4
+        header[name] = Entry("F32", tuple(shapes[name]), (start, end))
+    text = msgspec.json.encode(header)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = produce(name)
+            assert tensor.shape == tuple(shapes[name]), name
+            file.write(np.ascontiguousarray(tensor, "<f4").data)
+            wrote(header[name].data_offsets[1] / max(end, 1))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _parse(path: Path, header: bytes, data_bytes: int) -> dict[str, Entry]:
+    """The header's entries; they must fill the rest of the file without hole or overlap."""
+    try:
+        entries = {
+            name: msgspec.convert(entry, Entry)
+            for name, entry in msgspec.json.decode(header, type=dict[str, Any]).items()
+            if name != "__metadata__"
+        }
+    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+        raise ModelError(f"{path}: header is not that of a safetensors file: {wrong}") from None
+    end = 0
+    for name, start, stop in _in_file_order(entries.items()):
+        item_bytes = _ITEM_BYTES.get(entries[name].dtype)
+        stated = stop - start if item_bytes is None else prod(entries[name].shape) * item_bytes
+        if start != end or stop - start != stated or stop < start or min(entries[name].shape, default=0) < 0:
+            raise ModelError(f"{path}: header is inconsistent at {name}: bytes {start} to {stop}, expected from {end}")
+        end = stop
+    if end != data_bytes:
+        raise ModelError(f"{path}: torn: the header promises {end} bytes of tensors, the file has {data_bytes}")
+    return entries
+
+
+def _in_file_order(entries: Iterable[tuple[str, Entry]]) -> Iterator[tuple[str, int, int]]:
+    for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
+        yield name, *entry.data_offsets
