@@ -39,6 +39,8 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     password: str = ""
     payload_limit_bytes: int = 4 << 20
     """Ours, below the server's max_payload."""
+    inbox: str = "_INBOX"
+    """What the subjects of our own inboxes begin with; another one than clients', where clients may read theirs."""
 
 
 class DiscoveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +63,8 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 0
     """0 picks a free port; it stands in the address book."""
+    url_file: str = ""
+    """The base URL is written to this file, for a health check that must find the port; empty: it is not."""
     log_level: str = "info"
 
 
