@@ -1,0 +1,123 @@
+"""deploy/compose/nats.conf on a real server: what a client's user may do, and what not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from shared import subjects
+from tests.servers import NatsServer, nats_server
+
+CONF = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "nats.conf"
+ANSWER_LIMIT_S = 5.0
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NatsServer]:
+    # As compose.yaml gives them: in quotes, so that one that looks like a number stays text.
+    monkeypatch.setenv("SERVICES_PASSWORD", '"12e4"')
+    monkeypatch.setenv("CLIENT_PASSWORD", '"0042"')
+    text = CONF.read_text(encoding="utf-8")
+    rules = text[text.index("authorization") :]
+    assert "max_payload: 8MB" in text
+    with nats_server(tmp_path, rules) as running:
+        yield running
+
+
+class Peer:
+    """A connection that notes what the server denies it."""
+
+    def __init__(self) -> None:
+        self.denied: asyncio.Queue[str] = asyncio.Queue()
+        self.client = Client()
+
+    async def connect(self, server: NatsServer, user: str, password: str, inbox: str) -> None:
+        await self.client.connect(
+            server.url, user=user, password=password, inbox_prefix=inbox.encode(), error_cb=self._note
+        )
+
+    async def _note(self, wrong: Exception) -> None:
+        self.denied.put_nowait(str(wrong))
+
+    async def next_denial(self) -> str:
+        return await asyncio.wait_for(self.denied.get(), ANSWER_LIMIT_S)
+
+
+@pytest.fixture
+async def services(server: NatsServer) -> AsyncIterator[Peer]:
+    peer = Peer()
+    await peer.connect(server, "services", "12e4", "_INBOX_services")
+    yield peer
+    await peer.client.close()
+
+
+@pytest.fixture
+async def client(server: NatsServer) -> AsyncIterator[Peer]:
+    peer = Peer()
+    await peer.connect(server, "client", "0042", "_INBOX")
+    yield peer
+    await peer.client.close()
+
+
+@pytest.mark.parametrize("operation", subjects.CLIENT_OPERATIONS)
+async def test_a_client_asks_the_frontend_and_hears_the_answer(services: Peer, client: Peer, operation: str) -> None:
+    async def answer(message: Msg) -> None:
+        await message.respond(b"answer")
+
+    await services.client.subscribe(subjects.client("default", operation), queue="frontend", cb=answer)
+    await services.client.flush()
+    reply = await client.client.request(subjects.client("default", operation), b"{}", timeout=ANSWER_LIMIT_S)
+    assert reply.data == b"answer"
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        subjects.stream("default", "a1"),
+        subjects.control("default", "frontend", "a1"),
+        subjects.worker("default", "b2", "generate"),
+        subjects.worker("default", "b2", "cancel"),
+        subjects.worker("default", "b2", "load"),
+        subjects.router_load("default", "model"),
+        subjects.select("default", "model"),
+        "_INBOX_services.forged",
+        "_INBOX.forged",
+    ],
+)
+async def test_a_client_may_publish_to_nothing_else(services: Peer, client: Peer, subject: str) -> None:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(message.data)
+
+    await services.client.subscribe(subject, cb=hear)
+    await services.client.flush()
+    await client.client.publish(subject, b"forged")
+    assert "permissions violation for publish" in (await client.next_denial()).lower()
+    await services.client.publish(subject, b"own")
+    assert await asyncio.wait_for(heard.get(), ANSWER_LIMIT_S) == b"own", "the forged message did not come through"
+
+
+@pytest.mark.parametrize("subject", ["headrace.>", "_INBOX_services.>", ">", subjects.stream("default", "a1")])
+async def test_a_client_hears_nothing_but_its_inbox(client: Peer, subject: str) -> None:
+    await client.client.subscribe(subject)
+    assert "permissions violation for subscription" in (await client.next_denial()).lower()
+
+
+@pytest.mark.parametrize(("user", "password"), [("services", "0042"), ("client", ""), ("", ""), ("nobody", "12e4")])
+async def test_a_wrong_password_is_refused(server: NatsServer, user: str, password: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        assert (await reader.readline()).startswith(b"INFO ")
+        writer.write(b"CONNECT " + json.dumps({"user": user, "pass": password}).encode() + b"\r\nPING\r\n")
+        answer = await asyncio.wait_for(reader.readline(), ANSWER_LIMIT_S)
+        assert answer == b"-ERR 'Authorization Violation'\r\n"
+    finally:
+        writer.close()
+        await writer.wait_closed()
