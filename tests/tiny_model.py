@@ -98,7 +98,8 @@ def _weights(config: dict[str, Any], bias: bool, seed: int) -> dict[str, NDArray
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> NDArray[np.float32]:
-        return random.normal(0, gain / math.sqrt(columns), (rows, columns)).astype(np.float32)
+        scale = gain / math.sqrt(columns)
+        return random.normal(0, scale, (rows, columns)).astype(np.float32)
 
     def norm() -> NDArray[np.float32]:
         return random.uniform(0.5, 1.5, hidden).astype(np.float32)

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from shared.errors import ModelError
 
+Angles = NDArray[np.float64]
+
 
 class Plain(Struct, frozen=True, tag="default", tag_field="rope_type"):
     """No scaling."""
@@ -109,9 +111,9 @@ def _check(where: str, rope: Rope) -> None:
         raise ModelError(f"{where}: high_freq_factor must be greater than low_freq_factor")
 
 
-def frequencies(rope: Rope, head_dim: int) -> tuple[NDArray[np.float64], float]:
+def frequencies(rope: Rope, head_dim: int) -> tuple[Angles, float]:
     """(head_dim / 2) angles a position turns each pair by, and the factor on cosine and sine."""
-    plain = np.power(rope.rope_theta, -np.arange(0, head_dim, 2) / head_dim)
+    plain: Angles = np.power(rope.rope_theta, -np.arange(0, head_dim, 2) / head_dim)
     match rope:
         case Plain() | Dynamic():
             return plain, 1.0
@@ -131,14 +133,13 @@ def tables(rope: Rope, head_dim: int, positions: int) -> tuple[NDArray[np.float3
     return np.cos(turned) * np.float32(scale), np.sin(turned) * np.float32(scale)
 
 
-def _llama3(rope: Llama3, plain: NDArray[np.float64]) -> NDArray[np.float64]:
+def _llama3(rope: Llama3, plain: Angles) -> Angles:
     rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = np.clip(kept, 0.0, 1.0)
-    return kept * plain + (1 - kept) * plain / rope.factor
+    return _blend(plain, kept, rope.factor)
 
 
-def _yarn(rope: Yarn, plain: NDArray[np.float64]) -> NDArray[np.float64]:
+def _yarn(rope: Yarn, plain: Angles) -> Angles:
     half = len(plain)
 
     def pair_of(rotations: float) -> float:
@@ -152,8 +153,13 @@ def _yarn(rope: Yarn, plain: NDArray[np.float64]) -> NDArray[np.float64]:
     low, high = max(low, 0), min(high, 2 * half - 1)
     if low == high:
         high += 0.001
-    kept = 1 - np.clip((np.arange(half) - low) / (high - low), 0.0, 1.0)
-    return kept * plain + (1 - kept) * plain / rope.factor
+    return _blend(plain, 1 - (np.arange(half) - low) / (high - low), rope.factor)
+
+
+def _blend(plain: Angles, kept: Angles, factor: float) -> Angles:
+    """Each frequency, kept by this share (cut to 0 … 1) and else divided by `factor`."""
+    share: Angles = np.clip(kept, 0.0, 1.0)
+    return share * plain + (1 - share) * plain / factor
 
 
 def _yarn_attention(rope: Yarn) -> float:

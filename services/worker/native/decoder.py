@@ -1,0 +1,145 @@
+"""The decoder's arithmetic: Llama and Qwen2, one step of many sequences at a time.
+
+    embed → for each layer: RMSNorm → q, k, v → rotate → write KV → attend over paged KV → project
+                            RMSNorm → SwiGLU                                                        → RMSNorm → logits
+
+All tokens of a step go through a weight together; only attention looks at sequences apart. Everything is float32.
+The array module is a parameter and only operations that NumPy and CuPy share are used on arrays of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+
+from services.worker.engine import Work
+from services.worker.native.config import ModelConfig
+from services.worker.native.kv_cache import KvCache
+from services.worker.native.linear import Array, Linear
+from services.worker.native.rope import tables
+from services.worker.native.step import Group, Span, Step, lay_out
+from services.worker.native.weights import Layer, Weights
+
+_SCORES_LIMIT = 2 << 20
+"""Attention scores held at once by a prefill (elements, 8 MiB): a chunk's rows are tiled to stay below."""
+_GATHER_LIMIT_BYTES = 32 << 20
+"""Keys and values that a group of decoding sequences copies together, of one layer."""
+
+
+class Decoder:
+    """Weights, KV pages and the step that joins them."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, cache: KvCache, linear: Linear, positions: int) -> None:
+        """`positions` bounds the positions ever computed: the length of the rotation tables."""
+        self._xp: ModuleType = linear.xp
+        self._config = config
+        self._weights = weights
+        self._cache = cache
+        self._linear = linear
+        cosines, sines = tables(config.rope, config.head_dim, positions)
+        self._cosines, self._sines = self._xp.asarray(cosines), self._xp.asarray(sines)
+        self._group_limit = _GATHER_LIMIT_BYTES // (2 * 4 * config.keys)
+
+    def step(self, works: Sequence[Work]) -> Array:
+        """Compute every work's tokens and store their KV; logits (drawing works, vocab) in the order of works."""
+        xp, weights = self._xp, self._weights
+        step = lay_out(works, self._cache.layout.block_size, self._group_limit)
+        positions = xp.asarray(step.positions)
+        turn = (self._cosines[positions][:, None], self._sines[positions][:, None])
+        hidden = weights.embedding[xp.asarray(step.tokens)]
+        for number, layer in enumerate(weights.layers):
+            hidden += self._attend(number, layer, self._norm(hidden, layer.input_norm), step, turn)
+            hidden += self._feed(layer, self._norm(hidden, layer.output_norm))
+        return self._linear(self._norm(hidden[xp.asarray(step.drawing_rows)], weights.norm), weights.head)
+
+    def _norm(self, x: Array, weight: Array) -> Array:
+        """RMSNorm, each row by itself."""
+        scale = 1.0 / self._xp.sqrt((x * x).mean(axis=1, keepdims=True) + self._config.norm_epsilon)
+        normed = x * scale
+        normed *= weight
+        return normed
+
+    def _feed(self, layer: Layer, x: Array) -> Array:
+        """SwiGLU: down(silu(gate) · up)."""
+        gate = self._linear(x, layer.gate)
+        # silu(g) = g · sigmoid(g); through tanh, because exp(-g) overflows where the result is plainly 0.
+        half = gate * 0.5
+        gate = half * self._xp.tanh(half) + half
+        gate *= self._linear(x, layer.up)
+        return self._linear(gate, layer.down)
+
+    def _attend(self, number: int, layer: Layer, x: Array, step: Step, turn: tuple[Array, Array]) -> Array:
+        config, xp = self._config, self._xp
+        rows = x.shape[0]
+        q = self._project(x, layer.q, layer.q_bias).reshape(rows, config.heads, config.head_dim)
+        k = self._project(x, layer.k, layer.k_bias).reshape(rows, config.kv_heads, config.head_dim)
+        v = self._project(x, layer.v, layer.v_bias).reshape(rows, config.kv_heads, config.head_dim)
+        q = self._rotate(q, turn)
+        q *= 1 / math.sqrt(config.head_dim)
+        self._cache.write(number, xp.asarray(step.slots), xp.asarray(step.offsets), self._rotate(k, turn), v)
+        attended = xp.empty_like(q)
+        for span in step.spans:
+            rows_of_span = slice(span.first, span.first + span.count)
+            attended[rows_of_span] = self._attend_span(number, span, q[rows_of_span])
+        for group in step.groups:
+            members = xp.asarray(group.rows)
+            attended[members] = self._attend_group(number, group, q[members])
+        return self._project(attended.reshape(rows, config.queries), layer.o, layer.o_bias)
+
+    def _project(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        y = self._linear(x, weight)
+        if bias is not None:
+            y += bias
+        return y
+
+    def _rotate(self, x: Array, turn: tuple[Array, Array]) -> Array:
+        """Rotate pairs (i, i + head_dim / 2) of (rows, heads, head_dim), the Hugging Face order."""
+        cosine, sine = turn
+        half = x.shape[2] // 2
+        first, second = x[:, :, :half], x[:, :, half:]
+        rotated = self._xp.empty_like(x)
+        rotated[:, :, :half] = first * cosine - second * sine
+        rotated[:, :, half:] = second * cosine + first * sine
+        return rotated
+
+    def _attend_span(self, number: int, span: Span, q: Array) -> Array:
+        """A chunk over its own history and itself: (count, heads, head_dim), causal."""
+        config, xp = self._config, self._xp
+        end = span.start + span.count
+        keys, values = self._cache.read(number, xp.asarray(span.table), end)
+        keys = keys[0].transpose(1, 2, 0)[:, None]  # kv_heads, 1, head_dim, positions
+        values = values[0].transpose(1, 0, 2)[:, None]  # kv_heads, 1, positions, head_dim
+        attended = xp.empty_like(q)
+        tile = max(1, min(span.count, _SCORES_LIMIT // (config.heads * end)))
+        for first in range(0, span.count, tile):
+            count = min(tile, span.count - first)
+            seen = span.start + first + count
+            rows = q[first : first + count].reshape(count, config.kv_heads, -1, config.head_dim)
+            scores = xp.matmul(rows.transpose(1, 2, 0, 3), keys[..., :seen])  # kv_heads, heads of each, count, seen
+            # Row i sees all but the last count - 1 - i: only that corner is masked.
+            scores[..., seen - count :] += xp.triu(xp.full((count, count), -xp.inf, xp.float32), 1)
+            mixed = xp.matmul(_softmax(xp, scores), values[..., :seen, :])
+            attended[first : first + count] = mixed.transpose(2, 0, 1, 3).reshape(count, config.heads, -1)
+        return attended
+
+    def _attend_group(self, number: int, group: Group, q: Array) -> Array:
+        """One token each over its own history: (members, heads, head_dim)."""
+        config, xp = self._config, self._xp
+        members = q.shape[0]
+        longest = int(group.lengths.max())
+        keys, values = self._cache.read(number, xp.asarray(group.table), longest)
+        rows = q.reshape(members, config.kv_heads, -1, config.head_dim)
+        scores = xp.matmul(rows, keys.transpose(0, 2, 3, 1))  # members, kv_heads, heads of each, longest
+        if members > 1:
+            beyond = xp.arange(longest) >= xp.asarray(group.lengths)[:, None]
+            scores += xp.where(beyond, xp.float32(-xp.inf), xp.float32(0))[:, None, None]
+        return xp.matmul(_softmax(xp, scores), values.transpose(0, 2, 1, 3)).reshape(q.shape)
+
+
+def _softmax(xp: ModuleType, scores: Array) -> Array:
+    """Over the last axis, in place."""
+    scores -= scores.max(axis=-1, keepdims=True)
+    xp.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores

@@ -1,0 +1,119 @@
+"""Where each token of a step stands: index arrays made once and used by every layer.
+
+    rows of the step    | work 0: a prefill chunk | work 1: one token | work 2: one token | …      (in the order of works)
+    Span                  attends alone             ╰── a Group attends together ──╯
+
+Works that compute one token are grouped by the length of their history, so that padding at most doubles what a
+group reads, and cut where a group would gather more than it may hold at once. Pure: no array module, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine import Work
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One work's chunk of several tokens: rows first … first + count - 1 at positions start …"""
+
+    first: int
+    count: int
+    start: int
+    table: Ints
+    """(1, blocks): slots up to the last position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Works of one token each."""
+
+    rows: Ints
+    lengths: Ints
+    """Positions each attends to, its own among them."""
+    table: Ints
+    """(works, blocks); a shorter sequence repeats its own first slot, so that nobody reads another's pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step's rows."""
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    offsets: Ints
+    """Place of each row in its block."""
+    spans: tuple[Span, ...]
+    groups: tuple[Group, ...]
+    drawing_rows: Ints
+    """The last row of each work that draws, in the order of works."""
+
+
+def lay_out(works: Sequence[Work], block_size: int, group_limit_positions: int) -> Step:
+    """Index arrays of a step; a group gathers at most `group_limit_positions` (one work always fits)."""
+    assert works, "a step has work"
+    counts = [len(work.tokens) for work in works]
+    firsts = np.cumsum([0, *counts])
+    positions = np.concatenate([np.arange(work.start, work.start + len(work.tokens)) for work in works])
+    tables = [_table(work, block_size) for work in works]
+    slots = np.concatenate(
+        [
+            table[np.arange(w.start, w.start + n) // block_size]
+            for w, n, table in zip(works, counts, tables, strict=True)
+        ]
+    )
+    single = [number for number, count in enumerate(counts) if count == 1]
+    return Step(
+        tokens=np.concatenate([np.asarray(work.tokens, np.int64) for work in works]),
+        positions=positions,
+        slots=slots,
+        offsets=positions % block_size,
+        spans=tuple(
+            Span(int(firsts[number]), count, works[number].start, tables[number][None])
+            for number, count in enumerate(counts)
+            if count > 1
+        ),
+        groups=tuple(
+            _group([works[number] for number in members], [tables[number] for number in members], firsts[members])
+            for members in _gather(single, [len(table) for table in tables], group_limit_positions // block_size)
+        ),
+        drawing_rows=np.asarray([firsts[n + 1] - 1 for n, work in enumerate(works) if work.draws], np.int64),
+    )
+
+
+def _table(work: Work, block_size: int) -> Ints:
+    """The slots up to the work's last position; the scheduler may already have given it more."""
+    end = work.start + len(work.tokens)
+    blocks = -(-end // block_size)
+    assert len(work.blocks) >= blocks, f"sequence {work.sequence}: {len(work.blocks)} slots for {end} positions"
+    return np.asarray(work.blocks[:blocks], np.int64)
+
+
+def _gather(single: Sequence[int], blocks: Sequence[int], limit_blocks: int) -> Iterator[list[int]]:
+    """Group works (by number) of similar length: none over twice another's, none's padded table over the limit."""
+    group: list[int] = []
+    for number in sorted(single, key=lambda number: blocks[number]):
+        widest = blocks[number]  # ascending, so the newcomer decides the padding
+        if group and (widest > 2 * blocks[group[0]] or widest * (len(group) + 1) > limit_blocks):
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+def _group(works: Sequence[Work], tables: Sequence[Ints], rows: Ints) -> Group:
+    widest = max(len(table) for table in tables)
+    return Group(
+        rows=rows,
+        lengths=np.asarray([work.start + 1 for work in works], np.int64),
+        table=np.stack([np.concatenate([table, np.full(widest - len(table), table[0])]) for table in tables]),
+    )
