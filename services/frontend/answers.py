@@ -1,0 +1,248 @@
+"""What clients get: OpenAI's response bodies and chunks for both operations. Pure.
+
+A chunk is written for every step of every stream, so its bytes are put together from a prefix and a suffix made once a
+request, with only the text encoded in between: 0.07 µs instead of 0.36 for a Struct.
+
+    {"id":…,"choices":[{"index":0,"delta":{"content":   "text"   },"logprobs":null,"finish_reason":null}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from services.frontend.output import Delta, Entry
+
+_encode = msgspec.json.Encoder().encode
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    """Tokens counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    """`cached_tokens` of the prompt were found in a prefix cache."""
+    details = PromptTokensDetails(min(cached_tokens, prompt_tokens))
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+class Shape(Protocol):
+    """Writes one request's answer; every result is one JSON object."""
+
+    def opening(self) -> bytes | None:
+        """A chunk before the first text, where the operation has one."""
+        ...
+
+    def chunk(self, delta: Delta) -> bytes: ...
+
+    def closing(self, finish: str) -> bytes:
+        """The chunk that says why the output ended."""
+        ...
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk after the closing one, without choices."""
+        ...
+
+    def whole(self, delta: Delta, finish: str, usage: Usage) -> bytes:
+        """Everything at once."""
+        ...
+
+
+class _Frame:
+    """The bytes around a chunk's choices."""
+
+    def __init__(self, request: str, kind: str, created: int, model: str, *, with_usage: bool) -> None:
+        head = _encode({"id": request, "object": kind, "created": created, "model": model})
+        self._head = head[:-1] + b',"choices":'
+        self.tail = b',"usage":null}' if with_usage else b"}"
+        """With `include_usage`, all chunks but the last have a null usage."""
+        self.choice = self._head + b'[{"index":0,'
+        self.close = b"}]" + self.tail
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._head + b'[],"usage":' + _encode(usage) + b"}"
+
+
+# --- chat
+
+
+class _Top(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class _TokenLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[_Top]
+
+
+class _ChatLogprobs(Struct, frozen=True):
+    content: list[_TokenLogprob]
+    refusal: None = None
+
+
+class _Message(Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class _ChatChoice(Struct, frozen=True):
+    message: _Message
+    logprobs: _ChatLogprobs | None
+    finish_reason: str
+    index: int = 0
+
+
+class _Chat(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[_ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class ChatShape:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, request: str, created: int, model: str, *, with_logprobs: bool, with_usage: bool) -> None:
+        self._identity = (f"chatcmpl-{request}", created, model)
+        self._with_logprobs = with_logprobs
+        self._frame = _Frame(f"chatcmpl-{request}", "chat.completion.chunk", created, model, with_usage=with_usage)
+        self._before_text = self._frame.choice + b'"delta":{"content":'
+        self._after_text = b'},"logprobs":null,"finish_reason":null' + self._frame.close
+
+    def opening(self) -> bytes:
+        return (
+            self._frame.choice
+            + b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+            + self._frame.close
+        )
+
+    def chunk(self, delta: Delta) -> bytes:
+        text = _encode(delta.text)
+        if not self._with_logprobs:
+            return self._before_text + text + self._after_text
+        logprobs = _encode(_chat_logprobs(delta.entries))
+        middle = b'},"logprobs":' + logprobs + b',"finish_reason":null'
+        return self._before_text + text + middle + self._frame.close
+
+    def closing(self, finish: str) -> bytes:
+        return self._frame.choice + b'"delta":{},"logprobs":null,"finish_reason":' + _encode(finish) + self._frame.close
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage)
+
+    def whole(self, delta: Delta, finish: str, usage: Usage) -> bytes:
+        logprobs = _chat_logprobs(delta.entries) if self._with_logprobs else None
+        return _encode(_Chat(*self._identity, [_ChatChoice(_Message(delta.text), logprobs, finish)], usage))
+
+
+def _chat_logprobs(entries: Sequence[Entry]) -> _ChatLogprobs:
+    return _ChatLogprobs(
+        [
+            _TokenLogprob(
+                _text(entry.token),
+                entry.logprob,
+                list(entry.token),
+                [_Top(_text(top.token), top.logprob, list(top.token)) for top in entry.top],
+            )
+            for entry in entries
+        ]
+    )
+
+
+# --- completions
+
+
+class _TextLogprobs(Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class _TextChoice(Struct, frozen=True):
+    text: str
+    logprobs: _TextLogprobs | None
+    finish_reason: str
+    index: int = 0
+
+
+class _Completion(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[_TextChoice]
+    usage: Usage
+    object: str = "text_completion"
+
+
+class CompletionShape:
+    """text_completion, whole and in chunks."""
+
+    def __init__(self, request: str, created: int, model: str, *, with_logprobs: bool, with_usage: bool) -> None:
+        self._identity = (f"cmpl-{request}", created, model)
+        self._with_logprobs = with_logprobs
+        self._frame = _Frame(f"cmpl-{request}", "text_completion", created, model, with_usage=with_usage)
+        self._before_text = self._frame.choice + b'"text":'
+        self._after_text = b',"logprobs":null,"finish_reason":null' + self._frame.close
+
+    def opening(self) -> None:
+        return None
+
+    def chunk(self, delta: Delta) -> bytes:
+        text = _encode(delta.text)
+        if not self._with_logprobs:
+            return self._before_text + text + self._after_text
+        logprobs = _encode(_text_logprobs(delta.entries))
+        middle = b',"logprobs":' + logprobs + b',"finish_reason":null'
+        return self._before_text + text + middle + self._frame.close
+
+    def closing(self, finish: str) -> bytes:
+        return self._before_text + b'"","logprobs":null,"finish_reason":' + _encode(finish) + self._frame.close
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage)
+
+    def whole(self, delta: Delta, finish: str, usage: Usage) -> bytes:
+        logprobs = _text_logprobs(delta.entries) if self._with_logprobs else None
+        return _encode(_Completion(*self._identity, [_TextChoice(delta.text, logprobs, finish)], usage))
+
+
+def _text_logprobs(entries: Sequence[Entry]) -> _TextLogprobs:
+    return _TextLogprobs(
+        [_text(entry.token) for entry in entries],
+        [entry.logprob for entry in entries],
+        [_by_text(entry) for entry in entries],
+        [entry.text_offset for entry in entries],
+    )
+
+
+def _by_text(entry: Entry) -> dict[str, float]:
+    """The likeliest tokens and the drawn one; of two with the same text, the likelier."""
+    likeliest: dict[str, float] = {}
+    for top in entry.top:
+        likeliest.setdefault(_text(top.token), top.logprob)
+    likeliest.setdefault(_text(entry.token), entry.logprob)
+    return likeliest
+
+
+def _text(token: bytes) -> str:
+    return token.decode("utf-8", "replace")

@@ -1,0 +1,45 @@
+"""The frontend's settings."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shared.config import DiscoveryConfig, NatsConfig
+
+
+class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where clients come in; /live, /health and /metrics are on the same port."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 picks a free port; it stands in the address book."""
+    body_timeout_s: float = 30.0
+    """How long a client may take to send its request's body."""
+
+
+class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one frontend takes on."""
+
+    requests: int = 4096
+    """At once; more are answered 429 with Retry-After."""
+    deadline_s: float = 600.0
+    """Of every request, from its arrival to its last token."""
+    select_timeout_s: float = 0.25
+    """How long one router may take before another is asked."""
+    offer_timeout_s: float = 2.0
+    """How long a worker may take to accept or refuse."""
+    drain_s: float = 20.0
+    """How long running requests may go on after SIGTERM."""
+
+
+class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """One frontend process."""
+
+    namespace: str = "default"
+    log_level: str = "info"
+    nats: NatsConfig = NatsConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    http: HttpConfig = HttpConfig()
+    limits: LimitsConfig = LimitsConfig()
+    models: dict[str, str] = {}
+    """Model name → directory with its tokenizer, where the path in the worker's card is not valid on this machine."""

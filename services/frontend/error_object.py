@@ -1,0 +1,60 @@
+"""Errors as OpenAI writes them: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import HeadraceError, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout, Unavailable
+
+
+class _Error(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _Body(Struct, frozen=True):
+    error: _Error
+
+
+class Failure(Struct, frozen=True):
+    """What a client gets instead of an answer."""
+
+    status: int
+    payload: bytes
+    """JSON."""
+    retry_after_s: int | None = None
+    """Whole seconds, at least one; None: trying again would not change it."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers beside the content type."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def failure(status: int, message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Failure:
+    """`kind` is OpenAI's `type`."""
+    return Failure(status, msgspec.json.encode(_Body(_Error(message, kind, param, code))))
+
+
+def failure_of(error: HeadraceError) -> Failure:
+    """How an error looks to a client."""
+    text = str(error)
+    match error:
+        case InvalidRequest():
+            return failure(error.status, text, "invalid_request_error", param=error.param, code=error.code)
+        case PayloadTooLarge():
+            return failure(413, text, "invalid_request_error", code="request_too_large")
+        case RequestTimeout():
+            return failure(504, text, "timeout_error", code="deadline_exceeded")
+        case Overloaded():
+            wrong = failure(429, text, "rate_limit_error", code="overloaded")
+        case Unavailable():
+            wrong = failure(503, text, "service_unavailable_error", code="unavailable")
+        case _:
+            return failure(500, text, "server_error")
+    return msgspec.structs.replace(wrong, retry_after_s=max(1, math.ceil(error.retry_after_s)))

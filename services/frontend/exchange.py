@@ -1,0 +1,154 @@
+"""One request from its body to its answer, whichever door it came through: HTTP or NATS.
+
+body ─▶ decode ─▶ find the model ─▶ prompt ─▶ fit ─▶ Job ─▶ Frontend.open ─▶ Reply: whole, or in chunks
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from services.frontend import openai
+from services.frontend.answers import ChatShape, CompletionShape, Shape
+from services.frontend.models import Models
+from services.frontend.openai import ChatRequest, CompletionRequest
+from services.frontend.output import Output
+from services.frontend.preprocess import Model, Prompt, encode_chat, encode_text, fit
+from services.frontend.service import Frontend
+from services.frontend.stream import Job, Stream, join
+from shared.errors import InvalidRequest
+from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
+
+Operation = Literal["chat", "completions"]
+
+
+class Chunk(Struct, frozen=True):
+    """One JSON object of a streamed answer."""
+
+    payload: bytes
+    last: bool = False
+
+
+class Reply:
+    """An answer on its way."""
+
+    def __init__(self, request: ChatRequest | CompletionRequest, shape: Shape, stream: Stream) -> None:
+        self.streams = bool(request.stream)
+        """Whether the client wants chunks."""
+        self.request = stream.job.request
+        """The request's id."""
+        self._with_usage = _with_usage(request)
+        self._shape = shape
+        self._stream = stream
+
+    async def whole(self) -> bytes:
+        """The answer as one JSON object. Raises what ended the request."""
+        deltas = [delta async for delta in self._stream]
+        return self._shape.whole(join(deltas), self._stream.finish, self._stream.usage)
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """The answer in pieces; the first comes with the first text, so that errors before it stay errors."""
+        shape, opened = self._shape, False
+        async for delta in self._stream:
+            if not opened and (opening := shape.opening()) is not None:
+                yield Chunk(opening)
+            opened = True
+            yield Chunk(shape.chunk(delta))
+        if not opened and (opening := shape.opening()) is not None:
+            yield Chunk(opening)
+        yield Chunk(shape.closing(self._stream.finish), last=not self._with_usage)
+        if self._with_usage:
+            yield Chunk(shape.usage(self._stream.usage), last=True)
+
+
+class Exchange:
+    """Turns bodies into replies."""
+
+    def __init__(self, frontend: Frontend, models: Models, pool: Executor) -> None:
+        self._frontend = frontend
+        self._models = models
+        self._pool = pool
+
+    @asynccontextmanager
+    async def answer(self, operation: Operation, body: bytes) -> AsyncIterator[Reply]:
+        """Leaving it cancels what is still running. Raises InvalidRequest and Unavailable."""
+        request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
+        model, limits = self._models.find(request.model)
+        if isinstance(request, ChatRequest):
+            tokens = await encode_chat(model, openai.turns(request), self._pool)
+            default, param = None, "messages"
+        else:
+            given = openai.prompt_of(request)
+            tokens = await encode_text(model, given, self._pool) if isinstance(given, str) else given
+            default, param = openai.DEFAULT_COMPLETION_TOKENS, "prompt"
+        for at, token in enumerate(request.stop_token_ids or ()):
+            if token >= limits.vocab_size:
+                raise InvalidRequest(
+                    f"token id {token} is outside the vocabulary of {limits.vocab_size}", param=f"stop_token_ids[{at}]"
+                )
+        prompt = fit(tokens, limits, max_tokens=openai.token_limit(request), default=default, param=param)
+        job = _job(request, model, prompt)
+        output = Output(model.token_bytes, openai.stops(request))
+        async with self._frontend.open(job, output) as stream:
+            yield Reply(request, _shape(request, job.request), stream)
+
+    def models(self) -> bytes:
+        """The body of /v1/models."""
+        cards = [_card(name, limits.context_length) for name, limits in self._models.served().items()]
+        return msgspec.json.encode({"object": "list", "data": cards})
+
+    def model(self, name: str) -> bytes:
+        """The body of /v1/models/{name}. Raises InvalidRequest and Unavailable."""
+        _, limits = self._models.find(name)
+        return msgspec.json.encode(_card(name, limits.context_length))
+
+
+_STARTED = int(time.time())
+
+
+def _card(name: str, context_length: int) -> dict[str, str | int]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "headrace",
+        "max_model_len": context_length,
+    }
+
+
+def _job(request: ChatRequest | CompletionRequest, model: Model, prompt: Prompt) -> Job:
+    packed = pack_tokens(prompt.tokens)
+    salt = request.cache_salt or ""
+    return Job(
+        request=uuid.uuid4().hex,
+        model=model.name,
+        prompt=packed,
+        prompt_tokens=len(prompt.tokens),
+        hashes=pack_hashes(sequence_hashes(packed, model.block_size, seed_of("", salt))),
+        sampling=openai.sampling(request, prompt.max_tokens, random.getrandbits(64)),
+        salt=salt,
+        session=(request.prompt_cache_key or "") if isinstance(request, ChatRequest) else "",
+    )
+
+
+def _shape(request: ChatRequest | CompletionRequest, name: str) -> Shape:
+    shape = ChatShape if isinstance(request, ChatRequest) else CompletionShape
+    return shape(
+        name,
+        int(time.time()),
+        request.model,
+        with_logprobs=openai.logprobs(request) >= 0,
+        with_usage=_with_usage(request),
+    )
+
+
+def _with_usage(request: ChatRequest | CompletionRequest) -> bool:
+    return request.stream_options is not None and bool(request.stream_options.include_usage)

@@ -1,0 +1,210 @@
+"""The HTTP door: OpenAI's paths, /live, /health and /metrics, on aiohttp.
+
+A handler is cancelled when its client disconnects, which leaves `Exchange.answer` and so cancels the request; and it
+waits in `write` when its client does not read, while what comes meanwhile is put together into fewer chunks.
+
+An error before the first text is an HTTP status with OpenAI's error object; later it is an SSE event, and no [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from services.frontend.config import HttpConfig
+from services.frontend.error_object import Failure, failure, failure_of
+from services.frontend.exchange import Exchange, Operation, Reply
+from services.frontend.metrics import Metrics
+from services.frontend.models import Models
+from services.frontend.openai import BODY_LIMIT_BYTES, body_too_large
+from services.frontend.service import Frontend
+from shared.errors import HeadraceError
+
+_JSON = "application/json"
+_REQUEST_ID = "X-Request-Id"
+"""As it stands in the logs of all services."""
+_SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect chunks
+}
+CLIENT_GONE = 499
+"""nginx's status for a client that went first; nobody receives it, metrics count it."""
+
+_log = logging.getLogger(__name__)
+
+
+class HttpDoor:
+    """The application and its handlers."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        frontend: Frontend,
+        models: Models,
+        metrics: Metrics,
+        registry: CollectorRegistry,
+        config: HttpConfig,
+    ) -> None:
+        self._exchange = exchange
+        self._frontend = frontend
+        self._models = models
+        self._metrics = metrics
+        self._registry = registry
+        self._config = config
+        self.url = ""
+        """Where the application listens, once it does."""
+
+    def app(self) -> web.Application:
+        """The routes. Bodies over the limit are 413."""
+        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[_openai_errors])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_get("/v1/models", self._list_models)
+        app.router.add_get("/v1/models/{model:.+}", self._one_model)
+        app.router.add_get("/live", self._live)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._show_metrics)
+        return app
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted("chat", request)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted("completions", request)
+
+    async def _counted(self, operation: Operation, request: web.Request) -> web.StreamResponse:
+        status = CLIENT_GONE
+        try:
+            response, status = await self._answer(operation, request)
+        except (asyncio.CancelledError, ConnectionError):
+            self._metrics.disconnected.inc()
+            raise
+        finally:
+            self._metrics.requests.labels(operation, str(status)).inc()
+        return response
+
+    async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
+        """The response, and the status that its outcome amounts to."""
+        try:
+            with self._frontend.admitted():
+                body = await self._body(request)
+                async with self._exchange.answer(operation, body) as reply:
+                    if reply.streams:
+                        return await self._stream(request, reply)
+                    whole = _respond(200, await reply.whole())
+                    whole.headers[_REQUEST_ID] = reply.request
+                    return whole, 200
+        except HeadraceError as error:
+            wrong = failure_of(error)
+            return _failed(wrong), wrong.status
+
+    async def _body(self, request: web.Request) -> bytes:
+        if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
+            raise body_too_large(request.content_length)
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise body_too_large(None) from None
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(text="the request's body did not come in time") from None
+
+    async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
+        response = web.StreamResponse(headers={**_SSE_HEADERS, _REQUEST_ID: reply.request})
+        chunks = reply.chunks()
+        status = 200
+        try:
+            async for chunk in chunks:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(b"data: " + chunk.payload + b"\n\n")
+        except HeadraceError as error:
+            if not response.prepared:
+                raise
+            wrong = failure_of(error)
+            status = wrong.status
+            await response.write(b"data: " + wrong.payload + b"\n\n")
+        else:
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response, status
+
+    async def _list_models(self, _request: web.Request) -> web.Response:
+        return _respond(200, self._exchange.models())
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        try:
+            return _respond(200, self._exchange.model(request.match_info["model"]))
+        except HeadraceError as error:
+            return _failed(failure_of(error))
+
+    async def _live(self, _request: web.Request) -> web.Response:
+        """The event loop turns: never a question of load."""
+        return web.Response(text="live\n")
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        """Ready means that a request would be served."""
+        reasons = await self.faults()
+        body = {"ready": not reasons, "reasons": reasons, "models": sorted(self._models.served())}
+        return _respond(503 if reasons else 200, msgspec.json.encode(body))
+
+    async def faults(self) -> list[str]:
+        """Why a request would not be served now."""
+        faults = await self._frontend.faults()
+        if not self._models.served():
+            faults += self._models.reasons() or ["no worker is there"]
+        return faults
+
+    async def _show_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+@asynccontextmanager
+async def listen(app: web.Application, config: HttpConfig) -> AsyncIterator[str]:
+    """Listens while the context is open; gives the base URL."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104  an address that is dialled, not bound
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        _log.info("listening on %s", url)
+        yield url
+    finally:
+        await runner.cleanup()
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """aiohttp's own refusals in OpenAI's shape."""
+    try:
+        return await handler(request)
+    except web.HTTPException as refusal:
+        if refusal.status < 400:
+            raise
+        message = f"{request.method} {request.path}: {refusal.text or refusal.reason}"
+        response = _failed(failure(refusal.status, message, "invalid_request_error"))
+        if "Allow" in refusal.headers:
+            response.headers["Allow"] = refusal.headers["Allow"]
+        return response
+
+
+def _respond(status: int, payload: bytes) -> web.Response:
+    return web.Response(status=status, body=payload, content_type=_JSON)
+
+
+def _failed(wrong: Failure) -> web.Response:
+    return web.Response(status=wrong.status, body=wrong.payload, content_type=_JSON, headers=wrong.headers)

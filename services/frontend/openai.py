@@ -1,0 +1,338 @@
+"""What clients may ask: OpenAI's request bodies, typed, with every field that is not built yet refused by name.
+
+A field is in one of four classes:
+
+    built         does what OpenAI (or vLLM, for its own fields) documents
+    harmless      accepted and without effect, because it asks for nothing: user, metadata, …
+    not built     accepted only where its value asks for nothing (null, n: 1, an empty list); else refused by name
+    unknown       refused by name; nothing is ever silently ignored
+
+`developer` messages are rendered as `system`: the templates of open models do not know the newer word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared.errors import InvalidRequest
+from shared.messages import Sampling
+
+BODY_LIMIT_BYTES = 4 << 20
+STOPS_LIMIT = 16
+STOP_LIMIT_CHARACTERS = 256
+TOP_LOGPROBS_LIMIT = 20
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's, for /v1/completions."""
+
+_INT32_MAX = (1 << 31) - 1
+_INT64_MAX = (1 << 63) - 1
+
+Unset = object
+"""The type of a field whose value is only looked at to refuse it."""
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=_INT32_MAX)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+TokenCount = Annotated[int, Meta(ge=1, le=_INT32_MAX)]
+Seed = Annotated[int, Meta(ge=-_INT64_MAX - 1, le=_INT64_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
+StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LIMIT_CHARACTERS)]
+Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_LIMIT)]
+StopIds = Annotated[list[TokenId], Meta(max_length=64)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_LIMIT)]
+Label = Annotated[str, Meta(max_length=512)]
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Padding against traffic analysis is not built: only false asks for nothing."""
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """One part of a message's content; images, audio and files are not built."""
+
+    text: str
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    # What clients send back of an answer they got, always empty here.
+    refusal: Unset = None
+    annotations: Unset = None
+    audio: Unset = None
+    function_call: Unset = None
+    tool_calls: Unset = None
+
+
+class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both bodies (inherited by msgspec into one flat object; no code is shared through it)."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: Stops | None = None
+    max_tokens: TokenCount | None = None
+    # vLLM's
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: StopIds | None = None
+    cache_salt: Label | None = None
+    """Prompts share cached blocks only with prompts of the same salt."""
+    # harmless
+    user: str | None = None
+    # not built
+    n: Unset = None
+    logit_bias: Unset = None
+
+
+class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    prompt_cache_key: Label | None = None
+    """Requests of one key prefer one worker."""
+    # harmless
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    # not built
+    store: Unset = None
+    service_tier: Unset = None
+    audio: Unset = None
+    function_call: Unset = None
+    functions: Unset = None
+    modalities: Unset = None
+    moderation: Unset = None
+    parallel_tool_calls: Unset = None
+    prediction: Unset = None
+    prompt_cache_retention: Unset = None
+    reasoning_effort: Unset = None
+    response_format: Unset = None
+    tool_choice: Unset = None
+    tools: Unset = None
+    verbosity: Unset = None
+    web_search_options: Unset = None
+
+
+class CompletionRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[TokenId | str | list[TokenId]]
+    """A text, or token ids; or a list of exactly one such prompt."""
+    logprobs: TopLogprobs | None = None
+    # not built
+    best_of: Unset = None
+    echo: Unset = None
+    suffix: Unset = None
+
+
+_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "logit_bias": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "audio": (),
+    "function_call": (),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Field → the values, beside null, that ask for nothing."""
+
+_NOT_BUILT_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_PATH = re.compile(r"^(?P<message>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"(?:unknown|required) field `(?P<field>[^`]*)`")
+
+
+def body_too_large(size_bytes: int | None) -> InvalidRequest:
+    """`size_bytes` None: more than the limit, nobody counted how much."""
+    size = "" if size_bytes is None else f" of {size_bytes} bytes"
+    return InvalidRequest(
+        f"the body{size} is over the limit of {BODY_LIMIT_BYTES} bytes", code="request_too_large", status=413
+    )
+
+
+R = TypeVar("R")
+
+
+def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+    if len(body) > BODY_LIMIT_BYTES:
+        raise body_too_large(len(body))
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as wrong:
+        raise _invalid(str(wrong)) from None
+    except msgspec.DecodeError as wrong:
+        raise InvalidRequest(f"the body is not JSON: {wrong}") from None
+    except UnicodeDecodeError as wrong:
+        raise InvalidRequest(f"the body is not UTF-8: {wrong.reason} 0x{wrong.object[wrong.start]:02x}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    """Raises InvalidRequest, naming the field."""
+    request = _decode(_CHAT, body)
+    _check_common(request)
+    for at, message in enumerate(request.messages):
+        for field in _NOT_BUILT_IN_MESSAGE:
+            if getattr(message, field) not in (None, []):
+                raise _not_supported(f"messages[{at}].{field}")
+        if message.content is None:
+            raise InvalidRequest("a message without content", param=f"messages[{at}].content")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    return request
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """Raises InvalidRequest, naming the field."""
+    request = _decode(_COMPLETION, body)
+    _check_common(request)
+    prompt_of(request)
+    return request
+
+
+def prompt_of(request: CompletionRequest) -> str | list[int]:
+    """The one prompt. Raises InvalidRequest."""
+    given = request.prompt
+    if isinstance(given, str):
+        return given
+    tokens = [one for one in given if isinstance(one, int)]
+    if len(tokens) == len(given):
+        return tokens
+    if len(given) > 1:
+        raise InvalidRequest(
+            "several prompts in one request are not supported yet", param="prompt", code="unsupported_value"
+        )
+    [only] = given
+    assert not isinstance(only, int), "else it would be a token id"
+    return only
+
+
+def turns(request: ChatRequest) -> list[dict[str, str]]:
+    """The messages as templates read them."""
+    return [_turn(message) for message in request.messages]
+
+
+def _turn(message: ChatMessage) -> dict[str, str]:
+    content = message.content or ""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    turn = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+def stops(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
+    """The stop strings."""
+    given = request.stop
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def token_limit(request: ChatRequest | CompletionRequest) -> int | None:
+    """How many tokens the client allows; None: it does not say. Raises InvalidRequest."""
+    if not isinstance(request, ChatRequest) or request.max_completion_tokens is None:
+        return request.max_tokens
+    if request.max_tokens not in (None, request.max_completion_tokens):
+        raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_tokens")
+    return request.max_completion_tokens
+
+
+def logprobs(request: ChatRequest | CompletionRequest) -> int:
+    """As in `Sampling.logprobs`."""
+    if isinstance(request, CompletionRequest):
+        return -1 if request.logprobs is None else request.logprobs
+    return (request.top_logprobs or 0) if request.logprobs else -1
+
+
+def sampling(request: ChatRequest | CompletionRequest, max_tokens: int, drawn_seed: int) -> Sampling:
+    """`drawn_seed` is used where the client gave none."""
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(0, _or(request.top_k, 0)),
+        min_p=_or(request.min_p, 0.0),
+        seed=_or(request.seed, drawn_seed) & ((1 << 64) - 1),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        logprobs=logprobs(request),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+    )
+
+
+N = TypeVar("N", int, float)
+
+
+def _or(given: N | None, default: N) -> N:
+    return default if given is None else given
+
+
+def _check_common(request: ChatRequest | CompletionRequest) -> None:
+    for field, harmless in _NOT_BUILT.items():
+        value = getattr(request, field, None)
+        # `1 == True` in Python: a flag is not a count.
+        if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
+            raise _not_supported(field)
+    options = request.stream_options
+    if options is not None:
+        if not request.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        if options.include_obfuscation:
+            raise _not_supported("stream_options.include_obfuscation")
+    token_limit(request)
+
+
+def _not_supported(field: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: this value is not supported yet", param=field, code="unsupported_parameter")
+
+
+def _invalid(message: str) -> InvalidRequest:
+    """msgspec's text with its path, `Expected … - at `$.messages[0].role``, as OpenAI's message and param."""
+    found = _PATH.match(message)
+    assert found is not None, "the pattern matches any text"
+    path = found["path"] or ""
+    named = _FIELD.search(found["message"])
+    if named is not None:
+        path = f"{path}.{named['field']}" if path else named["field"]
+    return InvalidRequest(f"{path}: {found['message']}" if path else found["message"], param=path or None)

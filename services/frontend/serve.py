@@ -1,0 +1,102 @@
+"""The frontend put together: what a process runs, and what tests run on the in-process twins.
+
+start    frames and lost instances, models, both doors, the address book
+drain    the address book goes, both doors refuse, running requests end (or drain_s passes)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from services.frontend.config import FrontendConfig
+from services.frontend.exchange import Exchange
+from services.frontend.http import HttpDoor, listen
+from services.frontend.metrics import Metrics
+from services.frontend.models import Models
+from services.frontend.nats_api import NatsDoor
+from services.frontend.service import Frontend
+from shared import subjects
+from shared.discovery import Registration
+from shared.lifecycle import Runtime
+from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, Instance, Pong
+from shared.messaging import Message
+
+_THREADS = 2
+"""For loading and for long prompts; the tokenizer has threads of its own beside them."""
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[HttpDoor]:
+    """A frontend that serves while the context is open, and drains when it is left."""
+    metrics = Metrics(runtime.registry)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as pool:
+        models = Models(runtime.directory, config.models, runtime.tasks, pool)
+        requests = Frontend(runtime, config.limits, metrics)
+        exchange = Exchange(requests, models, pool)
+        http = HttpDoor(exchange, requests, models, metrics, runtime.registry, config.http)
+        nats = NatsDoor(runtime, exchange, requests, metrics)
+        await requests.start()
+        async with listen(http.app(), config.http) as url:
+            http.url = url
+            await nats.start()
+            registration = await runtime.discovery.register(lambda epoch: _entries(runtime, url, epoch))
+            await _answer_pings(runtime, registration)
+            try:
+                yield http
+            finally:
+                requests.draining = True
+                await registration.close()
+                await nats.stop()
+                try:
+                    async with asyncio.timeout(config.limits.drain_s):
+                        await requests.idle()
+                except TimeoutError:
+                    _log.warning("requests are still running after %s s", config.limits.drain_s)
+
+
+async def serve(runtime: Runtime, config: FrontendConfig) -> None:
+    """Until `runtime.stopping`."""
+    async with frontend(runtime, config):
+        await runtime.stopping.wait()
+
+
+async def _answer_pings(runtime: Runtime, registration: Registration) -> None:
+    async def pong(message: Message) -> None:
+        PING.decode(message.payload, message.headers)
+        if message.reply:
+            answer = PONG.encode(Pong(runtime.instance, registration.epoch), message.headers)
+            await runtime.bus.publish(message.reply, answer, headers=message.headers)
+
+    await runtime.bus.subscribe(subjects.control(runtime.namespace, "frontend", runtime.instance), pong)
+
+
+def _entries(runtime: Runtime, url: str, epoch: int) -> dict[str, bytes]:
+    namespace, instance = runtime.namespace, runtime.instance
+    entry = Instance(
+        namespace=namespace,
+        service="frontend",
+        instance=instance,
+        epoch=epoch,
+        machine=runtime.machine,
+        pid=os.getpid(),
+        started=_STARTED,
+        version=version("headrace"),
+        subjects={
+            "control": subjects.control(namespace, "frontend", instance),
+            "stream": subjects.stream(namespace, instance),
+        },
+        http=url,
+    )
+    return {subjects.instance_key(namespace, "frontend", instance): INSTANCE.encode(entry, JSON_HEADER)}
+
+
+_STARTED = time.time()

@@ -1,0 +1,325 @@
+"""One request from the first question to its one end: events in, actions out. Pure.
+
+                   ┌────────────── lost: refused, unreachable, gone, failed, a gap ──────────────┐
+                   ▼                                                                             │
+    start ──▶ CHOOSING ── Selected ──▶ OFFERED ── Accepted, or its first part ──▶ STREAMING ─────┤
+                   │                      │                                          │           │
+                   │                      │                                          └─ finished │
+                   ▼                      ▼                                                 ▼    ▼
+                 ENDED ◀── no choice, stop string, client gone, deadline, too many attempts ── ENDED
+
+A lost attempt is withdrawn, its reservation released, and the next attempt continues behind the tokens so far.
+An attempt that brought no new token is fruitless; ATTEMPTS_LIMIT fruitless ones in a row end the request.
+
+Indices into the request's whole output:
+
+    | taken in before      | new in this part
+    0                      len(tokens) = the `first` that is due
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from enum import Enum
+from typing import assert_never
+
+from msgspec import Struct
+
+from shared.errors import HeadraceError, InvalidRequest, RequestTimeout, Unavailable
+from shared.hashing import unpack_tokens
+from shared.messages import (
+    Accepted,
+    Finished,
+    LoadEvent,
+    Part,
+    Prefilled,
+    Refused,
+    Selected,
+    SelectRefused,
+    TokenLogprob,
+)
+
+ATTEMPTS_LIMIT = 3
+"""Attempts in a row that may bring no token."""
+
+
+class State(Enum):
+    CHOOSING = "choosing"
+    OFFERED = "offered"
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+# --- events; Selected, SelectRefused, Accepted and Refused are the messages themselves
+
+
+class Unrouted(Struct, frozen=True):
+    """No router answered."""
+
+    attempt: int
+
+
+class Unreachable(Struct, frozen=True):
+    """The offer found nobody, or no answer came in time."""
+
+    attempt: int
+    reason: str
+
+
+class Unsendable(Struct, frozen=True):
+    """The offer is too large for the bus."""
+
+    attempt: int
+    reason: str
+
+
+class Received(Struct, frozen=True):
+    """This request's part of a step frame."""
+
+    instance: str
+    part: Part
+
+
+class InstanceGone(Struct, frozen=True):
+    """An instance's lease has ended."""
+
+    instance: str
+
+
+class StopFound(Struct, frozen=True):
+    """The text reached a stop string."""
+
+
+class ClientGone(Struct, frozen=True):
+    """Nobody wants the answer any more."""
+
+
+class Expired(Struct, frozen=True):
+    """The request's deadline has passed."""
+
+
+Answer = SelectRefused | Unrouted | Accepted | Refused | Unreachable | Unsendable
+Event = Selected | Answer | Received | InstanceGone | StopFound | ClientGone | Expired
+
+# --- actions
+
+
+class Ask(Struct, frozen=True):
+    """Ask a router. Answered by Selected, SelectRefused or Unrouted."""
+
+    attempt: int
+    produced: int
+    """Tokens of output so far; they belong to the prompt of this attempt."""
+    excluded: tuple[str, ...]
+
+
+class Offer(Struct, frozen=True):
+    """Send Generate. Answered by Accepted, Refused, Unreachable or Unsendable."""
+
+    attempt: int
+    instance: str
+    rank: int
+
+
+class Emit(Struct, frozen=True):
+    """New output, each token once and in order. A stop token is left out."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprob] | None
+
+
+class Withdraw(Struct, frozen=True):
+    """Send Cancel."""
+
+    instance: str
+    attempt: int
+
+
+class Tell(Struct, frozen=True):
+    """Publish to the routers."""
+
+    event: LoadEvent
+
+
+class Finish(Struct, frozen=True):
+    """The end, with an answer."""
+
+    reason: str
+    """stop or length."""
+
+
+class Fail(Struct, frozen=True):
+    """The end, without one."""
+
+    error: HeadraceError
+
+
+Action = Ask | Offer | Emit | Withdraw | Tell | Finish | Fail
+
+
+class Session:
+    """One request."""
+
+    def __init__(self, request: str, max_tokens: int) -> None:
+        self.request = request
+        self.max_tokens = max_tokens
+        self.state = State.CHOOSING
+        self.attempt = 0
+        self.instance = ""
+        """Who has the attempt; empty unless OFFERED or STREAMING."""
+        self.tokens = array("I")
+        """The output so far, of all attempts."""
+        self.cached_tokens = 0
+        """As the first attempt that brought a token reported."""
+        self._excluded: list[str] = []
+        self._fruitless = 0
+        """Attempts since the last new token, this one included."""
+        self._prefilled = False
+        """Whether this attempt has brought a token."""
+        self._why: HeadraceError | None = None
+        """Why the last attempt was lost."""
+
+    def start(self) -> list[Action]:
+        """The first question."""
+        assert self.attempt == 0, "started twice"
+        return self._ask()
+
+    def on(self, event: Event) -> list[Action]:
+        """What an event leads to. Events of other attempts than the present one change nothing."""
+        match event:
+            case Received():
+                return self._on_part(event.instance, event.part)
+            case Selected():
+                return self._on_selected(event)
+            case ClientGone():
+                return self._end([])
+            case StopFound():
+                return self._end([Finish("stop")])
+            case Expired():
+                return self._end([Fail(RequestTimeout("the request's deadline has passed"))])
+            case InstanceGone():
+                gone = bool(self.instance) and self.instance == event.instance
+                return self._lose(Unavailable("the worker is gone"), exclude=True) if gone else []
+            case SelectRefused() | Unrouted() | Accepted() | Refused() | Unreachable() | Unsendable():
+                return self._on_answer(event) if event.attempt == self.attempt else []
+            case _:
+                assert_never(event)
+
+    def _on_selected(self, choice: Selected) -> list[Action]:
+        if self.state is not State.CHOOSING or choice.attempt != self.attempt:
+            # The answer came too late, or twice: the live attempt's reservation ends with the attempt.
+            live = self.state is not State.ENDED and choice.attempt == self.attempt
+            return [] if live else [Tell(Finished(self.request, choice.attempt))]
+        self.state = State.OFFERED
+        self.instance = choice.instance
+        return [Offer(self.attempt, choice.instance, choice.rank)]
+
+    def _on_answer(self, answer: Answer) -> list[Action]:
+        match answer:
+            case SelectRefused() | Unrouted():
+                if self.state is not State.CHOOSING:
+                    return []
+                return self._end([Fail(self._no_choice(answer))])
+            case _ if self.state is not State.OFFERED:
+                return []  # its parts were faster than the answer, or it is over
+            case Accepted():
+                self.state = State.STREAMING
+                return []
+            case Refused(code="bad_request"):
+                return self._end([Fail(InvalidRequest(f"the worker refused: {answer.reason}"))], withdraw=False)
+            case Refused():
+                return self._lose(
+                    Unavailable(f"no worker took the request: {answer.reason}"), exclude=True, withdraw=False
+                )
+            case Unreachable():
+                return self._lose(Unavailable(f"the worker did not answer: {answer.reason}"), exclude=True)
+            case Unsendable():
+                return self._end([Fail(InvalidRequest(f"the request cannot be sent: {answer.reason}"))], withdraw=False)
+            case _:
+                assert_never(answer)
+
+    def _on_part(self, instance: str, part: Part) -> list[Action]:
+        if part.attempt != self.attempt or not self.instance or instance != self.instance:
+            # An attempt that is over goes on somewhere, perhaps thawed.
+            return [] if part.finish else [Withdraw(instance, part.attempt)]
+        if part.first > len(self.tokens):
+            return self._lose(Unavailable("a part of the stream was lost"), exclude=False)
+        self.state = State.STREAMING
+        known = len(self.tokens) - part.first
+        new = unpack_tokens(part.tokens)[known:]
+        actions: list[Action] = []
+        if new:
+            actions += self._take_in(new, part, known)
+        match part.finish:
+            case None:
+                return actions
+            case "stop" | "length":
+                return actions + self._end([Finish(part.finish)], withdraw=False)
+            case "deadline":
+                return actions + self._end([Fail(RequestTimeout("the request's deadline has passed"))], withdraw=False)
+            case "cancelled" | "error":
+                why = Unavailable(f"the worker failed: {part.error or part.finish}")
+                return actions + self._lose(why, exclude=True, withdraw=False)
+            case _:
+                assert_never(part.finish)
+
+    def _take_in(self, new: list[int], part: Part, known: int) -> list[Action]:
+        actions: list[Action] = []
+        if not self._prefilled:
+            self._prefilled = True
+            if not self.tokens:
+                self.cached_tokens = part.cached_tokens
+            actions.append(Tell(Prefilled(self.request, self.attempt, part.cached_tokens)))
+        self._fruitless = 0
+        self.tokens.extend(new)
+        shown = new[:-1] if part.finish == "stop" else new
+        if shown:
+            logprobs = None if part.logprobs is None else part.logprobs[known : known + len(shown)]
+            actions.append(Emit(shown, logprobs))
+        return actions
+
+    def _lose(self, why: HeadraceError, *, exclude: bool, withdraw: bool = True) -> list[Action]:
+        """This attempt is lost: the next one, or the end."""
+        self._why = why
+        if exclude:
+            self._excluded.append(self.instance)
+        if len(self.tokens) >= self.max_tokens:
+            return self._end([Finish("length")], withdraw=withdraw)  # only the finish was lost
+        if self._fruitless >= ATTEMPTS_LIMIT:
+            return self._end([Fail(why)], withdraw=withdraw)
+        return self._leave(withdraw) + self._ask()
+
+    def _ask(self) -> list[Action]:
+        self.state = State.CHOOSING
+        self.attempt += 1
+        self._fruitless += 1
+        self._prefilled = False
+        return [Ask(self.attempt, len(self.tokens), tuple(self._excluded))]
+
+    def _leave(self, withdraw: bool) -> list[Action]:
+        """The attempt is over: free what it holds, at the worker and at the routers."""
+        leaving: list[Action] = [Withdraw(self.instance, self.attempt)] if withdraw and self.instance else []
+        self.instance = ""
+        return [*leaving, Tell(Finished(self.request, self.attempt))]
+
+    def _end(self, last: list[Action], *, withdraw: bool = True) -> list[Action]:
+        if self.state is State.ENDED:
+            return []
+        self.state = State.ENDED
+        return self._leave(withdraw) + last
+
+    def _no_choice(self, answer: SelectRefused | Unrouted) -> HeadraceError:
+        if isinstance(answer, Unrouted):
+            return Unavailable("no router answered")
+        if answer.code == "bad_request":
+            return InvalidRequest(f"the router refused: {answer.reason}")
+        if answer.code == "all_excluded" and self._why is not None:
+            return self._why  # why the workers there are were excluded says more
+        return Unavailable(f"no worker can take the request: {answer.reason}", retry_after_s=answer.retry_after_s)
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        assert bool(self.instance) == (self.state in (State.OFFERED, State.STREAMING))
+        assert 0 <= self._fruitless <= ATTEMPTS_LIMIT
+        assert not self._prefilled or self.tokens

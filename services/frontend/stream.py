@@ -1,0 +1,103 @@
+"""One request's output on its way from the step frames to whoever answers the client.
+
+    Emit ─▶ Output ─▶ deltas waiting ─▶ `async for delta in stream` ─▶ the finish reason, or the error raised
+
+What a slow client leaves waiting is handed over as one delta. It is bounded by the request's own max_tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from msgspec import Struct
+
+from services.frontend.answers import Usage, usage_of
+from services.frontend.output import Delta, Output
+from services.frontend.sessions import Fail, Finish, Session
+from shared.errors import HeadraceError
+from shared.messages import Sampling, TokenLogprob
+
+
+class Job(Struct, frozen=True):
+    """A request that was found good: what it takes to compute it."""
+
+    request: str
+    model: str
+    prompt: bytes
+    """Packed u32."""
+    prompt_tokens: int
+    hashes: bytes
+    """Sequence hashes of the prompt's full blocks, packed u64."""
+    sampling: Sampling
+    salt: str
+    session: str
+    """Requests of one non-empty session prefer one worker."""
+
+
+class Stream:
+    """The reader's end, and the service's."""
+
+    def __init__(self, job: Job, session: Session, output: Output) -> None:
+        self.job = job
+        self.session = session
+        self.finish = ""
+        """Why the output ended, once it did with an answer."""
+        self._output = output
+        self._waiting: list[Delta] = []
+        self._error: HeadraceError | None = None
+        self._ended = False
+        self._stopped = False
+        self._wake = asyncio.Event()
+
+    # --- the service's end
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> bool:
+        """New output; whether it reached a stop string."""
+        self._add(self._output.push(tokens, logprobs))
+        return self._stopped
+
+    def end(self, last: Finish | Fail) -> None:
+        """There is no more. A stop string in the last tokens goes before what the worker says."""
+        if self._stopped:
+            self.finish = "stop"
+        elif isinstance(last, Fail):
+            self._error = last.error
+        else:
+            self._add(self._output.finish())
+            self.finish = "stop" if self._stopped else last.reason
+        self._ended = True
+        self._wake.set()
+
+    def _add(self, delta: Delta) -> None:
+        self._stopped = delta.stopped
+        if delta.text or delta.entries:
+            self._waiting.append(delta)
+            self._wake.set()
+
+    # --- the reader's end
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Raises the error that ended the request, after what came before it."""
+        while True:
+            if self._waiting:
+                waiting, self._waiting = self._waiting, []
+                yield waiting[0] if len(waiting) == 1 else join(waiting)
+            elif self._ended:
+                if self._error is not None:
+                    raise self._error
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far; a stop string's own tokens count, what came behind it does not."""
+        produced = self._output.counted if self._stopped else len(self.session.tokens)
+        return usage_of(self.job.prompt_tokens, produced, self.session.cached_tokens)
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """Several deltas as one."""
+    return Delta("".join(delta.text for delta in deltas), tuple(entry for delta in deltas for entry in delta.entries))
