@@ -1,0 +1,179 @@
+"""What `headrace status` shows: discovery's entries and the workers' load reports, joined and laid out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from shared.catalogue import Catalogue, Entry, read_entry
+from shared.errors import ProtocolError
+from shared.messages import Instance, LoadReport, ModelCard
+
+
+class InstanceRow(Struct, frozen=True):
+    """One process."""
+
+    service: str
+    instance: str
+    epoch: int
+    pid: int
+    machine: str
+    age_s: float
+    version: str
+    http: str
+    load: LoadReport | None = None
+    """A worker's last report; None for others, and for a worker that has not been heard."""
+
+
+class ModelRow(Struct, frozen=True):
+    """One model, over all instances that serve it."""
+
+    model: str
+    instances: tuple[str, ...]
+    context_length: int
+    block_size: int
+    total_blocks: int
+    held_blocks: int
+    cached_blocks: int
+
+
+class RefusedRow(Struct, frozen=True):
+    """A card that is not served."""
+
+    model: str
+    instance: str
+    reason: str
+
+
+class Overview(Struct, frozen=True):
+    """All of one namespace."""
+
+    namespace: str
+    nats: str
+    instances: tuple[InstanceRow, ...]
+    models: tuple[ModelRow, ...]
+    refused: tuple[RefusedRow, ...]
+    unreadable: tuple[str, ...]
+    """Keys whose value is not what it should be, and why."""
+    notes: tuple[str, ...]
+    """What could not be found out."""
+
+
+def overview(
+    namespace: str,
+    nats: str,
+    values: Mapping[str, bytes],
+    reports: Mapping[str, LoadReport],
+    notes: Sequence[str],
+    now: float,
+) -> Overview:
+    """`values` are discovery's keys, `reports` the last of each worker, `now` seconds since 1970."""
+    entries: dict[str, Entry] = {}
+    unreadable: list[str] = []
+    for key, value in sorted(values.items()):
+        try:
+            entries[key] = read_entry(namespace, key, value)
+        except ProtocolError as wrong:
+            unreadable.append(f"{key}: {wrong}")
+    catalogue = _catalogue(entries)
+    instances = sorted(catalogue.instances.values(), key=lambda each: (each.service, each.started, each.instance))
+    return Overview(
+        namespace=namespace,
+        nats=nats,
+        instances=tuple(_instance_row(each, reports.get(each.instance), now) for each in instances),
+        models=tuple(
+            _model_row(model, [card for (name, _), card in sorted(catalogue.cards.items()) if name == model], reports)
+            for model in sorted({model for model, _ in catalogue.cards})
+        ),
+        refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
+        unreadable=tuple(unreadable),
+        notes=tuple(notes),
+    )
+
+
+def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
+    """Verdicts as the services have them, if cards came in the order in which their instances started."""
+    started = {each.instance: each.started for each in entries.values() if isinstance(each, Instance)}
+    catalogue = Catalogue()
+    for key, entry in sorted(entries.items(), key=lambda item: started.get(item[1].instance, 0.0)):
+        catalogue.set(key, entry)
+    return catalogue
+
+
+def _instance_row(instance: Instance, report: LoadReport | None, now: float) -> InstanceRow:
+    return InstanceRow(
+        service=instance.service,
+        instance=instance.instance,
+        epoch=instance.epoch,
+        pid=instance.pid,
+        machine=instance.machine,
+        age_s=round(max(0.0, now - instance.started), 1),
+        version=instance.version,
+        http=instance.http,
+        load=report,
+    )
+
+
+def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, LoadReport]) -> ModelRow:
+    heard = [reports[card.instance] for card in cards if card.instance in reports]
+    return ModelRow(
+        model=model,
+        instances=tuple(card.instance for card in cards),
+        context_length=min(card.context_length for card in cards),
+        block_size=cards[0].block_size,
+        total_blocks=sum(card.capacity_blocks for card in cards),
+        held_blocks=sum(report.held_blocks for report in heard),
+        cached_blocks=sum(report.cached_blocks for report in heard),
+    )
+
+
+def layout(view: Overview) -> str:
+    """The tables that people read."""
+    parts = [f"namespace {view.namespace}, NATS {view.nats}", ""]
+    parts.append(_instances(view.instances) if view.instances else "nothing is alive here")
+    if view.models:
+        parts += ["", _models(view.models)]
+    parts += [f"refused: {row.model} at {row.instance}: {row.reason}" for row in view.refused]
+    parts += [f"unreadable: {each}" for each in view.unreadable]
+    parts += [f"note: {each}" for each in view.notes]
+    return "\n".join(parts)
+
+
+def _instances(rows: Sequence[InstanceRow]) -> str:
+    head = ("SERVICE", "INSTANCE", "EPOCH", "PID", "MACHINE", "AGE", "RUNNING", "WAITING", "HELD", "CACHED", "BLOCKS")
+    cells: list[tuple[str, ...]] = [head]
+    for row in rows:
+        if row.load is None:
+            load: tuple[str, ...] = ("?" if row.service == "worker" else "",) * 5
+        else:
+            counts = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks)
+            load = tuple(str(count) for count in (*counts, row.load.total_blocks))
+        cells.append((row.service, row.instance, str(row.epoch), str(row.pid), row.machine, _age(row.age_s), *load))
+    return _table(cells)
+
+
+def _models(rows: Sequence[ModelRow]) -> str:
+    cells: list[tuple[str, ...]] = [("MODEL", "INSTANCES", "CONTEXT", "BLOCK", "HELD", "CACHED", "BLOCKS")]
+    for row in rows:
+        numbers = (len(row.instances), row.context_length, row.block_size)
+        blocks = (row.held_blocks, row.cached_blocks, row.total_blocks)
+        cells.append((row.model, *(str(number) for number in (*numbers, *blocks))))
+    return _table(cells)
+
+
+def _table(cells: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    )
+
+
+def _age(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f}s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f}m"
+    if seconds < 86400:
+        return f"{seconds // 3600:.0f}h"
+    return f"{seconds // 86400:.0f}d"
