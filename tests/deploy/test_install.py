@@ -1,0 +1,204 @@
+"""headrace, deploy/local/bootstrap.sh and install.py: .venv is whole or as it was, and a second start does nothing.
+
+The checkout under test has lock files of its own, with one tiny package each, found in a directory instead of an index.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("headrace", "check", ".ci/run", "deploy/local/bootstrap.sh")
+LIMIT_S = 100.0
+SHOW = "import sys, shared.errors\nprint('cli', *sys.argv[1:])\nprint(shared.errors.__file__)\n"
+
+
+def wheel(directory: Path, name: str) -> str:
+    """Make a wheel with one empty module; returns its line in a lock file."""
+    directory.mkdir(exist_ok=True)
+    file = directory / f"{name}-1.0-py3-none-any.whl"
+    entry = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}.py": "",
+        f"{entry}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{entry}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(
+        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b'=').decode()},"
+        f"{len(text)}\n"
+        for path, text in files.items()
+    )
+    with zipfile.ZipFile(file, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+        archive.writestr(f"{entry}/RECORD", record + f"{entry}/RECORD,,\n")
+    return f"{name}==1.0 --hash=sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}\n"
+
+
+class Checkout:
+    """A small copy of the repository, in a directory with a space in its name."""
+
+    def __init__(self, above: Path) -> None:
+        self.root = above / "a checkout"
+        self.wheels = above / "wheels"
+        (self.root / "deploy" / "local").mkdir(parents=True)
+        (self.root / "shared").mkdir()
+        for name in ("headrace", "deploy/local/bootstrap.sh", "deploy/local/install.py", "shared/errors.py"):
+            shutil.copy(ROOT / name, self.root / name)
+        (self.root / "deploy" / "local" / "cli.py").write_text(SHOW)
+        runtime = wheel(self.wheels, "tiny_runtime")
+        (self.root / "requirements.lock").write_text(runtime)
+        (self.root / "requirements-dev.lock").write_text(runtime + wheel(self.wheels, "tiny_development"))
+
+    def environment(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON"))}
+        index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
+        return kept | index | {"PYTHON": sys.executable}
+
+    def start(self, *words: str, program: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(program or self.root / "headrace"), *words],
+            cwd=self.wheels,
+            env=self.environment() | more,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def install(self, lock_name: str) -> subprocess.CompletedProcess[str]:
+        return self.start("-I", str(self.installer), str(self.root), lock_name, program=Path(sys.executable))
+
+    @property
+    def installer(self) -> Path:
+        return self.root / "deploy" / "local" / "install.py"
+
+    def has(self, module: str) -> bool:
+        python = str(self.root / ".venv" / "bin" / "python")
+        return subprocess.run([python, "-P", "-c", f"import {module}"], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_scripts_are_posix_shell(script: str) -> None:
+    shell = shutil.which("dash") or "sh"
+    assert subprocess.run([shell, "-n", str(ROOT / script)]).returncode == 0
+
+
+def test_every_runtime_pin_is_a_development_pin() -> None:
+    """The development lock is installed on top of the runtime one."""
+    runtime, development = (
+        {line.split()[0] for line in (ROOT / name).read_text().splitlines() if "==" in line and line[0] not in " #"}
+        for name in ("requirements.lock", "requirements-dev.lock")
+    )
+    assert runtime
+    assert runtime <= development
+
+
+def test_the_first_start_installs_and_the_next_ones_do_not(checkout: Checkout, tmp_path: Path) -> None:
+    first = checkout.start("status", "two words")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == f"cli status two words\n{checkout.root}/shared/errors.py\n"
+    assert "installing requirements.lock" in first.stderr
+    assert checkout.has("tiny_runtime")
+    assert not checkout.has("tiny_development")
+
+    link = tmp_path / "link"
+    link.symlink_to("a checkout/headrace")
+    again = checkout.start("up", program=link, PIP_FIND_LINKS="/nowhere")
+    assert (again.returncode, again.stderr) == (0, "")
+
+    moved = tmp_path / "moved"
+    checkout.root.rename(moved)
+    elsewhere = checkout.start("up", program=moved / "headrace", PIP_FIND_LINKS="/nowhere")
+    assert elsewhere.stdout == f"cli up\n{moved}/shared/errors.py\n"
+
+
+def test_development_is_installed_on_top_and_serves_the_runtime_too(checkout: Checkout) -> None:
+    assert checkout.install("requirements.lock").returncode == 0
+    marker = checkout.root / ".venv" / "still the same"
+    marker.touch()
+    assert checkout.install("requirements-dev.lock").returncode == 0
+    assert marker.exists()
+    assert checkout.has("tiny_development")
+    assert checkout.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
+
+
+def test_a_failed_first_install_says_what_failed_and_leaves_nothing(checkout: Checkout) -> None:
+    failed = checkout.start("up", PIP_FIND_LINKS="/nowhere")
+    assert failed.returncode == 1
+    assert "tiny_runtime" in failed.stderr
+    assert "installing requirements.lock failed" in failed.stderr
+    assert not (checkout.root / ".venv").exists()
+    assert not (checkout.root / ".venv.old").exists()
+    assert checkout.start("up").returncode == 0
+
+
+def test_a_wrong_hash_is_refused(checkout: Checkout) -> None:
+    lock = checkout.root / "requirements.lock"
+    lock.write_text("tiny_runtime==1.0 --hash=sha256:" + "0" * 64 + "\n")
+    failed = checkout.start("up")
+    assert failed.returncode == 1
+    assert "hash" in failed.stderr.lower()
+    assert not (checkout.root / ".venv").exists()
+
+
+def test_a_failed_upgrade_leaves_the_old_installation(checkout: Checkout) -> None:
+    assert checkout.start("up").returncode == 0
+    lock = checkout.root / "requirements.lock"
+    before = lock.read_text()
+    lock.write_text(before.replace("1.0", "2.0"))
+    assert checkout.start("up").returncode == 1
+    assert checkout.has("tiny_runtime")
+    lock.write_text(before)
+    assert checkout.start("up", PIP_FIND_LINKS="/nowhere").returncode == 0
+
+
+def test_what_a_killed_install_left_is_cleared_away(checkout: Checkout) -> None:
+    (checkout.root / ".venv" / "headrace").mkdir(parents=True)
+    (checkout.root / ".venv" / "half").touch()
+    assert checkout.start("up").returncode == 0
+    assert not (checkout.root / ".venv" / "half").exists()
+
+
+def test_somebody_elses_venv_is_left_alone(checkout: Checkout) -> None:
+    (checkout.root / ".venv" / "mine").mkdir(parents=True)
+    refused = checkout.start("up")
+    assert refused.returncode == 1
+    assert "was not made by this program" in refused.stderr
+    assert (checkout.root / ".venv" / "mine").exists()
+
+
+def test_two_first_starts_at_once_both_work(checkout: Checkout) -> None:
+    both = [
+        subprocess.Popen(
+            [str(checkout.root / "headrace"), "up"],
+            env=checkout.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ends = [(process.communicate(timeout=LIMIT_S), process.returncode) for process in both]
+    assert [status for _, status in ends] == [0, 0], ends
+    assert sum("packages)" in said for (_, said), _ in ends) == 1, "one of them installed, the other waited"
+
+
+def test_a_python_that_is_too_old_or_absent_is_named(checkout: Checkout) -> None:
+    refused = checkout.start("up", PYTHON="/no/such python")
+    assert refused.returncode == 1
+    assert "needs Python 3.11 or newer; tried: /no/such python" in refused.stderr
