@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Literal
 
-from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
+from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout
 from shared.event_ring import EventRing
 from shared.messages import EventSource
 from shared.messaging import Message, Receive, SubscriptionStatistics
 from shared.receiver import Receiver
-from shared.replies import NO_RESPONDERS, Replies, answer_within
+from shared.replies import NO_RESPONDERS, Replies
 
 
 def matches(pattern: str, subject: str) -> bool:
@@ -191,7 +191,10 @@ class MemoryBus:
         reply, answer = self.replies.request(subject)
         try:
             self._send(subject, payload, headers, reply)
-            return await answer_within(answer, subject, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
         finally:
             self.replies.forget(reply)
 
@@ -240,6 +243,8 @@ class MemoryBus:
             raise PayloadTooLarge(len(payload), self._payload_limit_bytes)
 
     def _send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
+        if not subject or any(mark.isspace() for mark in subject):
+            raise ProtocolError(f"{subject!r} is not a subject")
         self.broker.publish(Message(subject, payload, reply, dict(headers or {})))
 
 

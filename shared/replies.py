@@ -46,8 +46,8 @@ class _Request:
 class Stream:
     """Answers that wait to be read, or the error that ends them."""
 
-    def __init__(self, subject: str, pending_limit: int) -> None:
-        self.inbox = f"_INBOX.{secrets.token_hex(11)}"
+    def __init__(self, inbox: str, subject: str, pending_limit: int) -> None:
+        self.inbox = f"{inbox}.{secrets.token_hex(11)}"
         self._subject = subject
         self._pending_limit = pending_limit
         self._waiting: deque[Message] = deque()
@@ -91,12 +91,13 @@ class Stream:
 class Replies:
     """Everything a bus waits for. Requests and probes are answered on `prefix` and one more token."""
 
-    def __init__(self) -> None:
-        self.prefix = f"_INBOX.{secrets.token_hex(11)}."
+    def __init__(self, inbox: str = "_INBOX") -> None:
+        self._inbox = inbox
+        self.prefix = f"{inbox}.{secrets.token_hex(11)}."
         self._numbers = count()
         self._requests: dict[str, _Request] = {}
         self._probes: dict[str, Callable[[], None]] = {}
-        self._streams: set[Stream] = set()
+        self._streams: dict[Stream, None] = {}
 
     def take(self, message: Message) -> None:
         """An answer below `prefix`; one that nobody waits for any more is ignored."""
@@ -109,8 +110,10 @@ class Replies:
 
     def fail(self, wrong: BusDown) -> None:
         """The connection broke: answers cannot be relied on. Probes stay, for it says nothing of their addressees."""
-        for waiting in (*self._requests.values(), *self._streams):
-            waiting.fail(wrong)
+        for request in self._requests.values():
+            request.fail(wrong)
+        for stream in self._streams:
+            stream.fail(wrong)
 
     def probe(self, gone: Callable[[], None]) -> str:
         """The reply subject of a message whose sender wants to know that nobody listens."""
@@ -132,12 +135,12 @@ class Replies:
 
     def stream(self, subject: str, pending_limit: int) -> Stream:
         """A stream's receiving end; `end` it afterwards."""
-        stream = Stream(subject, pending_limit)
-        self._streams.add(stream)
+        stream = Stream(self._inbox, subject, pending_limit)
+        self._streams[stream] = None
         return stream
 
     def end(self, stream: Stream) -> None:
-        self._streams.discard(stream)
+        self._streams.pop(stream, None)
 
     def validate(self) -> None:
         assert len(self._probes) <= PROBE_LIMIT
@@ -145,15 +148,6 @@ class Replies:
 
     def _next(self) -> str:
         return f"{self.prefix}{next(self._numbers):x}"
-
-
-async def answer_within(answer: asyncio.Future[Message], subject: str, timeout_s: float) -> Message:
-    """The answer, or RequestTimeout."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await answer
-    except TimeoutError:
-        raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
 
 
 def _nobody_listens(message: Message) -> bool:

@@ -1,0 +1,380 @@
+"""The bus over NATS.
+
+    connecting ──▶ connected ──▶ closed
+         ▲             │           ▲
+         └── lost ─────┘           └── drain, from either
+
+One connection after the other, for ever: each is a nats-py client that does not reconnect by itself, so that the first
+connection, an outage, a refused password and a server that closes the connection all take the same path. What survives
+is ours: subscriptions with what waits in them. Requests and streams that were open fail with BusDown, because their
+answers may have been lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as RemoteSubscription
+
+from shared.config import NatsConfig
+from shared.errors import BusDown, ConfigError, HeadraceError, PayloadTooLarge, ProtocolError, RequestTimeout
+from shared.messaging import Message, Receive, SubscriptionStatistics
+from shared.receiver import Receiver
+from shared.replies import Replies
+
+RETRY_WAIT_S = 0.25
+CONNECT_LIMIT_S = 2
+PING_INTERVAL_S = 10
+COMPLAIN_INTERVAL_S = 5.0
+UNSENT_LIMIT_BYTES = 2 << 20
+UNSENT_WAIT_S = 2.0
+"""A publisher waits this long for the server to take what is unsent, then gets BusDown."""
+
+_log = logging.getLogger(__name__)
+
+
+async def connect(config: NatsConfig, name: str) -> NatsBus:
+    """A bus that is connected; waits for NATS as long as it takes. `name` shows in NATS's monitoring.
+
+    Raises ConfigError where the URL is none.
+    """
+    _check_url(config.url)
+    bus = NatsBus(config, name)
+    try:
+        await bus.wait_connected()
+    except BaseException:
+        await bus.drain()
+        raise
+    return bus
+
+
+class NatsSubscription:
+    """One subscription, the same across connections."""
+
+    def __init__(self, bus: NatsBus, subject: str, queue: str, receiver: Receiver) -> None:
+        self._bus = bus
+        self._subject = subject
+        self._queue = queue
+        self._receiver = receiver
+        self._closed = False
+        self._client: Client | None = None
+        self._remote: RemoteSubscription | None = None
+
+    def statistics(self) -> SubscriptionStatistics:
+        return self._receiver.statistics()
+
+    async def unsubscribe(self) -> None:
+        self._closed = True
+        self._bus.forget(self)
+        remote, self._remote = self._remote, None
+        if remote is not None:
+            try:
+                await remote.drain()  # type: ignore[no-untyped-call]
+            except (nats.errors.Error, OSError) as wrong:  # the connection is gone, and the subscription with it
+                _log.debug("unsubscribing from %s: %r", self._subject, wrong)
+        await self._receiver.drain()
+
+    def is_on(self, client: Client) -> bool:
+        return self._client is client
+
+    def is_remote(self, remote: RemoteSubscription) -> bool:
+        return self._remote is remote
+
+    def lost(self) -> None:
+        """nats-py dropped a message before it came here."""
+        self._receiver.lost(1)
+
+    async def attach(self, client: Client) -> None:
+        """Subscribe on a new connection."""
+        self._client = client
+        remote = await client.subscribe(self._subject, queue=self._queue, cb=self._take)
+        if self._closed:
+            await remote.unsubscribe()
+        else:
+            self._remote = remote
+
+    async def _take(self, msg: Msg) -> None:
+        self._receiver.offer(_message(msg))
+
+
+class NatsBus:
+    """See `shared.messaging.Bus`; made by `connect`."""
+
+    def __init__(self, config: NatsConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._replies = Replies(config.inbox)
+        self._subscriptions: list[NatsSubscription] = []
+        self._client: Client | None = None
+        self._live = asyncio.Event()
+        self._closed = False
+        self._complained_at = 0.0
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_connected(), name="nats connection")
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None and self._client.is_connected
+
+    async def wait_connected(self) -> None:
+        """Returns once there is a connection."""
+        await self._live.wait()
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        gone: Callable[[], None] | None = None,
+    ) -> None:
+        client = self._check(payload)
+        await self._send(client, subject, payload, headers, "" if gone is None else self._replies.probe(gone))
+
+    async def subscribe(
+        self,
+        subject: str,
+        receive: Receive,
+        *,
+        queue: str = "",
+        pending_limit: int = 65536,
+        dropped: Callable[[int], None] | None = None,
+    ) -> NatsSubscription:
+        """The server knows of it when this returns; while NATS is away, once it is back."""
+        if self._closed:
+            raise BusDown("the bus is closed")
+        receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped)
+        subscription = NatsSubscription(self, subject, queue, receiver)
+        self._subscriptions.append(subscription)
+        client = self._client
+        if client is not None:
+            try:
+                await subscription.attach(client)
+                await client.flush(CONNECT_LIMIT_S)
+            except nats.errors.BadSubjectError:
+                await subscription.unsubscribe()
+                raise ProtocolError(f"{subject!r} is not a subject") from None
+            except (nats.errors.Error, OSError) as wrong:  # the next connection will carry it
+                _log.debug("subscribing to %s: %r", subject, wrong)
+        return subscription
+
+    async def request(
+        self, subject: str, payload: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Message:
+        client = self._check(payload)
+        reply, answer = self._replies.request(subject)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(client, subject, payload, headers, reply)
+                return await answer
+        except TimeoutError:
+            raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
+        finally:
+            self._replies.forget(reply)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        idle_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        pending_limit: int = 8192,
+    ) -> AsyncIterator[AsyncIterator[Message]]:
+        client = self._check(payload)
+        stream = self._replies.stream(subject, pending_limit)
+        remote: RemoteSubscription | None = None
+
+        async def take(msg: Msg) -> None:
+            stream.take(_message(msg))
+
+        try:
+            try:
+                remote = await client.subscribe(stream.inbox, cb=take)
+            except (nats.errors.Error, OSError) as wrong:
+                raise _translated(wrong, client, stream.inbox, b"") from wrong
+            await self._send(client, subject, payload, headers, stream.inbox)
+            yield stream.messages(idle_timeout_s)
+        finally:
+            self._replies.end(stream)
+            if remote is not None and not client.is_closed:
+                await _unsubscribe(remote)
+
+    async def drain(self) -> None:
+        self._closed = True
+        async with asyncio.TaskGroup() as tasks:
+            for subscription in list(self._subscriptions):
+                tasks.create_task(subscription.unsubscribe())
+        self._keeper.cancel()
+        await asyncio.wait([self._keeper])
+        client, self._client = self._client, None
+        if client is not None and not client.is_closed:
+            try:
+                await client.flush(CONNECT_LIMIT_S)
+            except (nats.errors.Error, OSError) as wrong:
+                _log.warning("what was published last may not have reached NATS: %r", wrong)
+            await client.close()
+        self._replies.fail(BusDown("the bus is closed"))
+
+    def forget(self, subscription: NatsSubscription) -> None:
+        """It was unsubscribed."""
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
+
+    # --- sending
+
+    def _check(self, payload: bytes) -> Client:
+        client = self._client
+        if client is None or not client.is_connected:
+            raise BusDown("the bus is closed" if self._closed else f"no connection to {_shown(self._config.url)}")
+        limit = min(self._config.payload_limit_bytes, client.max_payload)
+        if len(payload) > limit:
+            raise PayloadTooLarge(len(payload), limit)
+        return client
+
+    async def _send(
+        self, client: Client, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str
+    ) -> None:
+        if client.pending_data_size > UNSENT_LIMIT_BYTES:
+            await self._wait_sent(client)
+        try:
+            await client.publish(subject, payload, reply=reply, headers=dict(headers) if headers else None)
+        except (nats.errors.Error, OSError) as wrong:
+            raise _translated(wrong, client, subject, payload) from wrong
+
+    async def _wait_sent(self, client: Client) -> None:
+        # Ours instead of nats-py's forced flush, which swallows a cancellation. It offers no event to wait on.
+        try:
+            async with asyncio.timeout(UNSENT_WAIT_S):
+                while client.pending_data_size > UNSENT_LIMIT_BYTES and client.is_connected:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            raise BusDown(f"NATS has not taken what was published for {UNSENT_WAIT_S:g} s") from None
+
+    # --- the connection
+
+    async def _keep_connected(self) -> None:
+        while True:
+            lost = asyncio.Event()
+            client = await self._dial(lost)
+            if client is not None:
+                self._live.set()
+                _log.info("connected to NATS at %s", _shown(self._config.url))
+                await lost.wait()
+                self._live.clear()
+                self._client = None
+                self._replies.fail(BusDown("the connection to NATS was lost"))
+                _log.warning("lost the connection to NATS at %s: %r", _shown(self._config.url), client.last_error)
+            await asyncio.sleep(RETRY_WAIT_S)
+
+    async def _dial(self, lost: asyncio.Event) -> Client | None:
+        """One connection with every subscription on it, or None. `lost` is set when it ends."""
+        client = Client()
+        reason: Exception | None = None
+
+        async def closed() -> None:
+            lost.set()
+
+        async def failed(wrong: Exception) -> None:
+            nonlocal reason
+            reason = wrong
+            if client.is_connected:
+                self._report(wrong)
+
+        try:
+            await client.connect(
+                self._config.url,
+                name=self._name,
+                user=self._config.user or None,
+                password=self._config.password or None,
+                allow_reconnect=False,
+                max_reconnect_attempts=1,  # of a first connection: else nats-py would try without telling
+                reconnect_time_wait=0,
+                connect_timeout=CONNECT_LIMIT_S,
+                ping_interval=PING_INTERVAL_S,
+                pending_size=1 << 40,  # never: see _wait_sent
+                error_cb=failed,
+                closed_cb=closed,
+            )
+            await client.subscribe(self._replies.prefix + "*", cb=self._answer)
+            while missing := [each for each in self._subscriptions if not each.is_on(client)]:
+                for subscription in missing:
+                    await subscription.attach(client)
+            self._client = client
+        except (nats.errors.Error, OSError) as wrong:
+            self._complain(wrong if reason is None else reason)
+        finally:
+            if self._client is not client:
+                await client.close()
+        if self._client is not client:
+            return None
+        if client.max_payload < self._config.payload_limit_bytes:
+            _log.warning("NATS's max_payload is %d bytes, below our payload limit", client.max_payload)
+        return client
+
+    async def _answer(self, msg: Msg) -> None:
+        self._replies.take(_message(msg))
+
+    def _report(self, wrong: Exception) -> None:
+        """Something went wrong on a live connection."""
+        if isinstance(wrong, nats.errors.SlowConsumerError):
+            for subscription in self._subscriptions:
+                if wrong.sub is not None and subscription.is_remote(wrong.sub):
+                    subscription.lost()
+        elif not isinstance(wrong, nats.errors.UnexpectedEOF):  # told when the connection ends
+            _log.error("NATS: %s", wrong)
+
+    def _complain(self, wrong: Exception) -> None:
+        """A connection could not be made; said at once and then every few seconds."""
+        now = asyncio.get_running_loop().time()
+        if now - self._complained_at < COMPLAIN_INTERVAL_S:
+            return
+        self._complained_at = now
+        if "Authorization Violation" in str(wrong):
+            _log.error("NATS at %s refuses user %r; trying on", _shown(self._config.url), self._config.user)
+        else:
+            _log.warning("waiting for NATS at %s: %s", _shown(self._config.url), wrong)
+
+
+def _message(msg: Msg) -> Message:
+    return Message(msg.subject, msg.data, msg.reply, msg.headers or {})
+
+
+async def _unsubscribe(remote: RemoteSubscription) -> None:
+    try:
+        await remote.unsubscribe()
+    except (nats.errors.Error, OSError) as wrong:  # it ended with its connection
+        _log.debug("unsubscribing: %r", wrong)
+
+
+def _translated(wrong: Exception, client: Client, subject: str, payload: bytes) -> HeadraceError:
+    if isinstance(wrong, nats.errors.MaxPayloadError):
+        return PayloadTooLarge(len(payload), client.max_payload)
+    if isinstance(wrong, nats.errors.BadSubjectError):
+        return ProtocolError(f"{subject!r} is not a subject")
+    if isinstance(wrong, nats.errors.BadHeaderError):
+        return ProtocolError(f"not a header: {wrong}")
+    return BusDown(f"NATS: {wrong}")
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("nats", "tls") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"nats.url: {_shown(url)} is not nats://host:port")
+
+
+def _shown(url: str) -> str:
+    """A URL without its password."""
+    before, at, host = url.rpartition("@")
+    return f"{before.partition('://')[0]}://…@{host}" if at else url

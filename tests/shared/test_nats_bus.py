@@ -1,0 +1,178 @@
+"""What NATS can do to its bus: be late, be killed, be frozen, refuse a password."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.config import NatsConfig
+from shared.errors import BusDown, ConfigError, NoResponders
+from shared.messaging import Message
+from shared.nats_bus import NatsBus, connect
+from tests.servers import NatsServer
+
+DEADLINE_S = 15.0
+
+
+@asynccontextmanager
+async def connected(url: str, user: str = "", password: str = "") -> AsyncIterator[NatsBus]:
+    async with asyncio.timeout(DEADLINE_S):
+        bus = await connect(NatsConfig(url=url, user=user, password=password), "test")
+    try:
+        yield bus
+    finally:
+        await bus.drain()
+
+
+async def wait_lost(bus: NatsBus) -> None:
+    """Until a publish raises BusDown."""
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(BusDown):
+            while True:
+                await bus.publish("anything", b"")
+                await asyncio.sleep(0)
+    assert not bus.connected
+
+
+async def wait_back(bus: NatsBus) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await bus.wait_connected()
+
+
+async def test_a_killed_server_raises_bus_down_and_subscriptions_live_on(own_nats: NatsServer) -> None:
+    async with connected(own_nats.url) as bus, connected(own_nats.url) as other:
+        heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def receive(message: Message) -> None:
+            heard.put_nowait(message.payload)
+
+        before = await bus.subscribe("events", receive)
+        own_nats.kill()
+        await wait_lost(bus)
+        await wait_lost(other)
+        during = await bus.subscribe("during", receive)
+        with pytest.raises(BusDown):
+            await bus.request("events", b"", timeout_s=DEADLINE_S)
+        await asyncio.to_thread(own_nats.start)
+        await wait_back(bus)
+        await wait_back(other)
+        await other.publish("events", b"one")
+        await other.publish("during", b"two")
+        assert {await asyncio.wait_for(heard.get(), DEADLINE_S) for _ in range(2)} == {b"one", b"two"}
+        assert before.statistics().received == 1
+        assert during.statistics().received == 1
+
+
+async def test_what_waits_for_an_answer_fails_when_the_connection_is_lost(own_nats: NatsServer) -> None:
+    async with connected(own_nats.url) as bus:
+        asked = asyncio.Queue[None]()
+
+        async def silent(message: Message) -> None:
+            asked.put_nowait(None)
+
+        await bus.subscribe("silent", silent)
+        request = asyncio.create_task(bus.request("silent", b"", timeout_s=60.0))
+        async with bus.stream("silent", b"", idle_timeout_s=60.0) as answers:
+            for _ in range(2):
+                await asyncio.wait_for(asked.get(), DEADLINE_S)
+            own_nats.kill()
+            with pytest.raises(BusDown):
+                await asyncio.wait_for(request, DEADLINE_S)
+            with pytest.raises(BusDown):
+                await asyncio.wait_for(anext(answers), DEADLINE_S)
+
+
+async def test_a_bus_connects_to_a_server_that_starts_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = NatsServer(tmp_path)
+    connecting = asyncio.create_task(connect(NatsConfig(url=server.url), "early"))
+    async with asyncio.timeout(DEADLINE_S):
+        while "waiting for NATS" not in caplog.text:
+            await asyncio.sleep(0.01)
+    await asyncio.to_thread(server.start)
+    try:
+        bus = await asyncio.wait_for(connecting, DEADLINE_S)
+        with pytest.raises(NoResponders):
+            await bus.request("nobody", b"", timeout_s=DEADLINE_S)
+        await bus.drain()
+    finally:
+        server.kill()
+
+
+async def test_giving_up_before_there_is_a_server_leaves_nothing_behind(tmp_path: Path) -> None:
+    connecting = asyncio.create_task(connect(NatsConfig(url=NatsServer(tmp_path).url), "early"))
+    await asyncio.sleep(0)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_refused_password_is_said_loudly_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def users(password: str) -> str:
+        return f'authorization {{ users = [{{ user: "service", password: "{password}" }}] }}\n'
+
+    server = NatsServer(tmp_path, users("old"))
+    server.start()
+    try:
+        secret = secrets.token_hex(8)
+        connecting = asyncio.create_task(connect(NatsConfig(url=server.url, user="service", password=secret), "test"))
+        async with asyncio.timeout(DEADLINE_S):
+            while "refuses user 'service'" not in caplog.text:
+                await asyncio.sleep(0.01)
+        assert any(record.levelno == logging.ERROR for record in caplog.records)
+        server.reload(users(secret))
+        bus = await asyncio.wait_for(connecting, DEADLINE_S)
+        assert secret not in caplog.text
+        server.reload(users("other"))
+        await wait_lost(bus)
+        server.reload(users(secret))
+        await wait_back(bus)
+        await bus.drain()
+    finally:
+        server.kill()
+
+
+async def test_a_publisher_to_a_frozen_server_gets_bus_down_rather_than_memory_without_end(
+    own_nats: NatsServer,
+) -> None:
+    async with connected(own_nats.url) as bus:
+        own_nats.freeze()
+        sent_bytes = 0
+        payload = bytes(1 << 20)
+        with pytest.raises(BusDown):
+            while sent_bytes < 256 << 20:
+                await bus.publish("anything", payload)
+                sent_bytes += len(payload)
+        assert sent_bytes < 64 << 20
+        own_nats.thaw()
+
+
+async def test_a_cancelled_request_is_cancelled(own_nats: NatsServer) -> None:
+    async with connected(own_nats.url) as bus:
+        own_nats.freeze()
+        request = asyncio.create_task(bus.request("anything", b"", timeout_s=60.0))
+        await asyncio.sleep(0)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        own_nats.thaw()
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:4222", "nats://", "nats://host:port", "http://host:1"])
+async def test_a_malformed_url_is_a_config_error(url: str) -> None:
+    with pytest.raises(ConfigError):
+        await connect(NatsConfig(url=url), "test")
+
+
+async def test_a_password_in_the_url_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as wrong:
+        await connect(NatsConfig(url="http://user:secret@host:1"), "test")
+    assert "secret" not in str(wrong.value)
