@@ -94,12 +94,14 @@ def write_tiny_model(
 def _weights(config: dict[str, Any], bias: bool, seed: int) -> dict[str, NDArray[np.float32]]:
     """Random weights of a size that keeps activations near one, so that no two logits are alike."""
     random = np.random.default_rng(seed)
-    hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden: int = config["hidden_size"]
+    intermediate, head_dim = config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> NDArray[np.float32]:
-        scale = gain / math.sqrt(columns)
-        return random.normal(0, scale, (rows, columns)).astype(np.float32)
+        drawn = random.standard_normal((rows, columns), np.float32)
+        drawn *= gain / math.sqrt(columns)
+        return drawn
 
     def norm() -> NDArray[np.float32]:
         return random.uniform(0.5, 1.5, hidden).astype(np.float32)

@@ -153,7 +153,8 @@ def _yarn(rope: Yarn, plain: Angles) -> Angles:
     low, high = max(low, 0), min(high, 2 * half - 1)
     if low == high:
         high += 0.001
-    return _blend(plain, 1 - (np.arange(half) - low) / (high - low), rope.factor)
+    rotates_enough: Angles = 1 - (np.arange(half, dtype=np.float64) - low) / (high - low)
+    return _blend(plain, rotates_enough, rope.factor)
 
 
 def _blend(plain: Angles, kept: Angles, factor: float) -> Angles:

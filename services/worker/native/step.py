@@ -1,6 +1,6 @@
 """Where each token of a step stands: index arrays made once and used by every layer.
 
-    rows of the step    | work 0: a prefill chunk | work 1: one token | work 2: one token | …      (in the order of works)
+    rows of the step    | work 0: a prefill chunk | work 1: one token | work 2: one token | …   (in order)
     Span                  attends alone             ╰── a Group attends together ──╯
 
 Works that compute one token are grouped by the length of their history, so that padding at most doubles what a

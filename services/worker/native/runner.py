@@ -1,0 +1,75 @@
+"""The native engine as a Runner: a prepared directory in, tokens out.
+
+Not for two threads at once. Set the number of BLAS threads before NumPy is imported (OPENBLAS_NUM_THREADS): two
+engines with as many threads each as there are cores are many times slower than with half as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
+from services.worker.native.config import read_config
+from services.worker.native.decoder import Decoder
+from services.worker.native.kv_cache import KvCache
+from services.worker.native.linear import calibrated
+from services.worker.native.prepare import prepare
+from services.worker.native.sampler import sample
+from services.worker.native.weights import load_weights
+from shared.errors import ModelError
+from shared.messages import KvLayout
+
+
+class NativeRunner:
+    """Computes steps with NumPy on the CPU, in float32."""
+
+    def __init__(self, directory: Path, *, capacity_bytes: int, block_size: int = 16) -> None:
+        """`directory` is what `prepare` returned. Raises ModelError, also where the cache would hold no block."""
+        config = read_config(directory)
+        layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, block_size)
+        capacity_blocks = capacity_bytes // layout.block_bytes
+        if capacity_blocks < 1:
+            raise ModelError(f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes}")
+        weights = load_weights(directory, config)
+        context_length = min(config.context_length, capacity_blocks * block_size)
+        self._cache = KvCache(np, layout, capacity_blocks)
+        self._decoder = Decoder(config, weights, self._cache, calibrated(weights.layers[0].up), context_length)
+        self._facts = Ready(
+            context_length=context_length,
+            vocab_size=config.vocab,
+            eos_token_ids=config.eos_token_ids,
+            block_size=block_size,
+            capacity_blocks=capacity_blocks,
+            kv_layout=layout,
+        )
+
+    @property
+    def facts(self) -> Ready:
+        """What is served. The context is no longer than the cache."""
+        return self._facts
+
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        """One entry a work, None where nothing is drawn. Raises ModelError where the model's numbers break down."""
+        drawing = [work for work in works if work.draws]
+        with np.errstate(over="ignore", invalid="ignore"):  # found in the logits, where it matters
+            logits = self._decoder.step(works)
+        drawn = iter(sample(np, logits, drawing))
+        return [next(drawn) if work.draws else None for work in works]
+
+    def close(self) -> None:
+        """Let go of the KV pages; the weights are mapped and go with the process."""
+        self._cache.pages = None
+
+
+def load_native(source: Path, cache: Path, *, capacity_bytes: int, block_size: int = 16) -> LoadRunner:
+    """A LoadRunner for a model directory or GGUF file; `cache` holds converted models."""
+
+    def load(progress: Callable[[Loading], None]) -> NativeRunner:
+        directory = prepare(source, cache, progress)
+        progress(Loading("mapping weights", 1.0))
+        return NativeRunner(directory, capacity_bytes=capacity_bytes, block_size=block_size)
+
+    return load

@@ -1,0 +1,143 @@
+"""From logits to drawn tokens, every row by its own settings and as if it were alone.
+
+    logits ─▶ penalties ─▶ greatest                                            temperature 0
+                       └─▶ ÷ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ draw    else
+       └───▶ log-probabilities of the raw logits, where asked for
+
+Penalties are OpenAI's (presence, frequency: over the output) and CTRL's (repetition: over prompt and output), in
+vLLM's order: repetition first. Then temperature and the filters in transformers' order (`_get_logits_processor`).
+Log-probabilities are vLLM's default, `raw_logprobs`: of the model's distribution before any of this.
+
+A token is drawn by inverting the cumulative distribution at one Philox number keyed by (seed, index of the token in
+the output). So the same logits and settings draw the same token in any batch and on any worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+
+from services.worker.engine import Drawn, Work
+from services.worker.native.linear import Array
+from services.worker.native.philox import uniform
+from shared.errors import ModelError
+from shared.hashing import pack_tokens
+from shared.messages import Sampling, TokenLogprob
+
+_GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy (vLLM's bound): dividing by it would overflow."""
+
+
+def sample(xp: ModuleType, logits: Array, works: Sequence[Work]) -> list[Drawn]:
+    """Draw one token a row of logits (works, vocab), float32; not changed.
+
+    Raises ModelError where a logit is not a number: then the weights or the device are broken, and any token would
+    be an invention.
+    """
+    if not bool(xp.isfinite(logits).all()):
+        raise ModelError("the model computed logits that are not finite numbers")
+    penalised = _penalised(xp, logits, works)
+    tokens = xp.argmax(penalised, axis=1)
+    random = [row for row, work in enumerate(works) if work.sampling.temperature >= _GREEDY_BELOW]
+    if random:
+        drawing = [works[row] for row in random]
+        tokens[random] = _draw(xp, _filtered(xp, penalised[random], [work.sampling for work in drawing]), drawing)
+    drawn = [int(token) for token in tokens]
+    return [
+        Drawn(token, _logprob(xp, row, token, work.sampling.logprobs) if work.sampling.logprobs >= 0 else None)
+        for row, token, work in zip(logits, drawn, works, strict=True)
+    ]
+
+
+def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
+    """A copy with penalties, or the logits themselves where no row has any.
+
+    Counted from the history at each token: tens of µs for some thousand tokens, and only where penalties are set.
+    """
+    rows = [row for row, work in enumerate(works) if _has_penalty(work.sampling)]
+    if not rows:
+        return logits
+    penalised = logits.copy()
+    for row in rows:
+        work, sampling = works[row], works[row].sampling
+        history = np.asarray(work.history, np.int64)
+        if sampling.repetition_penalty != 1.0:
+            seen = xp.asarray(np.unique(history))
+            scores = penalised[row, seen]
+            factor = np.float32(sampling.repetition_penalty)
+            penalised[row, seen] = xp.where(scores > 0, scores / factor, scores * factor)
+        produced, counts = np.unique(history[work.prompt_tokens :], return_counts=True)
+        penalty = sampling.frequency_penalty * counts + sampling.presence_penalty
+        penalised[row, xp.asarray(produced)] -= xp.asarray(penalty.astype(np.float32))
+    return penalised
+
+
+def _has_penalty(sampling: Sampling) -> bool:
+    return bool(
+        sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
+    )
+
+
+def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Array:
+    """Unnormalised probabilities (rows, vocab), the likeliest 1, what a filter removes 0. Changes `logits`.
+
+    Every filter keeps all tokens that tie with the last one it keeps, so that the order of equal logits never matters.
+    """
+    vocab = logits.shape[1]
+    logits -= logits.max(axis=1, keepdims=True)
+    logits *= xp.asarray([[1 / sampling.temperature] for sampling in settings], np.float32)
+    rows = [row for row, sampling in enumerate(settings) if 0 < sampling.top_k < vocab]
+    if rows:
+        ranked = xp.sort(logits[rows], axis=1)
+        last = ranked[xp.arange(len(rows)), xp.asarray([vocab - settings[row].top_k for row in rows])]
+        logits[rows] = xp.where(logits[rows] < last[:, None], xp.float32(-xp.inf), logits[rows])
+    weights = xp.exp(logits)
+    rows = [row for row, sampling in enumerate(settings) if sampling.top_p < 1.0]
+    if rows:
+        weights[rows] = _nucleus(xp, weights[rows], xp.asarray([[settings[row].top_p] for row in rows]))
+    rows = [row for row, sampling in enumerate(settings) if sampling.min_p > 0.0]
+    if rows:
+        least = xp.asarray([[settings[row].min_p] for row in rows], np.float32)  # of the greatest weight, which is 1
+        weights[rows] = xp.where(weights[rows] < least, xp.float32(0), weights[rows])
+    return weights
+
+
+def _nucleus(xp: ModuleType, weights: Array, top_p: Array) -> Array:
+    """Keep the smallest set of the likeliest tokens whose mass reaches `top_p` (rows, 1) of each row."""
+    ranked = xp.sort(weights, axis=1)
+    mass = xp.cumsum(ranked, axis=1, dtype=np.float64)
+    removable = mass <= (1 - top_p) * mass[:, -1:]  # a prefix of the ascending order
+    kept_from = xp.minimum(removable.sum(axis=1), weights.shape[1] - 1)
+    least = ranked[xp.arange(weights.shape[0]), kept_from]
+    return xp.where(weights < least[:, None], xp.float32(0), weights)
+
+
+def _draw(xp: ModuleType, weights: Array, works: Sequence[Work]) -> Array:
+    """Tokens drawn in proportion to each row's weights."""
+    seeds = xp.asarray([work.sampling.seed for work in works], np.uint64)
+    draws = xp.asarray([work.draw_index for work in works], np.uint64)
+    mass = xp.cumsum(weights, axis=1, dtype=np.float64)
+    total = mass[:, -1]
+    # Below the total even after rounding, so that the first mass above it is that of a token with some weight.
+    target = xp.minimum(uniform(xp, seeds, draws) * total, xp.nextafter(total, xp.zeros_like(total)))
+    return xp.argmax(mass > target[:, None], axis=1)
+
+
+def _logprob(xp: ModuleType, logits: Array, token: int, count: int) -> TokenLogprob:
+    """Of one row: the drawn token's, and those of the `count` likeliest, ties by lower id."""
+    greatest = logits.max()
+    normaliser = greatest + xp.log(xp.exp(logits - greatest).sum(dtype=np.float64))
+    count = min(count, logits.shape[0])
+    if count == 0:
+        return TokenLogprob(float(logits[token] - normaliser))
+    least = xp.partition(logits, -count)[-count]
+    candidates = xp.nonzero(logits >= least)[0]
+    top = candidates[xp.argsort(-logits[candidates], kind="stable")][:count]
+    values = logits[top] - normaliser
+    return TokenLogprob(
+        float(logits[token] - normaliser),
+        pack_tokens(int(number) for number in top),
+        tuple(float(value) for value in values),
+    )
