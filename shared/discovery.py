@@ -1,7 +1,8 @@
 """Who is alive: keys under leases, watched by everyone.
 
 This file holds the contract. `shared/etcd_discovery.py`, `shared/file_discovery.py` and
-`shared/memory_discovery.py` are the three back ends; all pass `tests/shared/test_discovery.py`.
+`shared/memory_discovery.py` are the three back ends; all pass `tests/shared/test_discovery.py`. A watcher that is
+slow may see several changes of a key as one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Registration(Protocol):
         ...
 
     async def publish(self) -> None:
-        """Ask `entries` again and publish what changed; keys it no longer names are deleted."""
+        """Ask `entries` again and publish what changed; keys it no longer names are deleted. Returns when that is
+        done; while the back end is away this keeps trying."""
         ...
 
     async def close(self) -> None:

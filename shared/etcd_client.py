@@ -1,0 +1,98 @@
+"""One thread's connection to etcd: every call has a deadline, every error becomes DiscoveryDown or LeaseGone.
+
+After an error the connection is thrown away, and the next call makes a new one: to an endpoint drawn anew, with a new
+login and without gRPC's memory of failures. How soon the next call comes is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import grpc
+from etcd3 import Endpoint, MultiEndpointEtcd3Client
+from etcd3.exceptions import Etcd3Exception
+
+from shared.errors import ConfigError, DiscoveryDown
+
+CALL_TIMEOUT_S = 2.0
+
+_OPTIONS = [
+    ("grpc.keepalive_time_ms", 6_000),  # finds a dead connection under a watch; etcd refuses pings within 5 s
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a new connection shares nothing with the one that failed
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 64 << 20),  # a listing comes as one message
+]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class LeaseGone(DiscoveryDown):
+    """etcd does not know the lease: it ended."""
+
+
+class EtcdClient:
+    """Used by one thread at a time. `endpoints` are host:port."""
+
+    def __init__(self, endpoints: Sequence[str], user: str, password: str) -> None:
+        self._endpoints = [_split(endpoint) for endpoint in endpoints]
+        if not self._endpoints:
+            raise ConfigError("discovery: no etcd endpoint given")
+        if bool(user) != bool(password):
+            raise ConfigError("discovery: etcd takes a user and a password together")
+        self._user = user or None
+        self._password = password or None
+        self._client: MultiEndpointEtcd3Client | None = None
+        self._away = False
+
+    def call(self, operation: Callable[[MultiEndpointEtcd3Client], T]) -> T:
+        """Run `operation` on the connection. Raises LeaseGone and DiscoveryDown; a call that failed may still be
+        applied."""
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            answer = operation(self._client)
+        except (Etcd3Exception, grpc.RpcError) as wrong:
+            self.close()
+            cause = wrong if isinstance(wrong, grpc.Call) else wrong.__context__
+            if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.NOT_FOUND:
+                raise LeaseGone(f"etcd: {cause.details()}") from None
+            why = cause.details() if isinstance(cause, grpc.Call) else str(wrong)
+            raise DiscoveryDown(f"etcd: {why}") from None
+        if self._away:
+            self._away = False
+            _log.info("etcd answers again")
+        return answer
+
+    def report(self, wrong: DiscoveryDown) -> None:
+        """Log an outage, once."""
+        if not self._away:
+            self._away = True
+            _log.warning("%s; the last known view serves on", wrong)
+
+    def close(self) -> None:
+        """Drop the connection; a later call makes a new one."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _connect(self) -> MultiEndpointEtcd3Client:
+        client = MultiEndpointEtcd3Client(
+            [Endpoint(host, port, secure=False, time_retry=0, opts=_OPTIONS) for host, port in self._endpoints],
+            timeout=CALL_TIMEOUT_S,
+            user=self._user,
+            password=self._password,
+        )
+        # gRPC refuses call credentials on a connection without TLS; the token goes as metadata, as etcd reads it.
+        client.call_credentials = None
+        return client
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ConfigError(f"discovery: an etcd endpoint is host:port, not {endpoint!r}")
+    return host, int(port)

@@ -1,0 +1,97 @@
+"""The thread that follows one prefix of etcd.
+
+    ┌▶ list at revision r ─▶ watch from r + 1 ─▶ error, restart, compaction ─┐
+    └───────────────────────── lost from sight, a pause ◀────────────────────┘
+
+It lists anew each time, since a revision means nothing to an etcd that was wiped. On the stream it asks for progress
+four times a TTL: a silence longer than half a TTL was a frozen etcd (or a frozen process of ours), and leases may have
+ended in it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from random import SystemRandom
+from typing import Any
+
+import grpc
+from etcd3 import MultiEndpointEtcd3Client, etcdrpc
+from etcd3.utils import prefix_range_end
+
+from shared.errors import DiscoveryDown
+from shared.etcd_client import EtcdClient
+from shared.sight import Sight
+
+_RETRY_S = (0.1, 1.0)
+_RPC: Any = etcdrpc  # generated code; its types are not written down
+
+
+class EtcdWatch:
+    """Shows `sight` what stands below `prefix`, until stopped."""
+
+    def __init__(self, client: EtcdClient, prefix: str, sight: Sight, ttl_s: float) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._sight = sight
+        self._ttl_s = ttl_s
+        self._stopping = threading.Event()
+        self._call: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._run, name="etcd-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns at once; the thread ends soon after, within a call's deadline at worst."""
+        self._stopping.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._client.call(self._follow)
+            except DiscoveryDown as wrong:
+                if not self._stopping.is_set():
+                    self._client.report(wrong)
+            self._sight.lose()
+            self._stopping.wait(SystemRandom().uniform(*_RETRY_S))
+        self._client.close()
+
+    def _follow(self, etcd: MultiEndpointEtcd3Client) -> None:
+        """One listing and the watch behind it; returns when the watch is cancelled."""
+        listing = etcd.get_prefix_response(self._prefix, sort_order="ascend", sort_target="create")
+        found = {_text(entry.key): entry.value for entry in listing.kvs}
+        self._sight.show(dict(found))
+        heard = time.monotonic()
+        requests = self._requests(listing.header.revision + 1)
+        call = self._call = _RPC.WatchStub(etcd.channel).Watch(requests, metadata=etcd.metadata)
+        for answer in call:
+            now = time.monotonic()
+            if now - heard > self._ttl_s / 2:
+                self._sight.doubt()
+            heard = now
+            for event in answer.events:
+                if event.type == event.DELETE:
+                    found.pop(_text(event.kv.key), None)
+                else:
+                    found[_text(event.kv.key)] = event.kv.value
+            if answer.events:
+                self._sight.show(dict(found))
+            if answer.canceled or self._stopping.is_set():
+                return
+
+    def _requests(self, revision: int) -> Iterator[object]:
+        """What the stream sends; pulled by a thread of gRPC's, which ends with the stream."""
+        prefix = self._prefix.encode()
+        create = _RPC.WatchCreateRequest(key=prefix, range_end=prefix_range_end(prefix), start_revision=revision)
+        yield _RPC.WatchRequest(create_request=create)
+        while not self._stopping.wait(self._ttl_s / 4):
+            yield _RPC.WatchRequest(progress_request=_RPC.WatchProgressRequest())
+
+
+def _text(key: bytes) -> str:
+    return key.decode(errors="backslashreplace")
