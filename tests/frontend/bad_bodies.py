@@ -1,0 +1,135 @@
+"""Bodies that must be refused, with the field that the refusal names; for both doors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from tests.frontend.peers import CONTEXT, MODEL, VOCABULARY
+
+_MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+class Bad(Struct, frozen=True):
+    """One body."""
+
+    name: str
+    operation: Literal["chat", "completions"]
+    body: bytes
+    status: int
+    param: str | None = None
+    code: str | None = None
+
+
+def _chat(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
+    return _bad(name, "chat", {"model": MODEL, "messages": _MESSAGES, **fields}, param, status, code)
+
+
+def _completion(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
+    return _bad(name, "completions", {"model": MODEL, "prompt": "hello", **fields}, param, status, code)
+
+
+def _bad(
+    name: str,
+    operation: Literal["chat", "completions"],
+    body: dict[str, Any],
+    param: str | None,
+    status: int,
+    code: str | None,
+) -> Bad:
+    return Bad(name, operation, json.dumps(body).encode(), status, param, code)
+
+
+_NOT_BUILT = "unsupported_parameter"
+_TOO_LONG = "context_length_exceeded"
+_GOOD = json.dumps({"model": MODEL, "messages": _MESSAGES}).encode()
+
+BAD_BODIES = [
+    Bad("nothing", "chat", b"", 400),
+    Bad("not JSON", "chat", b"{model: 1}", 400),
+    Bad("cut off", "chat", _GOOD[:-5], 400),
+    Bad("not an object", "chat", b"[1, 2]", 400),
+    Bad("null", "completions", b"null", 400),
+    Bad("invalid UTF-8", "chat", _GOOD.replace(b"hello", b"h\xff\xfe"), 400),
+    Bad("nested deeply", "chat", _GOOD[:-1] + b', "tools": ' + b"[" * 100_000, 400),
+    Bad("NaN", "chat", _GOOD[:-1] + b', "temperature": NaN}', 400),
+    Bad("infinite", "chat", _GOOD[:-1] + b', "temperature": 1e999}', 400, "temperature"),
+    Bad("10 MB", "chat", _GOOD[:-1] + b', "user": "' + b"x" * 10_000_000 + b'"}', 413, code="request_too_large"),
+    _bad("no model", "chat", {"messages": _MESSAGES}, "model", 400, None),
+    _bad("no messages", "chat", {"model": MODEL}, "messages", 400, None),
+    _bad("no prompt", "completions", {"model": MODEL}, "prompt", 400, None),
+    _chat("unknown model", "model", 404, "model_not_found", model="nobody"),
+    _completion("unknown model", "model", 404, "model_not_found", model="nobody"),
+    _chat("a number as model", "model", model=7),
+    _chat("empty messages", "messages", messages=[]),
+    _chat("messages no list", "messages", messages="hello"),
+    _chat("unknown role", "messages[1].role", messages=[*_MESSAGES, {"role": "oracle", "content": "x"}]),
+    _chat("no role", "messages[0].role", messages=[{"content": "x"}]),
+    _chat("role tool", "messages[0].role", messages=[{"role": "tool", "content": "x"}]),
+    _chat("content a number", "messages[0].content", messages=[{"role": "user", "content": 3}]),
+    _chat("no content", "messages[0].content", messages=[{"role": "assistant"}]),
+    _chat(
+        "an image",
+        "messages[0].content[0].type",
+        messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    ),
+    _chat(
+        "tool calls",
+        "messages[0].tool_calls",
+        code=_NOT_BUILT,
+        messages=[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
+    ),
+    _chat("unknown field", "frobnicate", frobnicate=1),
+    _chat("unknown field in a message", "messages[0].x", messages=[{"role": "user", "content": "", "x": 1}]),
+    _chat("n of 2", "n", code=_NOT_BUILT, n=2),
+    _chat("tools", "tools", code=_NOT_BUILT, tools=[{"type": "function"}]),
+    _chat("response_format", "response_format", code=_NOT_BUILT, response_format={"type": "json_object"}),
+    _chat("logit_bias", "logit_bias", code=_NOT_BUILT, logit_bias={"5": 1}),
+    _chat("audio", "audio", code=_NOT_BUILT, audio={"voice": "x"}),
+    _chat("store", "store", code=_NOT_BUILT, store=True),
+    _completion("best_of", "best_of", code=_NOT_BUILT, best_of=2),
+    _completion("echo", "echo", code=_NOT_BUILT, echo=True),
+    _completion("suffix", "suffix", code=_NOT_BUILT, suffix="end"),
+    _completion("n a flag", "n", code=_NOT_BUILT, n=True),
+    _chat("temperature negative", "temperature", temperature=-0.1),
+    _chat("temperature huge", "temperature", temperature=1e300),
+    _chat("temperature a text", "temperature", temperature="hot"),
+    _chat("temperature a flag", "temperature", temperature=True),
+    _chat("top_p zero", "top_p", top_p=0),
+    _chat("top_p above one", "top_p", top_p=1.01),
+    _chat("top_k below -1", "top_k", top_k=-2),
+    _chat("top_k huge", "top_k", top_k=10**30),
+    _chat("min_p negative", "min_p", min_p=-1),
+    _chat("presence_penalty", "presence_penalty", presence_penalty=2.5),
+    _chat("frequency_penalty", "frequency_penalty", frequency_penalty=-3),
+    _chat("repetition_penalty zero", "repetition_penalty", repetition_penalty=0),
+    _chat("repetition_penalty huge", "repetition_penalty", repetition_penalty=1e9),
+    _chat("seed huge", "seed", seed=1 << 70),
+    _chat("seed a fraction", "seed", seed=1.5),
+    _chat("max_tokens zero", "max_tokens", max_tokens=0),
+    _chat("max_tokens negative", "max_tokens", max_tokens=-5),
+    _chat("max_tokens beyond the context", "max_tokens", code=_TOO_LONG, max_tokens=CONTEXT),
+    _chat("max_tokens huge", "max_completion_tokens", max_completion_tokens=1 << 62),
+    _chat("two limits", "max_tokens", max_tokens=5, max_completion_tokens=6),
+    _chat("an empty stop string", "stop[1]", stop=["a", ""]),
+    _chat("a long stop string", "stop", stop="x" * 1000),
+    _chat("many stop strings", "stop", stop=["x"] * 17),
+    _chat("stop_token_ids", "stop_token_ids[1]", stop_token_ids=[3, VOCABULARY]),
+    _chat("top_logprobs 21", "top_logprobs", logprobs=True, top_logprobs=21),
+    _chat("top_logprobs alone", "top_logprobs", top_logprobs=2),
+    _chat("logprobs a number", "logprobs", logprobs=3),
+    _completion("logprobs 21", "logprobs", logprobs=21),
+    _chat("stream_options alone", "stream_options", stream_options={"include_usage": True}),
+    _chat("prompt too long", "messages", code=_TOO_LONG, messages=[{"role": "user", "content": "水" * CONTEXT}]),
+    _completion("prompt too long", "prompt", code=_TOO_LONG, prompt="x " * CONTEXT),
+    _completion("prompt fills the context", "prompt", code=_TOO_LONG, prompt=[5] * CONTEXT),
+    _completion("prompt empty", "prompt", prompt=""),
+    _completion("prompt without ids", "prompt", prompt=[]),
+    _completion("prompts", "prompt", code="unsupported_value", prompt=["a", "b"]),
+    _completion("an id outside the vocabulary", "prompt[1]", prompt=[5, VOCABULARY]),
+    _completion("a negative id", "prompt[1]", prompt=[5, -1]),
+    _completion("a huge id", "prompt[0]", prompt=[1 << 40]),
+    _completion("a fraction as id", "prompt[0]", prompt=[1.5]),
+]

@@ -1,0 +1,320 @@
+"""The frontend's world in one process: a router and workers that speak the real messages and do what a test says.
+
+`async with world(directory) as w:` gives a running frontend with its HTTP port, on the in-process bus and discovery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import aiohttp
+from openai import AsyncOpenAI
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
+
+from services.frontend.config import FrontendConfig, HttpConfig, LimitsConfig
+from services.frontend.serve import frontend
+from shared import subjects
+from shared.directory import Directory
+from shared.discovery import Registration
+from shared.hashing import pack_tokens, self_test
+from shared.lifecycle import Runtime
+from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.memory_discovery import MemoryDiscovery, MemoryStore
+from shared.messages import (
+    CANCEL,
+    GENERATE,
+    GENERATE_REPLY,
+    INSTANCE,
+    JSON_HEADER,
+    LOAD_EVENTS,
+    MODEL_CARD,
+    PING,
+    PONG,
+    SELECT,
+    SELECT_REPLY,
+    STEP_FRAME,
+    Accepted,
+    Cancel,
+    FinishReason,
+    Generate,
+    GenerateReply,
+    Instance,
+    KvLayout,
+    LoadEvent,
+    ModelCard,
+    Overlap,
+    Part,
+    Pong,
+    Select,
+    Selected,
+    SelectRefused,
+    SelectReply,
+    ServiceName,
+    StepFrame,
+    TokenLogprob,
+)
+from shared.messaging import Message
+
+NAMESPACE = "test"
+MODEL = "tiny/model-1.0"
+CONTEXT = 2048
+VOCABULARY = 320
+BLOCK_SIZE = 16
+DEADLINE_S = 10.0
+"""Of every wait in these tests; nothing comes near it unless it is broken."""
+
+
+def instance_entry(service: ServiceName, instance: str) -> dict[str, bytes]:
+    entry = Instance(NAMESPACE, service, instance, 1, "here", 1, 0.0, "0")
+    return {subjects.instance_key(NAMESPACE, service, instance): INSTANCE.encode(entry, JSON_HEADER)}
+
+
+def card_entry(instance: str, directory: Path, model: str = MODEL) -> dict[str, bytes]:
+    card = ModelCard(
+        model=model,
+        instance=instance,
+        path=str(directory),
+        tokenizer_digest=hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest(),
+        hash_self_test=self_test(BLOCK_SIZE),
+        context_length=CONTEXT,
+        vocab_size=VOCABULARY,
+        block_size=BLOCK_SIZE,
+        capacity_blocks=1024,
+        kv_layout=KvLayout("float32", 2, 2, 16, BLOCK_SIZE),
+    )
+    return {subjects.model_key(NAMESPACE, model, instance): MODEL_CARD.encode(card, JSON_HEADER)}
+
+
+T = TypeVar("T")
+
+
+class Seen(Generic[T]):
+    """What a peer was told, in order; tests wait for more."""
+
+    def __init__(self) -> None:
+        self.all: list[T] = []
+        self._more = asyncio.Event()
+
+    def add(self, item: T) -> None:
+        self.all.append(item)
+        self._more.set()
+
+    async def wait(self, enough: Callable[[list[T]], bool]) -> list[T]:
+        """Until what was seen is enough."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not enough(self.all):
+                self._more.clear()
+                await self._more.wait()
+        return self.all
+
+
+class ScriptedRouter:
+    """Chooses the first worker that is not excluded, unless `answer` says otherwise."""
+
+    def __init__(self, bus: MemoryBus, instance: str, workers: Sequence[str]) -> None:
+        self.bus = bus
+        self.instance = instance
+        self.answer: Callable[[Select], SelectReply | None] = self._choose
+        """None: no answer, as a frozen router."""
+        self.workers = list(workers)
+        self.asked: Seen[Select] = Seen()
+        self.told: Seen[LoadEvent] = Seen()
+
+    async def start(self) -> None:
+        await self.bus.subscribe(subjects.select(NAMESPACE, MODEL), self._on_select, queue="router")
+        await self.bus.subscribe(subjects.select(NAMESPACE, self.instance), self._on_select)
+        await self.bus.subscribe(subjects.router_load(NAMESPACE, MODEL), self._on_load)
+        await self.bus.subscribe(subjects.control(NAMESPACE, "router", self.instance), self._on_ping)
+
+    def _choose(self, select: Select) -> SelectReply:
+        for worker in self.workers:
+            if worker not in select.excluded:
+                return Selected(select.request, select.attempt, worker, 0, self.instance, Overlap(), "first")
+        code = "all_excluded" if select.excluded else "no_instances"
+        return SelectRefused(select.request, select.attempt, code, "none left", retry_after_s=2.5)
+
+    async def _on_select(self, message: Message) -> None:
+        select = SELECT.decode(message.payload)
+        reply = self.answer(select)
+        self.asked.add(select)
+        if reply is not None:
+            await self.bus.publish(message.reply, SELECT_REPLY.encode(reply))
+
+    async def _on_load(self, message: Message) -> None:
+        for event in LOAD_EVENTS.decode(message.payload).events:
+            self.told.add(event)
+
+    async def _on_ping(self, message: Message) -> None:
+        PING.decode(message.payload)
+        await self.bus.publish(message.reply, PONG.encode(Pong(self.instance, 1)))
+
+
+class ScriptedWorker:
+    """Accepts and then streams `output`, one token a step frame; with `output` None the test sends the parts."""
+
+    def __init__(self, bus: MemoryBus, instance: str) -> None:
+        self.bus = bus
+        self.instance = instance
+        self.output: list[int] | None = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.finish: FinishReason = "stop"
+        self.cached_tokens = 0
+        self.answer: Callable[[Generate], GenerateReply | None] = lambda one: Accepted(one.request, one.attempt)
+        self.generates: Seen[Generate] = Seen()
+        self.cancels: Seen[Cancel] = Seen()
+        self._sequence = 0
+
+    async def start(self) -> None:
+        await self.bus.subscribe(subjects.worker(NAMESPACE, self.instance, "generate"), self._on_generate)
+        await self.bus.subscribe(subjects.worker(NAMESPACE, self.instance, "cancel"), self._on_cancel)
+
+    async def _on_generate(self, message: Message) -> None:
+        generate = GENERATE.decode(message.payload)
+        self.generates.add(generate)
+        reply = self.answer(generate)
+        if reply is None:
+            return
+        await self.bus.publish(message.reply, GENERATE_REPLY.encode(reply))
+        if not isinstance(reply, Accepted) or self.output is None:
+            return
+        done = len(generate.tokens) // 4 - generate.prompt_tokens
+        limit = generate.sampling.max_tokens
+        for at in range(done, min(len(self.output), limit)):
+            last = at + 1 == min(len(self.output), limit)
+            reason: FinishReason = "length" if last and len(self.output) > limit else self.finish
+            await self.send(generate, at, [self.output[at]], reason if last else None)
+
+    async def send(
+        self, to: Generate, first: int, tokens: Iterable[int], finish: FinishReason | None = None, error: str = ""
+    ) -> None:
+        """One part in a frame of its own."""
+        tokens = list(tokens)
+        logprobs = None if self.logprobs is None else tuple(self.logprobs[first : first + len(tokens)])
+        part = Part(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error)
+        frame = StepFrame(self.instance, 1, self._sequence, [part])
+        self._sequence += 1
+        await self.bus.publish(subjects.stream(NAMESPACE, to.frontend), STEP_FRAME.encode(frame))
+
+    async def _on_cancel(self, message: Message) -> None:
+        self.cancels.add(CANCEL.decode(message.payload))
+
+
+class World:
+    """Everything a test reaches for."""
+
+    def __init__(self, broker: MemoryBroker, store: MemoryStore, directory: Path) -> None:
+        self.broker = broker
+        self.store = store
+        self.directory = directory
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.router = ScriptedRouter(MemoryBus(broker), "r1", ["w1", "w2"])
+        self.workers = [ScriptedWorker(MemoryBus(broker), name) for name in ("w1", "w2")]
+        self.registrations: dict[str, Registration] = {}
+        self.registry = CollectorRegistry()
+        self.bus = MemoryBus(broker)
+        """The frontend's."""
+        self.url = ""
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def say(self, text: str) -> list[int]:
+        """Every worker answers `text` and ends its turn."""
+        for worker in self.workers:
+            worker.output = [*self.ids(text), 2]
+        return self.ids(text)
+
+    async def announce_router(self) -> None:
+        await self._announce(self.router.instance, instance_entry("router", self.router.instance))
+
+    async def announce_worker(self, instance: str) -> None:
+        entries = instance_entry("worker", instance) | card_entry(instance, self.directory)
+        await self._announce(instance, entries)
+
+    async def leave(self, instance: str) -> None:
+        await self.registrations.pop(instance).close()
+
+    async def _announce(self, instance: str, entries: dict[str, bytes]) -> None:
+        self.registrations[instance] = await MemoryDiscovery(self.store).register(lambda _epoch: entries)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def world(directory: Path, *, announced: bool = True, limits: LimitsConfig | None = None) -> AsyncIterator[World]:
+    """A frontend; with `announced`, a router and the workers w1 and w2 are known to it, and the model is loaded."""
+    w = World(MemoryBroker(), MemoryStore(), directory)
+    await w.router.start()
+    for worker in w.workers:
+        await worker.start()
+    if announced:
+        await w.announce_router()
+        for worker in w.workers:
+            await w.announce_worker(worker.instance)
+    config = FrontendConfig(
+        namespace=NAMESPACE, http=HttpConfig(port=0), limits=limits or LimitsConfig(drain_s=0.0, deadline_s=60.0)
+    )
+    async with _tasks() as tasks:
+        runtime = _runtime(w, tasks)
+        tasks.create_task(runtime.directory.run())
+        async with asyncio.timeout(DEADLINE_S):
+            await runtime.directory.synced()
+        async with frontend(runtime, config) as http:
+            w.url = http.url
+            if announced:
+                async with asyncio.timeout(DEADLINE_S):
+                    await http.models.ready(MODEL)
+            yield w
+
+
+def _runtime(w: World, tasks: asyncio.TaskGroup) -> Runtime:
+    discovery = MemoryDiscovery(w.store)
+    return Runtime(
+        namespace=NAMESPACE,
+        service="frontend",
+        instance="f1",
+        machine="here",
+        bus=w.bus,
+        events=MemoryEvents(w.broker),
+        discovery=discovery,
+        directory=Directory(discovery, w.bus, NAMESPACE, registry=w.registry),
+        registry=w.registry,
+        tasks=tasks,
+        stopping=asyncio.Event(),
+    )
+
+
+@asynccontextmanager
+async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that is cancelled as a whole in the end; a task that failed fails the test."""
+    opened: asyncio.Future[asyncio.TaskGroup] = asyncio.get_running_loop().create_future()
+
+    async def hold() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            opened.set_result(tasks)
+            await asyncio.Event().wait()
+
+    holder = asyncio.create_task(hold())
+    try:
+        yield await opened
+    finally:
+        holder.cancel()
+        with suppress(asyncio.CancelledError):
+            await holder
+
+
+@asynccontextmanager
+async def clients(w: World) -> AsyncIterator[tuple[AsyncOpenAI, aiohttp.ClientSession]]:
+    """The official client and a bare one."""
+    async with AsyncExitStack() as stack:
+        openai = AsyncOpenAI(base_url=f"{w.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        await stack.enter_async_context(openai)
+        session = aiohttp.ClientSession(w.url, timeout=aiohttp.ClientTimeout(DEADLINE_S))
+        yield openai, await stack.enter_async_context(session)

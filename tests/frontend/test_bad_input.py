@@ -1,0 +1,61 @@
+"""Every bad body over HTTP; `test_nats_api.py` sends the same over NATS."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+
+from tests.frontend.bad_bodies import BAD_BODIES
+from tests.frontend.peers import MODEL, clients, world
+
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, http):
+        for bad in BAD_BODIES:
+            async with http.post(PATHS[bad.operation], data=BytesIO(bad.body)) as response:
+                error = (await response.json())["error"]
+            assert (bad.name, response.status, error["param"]) == (bad.name, bad.status, bad.param)
+            assert error["code"] == bad.code, bad.name
+            assert error["message"], bad.name
+            assert error["type"] == "invalid_request_error", bad.name
+        assert w.router.asked.all == []
+        w.say("still here")
+        answer = await client.completions.create(model=MODEL, prompt="x")
+        assert answer.choices[0].text == "still here"
+
+
+async def test_a_large_body_in_chunks_is_413_too(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+
+        async def pieces() -> object:
+            for _ in range(100):
+                yield b"x" * 100_000
+
+        async with http.post(PATHS["chat"], data=pieces()) as response:
+            assert response.status == 413
+            assert json.loads(await response.read())["error"]["code"] == "request_too_large"
+
+
+async def test_unknown_paths_and_wrong_methods_have_the_error_shape(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        async with http.get("/v1/nothing") as response:
+            assert response.status == 404
+            assert "/v1/nothing" in (await response.json())["error"]["message"]
+        async with http.get(PATHS["chat"]) as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == "POST"
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_null_asks_for_nothing_and_is_accepted(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("fine")
+        nulls = dict.fromkeys(
+            ("n", "tools", "stop", "temperature", "top_p", "seed", "max_tokens", "logprobs", "response_format", "user")
+        )
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **nulls}
+        async with http.post(PATHS["chat"], json=body) as response:
+            assert response.status == 200

@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from services.frontend.config import LimitsConfig
+from shared.hashing import pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
+from shared.messages import Finished, Prefilled, Refused, Sampling, TokenLogprob
+from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, clients, world
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+async def test_a_chat_is_answered_whole(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        said = w.say("the water finds the wheel — grüße 🚰")
+        w.workers[0].cached_tokens = 16
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        [choice] = answer.choices
+        assert choice.message.content == "the water finds the wheel — grüße 🚰"
+        assert choice.message.role == "assistant"
+        assert choice.finish_reason == "stop"
+        assert answer.model == MODEL
+        assert answer.object == "chat.completion"
+        [generate] = w.workers[0].generates.all
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == generate.prompt_tokens
+        assert answer.usage.completion_tokens == len(said) + 1
+        assert answer.usage.total_tokens == generate.prompt_tokens + len(said) + 1
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 16
+
+
+async def test_the_template_is_rendered_and_its_blocks_are_hashed(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("x")
+        parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+        messages: Any = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+        await client.chat.completions.create(model=MODEL, messages=messages)
+        [generate], [select] = w.workers[0].generates.all, w.router.asked.all
+        tokens = unpack_tokens(generate.tokens)
+        assert w.tokenizer.decode(tokens, skip_special_tokens=False) == (
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert tokens[0] == 1
+        assert unpack_hashes(select.hashes) == sequence_hashes(pack_tokens(tokens), 16)
+        assert select.prompt_tokens == generate.prompt_tokens == len(tokens)
+        assert generate.sampling.max_tokens == CONTEXT - len(tokens)
+
+
+async def test_a_long_chat_is_tokenised_off_the_loop_and_alike(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("x")
+        text = "water " * 400
+        await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": text}])
+        [generate] = w.workers[0].generates.all
+        assert text in w.tokenizer.decode(unpack_tokens(generate.tokens))
+
+
+async def test_a_chat_streams_the_same_text_with_role_first_and_usage_last(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        said = w.say("grüße 🚰 from the 水 wheel")
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "grüße 🚰 from the 水 wheel"
+        assert all("�" not in (chunk.choices[0].delta.content or "") for chunk in chunks[:-1])
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == len(said) + 1
+        assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_a_stream_is_server_sent_events_with_done_last(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("ab")
+        body = {"model": MODEL, "messages": HELLO, "stream": True}
+        async with http.post("/v1/chat/completions", json=body) as response:
+            assert response.content_type == "text/event-stream"
+            assert response.headers["X-Request-Id"] == w.router.asked.all[0].request
+            text = (await response.read()).decode()
+        events = text.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+async def test_a_completion_is_answered_from_text_and_from_token_ids(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("the wheel turns and turns and turns and turns")
+        for prompt in ("the water", w.ids("the water"), ["the water"]):
+            answer = await client.completions.create(model=MODEL, prompt=prompt)
+            assert answer.choices[0].finish_reason == "length"
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 16
+            assert answer.choices[0].text == w.tokenizer.decode((w.workers[0].output or [])[:16])
+        assert len({generate.tokens for generate in w.workers[0].generates.all}) == 1
+
+
+async def test_a_completion_streams(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("turning")
+        stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "turning"
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_a_stop_string_across_tokens_cuts_the_text_and_cancels(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.workers[0].output = None
+        asking = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO, stop=["END", "zzz"]))
+        [generate] = await w.workers[0].generates.wait(lambda seen: len(seen) == 1)
+        tokens = w.ids("one EN two END three")
+        await w.workers[0].send(generate, 0, tokens)
+        answer = await asking
+        assert answer.choices[0].message.content == "one EN two "
+        assert answer.choices[0].finish_reason == "stop"
+        [cancel] = await w.workers[0].cancels.wait(lambda seen: len(seen) == 1)
+        assert cancel.request == generate.request
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens < len(tokens)
+        await w.router.told.wait(lambda seen: Finished(generate.request, 1) in seen)
+
+
+async def test_logprobs_of_a_chat_name_token_bytes_and_the_likeliest(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        ids = w.say("é!")
+        w.workers[0].logprobs = [
+            TokenLogprob(-0.5, pack_tokens([token, 40]), (-0.5, float("-inf"))) for token in [*ids, 2]
+        ]
+        for stream in (False, True):
+            if stream:
+                chunks = await client.chat.completions.create(
+                    model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2, stream=True
+                )
+                found = [chunk.choices[0].logprobs async for chunk in chunks]
+                entries = [entry for one in found if one is not None for entry in one.content or []]
+            else:
+                answer = await client.chat.completions.create(
+                    model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2
+                )
+                assert answer.choices[0].logprobs is not None
+                entries = answer.choices[0].logprobs.content or []
+            assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == "é!"
+            assert [entry.logprob for entry in entries] == [-0.5] * len(ids)
+            assert entries[-1].token == "!"
+            assert entries[-1].top_logprobs[0].token == "!"
+            assert entries[-1].top_logprobs[1].logprob == -9999.0
+        assert w.workers[0].generates.all[0].sampling.logprobs == 2
+
+
+async def test_logprobs_of_a_completion_have_offsets_into_the_text(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        ids = w.say("a b")
+        w.workers[0].logprobs = [TokenLogprob(-0.25, pack_tokens([token]), (-0.25,)) for token in [*ids, 2]]
+        answer = await client.completions.create(model=MODEL, prompt="x", logprobs=1)
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens == ["a", " b"]
+        assert logprobs.text_offset == [0, 1]
+        assert logprobs.token_logprobs == [-0.25, -0.25]
+        assert logprobs.top_logprobs == [{"a": -0.25}, {" b": -0.25}]
+
+
+async def test_every_sampling_field_reaches_the_worker(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("x")
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            temperature=0.5,
+            top_p=0.9,
+            seed=-1,
+            presence_penalty=-2,
+            frequency_penalty=2,
+            max_completion_tokens=7,
+            logprobs=True,
+            top_logprobs=3,
+            user="somebody",
+            extra_body={
+                "top_k": 5,
+                "min_p": 0.1,
+                "repetition_penalty": 1.5,
+                "ignore_eos": True,
+                "stop_token_ids": [7],
+                "cache_salt": "tenant",
+            },
+        )
+        [generate] = w.workers[0].generates.all
+        assert generate.sampling == Sampling(
+            7, 0.5, 0.9, 5, 0.1, (1 << 64) - 1, -2.0, 2.0, 1.5, 3, stop_token_ids=(7,), ignore_eos=True
+        )
+        assert generate.salt == "tenant"
+
+
+async def test_routers_hear_of_the_first_token_and_of_the_end(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("abc")
+        w.workers[0].cached_tokens = 16
+        await client.chat.completions.create(model=MODEL, messages=HELLO)
+        request = w.router.asked.all[0].request
+        told = await w.router.told.wait(lambda seen: Finished(request, 1) in seen)
+        assert told == [Prefilled(request, 1, 16), Finished(request, 1)]
+
+
+async def test_a_client_that_disconnects_cancels_streaming_or_not(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        worker = w.workers[0]
+        worker.output = None
+        for count, stream in enumerate((True, False), 1):
+            body = {"model": MODEL, "messages": HELLO, "stream": stream}
+            asking = asyncio.create_task(http.post("/v1/chat/completions", json=body).__aenter__())
+            generate = (await worker.generates.wait(lambda seen, count=count: len(seen) == count))[-1]
+            await worker.send(generate, 0, w.ids("a"))
+            if stream:
+                response = await asking
+                response.close()
+            else:
+                asking.cancel()
+            cancels = await worker.cancels.wait(lambda seen, count=count: len(seen) == count)
+            assert cancels[-1].request == generate.request
+            await w.router.told.wait(lambda seen, name=generate.request: Finished(name, 1) in seen)
+        assert w.metric("headrace_disconnected_clients_total") == 2
+        assert w.metric("headrace_inflight_requests") == 0
+
+
+async def test_a_lost_worker_is_replaced_and_the_client_sees_one_text(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        first, second = w.workers
+        first.output = None
+        asking = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
+        [generate] = await first.generates.wait(lambda seen: len(seen) == 1)
+        said = w.ids("the water finds the wheel")
+        second.output = [*said, 2]
+        await first.send(generate, 0, said[:5])
+        await w.router.told.wait(lambda seen: Prefilled(generate.request, 1, 0) in seen)
+        await w.leave("w1")
+        answer = await asking
+        assert answer.choices[0].message.content == "the water finds the wheel"
+        [again] = second.generates.all
+        assert (again.request, again.attempt) == (generate.request, 2)
+        assert unpack_tokens(again.tokens) == unpack_tokens(generate.tokens) + said[:5]
+        assert again.prompt_tokens == generate.prompt_tokens
+        assert w.router.asked.all[1].excluded == ("w1",)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == generate.prompt_tokens
+        assert answer.usage.completion_tokens == len(said) + 1
+
+
+async def test_a_worker_that_refuses_is_passed_over(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("ok")
+        w.workers[0].answer = lambda one: Refused(one.request, one.attempt, "overloaded", "full")
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert answer.choices[0].message.content == "ok"
+        assert w.workers[0].cancels.all == []
+
+
+async def test_all_workers_refusing_is_503_with_retry_after(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        for worker in w.workers:
+            worker.answer = lambda one: Refused(one.request, one.attempt, "overloaded", "full")
+        with pytest.raises(openai.InternalServerError) as error:
+            await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert error.value.status_code == 503
+        assert error.value.response.headers["retry-after"] == "1"
+        assert "full" in error.value.message
+
+
+async def test_parts_of_a_request_that_is_over_are_answered_with_cancel(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("done")
+        await client.chat.completions.create(model=MODEL, messages=HELLO)
+        [generate] = w.workers[0].generates.all
+        await w.workers[0].send(generate, 5, [9])
+        [cancel] = await w.workers[0].cancels.wait(lambda seen: len(seen) == 1)
+        assert (cancel.request, cancel.attempt) == (generate.request, 1)
+
+
+async def test_an_error_after_text_is_an_event_and_not_done(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.router.workers = ["w1"]
+        w.workers[0].output = None
+        body = {"model": MODEL, "messages": HELLO, "stream": True}
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=body).__aenter__())
+        [generate] = await w.workers[0].generates.wait(lambda seen: len(seen) == 1)
+        await w.workers[0].send(generate, 0, w.ids("a"))
+        response = await asking
+        await w.workers[0].send(generate, 1, [], "error", "the device burned down")
+        events = (await response.read()).decode().split("\n\n")
+        assert "burned down" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+        assert "[DONE]" not in events[-2]
+
+
+async def test_the_deadline_ends_a_request_that_makes_no_progress(directory: Path) -> None:
+    limits = LimitsConfig(deadline_s=0.05, drain_s=0.0)
+    async with world(directory, limits=limits) as w, clients(w) as (client, _):
+        w.workers[0].output = None
+        with pytest.raises(openai.InternalServerError) as error:
+            await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert error.value.status_code == 504
+        [generate] = w.workers[0].generates.all
+        assert 0 < generate.time_left_s <= 0.05
+        await w.workers[0].cancels.wait(lambda seen: len(seen) == 1)
+
+
+async def test_a_frozen_router_is_passed_over(directory: Path) -> None:
+    limits = LimitsConfig(select_timeout_s=0.05, drain_s=0.0)
+    async with world(directory, limits=limits) as w, clients(w) as (client, _):
+        w.say("ok")
+        choose = w.router.answer
+        w.router.answer = lambda select: choose(select) if w.router.asked.all else None
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert answer.choices[0].message.content == "ok"
+        assert w.metric("headrace_router_retries_total") == 1
+        w.router.answer = lambda select: None
+        with pytest.raises(openai.InternalServerError) as error:
+            await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert error.value.status_code == 503
+        assert "no router" in error.value.message
+
+
+async def test_more_requests_than_the_bound_are_429_and_places_come_back(directory: Path) -> None:
+    limits = LimitsConfig(requests=1, drain_s=0.0)
+    async with world(directory, limits=limits) as w, clients(w) as (client, _):
+        w.workers[0].output = None
+        first = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
+        [generate] = await w.workers[0].generates.wait(lambda seen: len(seen) == 1)
+        with pytest.raises(openai.RateLimitError) as error:
+            await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert int(error.value.response.headers["retry-after"]) >= 1
+        await w.workers[0].send(generate, 0, [*w.ids("a"), 2], "stop")
+        await first
+        w.say("free again")
+        await client.chat.completions.create(model=MODEL, messages=HELLO)
+
+
+async def test_the_models_are_listed_and_looked_up(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        [model] = (await client.models.list()).data
+        assert model.id == MODEL
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.NotFoundError) as error:
+            await client.models.retrieve("other")
+        assert error.value.code == "model_not_found"
+
+
+async def test_without_workers_it_is_503_with_reasons_and_heals(directory: Path) -> None:
+    async with world(directory, announced=False) as w, clients(w) as (client, http):
+        with pytest.raises(openai.InternalServerError) as error:
+            await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert error.value.status_code == 503
+        assert "retry-after" in error.value.response.headers
+        assert await health(http) == (503, ["no router is there", "no worker is there"])
+        await w.announce_router()
+        await w.announce_worker("w1")
+        await healthy(http)
+        w.say("here")
+        assert (await client.chat.completions.create(model=MODEL, messages=HELLO)).choices[0].message.content == "here"
+        await w.leave("w1")
+        assert await health(http) == (503, ["no worker is there"])
+        with pytest.raises(openai.InternalServerError) as error:
+            await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert error.value.status_code == 503
+        async with http.get("/live") as response:
+            assert response.status == 200
+
+
+async def health(http: aiohttp.ClientSession) -> tuple[int, list[str]]:
+    async with http.get("/health") as response:
+        return response.status, (await response.json())["reasons"]
+
+
+async def healthy(http: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while (await health(http))[0] != 200:
+            pass
+
+
+async def test_health_says_that_nats_is_away_and_heals(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.broker.disconnect(w.bus)
+        assert await health(http) == (503, ["NATS is not connected"])
+        w.broker.reconnect(w.bus)
+        await healthy(http)
+
+
+async def test_the_metrics_are_there(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, http):
+        w.say("abc")
+        await client.chat.completions.create(model=MODEL, messages=HELLO)
+        async with http.get("/metrics") as response:
+            text = await response.text()
+        assert 'headrace_requests_total{operation="chat",status="200"} 1.0' in text
+        for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "output_sequence_tokens"):
+            assert f"headrace_{name}_count" in text

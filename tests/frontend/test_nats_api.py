@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.frontend.config import LimitsConfig
+from shared import subjects
+from shared.memory_bus import MemoryBus
+from shared.messages import Finished
+from shared.messaging import LAST_HEADER, Message
+from tests.frontend.bad_bodies import BAD_BODIES
+from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, world
+
+CHAT = subjects.client(NAMESPACE, "chat")
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+
+
+async def ask(w: World, operation: str, payload: bytes) -> tuple[Any, Mapping[str, str]]:
+    bus = MemoryBus(w.broker, payload_limit_bytes=1 << 25)
+    message = await bus.request(subjects.client(NAMESPACE, operation), payload, timeout_s=DEADLINE_S)
+    return json.loads(message.payload), message.headers
+
+
+async def test_a_chat_is_answered_whole_and_marked_last(directory: Path) -> None:
+    async with world(directory) as w:
+        w.say("grüße from the wheel")
+        answer, headers = await ask(w, "chat", body())
+        assert answer["choices"][0]["message"]["content"] == "grüße from the wheel"
+        assert headers[LAST_HEADER] == "true"
+        assert headers["Content-Type"] == "application/json"
+
+
+async def test_a_stream_is_one_chunk_a_message_and_only_the_last_is_marked(directory: Path) -> None:
+    async with world(directory) as w:
+        w.say("grüße 🚰")
+        for fields in ({}, {"stream_options": {"include_usage": True}}):
+            bus = MemoryBus(w.broker)
+            async with bus.stream(CHAT, body(stream=True, **fields), idle_timeout_s=DEADLINE_S) as messages:
+                got = [message async for message in messages]
+            chunks = [json.loads(message.payload) for message in got]
+            assert [LAST_HEADER in message.headers for message in got] == [False] * (len(got) - 1) + [True]
+            text = "".join(c["delta"].get("content", "") for chunk in chunks for c in chunk["choices"])
+            assert text == "grüße 🚰"
+            assert bool(chunks[-1].get("usage")) == bool(fields)
+
+
+async def test_a_completion_and_the_models_are_served_too(directory: Path) -> None:
+    async with world(directory) as w:
+        w.say("turning")
+        answer, _ = await ask(w, "completions", json.dumps({"model": MODEL, "prompt": "x"}).encode())
+        assert answer["choices"][0]["text"] == "turning"
+        models, headers = await ask(w, "models", b"")
+        assert [model["id"] for model in models["data"]] == [MODEL]
+        assert headers[LAST_HEADER] == "true"
+
+
+async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(directory: Path) -> None:
+    async with world(directory) as w:
+        for bad in BAD_BODIES:
+            answer, headers = await ask(w, bad.operation, bad.body)
+            error = answer["error"]
+            assert (bad.name, error["param"], error["code"]) == (bad.name, bad.param, bad.code)
+            assert (bad.name, headers["Headrace-Status"]) == (bad.name, str(bad.status))
+            assert headers[LAST_HEADER] == "true"
+        assert w.router.asked.all == []
+        w.say("still here")
+        answer, _ = await ask(w, "chat", body())
+        assert answer["choices"][0]["message"]["content"] == "still here"
+
+
+async def test_without_workers_the_error_says_when_to_come_back(directory: Path) -> None:
+    async with world(directory, announced=False) as w:
+        answer, headers = await ask(w, "chat", body())
+        assert answer["error"]["code"] == "unavailable"
+        assert (headers["Headrace-Status"], headers["Retry-After"]) == ("503", "1")
+
+
+async def test_more_requests_than_the_bound_are_refused(directory: Path) -> None:
+    async with world(directory, limits=LimitsConfig(requests=0, drain_s=0.0)) as w:
+        _, headers = await ask(w, "chat", body())
+        assert headers["Headrace-Status"] == "429"
+
+
+async def test_a_request_without_a_reply_subject_is_counted_and_costs_nothing(directory: Path) -> None:
+    async with world(directory) as w:
+        await MemoryBus(w.broker).publish(CHAT, body())
+        w.say("next")
+        await ask(w, "chat", body())
+        assert w.metric("headrace_unanswerable_requests_total") == 1
+        assert len(w.router.asked.all) == 1
+
+
+async def test_a_client_that_vanishes_cancels_its_stream(directory: Path) -> None:
+    async with world(directory) as w:
+        worker = w.workers[0]
+        worker.output = None
+        w.broker.publish(Message(CHAT, body(stream=True), "_INBOX.nobody", {}))
+        [generate] = await worker.generates.wait(lambda seen: len(seen) == 1)
+        async with asyncio.timeout(DEADLINE_S):
+            first = 0
+            while not worker.cancels.all:
+                await worker.send(generate, first, w.ids("a"))
+                first += 1
+                await asyncio.sleep(0)
+        await w.router.told.wait(lambda seen: Finished(generate.request, 1) in seen)
+        assert w.metric("headrace_disconnected_clients_total") == 1
