@@ -112,16 +112,16 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
 
 
 def _status(flags: argparse.Namespace, place: Place) -> int:
-    from deploy.local import status
+    from deploy.local.status import settings, show  # here, as it brings gRPC: `chat` need not wait for that
 
     running = _running(place)
-    settings = status.settings(
+    config = settings(
         namespace=flags.namespace,
         nats=flags.nats or running.get("nats", ""),
         etcd=flags.etcd or running.get("etcd", ""),
         path="" if flags.etcd else running.get("discovery", ""),
     )
-    return status.show(settings, as_json=flags.json)
+    return show(config, as_json=flags.json)
 
 
 def _chat(flags: argparse.Namespace, place: Place) -> int:

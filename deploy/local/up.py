@@ -56,7 +56,7 @@ def up(options: Options, place: Place, terminal: Terminal) -> int:
         )
         _prepare(stack, place)
         try:
-            return asyncio.run(_Shell(stack, place, terminal).run())
+            return asyncio.run(Shell(stack, place, terminal).run())
         finally:
             place.record.unlink(missing_ok=True)
 
@@ -89,7 +89,7 @@ def _prepare(stack: Stack, place: Place) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-class _Shell:
+class Shell:
     """The children of one `up`, and the loop that feeds the supervisor."""
 
     def __init__(self, stack: Stack, place: Place, terminal: Terminal) -> None:
@@ -106,7 +106,7 @@ class _Shell:
         """Until every child has ended; returns the status of `up`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._asked_to_stop)
+            loop.add_signal_handler(number, self.stop)
         try:
             async with asyncio.TaskGroup() as tasks:
                 beside = [tasks.create_task(self._announce()), tasks.create_task(self._bound_logs())]
@@ -118,7 +118,8 @@ class _Shell:
                 _kill_group(process.pid)
         return status
 
-    def _asked_to_stop(self) -> None:
+    def stop(self) -> None:
+        """Drain; a second time: end at once."""
         if not self._supervisor.stopping:
             self._terminal.notice("stopping: what runs is finished first; once more ends it at once")
         self._events.put_nowait(Stop())
@@ -194,7 +195,6 @@ class _Shell:
         reasons: dict[str, str] = {}
         ready: set[str] = set()
         observed = [launch for launch in self._launches.values() if launch.observe]
-        announced = False
         while len(ready) < len(observed):
             for launch in observed:
                 name = launch.program.name
@@ -205,12 +205,10 @@ class _Shell:
                     ready.add(name)
                     if name == "frontend":
                         self._say_ready()
-                        announced = True
                 elif reason and reasons.get(name) != reason:
                     reasons[name] = reason
                     self._terminal.notice(f"  {name}: {reason}")
             await asyncio.sleep(PROBE_EVERY_S)
-        assert announced
 
     def _say_ready(self) -> None:
         self._terminal.clear()

@@ -1,0 +1,202 @@
+"""deploy/local/up.py: the shell around the supervisor, with small real programs as children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.local import servers
+from deploy.local.stack import Launch, Options, Place, Stack
+from deploy.local.supervise import Program
+from deploy.local.terminal import Terminal
+from deploy.local.up import Shell, up
+from shared.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 20.0
+STAYS = "while :; do sleep 0.02; done"
+
+
+def launch(name: str, script: str, *, stage: int = 0, limit_s: float = 10.0, observe: str = "") -> Launch:
+    return Launch(Program(name, stage, limit_s), ("/bin/sh", "-c", script), observe)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    place = Place(tmp_path)
+    place.run.mkdir(parents=True)
+    place.logs.mkdir()
+    return place
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 files and processes offer nothing to wait on
+            await asyncio.sleep(0.01)
+
+
+def written(file: Path) -> list[str]:
+    return file.read_text().split() if file.exists() else []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_the_stages_drain_in_order(place: Place) -> None:
+    order = place.root / "order"
+    began = place.root / "began"
+
+    def script(name: str) -> str:
+        return f"trap 'echo {name} >>{order}; exit 0' TERM; echo {name} >>{began}; {STAYS}"
+
+    stages = {"nats": 3, "worker": 1, "router": 2, "frontend": 0}
+    launches = tuple(launch(name, script(name), stage=stage) for name, stage in stages.items())
+    shell = Shell(Stack(launches, {}, "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: len(written(began)) == 4)
+    shell.stop()
+    assert await running == 0
+    assert written(order) == ["frontend", "worker", "router", "nats"]
+
+
+async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = place.root / "began"
+    script = f"echo x >>{began}; [ $(wc -l <{began}) -gt 1 ] || {{ echo 'no luck' >&2; exit 1; }}; {STAYS}"
+    shell = Shell(Stack((launch("router", script),), {}, "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: len(written(began)) == 2)
+    shell.stop()
+    assert await running == 0
+    assert "router ended (status 1), again in 0.5 s: no luck" in capsys.readouterr().err
+
+
+async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches = (launch("worker-0", "echo 'model.safetensors: torn' >&2; exit 2"), launch("router", STAYS, stage=2))
+    assert await Shell(Stack(launches, {}, "", "", ""), place, Terminal()).run() == 1
+    said = capsys.readouterr().err
+    assert "error: worker-0 cannot work as configured:\n  model.safetensors: torn" in said
+
+
+async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
+    began = place.root / "began"
+    stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=1000.0)
+    shell = Shell(Stack((stubborn,), {}, "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: bool(written(began)))
+    shell.stop()
+    shell.stop()
+    assert await running == 0
+    assert not alive(int(written(began)[0]))
+
+
+async def test_a_program_that_does_not_drain_in_time_is_killed(place: Place) -> None:
+    began = place.root / "began"
+    stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=0.1)
+    shell = Shell(Stack((stubborn,), {}, "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: bool(written(began)))
+    shell.stop()
+    assert await running == 0
+
+
+async def test_ready_is_said_once_the_frontend_is_healthy(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"  # in place.run: /health is a file there
+    shell = Shell(Stack((launch("frontend", serve, observe=url),), {}, url, "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(place.record.exists)
+    (place.run / "health").write_text("well")
+    said = ""
+
+    def is_ready() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return bool(said)
+
+    await until(is_ready)
+    shell.stop()
+    await running
+    assert said == f"ready {url}/v1\n"
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from deploy.local.stack import Launch, Place, Stack
+from deploy.local.supervise import Program
+from deploy.local.terminal import Terminal
+from deploy.local.up import Shell
+script = "trap '' TERM HUP INT; echo $$ >>began; while :; do sleep 0.02; done"
+launches = tuple(Launch(Program(name, 0, 9.0), ("/bin/sh", "-c", script)) for name in "ab")
+asyncio.run(Shell(Stack(launches, {}, "", "", ""), Place(Path(sys.argv[1])), Terminal()).run())
+"""
+
+
+def test_no_child_outlives_an_up_that_was_killed(place: Place) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(place.root)], cwd=ROOT)
+    deadline = time.monotonic() + LIMIT_S
+    while len(written(place.run / "began")) < 2:
+        assert time.monotonic() < deadline
+    children = [int(pid) for pid in written(place.run / "began")]
+    assert all(alive(pid) for pid in children)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    while any(alive(pid) for pid in children):
+        assert time.monotonic() < deadline
+
+
+def options(port: int) -> Options:
+    return Options(model="/no/model", model_name="none", port=port)
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", servers.free_ports(1)[0]))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} is taken; choose another with --port"):
+            up(options(port), Place(tmp_path), Terminal())
+
+
+def test_a_second_up_in_a_checkout_names_the_first(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.home.mkdir()
+    holds = "import fcntl, sys\nlock = open(sys.argv[1], 'a+')\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
+    holds += (
+        "lock.write('pid 42, http://127.0.0.1:8000/v1')\nlock.flush()\nprint('held', flush=True)\nsys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", holds, str(place.home / "up.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=r"another `up` runs in this checkout: pid 42, http://127.0.0.1:8000/v1"):
+            up(options(servers.free_ports(1)[0]), place, Terminal())
+        assert first.stdin is not None
+        first.stdin.close()
+
+
+def test_free_ports_are_distinct_and_out_of_the_kernels_way() -> None:
+    ports = servers.free_ports(8)
+    assert len(set(ports)) == 8
+    assert all(servers.FIRST_PORT <= port <= servers.LAST_PORT for port in ports)
+    assert all(servers.is_free(port) for port in ports)
+    assert os.access(servers.nats_server(), os.X_OK)
+    assert os.access(servers.etcd(), os.X_OK)
