@@ -30,6 +30,7 @@ from shared.receiver import Receiver
 from shared.replies import Replies
 
 RETRY_WAIT_S = 0.25
+WATCH_INTERVAL_S = 0.05
 CONNECT_LIMIT_S = 2
 PING_INTERVAL_S = 10
 COMPLAIN_INTERVAL_S = 5.0
@@ -113,7 +114,6 @@ class NatsBus:
         self._replies = Replies(config.inbox)
         self._subscriptions: list[NatsSubscription] = []
         self._client: Client | None = None
-        self._live = asyncio.Event()
         self._closed = False
         self._complained_at = 0.0
         self._keeper = asyncio.get_running_loop().create_task(self._keep_connected(), name="nats connection")
@@ -124,7 +124,8 @@ class NatsBus:
 
     async def wait_connected(self) -> None:
         """Returns once there is a connection."""
-        await self._live.wait()
+        while not self.connected:  # noqa: ASYNC110 - see _keep_connected
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def publish(
         self,
@@ -262,25 +263,22 @@ class NatsBus:
 
     async def _keep_connected(self) -> None:
         while True:
-            lost = asyncio.Event()
-            client = await self._dial(lost)
+            client = await self._dial()
             if client is not None:
-                self._live.set()
                 _log.info("connected to NATS at %s", _shown(self._config.url))
-                await lost.wait()
-                self._live.clear()
+                # Looked at, because nats-py's closed callback is skipped where closing itself fails.
+                while client.is_connected:  # noqa: ASYNC110
+                    await asyncio.sleep(WATCH_INTERVAL_S)
                 self._client = None
+                _abort(client)
                 self._replies.fail(BusDown("the connection to NATS was lost"))
                 _log.warning("lost the connection to NATS at %s: %r", _shown(self._config.url), client.last_error)
             await asyncio.sleep(RETRY_WAIT_S)
 
-    async def _dial(self, lost: asyncio.Event) -> Client | None:
-        """One connection with every subscription on it, or None. `lost` is set when it ends."""
+    async def _dial(self) -> Client | None:
+        """One connection with every subscription on it, or None."""
         client = Client()
         reason: Exception | None = None
-
-        async def closed() -> None:
-            lost.set()
 
         async def failed(wrong: Exception) -> None:
             nonlocal reason
@@ -301,12 +299,12 @@ class NatsBus:
                 ping_interval=PING_INTERVAL_S,
                 pending_size=1 << 40,  # never: see _wait_sent
                 error_cb=failed,
-                closed_cb=closed,
             )
             await client.subscribe(self._replies.prefix + "*", cb=self._answer)
             while missing := [each for each in self._subscriptions if not each.is_on(client)]:
                 for subscription in missing:
                     await subscription.attach(client)
+                await client.flush(CONNECT_LIMIT_S)  # connected means that the server knows them all
             self._client = client
         except (nats.errors.Error, OSError) as wrong:
             self._complain(wrong if reason is None else reason)
@@ -345,6 +343,13 @@ class NatsBus:
 
 def _message(msg: Msg) -> Message:
     return Message(msg.subject, msg.data, msg.reply, msg.headers or {})
+
+
+def _abort(client: Client) -> None:
+    """Free the socket of a lost connection: nats-py waits until a server takes what is unsent, a frozen one never."""
+    writer = getattr(client._transport, "_io_writer", None)
+    if writer is not None:
+        writer.transport.abort()
 
 
 async def _unsubscribe(remote: RemoteSubscription) -> None:

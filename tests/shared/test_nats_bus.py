@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,12 +32,38 @@ async def connected(url: str, user: str = "", password: str = "") -> AsyncIterat
 
 async def wait_lost(bus: NatsBus) -> None:
     """Until a publish raises BusDown."""
-    async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(BusDown):
-            while True:
-                await bus.publish("anything", b"")
-                await asyncio.sleep(0)
+    with pytest.raises(BusDown):
+        await asyncio.wait_for(publish_on_and_on(bus), DEADLINE_S)
     assert not bus.connected
+
+
+async def publish_on_and_on(bus: NatsBus) -> None:
+    while True:
+        await bus.publish("anything", b"")
+        await asyncio.sleep(0)
+
+
+async def publish_bytes(bus: NatsBus, size_bytes: int) -> None:
+    for _ in range(size_bytes >> 20):
+        await bus.publish("anything", bytes(1 << 20))
+
+
+@contextmanager
+def logged(text: str) -> Iterator[asyncio.Event]:
+    """An event that is set when the bus logs a message with `text` in it."""
+    found = asyncio.Event()
+
+    def look(record: logging.LogRecord) -> bool:
+        if text in record.getMessage():
+            found.set()
+        return True
+
+    log = logging.getLogger("shared.nats_bus")
+    log.addFilter(look)
+    try:
+        yield found
+    finally:
+        log.removeFilter(look)
 
 
 async def wait_back(bus: NatsBus) -> None:
@@ -88,12 +114,11 @@ async def test_what_waits_for_an_answer_fails_when_the_connection_is_lost(own_na
                 await asyncio.wait_for(anext(answers), DEADLINE_S)
 
 
-async def test_a_bus_connects_to_a_server_that_starts_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bus_connects_to_a_server_that_starts_later(tmp_path: Path) -> None:
     server = NatsServer(tmp_path)
-    connecting = asyncio.create_task(connect(NatsConfig(url=server.url), "early"))
-    async with asyncio.timeout(DEADLINE_S):
-        while "waiting for NATS" not in caplog.text:
-            await asyncio.sleep(0.01)
+    with logged("waiting for NATS") as waiting:
+        connecting = asyncio.create_task(connect(NatsConfig(url=server.url), "early"))
+        await asyncio.wait_for(waiting.wait(), DEADLINE_S)
     await asyncio.to_thread(server.start)
     try:
         bus = await asyncio.wait_for(connecting, DEADLINE_S)
@@ -123,10 +148,10 @@ async def test_a_refused_password_is_said_loudly_and_tried_again(
     server.start()
     try:
         secret = secrets.token_hex(8)
-        connecting = asyncio.create_task(connect(NatsConfig(url=server.url, user="service", password=secret), "test"))
-        async with asyncio.timeout(DEADLINE_S):
-            while "refuses user 'service'" not in caplog.text:
-                await asyncio.sleep(0.01)
+        config = NatsConfig(url=server.url, user="service", password=secret)
+        with logged("refuses user 'service'") as refused:
+            connecting = asyncio.create_task(connect(config, "test"))
+            await asyncio.wait_for(refused.wait(), DEADLINE_S)
         assert any(record.levelno == logging.ERROR for record in caplog.records)
         server.reload(users(secret))
         bus = await asyncio.wait_for(connecting, DEADLINE_S)
@@ -145,13 +170,8 @@ async def test_a_publisher_to_a_frozen_server_gets_bus_down_rather_than_memory_w
 ) -> None:
     async with connected(own_nats.url) as bus:
         own_nats.freeze()
-        sent_bytes = 0
-        payload = bytes(1 << 20)
         with pytest.raises(BusDown):
-            while sent_bytes < 256 << 20:
-                await bus.publish("anything", payload)
-                sent_bytes += len(payload)
-        assert sent_bytes < 64 << 20
+            await publish_bytes(bus, 64 << 20)
         own_nats.thaw()
 
 
