@@ -26,13 +26,20 @@ from shared.messages import KvLayout
 class NativeRunner:
     """Computes steps with NumPy on the CPU, in float32."""
 
-    def __init__(self, directory: Path, *, capacity_bytes: int, block_size: int = 16) -> None:
-        """`directory` is what `prepare` returned. Raises ModelError, also where the cache would hold no block."""
+    def __init__(
+        self, directory: Path, *, capacity_bytes: int = 0, capacity_blocks: int = 0, block_size: int = 16
+    ) -> None:
+        """`directory` is what `prepare` returned; `capacity_blocks` 0 means as many as `capacity_bytes` holds.
+
+        Raises ModelError, also where the cache would hold no block.
+        """
         config = read_config(directory)
         layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, block_size)
-        capacity_blocks = capacity_bytes // layout.block_bytes
+        capacity_blocks = capacity_blocks or capacity_bytes // layout.block_bytes
         if capacity_blocks < 1:
-            raise ModelError(f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes}")
+            raise ModelError(
+                f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes}"
+            )
         weights = load_weights(directory, config)
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._cache = KvCache(np, layout, capacity_blocks)
@@ -44,6 +51,7 @@ class NativeRunner:
             block_size=block_size,
             capacity_blocks=capacity_blocks,
             kv_layout=layout,
+            path=str(directory),
         )
 
     @property
@@ -64,12 +72,16 @@ class NativeRunner:
         self._cache.pages = None
 
 
-def load_native(source: Path, cache: Path, *, capacity_bytes: int, block_size: int = 16) -> LoadRunner:
-    """A LoadRunner for a model directory or GGUF file; `cache` holds converted models."""
+def load_native(
+    source: Path, cache: Path, *, capacity_bytes: int = 0, capacity_blocks: int = 0, block_size: int = 16
+) -> LoadRunner:
+    """A LoadRunner for a model directory or GGUF file; `cache` holds converted models, the rest is as above."""
 
     def load(progress: Callable[[Loading], None]) -> NativeRunner:
         directory = prepare(source, cache, progress)
         progress(Loading("mapping weights", 1.0))
-        return NativeRunner(directory, capacity_bytes=capacity_bytes, block_size=block_size)
+        return NativeRunner(
+            directory, capacity_bytes=capacity_bytes, capacity_blocks=capacity_blocks, block_size=block_size
+        )
 
     return load

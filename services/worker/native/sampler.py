@@ -75,9 +75,7 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
 
 
 def _has_penalty(sampling: Sampling) -> bool:
-    return bool(
-        sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
-    )
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
 def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Array:

@@ -1,0 +1,201 @@
+"""A GGUF model file, read as if it were a Hugging Face directory.
+
+llama.cpp stores the rows of q and k of the llama architecture interleaved, because its rotation pairs neighbours;
+Hugging Face pairs i with i + head_dim / 2. `floats` undoes that (qwen2 is stored as it is). Llama 3.1's frequency
+scaling is stored as a tensor of divisors, for which the parameters that make it are found again.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, through the `gguf` package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from gguf import GGUFReader, ReaderTensor
+from gguf.quants import dequantize
+
+from services.worker.native.gguf_tokenizer import Vocabulary
+from services.worker.native.rope import Llama3, Plain, frequencies
+from services.worker.native.tensor_file import Floats, Shape
+from shared.errors import ModelError
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_OUTSIDE_LAYERS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_IN_LAYERS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")
+"""Control tokens that end a turn by their text, as in llama.cpp: older files do not name them in the metadata."""
+
+T = TypeVar("T")
+
+
+class GgufFile:
+    """A mapped GGUF file of a supported architecture."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError, naming the file, where it is missing, torn, or of an unsupported architecture."""
+        self.path = path
+        try:
+            reader = GGUFReader(path)
+            self._fields = {name: field.contents() for name, field in reader.fields.items()}
+        except OSError as wrong:
+            raise ModelError(f"{path}: {wrong.strerror or wrong}") from None
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError) as wrong:
+            raise ModelError(f"{path}: torn or not a GGUF file: {wrong}") from None
+        self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        self._kind = self._field("general.architecture", str)
+        if self._kind not in _ARCHITECTURES:
+            raise ModelError(f"{path}: architecture {self._kind} is not supported; {', '.join(_ARCHITECTURES)} are")
+
+    def config(self) -> dict[str, Any]:
+        """What config.json would say. Raises ModelError naming a missing or strange field."""
+        head_count = self._of_kind("attention.head_count", int)
+        hidden = self._of_kind("embedding_length", int)
+        head_dim = self._of_kind("attention.key_length", int, hidden // max(head_count, 1))
+        if self._of_kind("rope.dimension_count", int, head_dim) != head_dim:
+            raise ModelError(f"{self.path}: rotary embeddings of a part of each head are not supported")
+        return {
+            "architectures": [_ARCHITECTURES[self._kind]],
+            "model_type": self._kind,
+            "hidden_act": "silu",
+            "hidden_size": hidden,
+            "intermediate_size": self._of_kind("feed_forward_length", int),
+            "num_hidden_layers": self._of_kind("block_count", int),
+            "num_attention_heads": head_count,
+            "num_key_value_heads": self._of_kind("attention.head_count_kv", int, head_count),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._of_kind("context_length", int),
+            "rms_norm_eps": self._of_kind("attention.layer_norm_rms_epsilon", float),
+            "rope_theta": self._of_kind("rope.freq_base", float, 10_000.0),
+            "rope_scaling": self._rope_scaling(head_dim),
+            "attention_bias": self._kind == "llama" and "blk.0.attn_q.bias" in self._tensors,
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "vocab_size": self._shape("token_embd.weight")[0],
+            "bos_token_id": self._fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.eos_token_ids(),
+            "torch_dtype": "float32",
+        }
+
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an answer: eos, eot, and those known by their text."""
+        named = [self._fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+        vocabulary = self.vocabulary()
+        by_text = [vocabulary.tokens.index(text) for text in _END_OF_TURN if text in vocabulary.control_tokens()]
+        return sorted({token for token in [*named, *by_text] if token is not None})
+
+    def vocabulary(self) -> Vocabulary:
+        """The tokenizer's parts. Raises ModelError where it is not a byte-level BPE."""
+        kind = self._field("tokenizer.ggml.model", str)
+        if kind != "gpt2":
+            raise ModelError(f"{self.path}: tokenizer {kind} is not supported; gpt2 (byte-level BPE) is")
+        tokens = self._field("tokenizer.ggml.tokens", list)
+        return Vocabulary(
+            where=str(self.path),
+            splitter=self._field("tokenizer.ggml.pre", str),
+            tokens=tokens,
+            types=self._field("tokenizer.ggml.token_type", list, [1] * len(tokens)),
+            merges=self._field("tokenizer.ggml.merges", list),
+            bos=self._fields.get("tokenizer.ggml.bos_token_id"),
+            eos=self._fields.get("tokenizer.ggml.eos_token_id"),
+            adds_bos=self._field("tokenizer.ggml.add_bos_token", bool, False),
+            chat_template=self._field("tokenizer.chat_template", str, ""),
+        )
+
+    def check(self, shapes: dict[str, Shape]) -> None:
+        """Raises ModelError where a tensor is missing or of another shape."""
+        for name, shape in shapes.items():
+            stored = self._shape(_stored_name(name))
+            if stored != shape:
+                raise ModelError(f"{self.path}: tensor {_stored_name(name)} has shape {stored}; expected {shape}")
+
+    def floats(self, name: str) -> Floats:
+        """A tensor by its Hugging Face name, dequantised, in Hugging Face's order of rows."""
+        tensor = self._tensors[_stored_name(name)]
+        try:
+            floats: Floats = dequantize(tensor.data, tensor.tensor_type).reshape(self._shape(tensor.name))
+        except (NotImplementedError, ValueError) as wrong:
+            raise ModelError(f"{self.path}: tensor {tensor.name} ({tensor.tensor_type.name}): {wrong}") from None
+        if self._kind == "llama" and ".q_proj." in name:
+            return uninterleaved(floats, self._of_kind("attention.head_count", int))
+        if self._kind == "llama" and ".k_proj." in name:
+            heads = self._of_kind("attention.head_count", int)
+            return uninterleaved(floats, self._of_kind("attention.head_count_kv", int, heads))
+        return floats
+
+    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+        if "rope_freqs.weight" in self._tensors:
+            return self._llama3_scaling(head_dim)
+        kind = self._of_kind("rope.scaling.type", str, "none")
+        if kind == "none":
+            return None
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": self._of_kind("rope.scaling.factor", float)}
+        if kind == "yarn":
+            length = self._of_kind("context_length", int)
+            scaling["original_max_position_embeddings"] = self._of_kind(
+                "rope.scaling.original_context_length", int, length
+            )
+        return scaling
+
+    def _llama3_scaling(self, head_dim: int) -> dict[str, Any]:
+        """The parameters of Llama 3.1 to 3.3 that give the stored divisors; none other is known."""
+        theta = self._of_kind("rope.freq_base", float, 10_000.0)
+        stored = dequantize(self._tensors["rope_freqs.weight"].data, self._tensors["rope_freqs.weight"].tensor_type)
+        plain, _ = frequencies(Plain(theta), head_dim)
+        factor = round(float(stored.max()), 3)
+        guess = Llama3(factor, 1.0, 4.0, 8192, theta)
+        scaled, _ = frequencies(guess, head_dim)
+        if stored.shape != plain.shape or not np.allclose(plain / scaled, stored, rtol=1e-4):
+            raise ModelError(f"{self.path}: rope_freqs.weight is not Llama 3's scaling, the only one supported")
+        return {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": guess.low_freq_factor,
+            "high_freq_factor": guess.high_freq_factor,
+            "original_max_position_embeddings": guess.original_max_position_embeddings,
+        }
+
+    def _shape(self, stored_name: str) -> Shape:
+        tensor = self._tensors.get(stored_name)
+        if tensor is None:
+            raise ModelError(f"{self.path}: tensor {stored_name} is missing")
+        return tuple(int(length) for length in reversed(tensor.shape))
+
+    def _of_kind(self, name: str, kind: type[T], default: T | None = None) -> T:
+        return self._field(f"{self._kind}.{name}", kind, default)
+
+    def _field(self, name: str, kind: type[T], default: T | None = None) -> T:
+        value = self._fields.get(name, default)
+        if value is None:
+            raise ModelError(f"{self.path}: the field {name} is missing")
+        if not isinstance(value, kind):
+            raise ModelError(f"{self.path}: the field {name} is a {type(value).__name__}; expected {kind.__name__}")
+        return value
+
+
+def uninterleaved(rows: Floats, heads: int) -> Floats:
+    """Rows of each head from llama.cpp's order (pairs side by side) to Hugging Face's (first halves, second halves)."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _stored_name(name: str) -> str:
+    """model.layers.3.mlp.up_proj.weight → blk.3.ffn_up.weight"""
+    stem, _, kind = name.rpartition(".")
+    if stem in _OUTSIDE_LAYERS:
+        return f"{_OUTSIDE_LAYERS[stem]}.{kind}"
+    number, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{number}.{_IN_LAYERS[part]}.{kind}"

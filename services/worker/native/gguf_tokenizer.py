@@ -1,0 +1,129 @@
+"""tokenizer.json and tokenizer_config.json from a GGUF file's vocabulary (byte-level BPE).
+
+How text is split before merging is not in a GGUF file, only a name for it (`tokenizer.ggml.pre`). The patterns of the
+names known here are those of the models' own tokenizer.json files; llama.cpp keeps the same table (llama-vocab.cpp).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from shared.errors import ModelError
+
+_CONTROL, _USER_DEFINED = 3, 4  # of gguf.TokenType
+
+
+def _words(digits: str) -> str:
+    """The pattern of GPT-4's family: contractions, words, runs of digits, punctuation, spaces."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitter:
+    pre_tokenizer: PreTokenizer
+    normalizer: Normalizer | None = None
+    ignore_merges: bool = False
+    """Whether a word that is a token is taken as it is (Llama 3)."""
+
+
+def _splitter(name: str) -> _Splitter | None:
+    match name:
+        case "smollm":  # digits one by one, then GPT-2's pattern
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            return _Splitter(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]))
+        case "llama-bpe":
+            return _Splitter(_by_pattern(_words(r"\p{N}{1,3}")), ignore_merges=True)
+        case "qwen2":
+            return _Splitter(_by_pattern(_words(r"\p{N}")), normalizers.NFC())
+        case _:
+            return None
+
+
+def _by_pattern(pattern: str) -> PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A GGUF file's `tokenizer.ggml.*`, as stored."""
+
+    where: str
+    """The file, for errors."""
+    splitter: str
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    bos: int | None
+    eos: int | None
+    adds_bos: bool
+    chat_template: str
+
+    def control_tokens(self) -> set[str]:
+        """Texts of the tokens that no text may produce."""
+        return {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _CONTROL}
+
+    def tokenizer_json(self) -> str:
+        """The content of tokenizer.json. Raises ModelError naming the pre-tokenizer where it is unknown."""
+        splitter = _splitter(self.splitter)
+        if splitter is None:
+            raise ModelError(f"{self.where}: pre-tokenizer {self.splitter!r} is not supported")
+        tokenizer = Tokenizer(self._merging(splitter.ignore_merges))
+        if splitter.normalizer is not None:
+            tokenizer.normalizer = splitter.normalizer
+        tokenizer.pre_tokenizer = splitter.pre_tokenizer
+        tokenizer.decoder = decoders.ByteLevel()
+        for token, kind in zip(self.tokens, self.types, strict=True):
+            if kind == _CONTROL:
+                tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+            elif kind == _USER_DEFINED:
+                tokenizer.add_tokens([AddedToken(token, normalized=False)])
+        if self.adds_bos:
+            bos = self._text(self.bos, "bos_token_id")
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, self.bos)]
+            )
+        return tokenizer.to_str(pretty=False)
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """The content of tokenizer_config.json."""
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
+        if self.bos is not None:
+            config["bos_token"] = self._text(self.bos, "bos_token_id")
+        if self.eos is not None:
+            config["eos_token"] = self._text(self.eos, "eos_token_id")
+        if self.chat_template:
+            config["chat_template"] = self.chat_template
+        return config
+
+    def _merging(self, ignore_merges: bool) -> models.BPE:
+        ids = {token: number for number, token in enumerate(self.tokens)}
+        if len(ids) != len(self.tokens) or len(self.types) != len(self.tokens):
+            raise ModelError(f"{self.where}: the vocabulary names a token twice, or not every token has a type")
+        merges: list[tuple[str, str]] = []
+        for merge in self.merges:
+            left, space, right = merge.partition(" ")
+            if not space or left not in ids or right not in ids or left + right not in ids:
+                raise ModelError(f"{self.where}: the merge {merge!r} is not of tokens in the vocabulary")
+            merges.append((left, right))
+        return models.BPE(vocab=ids, merges=merges, ignore_merges=ignore_merges)
+
+    def _text(self, token: int | None, field: str) -> str:
+        if token is None or not 0 <= token < len(self.tokens):
+            raise ModelError(f"{self.where}: {field} {token} is not in the vocabulary of {len(self.tokens)}")
+        return self.tokens[token]
+
+
+def as_json(value: dict[str, Any]) -> str:
+    """The text of one of a model directory's JSON files."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,187 @@
+"""Any model source to a directory whose weights can be mapped as float32.
+
+    directory, all float32   ─▶ itself, used in place
+    directory, 16-bit floats ─▶ converted once ─┐
+    GGUF file                ─▶ converted once ─┴▶ CACHE/<name>-<key>/     a Hugging Face directory
+
+The key covers the source's path, sizes and modification times. A conversion is written beside its place and renamed
+when it is whole and on the disk, under a lock that ends with its process; whoever comes second waits and finds it. All
+workers of a machine map the same files, so the page cache holds the weights once. float32 takes twice the disk of
+16-bit weights and up to eight times a GGUF file's: the price of arithmetic without unpacking.
+
+The cache is bounded: after a conversion the models used least recently go until the rest fits in `limit_bytes`, except
+those used (prepared again) within the last hour. A worker that still maps a removed file keeps it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.worker.engine import Loading
+from services.worker.native.config import read_config
+from services.worker.native.gguf_file import GgufFile
+from services.worker.native.gguf_tokenizer import as_json
+from services.worker.native.tensor_file import Floats, Shape, write_tensors
+from services.worker.native.weights import Checkpoint, checkpoint_files, tensor_shapes
+from shared.errors import ModelError
+
+_FORMAT = b"headrace 1"
+"""Part of every key: a change in what a conversion writes changes it."""
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+CACHE_LIMIT_BYTES = 64 << 30
+_IN_USE_S = 3600.0
+
+Progress = Callable[[Loading], None]
+
+
+def prepare(source: Path, cache: Path, progress: Progress, *, limit_bytes: int = CACHE_LIMIT_BYTES) -> Path:
+    """The directory to serve `source` (a directory, or a .gguf file) from: config, tokenizer and float32 weights.
+
+    Raises ModelError naming the file that is missing, torn, of an unsupported kind or shape, or cannot be written.
+    """
+    if source.is_dir():
+        config = read_config(source)
+        if not (source / "tokenizer.json").exists():
+            raise ModelError(f"{source / 'tokenizer.json'}: missing")
+        checkpoint = Checkpoint(source, config)
+        if checkpoint.mapped:
+            return source
+        files = [source / "config.json", *checkpoint_files(source), *_existing(source)]
+        return _converted(
+            source,
+            files,
+            cache,
+            progress,
+            limit_bytes,
+            lambda target: _convert_directory(source, checkpoint, target, progress),
+        )
+    if source.is_file() and source.suffix == ".gguf":
+        return _converted(
+            source, [source], cache, progress, limit_bytes, lambda target: _convert_gguf(source, target, progress)
+        )
+    raise ModelError(f"{source}: no model here; expected a Hugging Face directory or a .gguf file")
+
+
+def _converted(
+    source: Path, files: list[Path], cache: Path, progress: Progress, limit_bytes: int, convert: Callable[[Path], None]
+) -> Path:
+    """The cache's entry for these source files, converted if it is not there or damaged."""
+    target = cache / f"{source.stem if source.is_file() else source.name}-{_key(source, files)}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{target.name}.lock", progress):
+            if _is_whole(target):
+                os.utime(target)  # used now: the last to be removed
+                return target
+            shutil.rmtree(target, ignore_errors=True)
+            aside = cache / f"{target.name}.partial"  # one name: what a killed conversion left is overwritten
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            try:
+                convert(aside)
+                aside.rename(target)
+                _shrink(cache, limit_bytes)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+    except OSError as wrong:
+        what = "no space left for the converted weights" if wrong.errno == errno.ENOSPC else wrong.strerror
+        raise ModelError(f"{target}: {what}") from None
+    return target
+
+
+def _convert_directory(source: Path, checkpoint: Checkpoint, target: Path, progress: Progress) -> None:
+    for file in (source / "config.json", *_existing(source)):
+        shutil.copyfile(file, target / file.name)
+    _write_weights(source, checkpoint.shapes, checkpoint.floats, target, progress)
+
+
+def _convert_gguf(source: Path, target: Path, progress: Progress) -> None:
+    progress(Loading(f"reading {source.name}", 0.0))
+    model = GgufFile(source)
+    vocabulary = model.vocabulary()
+    (target / "config.json").write_text(as_json(model.config()), encoding="utf-8")
+    generation = {"eos_token_id": model.eos_token_ids(), "bos_token_id": vocabulary.bos}
+    (target / "generation_config.json").write_text(as_json(generation), encoding="utf-8")
+    (target / "tokenizer.json").write_text(vocabulary.tokenizer_json(), encoding="utf-8")
+    (target / "tokenizer_config.json").write_text(as_json(vocabulary.tokenizer_config()), encoding="utf-8")
+    try:
+        shapes = tensor_shapes(read_config(target))
+    except ModelError as wrong:  # names the file being written, which is about to go
+        raise ModelError(f"{source}: {str(wrong).removeprefix(f'{target}/config.json: ')}") from None
+    model.check(shapes)
+    _write_weights(source, shapes, model.floats, target, progress)
+
+
+def _write_weights(
+    source: Path, shapes: dict[str, Shape], floats: Callable[[str], Floats], target: Path, progress: Progress
+) -> None:
+    write_tensors(
+        target / "model.safetensors",
+        shapes,
+        floats,
+        lambda share: progress(Loading(f"converting {source.name} to float32", share)),
+    )
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether an entry is there and every file is as long as it says; anything else is converted again."""
+    try:
+        Checkpoint(target, read_config(target))
+    except ModelError:
+        return False
+    return (target / "tokenizer.json").exists()
+
+
+def _key(source: Path, files: list[Path]) -> str:
+    """16 hex digits that change whenever a source file does."""
+    digest = hashlib.sha256(_FORMAT + os.fsencode(source.resolve()))
+    for file in files:
+        try:
+            stat = file.stat()
+        except OSError as wrong:
+            raise ModelError(f"{file}: {wrong.strerror}") from None
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _existing(source: Path) -> list[Path]:
+    return [source / name for name in _COPIED if (source / name).exists()]
+
+
+@contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    """A kernel lock: it ends with its process, however that ends."""
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(Loading("waiting for another worker that converts the model", 0.0))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _shrink(cache: Path, limit_bytes: int) -> None:
+    """Remove entries, least recently used first, until they fit or only those in use are left."""
+    entries = [entry for entry in cache.iterdir() if (entry / "model.safetensors").is_file()]
+    entries.sort(key=lambda entry: entry.stat().st_mtime)
+    sizes = {entry: (entry / "model.safetensors").stat().st_size for entry in entries}
+    held_bytes = sum(sizes.values())
+    for entry in entries:
+        if held_bytes <= limit_bytes or time.time() - entry.stat().st_mtime < _IN_USE_S:
+            return
+        shutil.rmtree(entry, ignore_errors=True)
+        held_bytes -= sizes[entry]
