@@ -1,0 +1,107 @@
+"""deploy/local/chat.py against a small HTTP server that answers as the frontend does, or does not."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from deploy.local.chat import ChatError, chat
+
+MODELS = json.dumps({"object": "list", "data": [{"id": "tiny"}]}).encode()
+USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
+
+
+def event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def piece(text: str) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": text}}]})
+
+
+class Peer:
+    """Answers every question with `status` and `body`, and keeps the questions."""
+
+    def __init__(self) -> None:
+        self.status, self.body, self.models = 200, b"", MODELS
+        self.asked: list[dict[str, Any]] = []
+        peer = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(200, peer.models)
+
+            def do_POST(self) -> None:
+                peer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self._answer(peer.status, peer.body)
+
+            def _answer(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 the name is the base class's
+                return
+
+        self.server = HTTPServer(("127.0.0.1", 0), Answer)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/v1"
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    serving = threading.Thread(target=peer.server.serve_forever, args=(0.01,))
+    serving.start()
+    yield peer
+    peer.server.shutdown()
+    serving.join()
+    peer.server.server_close()
+
+
+def test_the_answer_goes_to_stdout_and_the_usage_to_stderr(peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.body = piece("Par") + piece("is.") + event({"choices": [], "usage": USAGE}) + b"data: [DONE]\n\n"
+    chat(peer.url, "Where?")
+    said = capsys.readouterr()
+    assert said.out == "Paris.\n"
+    assert said.err == "[9 prompt tokens, 8 of them cached; 2 generated]\n"
+    (asked,) = peer.asked
+    assert asked["model"] == "tiny"
+    assert asked["messages"] == [{"role": "user", "content": "Where?"}]
+    assert asked["stream"] is True
+
+
+def test_an_error_is_shown_in_the_frontends_words(peer: Peer) -> None:
+    peer.status, peer.body = 503, json.dumps({"error": {"message": "no worker yet"}}).encode()
+    with pytest.raises(ChatError, match="no worker yet"):
+        chat(peer.url, "Where?", model="other")
+
+
+def test_an_error_in_the_middle_of_the_stream_is_shown(peer: Peer) -> None:
+    peer.body = piece("Par") + event({"error": {"message": "the worker is gone"}})
+    with pytest.raises(ChatError, match="the worker is gone"):
+        chat(peer.url, "Where?")
+
+
+def test_a_stream_that_breaks_off_is_an_error(peer: Peer) -> None:
+    peer.body = piece("Par")
+    with pytest.raises(ChatError, match="broke off"):
+        chat(peer.url, "Where?")
+
+
+def test_no_model_yet_is_said(peer: Peer) -> None:
+    peer.models = b'{"data": []}'
+    with pytest.raises(ChatError, match="no model is served yet"):
+        chat(peer.url, "Where?")
+
+
+def test_nobody_there_is_said_with_what_to_do() -> None:
+    with pytest.raises(ChatError, match=r"nobody answers at .*headrace up"):
+        chat("http://127.0.0.1:1/v1", "Where?")

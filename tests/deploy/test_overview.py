@@ -1,0 +1,101 @@
+"""deploy/local/overview.py: discovery's entries and load reports as people and programs read them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deploy.local.overview import Overview, layout, overview
+from shared import subjects
+from shared.hashing import self_test
+from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, Instance, KvLayout, LoadReport, ModelCard, ServiceName
+
+NOW = 1_000_100.0
+
+
+def instance(service: ServiceName, name: str, started: float = NOW - 65) -> tuple[str, bytes]:
+    value = Instance("default", service, name, 1, "machine", 4242, started, "0.1.0", http="http://127.0.0.1:9100")
+    return subjects.instance_key("default", service, name), INSTANCE.encode(value, JSON_HEADER)
+
+
+def card(name: str, *, block_size: int = 16, digest: str = "d") -> tuple[str, bytes]:
+    value = ModelCard(
+        "m.x",
+        name,
+        "/models/m",
+        digest,
+        self_test(block_size),
+        context_length=2048,
+        vocab_size=100,
+        block_size=block_size,
+        capacity_blocks=500,
+        kv_layout=KvLayout("float32", 1, 1, 8, block_size),
+    )
+    return subjects.model_key("default", "m.x", name), MODEL_CARD.encode(value, JSON_HEADER)
+
+
+def report(name: str) -> LoadReport:
+    return LoadReport(name, 1, 10, 3, 2, 700, 500, held_blocks=40, cached_blocks=60)
+
+
+def look(*entries: tuple[str, bytes], reports: tuple[LoadReport, ...] = (), notes: tuple[str, ...] = ()) -> Overview:
+    return overview(
+        "default", "nats://127.0.0.1:4222", dict(entries), {each.instance: each for each in reports}, notes, NOW
+    )
+
+
+def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
+    view = look(
+        instance("frontend", "f1"),
+        instance("worker", "w1"),
+        instance("worker", "w2", NOW - 7300),
+        card("w1"),
+        card("w2"),
+        reports=(report("w1"), report("w2")),
+    )
+    assert [(row.service, row.instance, row.age_s) for row in view.instances] == [
+        ("frontend", "f1", 65.0),
+        ("worker", "w2", 7300.0),
+        ("worker", "w1", 65.0),
+    ]
+    (model,) = view.models
+    assert (model.model, model.instances) == ("m.x", ("w1", "w2"))
+    assert (model.total_blocks, model.held_blocks, model.cached_blocks) == (1000, 80, 120)
+    assert layout(view).splitlines() == [
+        "namespace default, NATS nats://127.0.0.1:4222",
+        "",
+        "SERVICE   INSTANCE  EPOCH  PID   MACHINE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
+        "frontend  f1        1      4242  machine  1m",
+        "worker    w2        1      4242  machine  2h   2        3        40    60      500",
+        "worker    w1        1      4242  machine  1m   2        3        40    60      500",
+        "",
+        "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS",
+        "m.x    2          2048     16     80    120     1000",
+    ]
+
+
+def test_a_worker_that_was_not_heard_has_question_marks() -> None:
+    assert "?        ?        ?     ?       ?" in layout(look(instance("worker", "w1"), card("w1")))
+
+
+def test_the_card_of_the_later_instance_is_the_refused_one() -> None:
+    view = look(instance("worker", "a", NOW - 1), instance("worker", "b", NOW - 9), card("a", digest="x"), card("b"))
+    assert [(row.model, row.instance) for row in view.refused] == [("m.x", "a")]
+    assert "refused: m.x at a: tokenizer_digest: " in layout(view)
+
+
+def test_what_cannot_be_read_is_named_and_harms_nothing_else() -> None:
+    key = subjects.instance_key("default", "worker", "bad")
+    view = look((key, b"not json"), instance("router", "r1"), notes=("no NATS",))
+    assert [row.instance for row in view.instances] == ["r1"]
+    text = layout(view)
+    assert f"unreadable: {key}: " in text
+    assert "note: no NATS" in text
+
+
+def test_nothing_alive_is_said_in_words() -> None:
+    assert "nothing is alive here" in layout(look())
+
+
+def test_the_json_form_reads_back() -> None:
+    view = look(instance("worker", "w1"), card("w1"), reports=(report("w1"),))
+    assert msgspec.json.decode(msgspec.json.encode(view), type=Overview) == view
