@@ -1,4 +1,4 @@
-"""A container's health check: `healthcheck.py FILE`, where FILE holds the base URL that the service observes itself at.
+"""A container's health check: `healthcheck.py URL`, or `healthcheck.py FILE` where the file holds the service's base URL.
 
 Exit status 0 if /health there answers 200. A script of its own, run with `-I -S`, as it starts every few seconds.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 def main() -> int:
     """Says why on stdout; `docker inspect` shows it."""
     try:
-        url = Path(sys.argv[1]).read_text(encoding="utf-8").strip()
+        where = sys.argv[1]
+        url = where if where.startswith("http://") else Path(where).read_text(encoding="utf-8").strip()
         with urllib.request.urlopen(f"{url}/health", timeout=4.0) as answer:  # noqa: S310 the URL is our own service's
             print(answer.read(1000).decode(errors="replace"))
             return 0
