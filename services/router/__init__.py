@@ -1,1 +1,1 @@
-"""Chooses the worker: who caches what, how loaded each is, and why."""
+"""The router: who caches what, who is how busy, and therefore who gets the next request."""

@@ -1,0 +1,350 @@
+"""From one source's events to the index: engine hashes become sequence hashes. Pure.
+
+    engine     e0 ──▶ e1 ──▶ e2        opaque ids, their tokens and parents
+    ours       s0 ──▶ s1 ──▶ s2        XXH3 of the same chain: what prompts are asked with
+
+A run whose parent is not known is kept, with the removals that follow it, and joined when the parent comes. The same
+block may be stored several times and is gone when it was removed as often. Blocks that hold more than tokens (images)
+are known but not routable, nor is what follows them.
+
+Bounds: `limit_blocks` known blocks a tier (more are ignored and counted), `orphan_limit_blocks` in runs that wait for
+their parent (the oldest run goes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from services.router.events import CacheEvent, Cleared, EngineHash, Removed, Stored
+from services.router.index import TIERS, CandidateId, Index, Slot
+from shared.errors import ProtocolError
+from shared.hashing import SEED, block_hash, next_sequence_hash, pack_tokens, seed_of
+from shared.messages import SnapshotBlock
+
+_VOCABULARY_CHECKS = 64
+
+
+class Mismatch(ProtocolError):
+    """The source contradicts its model card: nothing it says can be used."""
+
+
+class ChainStatistics(Struct, frozen=True):
+    """Counts of one source."""
+
+    blocks: int
+    """Known now, each tier counted."""
+    orphans: int
+    """Blocks waiting for their parent."""
+    ignored_blocks: int
+    """Stored beyond the limit, or in runs given up at the orphans' limit, since the start."""
+    unknown_removals: int
+    """Removals of blocks that were not known, since the start."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """One tier's blocks."""
+
+    hashes: dict[EngineHash, int | None] = field(default_factory=dict)
+    """Engine hash → sequence hash; None: not routable."""
+    repeats: dict[EngineHash, int] = field(default_factory=dict)
+    """How often a block is stored beyond the first."""
+    seeds: dict[EngineHash, int] = field(default_factory=dict)
+    """The hash seed of the block's chain where it is not the plain one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Orphan:
+    """A run whose parent is unknown, and the removals since."""
+
+    run: Stored
+    removed: list[EngineHash] = field(default_factory=list)
+
+
+class Clearing:
+    """The blocks of a slot that was given up, still to be removed from the index."""
+
+    def __init__(self, index: Index, slot: Slot, tiers: list[_Known]) -> None:
+        self._index = index
+        self._slot = slot
+        self._tiers = tiers
+
+    def step(self, blocks: int) -> bool:
+        """Remove up to so many blocks; False when none are left."""
+        for tier, known in enumerate(self._tiers):
+            if not known.hashes:
+                continue
+            gone: list[int] = []
+            for _ in range(min(blocks, len(known.hashes))):
+                name, sequence = known.hashes.popitem()
+                if sequence is not None:
+                    gone += [sequence] * (1 + known.repeats.pop(name, 0))
+            self._index.removed(self._slot, tier, gone)
+            return True
+        return False
+
+
+class Chains:
+    """What one candidate holds."""
+
+    def __init__(
+        self,
+        index: Index,
+        candidate: CandidateId,
+        *,
+        block_size: int,
+        vocab_size: int,
+        limit_blocks: int,
+        orphan_limit_blocks: int,
+    ) -> None:
+        self._index = index
+        self.candidate = candidate
+        self.slot = index.open(candidate)
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._limit_blocks = limit_blocks
+        self._orphan_limit_blocks = orphan_limit_blocks
+        self._tiers = [_Known() for _ in TIERS]
+        self._group: int | None = None
+        """The KV cache group we follow: the first that keeps whole prefixes."""
+        self._followed = False
+        self._orphans: dict[EngineHash, list[_Orphan]] = {}
+        """By the parent they wait for; oldest first."""
+        self._orphaned: dict[tuple[int, EngineHash], list[_Orphan]] = {}
+        """(tier, block) → the runs that have it, less those it was removed from."""
+        self._orphan_blocks = 0
+        self._vocabulary_checks = _VOCABULARY_CHECKS
+        self._ignored_blocks = 0
+        self._unknown_removals = 0
+
+    def apply(self, event: CacheEvent) -> Clearing | None:
+        """One event. Raises Mismatch where it contradicts the model card. A Clearing is work left to do."""
+        match event:
+            case Stored():
+                self._stored(event)
+            case Removed():
+                self._removed(event)
+            case Cleared():
+                return self.clear()
+        return None
+
+    def restore(self, blocks: Sequence[SnapshotBlock]) -> None:
+        """Blocks of a snapshot, all on the device, parents first. Raises ProtocolError."""
+        for block in blocks:
+            if len(block.tokens) != 4 * self._block_size:
+                raise Mismatch(f"snapshot block of {len(block.tokens)} bytes, block size {self._block_size}")
+            self._place(0, block.parent, [block.hash], block.tokens, block.lora, block.salt, routable=1)
+
+    def clear(self) -> Clearing:
+        """Forget everything, at once for whoever asks the index; the Clearing does the rest in slices."""
+        clearing = self.close()
+        self.slot = self._index.open(self.candidate)
+        return clearing
+
+    def close(self) -> Clearing:
+        """The candidate is gone; no event may follow."""
+        clearing = Clearing(self._index, self.slot, self._tiers)
+        self._index.retire(self.slot)
+        self._tiers = [_Known() for _ in TIERS]
+        self._orphans.clear()
+        self._orphaned.clear()
+        self._orphan_blocks = 0
+        self._vocabulary_checks = _VOCABULARY_CHECKS
+        return clearing
+
+    # --- stored
+
+    def _stored(self, event: Stored) -> None:
+        if not self._follows(event):
+            return
+        if event.block_size != self._block_size:
+            raise Mismatch(f"events have blocks of {event.block_size} tokens, the model card {self._block_size}")
+        if self._vocabulary_checks and event.tokens:
+            self._vocabulary_checks -= 1
+            if max(event.tokens) >= self._vocab_size:
+                raise Mismatch(f"token id {max(event.tokens)} is outside the vocabulary of {self._vocab_size}")
+        ready = [event]
+        late: list[Removed] = []
+        while ready:
+            run = ready.pop()
+            if run.parent is not None and self._tier_of(run.parent, run.tier) is None:
+                self._keep_orphan(run)
+                continue
+            packed = pack_tokens(run.tokens)
+            self._place(run.tier, run.parent, run.hashes, packed, run.lora, run.salt, routable=run.routable)
+            if self._orphans:
+                ready += self._joined(run.hashes, late)
+        for removed in late:
+            self._removed(removed)
+
+    def _follows(self, event: Stored) -> bool:
+        """Whether the event is about the one group of KV caches that we follow."""
+        if event.windowed:
+            return False
+        if not self._followed:
+            self._followed = True
+            self._group = event.group
+        return event.group == self._group
+
+    def _tier_of(self, block: EngineHash, first: int) -> _Known | None:
+        """A tier that has the block, preferably `first`."""
+        if block in self._tiers[first].hashes:
+            return self._tiers[first]
+        return next((tier for tier in self._tiers if block in tier.hashes), None)
+
+    def _place(
+        self,
+        number: int,
+        parent: EngineHash | None,
+        names: Sequence[EngineHash],
+        packed: bytes,
+        lora: str,
+        salt: str,
+        *,
+        routable: int,
+    ) -> None:
+        """Blocks behind a known parent, or at the beginning of a chain."""
+        tier = self._tiers[number]
+        if parent is None:
+            above: int | None = None
+            seed = seed_of(lora, salt)
+        else:
+            home = self._tier_of(parent, number)
+            if home is None:
+                self._ignored_blocks += len(names)
+                return
+            above = home.hashes[parent]
+            seed = home.seeds.get(parent, SEED)
+            routable = 0 if above is None else routable
+        known = tier.hashes
+        sequences: list[int] = []
+        stride = 4 * self._block_size
+        for position, name in enumerate(names):
+            start = position * stride
+            if position < routable:
+                sequence = next_sequence_hash(above, block_hash(packed[start : start + stride], seed), seed)
+                above = sequence
+            else:
+                sequence = None
+            if name in known:
+                tier.repeats[name] = tier.repeats.get(name, 0) + 1
+            elif len(known) >= self._limit_blocks:
+                self._ignored_blocks += len(names) - position
+                break
+            else:
+                known[name] = sequence
+                if seed != SEED:
+                    tier.seeds[name] = seed
+            if sequence is not None:
+                sequences.append(sequence)
+        self._index.stored(self.slot, number, sequences)
+
+    # --- removed
+
+    def _removed(self, event: Removed) -> None:
+        if self._followed and event.group != self._group:
+            return
+        tier = self._tiers[event.tier]
+        gone: list[int] = []
+        for name in event.hashes:
+            if name not in tier.hashes:
+                self._remove_orphan(event.tier, name)
+                continue
+            sequence = tier.hashes[name]
+            if name in tier.repeats:
+                tier.repeats[name] -= 1
+                if not tier.repeats[name]:
+                    del tier.repeats[name]
+            else:
+                del tier.hashes[name]
+                tier.seeds.pop(name, None)
+            if sequence is not None:
+                gone.append(sequence)
+        self._index.removed(self.slot, event.tier, gone)
+
+    # --- orphans
+
+    def _keep_orphan(self, run: Stored) -> None:
+        assert run.parent is not None
+        orphan = _Orphan(run)
+        self._orphans.setdefault(run.parent, []).append(orphan)
+        for name in run.hashes:
+            self._orphaned.setdefault((run.tier, name), []).append(orphan)
+        self._orphan_blocks += len(run.hashes)
+        while self._orphan_blocks > self._orphan_limit_blocks:
+            oldest = next(iter(self._orphans.values()))[0]
+            self._ignored_blocks += len(oldest.run.hashes) - len(oldest.removed)
+            self._forget_orphan(oldest)
+
+    def _remove_orphan(self, tier: int, name: EngineHash) -> None:
+        runs = self._orphaned.get((tier, name))
+        if runs is None:
+            self._unknown_removals += 1
+            return
+        orphan = runs.pop()
+        if not runs:
+            del self._orphaned[tier, name]
+        orphan.removed.append(name)
+        if len(orphan.removed) == len(orphan.run.hashes):
+            self._forget_orphan(orphan)
+
+    def _forget_orphan(self, orphan: _Orphan) -> None:
+        run = orphan.run
+        assert run.parent is not None
+        waiting = self._orphans[run.parent]
+        waiting.remove(orphan)
+        if not waiting:
+            del self._orphans[run.parent]
+        left = list(run.hashes)
+        for name in orphan.removed:
+            left.remove(name)
+        for name in left:
+            runs = self._orphaned[run.tier, name]
+            runs.remove(orphan)
+            if not runs:
+                del self._orphaned[run.tier, name]
+        self._orphan_blocks -= len(run.hashes)
+
+    def _joined(self, names: Sequence[EngineHash], late: list[Removed]) -> list[Stored]:
+        """Runs that wait for one of `names`. Their removals go to `late`: what follows a removed block must find it
+        first."""
+        runs: list[Stored] = []
+        for name in names:
+            for orphan in list(self._orphans.get(name, ())):
+                self._forget_orphan(orphan)
+                runs.append(orphan.run)
+                if orphan.removed:
+                    late.append(Removed(orphan.removed, orphan.run.tier, orphan.run.group))
+        return runs
+
+    # --- for people and tests
+
+    def statistics(self) -> ChainStatistics:
+        """Counts, in constant time."""
+        return ChainStatistics(
+            blocks=sum(len(tier.hashes) for tier in self._tiers),
+            orphans=self._orphan_blocks,
+            ignored_blocks=self._ignored_blocks,
+            unknown_removals=self._unknown_removals,
+        )
+
+    def held(self, tier: int) -> dict[EngineHash, int | None]:
+        """Engine hash → sequence hash of the blocks known in a tier; a copy."""
+        return dict(self._tiers[tier].hashes)
+
+    def validate(self) -> None:
+        """Assert every invariant. Linear in the blocks."""
+        for tier in self._tiers:
+            assert len(tier.hashes) <= self._limit_blocks
+            assert tier.repeats.keys() <= tier.hashes.keys()
+            assert all(count > 0 for count in tier.repeats.values())
+            assert tier.seeds.keys() <= tier.hashes.keys()
+        runs = [orphan for waiting in self._orphans.values() for orphan in waiting]
+        assert all(waiting for waiting in self._orphans.values())
+        assert self._orphan_blocks == sum(len(orphan.run.hashes) for orphan in runs) <= self._orphan_limit_blocks
+        assert all(len(orphan.removed) < len(orphan.run.hashes) for orphan in runs)
+        listed = sum(len(orphans) for orphans in self._orphaned.values())
+        assert listed == sum(len(orphan.run.hashes) - len(orphan.removed) for orphan in runs)

@@ -1,0 +1,61 @@
+"""The router's settings."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+
+
+class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much of what the fleet caches is known here."""
+
+    limit_bytes: int = 1 << 30
+    """Per model; about 10 M distinct blocks. At the limit the coldest are dropped."""
+    lower_tier_limit_blocks: int = 1_000_000
+    """Blocks that one candidate may hold in host memory or on disk; the device's limit is its capacity."""
+    orphan_limit_blocks: int = 65_536
+    """Blocks of one candidate that wait for their parent."""
+    speculation_s: float = 5.0
+    """How long a routed prompt's blocks count as cached without an event that says so; 0: not at all."""
+    history_s: float = 120.0
+    """The same for instances that send no events."""
+    speculation_limit_blocks: int = 500_000
+
+
+class LoadConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """When a reservation is given up that nobody ended."""
+
+    limit: int = 100_000
+    """Reservations held at once, per model; at the limit the oldest goes."""
+    grace_s: float = 3.0
+    """A worker's reports may not know a new attempt for so long."""
+    unknown_s: float = 10.0
+    """After that, reports without it for so long release it."""
+
+
+class SourceConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How event streams are followed."""
+
+    held_limit_batches: int = 10_000
+    """Batches kept while a replay or snapshot is on its way."""
+    replay_timeout_s: float = 5.0
+    snapshot_idle_timeout_s: float = 5.0
+
+
+class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """All of it."""
+
+    namespace: str = "default"
+    policy: str = "kv"
+    """kv, round-robin, random, least-loaded, power-of-two, or module:attribute."""
+    most_hashes: int = 131_072
+    """Blocks a prompt may have."""
+    explained: int = 1_000
+    """Decisions kept for `explain`."""
+    nats: NatsConfig = NatsConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    observe: ObserveConfig = ObserveConfig()
+    index: IndexConfig = IndexConfig()
+    load: LoadConfig = LoadConfig()
+    source: SourceConfig = SourceConfig()

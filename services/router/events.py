@@ -1,0 +1,181 @@
+"""Payloads of the KV event stream, in every shape engines have used, as one small set of records. Pure.
+
+    vLLM from 0.32     [ts, [{type: BlockStored, block_hashes: …, …}, …], rank]     maps
+    before, SGLang     [ts, [["BlockStored", hashes, parent, tokens, …], …]]        arrays, tails of any length
+
+Both are decoded by typed decoders, once. What is checked here: types, the number of tokens, their range. What needs
+the model card (block size, vocabulary) is checked in `services.router.chains`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import ProtocolError
+from shared.messages import EVENT_BATCH, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+EngineHash = int | bytes
+"""An engine's own name for a block: opaque, compared and nothing else."""
+
+_TIERS = {
+    0: ("gpu", "device", "cuda", "hbm"),
+    1: ("cpu", "host", "host_pinned", "cpu_pinned", "cpu_tier1", "dram"),
+    2: ("disk", "ssd", "nvme", "cpu_tier2"),
+}
+_MEDIA = {medium: tier for tier, media in _TIERS.items() for medium in media}
+
+_WINDOWED = ("sliding_window", "chunked_local_attention", "mamba", "linear_attention", "short_conv")
+"""Kinds of KV cache that keep only the end of a prefix, or a state: they do not say how much of it is reusable."""
+
+
+class Stored(Struct, frozen=True):
+    """A run of blocks behind `parent`, each of `block_size` tokens."""
+
+    hashes: list[EngineHash]
+    parent: EngineHash | None
+    tokens: list[int]
+    block_size: int
+    tier: int
+    group: int | None
+    windowed: bool
+    """The group's kind keeps no whole prefixes."""
+    lora: str
+    salt: str
+    """Of the chain; known where the run begins the chain."""
+    routable: int
+    """Leading blocks that depend on their tokens, LoRA and salt alone. The rest also hold images or embeddings, which
+    routing hashes cannot name."""
+
+
+class Removed(Struct, frozen=True):
+    """Blocks are gone from a tier."""
+
+    hashes: list[EngineHash]
+    tier: int
+    group: int | None
+
+
+class Cleared(Struct, frozen=True):
+    """All blocks of all tiers are gone."""
+
+
+CacheEvent = Stored | Removed | Cleared
+
+
+class Batch(Struct, frozen=True):
+    """One payload."""
+
+    time_s: float
+    """The engine's clock; only compared with itself."""
+    rank: int
+    events: list[CacheEvent]
+    ignored: int
+    """Events of tiers that we do not know."""
+
+
+class _StoredArray(Struct, frozen=True, array_like=True, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[object] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _RemovedArray(Struct, frozen=True, array_like=True, tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedArray(Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _ArrayBatch(Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    data_parallel_rank: int | None = None
+
+
+_ARRAYS: msgspec.msgpack.Decoder[_ArrayBatch] = msgspec.msgpack.Decoder(_ArrayBatch)
+
+
+def decode(payload: bytes) -> Batch:
+    """One payload. Raises ProtocolError on anything that is not an event batch, and on counts that contradict."""
+    raw: list[KvEvent] | list[_StoredArray | _RemovedArray | _ClearedArray]
+    try:
+        maps = EVENT_BATCH.decode(payload)
+        ts, raw, rank = maps.ts, maps.events, maps.data_parallel_rank
+    except ProtocolError as wrong:
+        try:
+            arrays = _ARRAYS.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise wrong from None
+        ts, raw, rank = arrays.ts, arrays.events, arrays.data_parallel_rank
+    if rank is not None and rank < 0:
+        raise ProtocolError(f"event batch: rank {rank}")
+    events: list[CacheEvent] = []
+    ignored = 0
+    for event in raw:
+        if isinstance(event, AllBlocksCleared | _ClearedArray):
+            events.append(Cleared())
+            continue
+        tier = 0 if event.medium is None else _MEDIA.get(event.medium.lower())
+        if tier is None:
+            ignored += 1
+        elif isinstance(event, BlockRemoved | _RemovedArray):
+            events.append(Removed(event.block_hashes, tier, event.group_idx))
+        else:
+            events.append(_stored(event, tier))
+    return Batch(ts, rank or 0, events, ignored)
+
+
+def _stored(event: BlockStored | _StoredArray, tier: int) -> Stored:
+    blocks = len(event.block_hashes)
+    if event.block_size <= 0 or len(event.token_ids) != blocks * event.block_size:
+        raise ProtocolError(
+            f"BlockStored: {len(event.token_ids)} token ids for {blocks} blocks of {event.block_size} tokens"
+        )
+    if event.token_ids and (min(event.token_ids) < 0 or max(event.token_ids) >= 1 << 32):
+        raise ProtocolError("BlockStored: a token id is not a u32")
+    lora = event.lora_name or ""
+    salt, routable = _read_keys(event, lora)
+    return Stored(
+        hashes=event.block_hashes,
+        parent=event.parent_block_hash,
+        tokens=event.token_ids,
+        block_size=event.block_size,
+        tier=tier,
+        group=event.group_idx,
+        windowed=event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind.startswith(_WINDOWED),
+        lora=lora,
+        salt=salt,
+        routable=routable,
+    )
+
+
+def _read_keys(event: BlockStored | _StoredArray, lora: str) -> tuple[str, int]:
+    """(tenant salt, leading blocks that tokens, LoRA and salt alone decide).
+
+    vLLM's extra keys of a block: the LoRA's name, then what else its content depends on; a chain's first block ends
+    with the salt.
+    """
+    if event.lora_id is not None and not lora:
+        return "", 0  # a LoRA whose name we are not told
+    salt = ""
+    for number, keys in enumerate(event.extra_keys or ()):
+        foreign = [key for key in keys or () if key != lora or not lora]
+        if number == 0 and event.parent_block_hash is None and foreign:
+            last = foreign[-1]
+            if isinstance(last, str):
+                salt = last
+                foreign.pop()
+        if foreign:
+            return salt, number
+    return salt, len(event.block_hashes)

@@ -1,0 +1,268 @@
+"""How busy each candidate is: reservations, corrected by the workers' own reports. Pure.
+
+    reserved ──▶ prefill ──▶ decode ──▶ released
+                        Prefilled   Finished, a lease that ended, or a worker that does not know the attempt
+
+A candidate's load is what its last report says, moved on by what has been told since:
+
+    queued tokens = reported waiting tokens - those of known attempts that were prefilled since
+                    + uncached tokens of reservations that the report does not know yet and that are not prefilled
+    active blocks = reported held blocks - those of known attempts that ended since
+                    + blocks of reservations that the report does not know yet
+
+Events come in any order and more than once: what is told of an attempt before its reservation is remembered, up to a
+bound. Nothing is released by a timer alone: an attempt is given up only when reports keep coming without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from services.router.index import CandidateId
+from shared.messages import LoadReport, Reserved
+
+AttemptId = tuple[str, int]
+"""(request, attempt)."""
+
+
+class CandidateLoad(Struct, frozen=True):
+    """One candidate's load as of now."""
+
+    requests: int = 0
+    """Attempts reserved, prefilling or decoding."""
+    queued_tokens: int = 0
+    """Prompt tokens still to be computed."""
+    active_blocks: int = 0
+    """Blocks that running attempts use, or will."""
+
+
+IDLE = CandidateLoad()
+
+
+class LoadStatistics(Struct, frozen=True):
+    """Counts of the whole."""
+
+    reservations: int
+    remembered: int
+    """Attempts whose end or first token was told before their reservation, or that ended lately."""
+    forgotten: int
+    """Released because the worker's reports did not know them, or at the limit, since the start."""
+
+
+class Reservation(Struct):
+    """One attempt's load; changed by `Load` alone."""
+
+    reserved: Reserved
+    since_s: float
+    prefilled: bool = False
+    known: bool = False
+    """In the candidate's last report."""
+    known_s: float = 0.0
+    """When a report last had it."""
+
+    @property
+    def candidate(self) -> CandidateId:
+        return self.reserved.instance, self.reserved.rank
+
+
+@dataclass(slots=True)
+class _Place:
+    """One candidate's sums."""
+
+    attempts: set[AttemptId] = field(default_factory=set)
+    reported_requests: int = 0
+    """In the last report, less those of ours in it."""
+    reported_tokens: int = 0
+    reported_blocks: int = 0
+    new_tokens: int = 0
+    """Of reservations that the report does not know and that are not prefilled."""
+    new_blocks: int = 0
+    """Of reservations that the report does not know."""
+
+
+class Load:
+    """All reservations of one model. Times are seconds on any clock that only grows."""
+
+    def __init__(
+        self,
+        *,
+        limit: int = 100_000,
+        remembered_limit: int = 65_536,
+        grace_s: float = 3.0,
+        unknown_s: float = 10.0,
+    ) -> None:
+        self._limit = limit
+        self._remembered_limit = remembered_limit
+        self._grace_s = grace_s
+        self._unknown_s = unknown_s
+        self._reservations: dict[AttemptId, Reservation] = {}
+        self._places: dict[CandidateId, _Place] = {}
+        self._frontends: dict[str, set[AttemptId]] = {}
+        self._early: dict[AttemptId, bool] = {}
+        """Attempts without a reservation: True ended, False prefilled; oldest first."""
+        self._forgotten = 0
+
+    # --- events
+
+    def reserved(self, event: Reserved, now_s: float) -> bool:
+        """Take on an attempt's load; False for one that is there already or has ended. At the limit the oldest
+        reservation goes."""
+        attempt = event.request, event.attempt
+        early = self._early.get(attempt)
+        if attempt in self._reservations or early:
+            return False
+        if len(self._reservations) >= self._limit:
+            self._forgotten += 1
+            self._release(next(iter(self._reservations)))
+        self._early.pop(attempt, None)
+        reservation = Reservation(event, since_s=now_s, prefilled=early is not None)
+        self._reservations[attempt] = reservation
+        self._frontends.setdefault(event.frontend, set()).add(attempt)
+        place = self._places.setdefault(reservation.candidate, _Place())
+        place.attempts.add(attempt)
+        place.new_blocks += event.blocks
+        if not reservation.prefilled:
+            place.new_tokens += event.uncached_tokens
+        return True
+
+    def prefilled(self, attempt: AttemptId) -> Reservation | None:
+        """Its first token has come; the reservation, the first time."""
+        reservation = self._reservations.get(attempt)
+        if reservation is None:
+            self._remember(attempt, ended=False)
+            return None
+        if reservation.prefilled:
+            return None
+        reservation.prefilled = True
+        self._take_tokens(reservation)
+        return reservation
+
+    def finished(self, attempt: AttemptId) -> None:
+        """It has ended; whatever is told of it later is ignored."""
+        if attempt in self._reservations:
+            self._release(attempt)
+        self._remember(attempt, ended=True)
+
+    def reported(self, report: LoadReport, now_s: float) -> None:
+        """A worker's own account. Of an instance with several ranks, only which attempts it has is taken from it."""
+        places = [place for place in self._places if place[0] == report.instance]
+        alone = not places or (len(places) == 1 and places[0][1] == 0)
+        if alone:
+            self._places.setdefault((report.instance, 0), _Place())
+            places = [(report.instance, 0)]
+        running = set(report.attempts)
+        for candidate in places:
+            place = self._places[candidate]
+            place.new_tokens = place.new_blocks = 0
+            for attempt in list(place.attempts):
+                reservation = self._reservations[attempt]
+                if attempt in running:
+                    reservation.known = alone
+                    reservation.known_s = now_s
+                elif now_s - max(reservation.since_s + self._grace_s, reservation.known_s) >= self._unknown_s:
+                    self._forgotten += 1
+                    self._drop(attempt)
+                    continue
+                else:
+                    reservation.known = False
+                if not reservation.known:
+                    place.new_blocks += reservation.reserved.blocks
+                    place.new_tokens += 0 if reservation.prefilled else reservation.reserved.uncached_tokens
+            if alone:
+                place.reported_tokens = max(report.waiting_tokens, 0)
+                place.reported_blocks = max(report.held_blocks, 0)
+                ours = sum(self._reservations[attempt].known for attempt in place.attempts)
+                place.reported_requests = max(report.waiting + report.running - ours, 0)
+
+    def frontend_gone(self, frontend: str) -> list[AttemptId]:
+        """Its lease ended: what it asked for is released."""
+        attempts = sorted(self._frontends.get(frontend, ()))
+        for attempt in attempts:
+            self._release(attempt)
+        return attempts
+
+    def instance_gone(self, instance: str) -> list[AttemptId]:
+        """Its lease ended: what was reserved there is released, and its reports are forgotten."""
+        released: list[AttemptId] = []
+        for candidate in [place for place in self._places if place[0] == instance]:
+            for attempt in sorted(self._places[candidate].attempts):
+                self._release(attempt)
+                released.append(attempt)
+            self._places.pop(candidate, None)
+        return released
+
+    # --- questions
+
+    def of(self, candidate: CandidateId) -> CandidateLoad:
+        """The candidate's load as of now."""
+        place = self._places.get(candidate)
+        if place is None:
+            return IDLE
+        return CandidateLoad(
+            requests=len(place.attempts) + place.reported_requests,
+            queued_tokens=place.reported_tokens + place.new_tokens,
+            active_blocks=place.reported_blocks + place.new_blocks,
+        )
+
+    def statistics(self) -> LoadStatistics:
+        """Counts, in constant time."""
+        return LoadStatistics(len(self._reservations), len(self._early), self._forgotten)
+
+    # --- changes
+
+    def _remember(self, attempt: AttemptId, *, ended: bool) -> None:
+        ended = self._early.pop(attempt, False) or ended
+        self._early[attempt] = ended
+        if len(self._early) > self._remembered_limit:
+            del self._early[next(iter(self._early))]
+
+    def _take_tokens(self, reservation: Reservation) -> None:
+        """Its prefill is over."""
+        place = self._places[reservation.candidate]
+        tokens = reservation.reserved.uncached_tokens
+        if reservation.known:
+            place.reported_tokens = max(place.reported_tokens - tokens, 0)
+        else:
+            place.new_tokens -= tokens
+
+    def _release(self, attempt: AttemptId) -> None:
+        reservation = self._reservations[attempt]
+        if not reservation.prefilled:
+            self._take_tokens(reservation)
+        place = self._places[reservation.candidate]
+        blocks = reservation.reserved.blocks
+        if reservation.known:
+            place.reported_blocks = max(place.reported_blocks - blocks, 0)
+        else:
+            place.new_blocks -= blocks
+        self._drop(attempt)
+        if not place.attempts and not (place.reported_requests or place.reported_tokens or place.reported_blocks):
+            del self._places[reservation.candidate]
+
+    def _drop(self, attempt: AttemptId) -> None:
+        """Take the attempt out of every table; its sums are the caller's."""
+        reservation = self._reservations.pop(attempt)
+        self._places[reservation.candidate].attempts.discard(attempt)
+        frontend = self._frontends[reservation.reserved.frontend]
+        frontend.discard(attempt)
+        if not frontend:
+            del self._frontends[reservation.reserved.frontend]
+
+    def validate(self) -> None:
+        """Assert every invariant. Linear in the reservations."""
+        assert len(self._reservations) <= self._limit
+        assert len(self._early) <= self._remembered_limit
+        assert all(not self._early.get(attempt) for attempt in self._reservations), "an ended attempt is reserved"
+        assert sum(len(attempts) for attempts in self._frontends.values()) == len(self._reservations)
+        assert sum(len(place.attempts) for place in self._places.values()) == len(self._reservations)
+        for candidate, place in self._places.items():
+            here = [self._reservations[attempt] for attempt in place.attempts]
+            assert all(reservation.candidate == candidate for reservation in here)
+            new = [reservation for reservation in here if not reservation.known]
+            assert place.new_blocks == sum(reservation.reserved.blocks for reservation in new)
+            assert place.new_tokens == sum(
+                reservation.reserved.uncached_tokens for reservation in new if not reservation.prefilled
+            )
+            assert min(place.reported_requests, place.reported_tokens, place.reported_blocks) >= 0

@@ -1,0 +1,29 @@
+"""The less loaded of two drawn at random: nearly as even as the least loaded, and it never herds. Pure.
+
+M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 1996.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from services.router.policies.least_loaded import tokens_in_hand
+from services.router.question import Facts, Question, Scored, best
+
+
+class PowerOfTwoPolicy:
+    """Load, of a sample."""
+
+    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
+        """All may."""
+        return candidates
+
+    def score(self, question: Question, candidate: Facts) -> Scored:
+        """Tokens in hand."""
+        tokens = tokens_in_hand(question, candidate)
+        return Scored(candidate, tokens, f"{tokens} tokens in hand")
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        """The better of two."""
+        return best(question, draw.sample(scored, min(2, len(scored))), draw)

@@ -1,0 +1,64 @@
+"""Choosing a candidate: the interface of policies, and how one is found by name. Pure.
+
+    candidates ──filter──▶ those that may ──score──▶ lower is better ──pick──▶ the choice
+
+A policy of your own is a class with these three methods, named in the config as `module:attribute`. It is made once
+per model, without arguments, and may keep state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from random import Random
+from typing import Protocol, cast
+
+from services.router.policies.kv import KvPolicy
+from services.router.policies.least_loaded import LeastLoadedPolicy
+from services.router.policies.power_of_two import PowerOfTwoPolicy
+from services.router.policies.round_robin import RoundRobinPolicy
+from services.router.policies.uniform import UniformPolicy
+from services.router.question import Facts, Question, Scored
+from shared.errors import ConfigError
+
+
+class Policy(Protocol):
+    """Decides among candidates. Randomness comes in as `draw`, so that the same questions get the same answers."""
+
+    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
+        """Those worth scoring. None left means that all stay."""
+        ...
+
+    def score(self, question: Question, candidate: Facts) -> Scored:
+        """How good a candidate is, and why."""
+        ...
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        """One of `scored`, which is not empty."""
+        ...
+
+
+BUILT_IN: dict[str, Callable[[], Policy]] = {
+    "kv": KvPolicy,
+    "round-robin": RoundRobinPolicy,
+    "random": UniformPolicy,
+    "least-loaded": LeastLoadedPolicy,
+    "power-of-two": PowerOfTwoPolicy,
+}
+
+
+def load_policy(name: str) -> Callable[[], Policy]:
+    """What makes the policy called `name`, built in or `module:attribute`. Raises ConfigError."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(f"policy {name}: not one of {', '.join(BUILT_IN)} and not module:attribute")
+    try:
+        made = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as wrong:
+        raise ConfigError(f"policy {name}: {wrong}") from wrong
+    missing = [method for method in ("filter", "score", "pick") if not callable(getattr(made, method, None))]
+    if missing or not callable(made):
+        raise ConfigError(f"policy {name}: it is no class with {', '.join(missing) or 'a constructor'}")
+    return cast(Callable[[], Policy], made)

@@ -1,0 +1,67 @@
+"""What a policy is asked, and what it answers with. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from msgspec import Struct
+
+from services.router.index import CandidateId
+from services.router.load import CandidateLoad
+from shared.hashing import SEED, block_hash, next_sequence_hash
+from shared.messages import Overlap
+
+
+class Question(Struct, frozen=True):
+    """One prompt that needs a candidate."""
+
+    prompt_tokens: int
+    block_size: int
+    """Tokens a block."""
+    session: str = ""
+    """Requests of one session prefer the same candidate, all else equal."""
+    priority: int = 0
+
+
+class Facts(Struct, frozen=True):
+    """What is known of one candidate."""
+
+    candidate: CandidateId
+    overlap: Overlap
+    """Leading blocks of the prompt that it holds."""
+    load: CandidateLoad
+    total_blocks: int
+    """Its capacity."""
+
+
+class Scored(Struct, frozen=True):
+    """A candidate with its score, lower is better, and the reason in words."""
+
+    facts: Facts
+    score: float
+    reason: str
+
+
+def best(question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+    """The lowest score. Among equals: the session's own candidate, else the least busy, else any."""
+    lowest = min(each.score for each in scored)
+    equal = [each for each in scored if each.score == lowest]
+    if len(equal) > 1 and question.session:
+        return max(equal, key=lambda each: _affinity(question.session, each.facts.candidate))
+    if len(equal) > 1:
+        calm = min(busyness(each.facts) for each in equal)
+        equal = [each for each in equal if busyness(each.facts) == calm]
+    return equal[0] if len(equal) == 1 else draw.choice(equal)
+
+
+def busyness(facts: Facts) -> tuple[int, int, int]:
+    """Load as something to compare: requests, then prompt tokens to compute, then blocks in use."""
+    load = facts.load
+    return load.requests, load.queued_tokens, load.active_blocks
+
+
+def _affinity(session: str, candidate: CandidateId) -> int:
+    """Rendezvous hashing: when a candidate goes, only its own sessions move."""
+    instance, rank = candidate
+    return next_sequence_hash(block_hash(session.encode()), block_hash(f"{instance}/{rank}".encode()), SEED)

@@ -1,0 +1,29 @@
+"""Warnings that come at most once a minute for each subject, so that a flood of bad input does not fill the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+_EVERY_S = 60.0
+_SUBJECTS = 1024
+
+_log = logging.getLogger(__name__)
+
+
+class Seldom:
+    """Remembers what was said lately, of a bounded number of subjects."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, float] = {}
+
+    def warn(self, subject: str, problem: object) -> None:
+        """Log `problem` of `subject`, unless one was logged within the last minute."""
+        now = time.monotonic()
+        if now - self._said.get(subject, -_EVERY_S) < _EVERY_S:
+            return
+        self._said.pop(subject, None)
+        self._said[subject] = now
+        if len(self._said) > _SUBJECTS:
+            del self._said[next(iter(self._said))]
+        _log.warning("%s: %s (said once a minute)", subject, problem)
