@@ -1,4 +1,4 @@
-"""A container's health check: `healthcheck.py URL`, or `healthcheck.py FILE` where the file holds the service's base URL.
+"""A container's health check: `healthcheck.py URL`, or `healthcheck.py FILE` where FILE holds the URL.
 
 Exit status 0 if /health there answers 200. A script of its own, run with `-I -S`, as it starts every few seconds.
 """

@@ -1,0 +1,117 @@
+"""deploy/compose/: the files fit together, and nothing in them is open to more than this machine."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from msgspec import Struct
+
+from services.frontend.config import FrontendConfig
+from services.router.config import RouterConfig
+from services.worker.config import WorkerConfig
+from shared.config import load
+
+HERE = Path(__file__).resolve().parents[2] / "deploy" / "compose"
+OURS = {"frontend": FrontendConfig, "router": RouterConfig, "worker": WorkerConfig}
+
+
+_Loader: Any = type("_Loader", (yaml.SafeLoader,), {})
+_Loader.add_constructor(  # Compose's tag that takes away what the base file says
+    "!reset", lambda _loader, _node: None
+)
+
+
+def read(name: str) -> dict[str, Any]:
+    loaded = yaml.load((HERE / name).read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+BASE: dict[str, Any] = read("compose.yaml")["services"]
+HOST: dict[str, Any] = read("compose.host.yaml")["services"]
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_every_service_has_a_health_check_that_runs_without_a_shell(name: str) -> None:
+    assert BASE[name]["healthcheck"]["test"][0] == "CMD"
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_ports_are_published_on_loopback_only(name: str) -> None:
+    assert all(port.startswith("127.0.0.1:") for port in BASE[name].get("ports", []))
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_images_are_pinned(name: str) -> None:
+    tag = BASE[name]["image"].rpartition(":")[2]
+    assert tag not in ("", "latest")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_services_start_when_the_servers_are_healthy_and_may_do_little(name: str) -> None:
+    service = BASE[name]
+    assert service["depends_on"] == {server: {"condition": "service_healthy"} for server in ("nats", "etcd")}
+    assert service["cap_drop"] == ["ALL"]
+    assert service["read_only"] is True
+    assert service["init"] is True
+
+
+def test_our_image_does_not_run_as_root() -> None:
+    user = re.findall(r"^USER (\S+)$", (HERE / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert user == ["10001:10001"]
+
+
+def test_workers_scale() -> None:
+    assert not BASE["worker"].keys() & {"ports", "container_name", "hostname"}
+
+
+def test_services_may_drain_before_they_are_killed() -> None:
+    for name in OURS:
+        assert BASE[name]["stop_grace_period"] == "30s"
+
+
+def test_passwords_come_from_the_env_file_or_the_start_fails() -> None:
+    text = (HERE / "compose.yaml").read_text(encoding="utf-8")
+    for name in re.findall(r"^(\w+)=", (HERE / ".env.example").read_text(encoding="utf-8"), re.MULTILINE):
+        uses = re.findall(rf"\$\{{{name}([^}}]*)\}}", text)
+        assert uses
+        assert all(use.startswith(":?") for use in uses)
+    assert not (HERE / ".env.example").read_text(encoding="utf-8").count("=x")
+
+
+def mounted(service: dict[str, Any]) -> dict[str, str]:
+    """Container path → host path."""
+    return {each.split(":")[1]: each.split(":")[0] for each in service["volumes"]}
+
+
+@pytest.mark.parametrize(("name", "schema"), OURS.items())
+@pytest.mark.parametrize("overlay", [{}, HOST], ids=["bridge", "host"])
+def test_the_settings_are_ones_the_service_knows(name: str, schema: type[Struct], overlay: dict[str, Any]) -> None:
+    service = BASE[name]
+    module, flag, path = service["command"]
+    assert (module, flag) == (f"services.{name}", "--config")
+    environment = service["environment"] | overlay.get(name, {}).get("environment", {})
+    load(schema, file=HERE / mounted(service)[path], environ=environment)
+
+
+def test_services_hide_their_inboxes_from_clients() -> None:
+    for name in OURS:
+        nats = tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8"))["nats"]
+        assert (nats["user"], nats["inbox"]) == ("services", "_INBOX_services")
+
+
+def test_the_overlay_puts_every_service_on_the_hosts_network() -> None:
+    assert HOST.keys() == BASE.keys()
+    for service in HOST.values():
+        assert service["network_mode"] == "host"
+        assert service["ports"] is None
+
+
+def test_the_overlay_lets_only_fixed_servers_have_fixed_ports() -> None:
+    for name in ("router", "worker"):
+        assert HOST[name]["environment"]["HEADRACE_OBSERVE_PORT"] == "0"
