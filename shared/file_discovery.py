@@ -101,11 +101,8 @@ def scan(directory: Path) -> dict[str, bytes]:
                 os.close(descriptor)
                 continue
             content = _FILE.decode(file.read_bytes())
-        except FileNotFoundError:
-            continue
-        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-            _log.error("discovery: %s is left out: %s", file, wrong)
-            continue
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            continue  # just gone; or no file of ours, for those are replaced whole
         found.update({key: value.encode() for key, value in content.items()})
     return found
 
