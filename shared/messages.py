@@ -7,6 +7,7 @@ Channels, each with its union and its codec at the end of the file:
     → all routers        Reserved | Prefilled | Finished         published in batches
     frontend → worker    Generate → Accepted | Refused           request and reply
                          Cancel                                  published
+                         ResendRequest → Resent                  request and reply
     anyone → service     Ping → Pong                             request and reply, `control`
     worker → frontend    StepFrame of Parts                      published, one a step
     worker → everyone    LoadReport                              published every 250 ms
@@ -368,6 +369,38 @@ class StepFrame(Struct, frozen=True, array_like=True):
     parts: list[Part]
 
 
+# --- frontend → worker: a gap in the step frames
+
+
+class ResendRequest(Struct, frozen=True, tag="resend"):
+    """Publish the step frames from `first` on again, please; they come on the frontend's stream subject."""
+
+    frontend: str
+    first: int
+    """Sequence of the first frame that was missed."""
+
+
+class StreamState(Struct, frozen=True, array_like=True):
+    """How far one running attempt is."""
+
+    request: str
+    attempt: int
+    produced: int
+    """Length of the request's whole output so far: what the next part's `first` will be."""
+
+
+class Resent(Struct, frozen=True, tag="resent"):
+    """The frames `first` … `next` - 1 are published again, before any new one."""
+
+    epoch: int
+    first: int
+    """Later than asked where older frames are no longer kept: `streams` then says what was missed."""
+    next: int
+    """Sequence of the next new frame."""
+    streams: list[StreamState]
+    """The frontend's running attempts as of the frames up to `next`; an attempt that is missing has ended."""
+
+
 # --- worker → routers and frontends, every 250 ms
 
 
@@ -520,6 +553,8 @@ LOAD_EVENTS: Codec[LoadEvents] = Codec(LoadEvents, "load events")
 GENERATE: Codec[Generate] = Codec(Generate, "generate")
 GENERATE_REPLY: Codec[GenerateReply] = Codec(GenerateReply, "generate reply")
 CANCEL: Codec[Cancel] = Codec(Cancel, "cancel")
+RESEND_REQUEST: Codec[ResendRequest] = Codec(ResendRequest, "resend request")
+RESENT: Codec[Resent] = Codec(Resent, "resent")
 PING: Codec[Ping] = Codec(Ping, "ping")
 PONG: Codec[Pong] = Codec(Pong, "pong")
 STEP_FRAME: Codec[StepFrame] = Codec(StepFrame, "step frame")

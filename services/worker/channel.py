@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 
 from services.worker.engine import EngineCommand, EngineReport
 from shared.errors import HeadraceError
@@ -35,7 +36,7 @@ class EngineEnd:
         self._buffer = bytearray()
 
     def send(self, report: EngineReport) -> None:
-        """Waits while the shell does not read; what is on its way is bounded by the socket's buffer. Raises PeerGone."""
+        """Waits while the shell does not read, so that what is on its way stays bounded. Raises PeerGone."""
         try:
             self._connection.sendall(_frame(REPORTS.encode(report)))
         except OSError as wrong:
@@ -95,13 +96,15 @@ class ShellEnd:
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return ShellEnd(reader, writer, unread_bytes)
 
-    def send(self, command: EngineCommand) -> bool:
-        """False: the bound is reached or the engine has ended, and nothing was sent."""
-        transport = self._writer.transport
-        if transport.is_closing() or transport.get_write_buffer_size() > self._unread_bytes:
-            return False
-        self._writer.write(_frame(COMMANDS.encode(command)))
-        return True
+    def send(self, command: EngineCommand) -> None:
+        """Nothing is sent to an engine that has ended. What waits here is bounded by those who look at `full`."""
+        if not self._writer.transport.is_closing():
+            self._writer.write(_frame(COMMANDS.encode(command)))
+
+    @property
+    def full(self) -> bool:
+        """Whether the engine has left more unread than it should; new work waits or is refused then."""
+        return self._writer.transport.get_write_buffer_size() > self._unread_bytes
 
     async def receive(self) -> EngineReport:
         """The next report. Raises PeerGone."""
@@ -110,6 +113,12 @@ class ShellEnd:
             return REPORTS.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as wrong:
             raise PeerGone(f"engine: {wrong}") from wrong
+
+    async def ended(self) -> None:
+        """Reads on and drops it, until the other end is closed."""
+        with suppress(OSError):
+            while await self._reader.read(_READ_BYTES):
+                pass
 
     def close(self) -> None:
         self._writer.close()

@@ -34,6 +34,7 @@ class EchoRunner:
                 block_size=block_size,
                 capacity_blocks=capacity_blocks or _DEFAULT_CAPACITY_BLOCKS,
                 kv_layout=KvLayout(dtype="float32", layers=0, kv_heads=0, head_dim=0, block_size=block_size),
+                path=str(directory),
             )
         except (OSError, ValueError, KeyError, TypeError) as wrong:
             raise ModelError(f"{file}: {wrong!r}") from wrong

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import assert_never
 
 import msgspec
 
@@ -50,12 +51,17 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
         runner = _load(config, channel.send)
     except ModelError as wrong:
         return Failed(reason=str(wrong), model=True)
+    except PeerGone:
+        raise
+    except Exception as wrong:  # noqa: BLE001 - the engine's edge, as below
+        traceback.print_exc()
+        return Failed(reason=f"{type(wrong).__name__}: {wrong}")
     with closing(runner):
         try:
             _serve(config, channel, runner)
         except PeerGone:
             raise
-        except Exception as wrong:  # the engine's edge: a runner may fail in any way, and the shell must hear of it
+        except Exception as wrong:  # noqa: BLE001 - the engine's edge: however a runner fails, the shell hears it
             traceback.print_exc()
             return Failed(reason=f"{type(wrong).__name__}: {wrong}")
     return None
@@ -63,15 +69,29 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
 
 def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
     """Raises ModelError."""
+    source, cache = Path(config.model), Path(config.cache)
     match config.engine:
         case "echo":
             from services.worker.echo import EchoRunner
 
-            return EchoRunner.of(
-                Path(config.model), block_size=config.block_size, capacity_blocks=config.capacity_blocks
-            )
+            if not source.is_dir():
+                from services.worker.native.prepare import prepare
+
+                source = prepare(source, cache, tell)
+            return EchoRunner.of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
         case "native":
-            raise ModelError("native")
+            from services.worker.native.runner import load_native
+
+            load = load_native(
+                source,
+                cache,
+                capacity_bytes=config.capacity_bytes,
+                capacity_blocks=config.capacity_blocks,
+                block_size=config.block_size,
+            )
+            return load(tell)
+        case _:
+            assert_never(config.engine)
 
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner) -> None:
@@ -84,7 +104,7 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner) -> None:
             block_size=facts.block_size,
             capacity_blocks=facts.capacity_blocks,
             max_running=config.max_running,
-            max_waiting=config.max_waiting,
+            max_waiting=config.max_running + config.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=config.max_waiting_tokens,
         )
     )

@@ -16,11 +16,11 @@ A running sequence prefills while more than one of its tokens is uncomputed, and
 2. Every decoding sequence gets its one token. Where a block is missing, the lowest ranked running sequence gives its
    blocks back and waits again (its tokens are kept, its KV is computed anew, its stored blocks stay findable while
    nobody needs their room). Draws are numbered by position, so a seed draws the same tokens after a preemption.
-3. What is left of the step's token budget, but at least one block, goes to prefills: running ones first, then newcomers.
-   So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
+3. What is left of the step's token budget, but at least one block, goes to prefills: running ones first, then
+   newcomers. So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
 
-Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its priority
-by a smaller prompt. All blocks of the known tokens are taken at admission, so that half-done prefills cannot block each
+Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its
+priority by a smaller prompt. All blocks of the known tokens are taken at admission, so that half-done prefills cannot block each
 other; one block for each running sequence is left free for it to grow into.
 
 Where two sequences prefill the same prefix, the second takes over the first one's blocks chunk by chunk as they are
@@ -415,7 +415,7 @@ class Scheduler:
             assert len(sequence.blocks) == len(set(sequence.blocks))
             assert len(sequence.blocks) * self._limits.block_size >= sequence.computed
             assert sequence.stored == sequence.computed // self._limits.block_size
-            assert 1 <= sequence.uncomputed
+            assert sequence.uncomputed >= 1
             assert sequence.deadline_s >= self._earliest_deadline_s
             for index, slot in enumerate(sequence.blocks):
                 content = self._pool.content(slot)

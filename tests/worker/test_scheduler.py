@@ -29,9 +29,7 @@ class Engine:
         max_waiting_tokens: int = 1 << 20,
         step_tokens: int = 8,
     ) -> None:
-        self.runner = FakeRunner(
-            block_size=block_size, capacity_blocks=capacity_blocks, context_length=context_length
-        )
+        self.runner = FakeRunner(block_size=block_size, capacity_blocks=capacity_blocks, context_length=context_length)
         self.scheduler = Scheduler(
             Limits(
                 model="model",
@@ -241,7 +239,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
         works = engine.step()
         steps += 1
         assert sum(len(work.tokens) for work in works) <= 8
-        assert [len(work.tokens) for work in works][0] == 1, "the decode goes first"
+        assert len(works[0].tokens) == 1, "the decode goes first"
     assert steps >= len(LONG) // 8
     assert len(engine.output("decoding")) == 1 + steps
 
@@ -276,8 +274,6 @@ def test_the_youngest_of_the_lowest_priority_gives_its_blocks_back() -> None:
     engine.submit("urgent", [3, 3], sampling=six, priority=1)
     engine.run()
     assert engine.scheduler.load().preemptions > 0
-    ended = [name for name, _ in sorted(engine.parts, key=lambda name: [part.finish for part in engine.parts[name]].index("length"))]
-    assert set(ended) == {"old", "young", "urgent"}
     for name, prompt in (("old", [1, 1]), ("young", [2, 2]), ("urgent", [3, 3])):
         assert len(engine.output(name)) == 6, name
         tokens = [*prompt, *engine.output(name)]
@@ -404,9 +400,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, prompt: list[int], max_tokens: int, priority: int, time_left_s: float, salt: str) -> None:
         name = f"r{len(self.asked)}"
         self.asked[name] = (prompt, max_tokens)
-        self.engine.submit(
-            name, prompt, max_tokens=max_tokens, priority=priority, time_left_s=time_left_s, salt=salt
-        )
+        self.engine.submit(name, prompt, max_tokens=max_tokens, priority=priority, time_left_s=time_left_s, salt=salt)
 
     @precondition(lambda self: self.asked)
     @rule(pick=st.integers(0, 100))

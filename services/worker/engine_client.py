@@ -1,0 +1,99 @@
+"""The shell's side of the engine process: start it, talk to it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from services.worker.channel import ShellEnd
+from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.engine import CancelAttempt, EngineReport, Shutdown, Submit, TakeSnapshot
+from shared.config import environment
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+@dataclass(frozen=True)
+class EngineClient:
+    """One engine process. It is spawned, never forked: NATS, gRPC and CUDA do not survive a fork."""
+
+    process: asyncio.subprocess.Process
+    channel: ShellEnd
+
+    @staticmethod
+    async def start(config: WorkerConfig, model_name: str) -> EngineClient:
+        """Returns when the process runs; it tells Loading and Ready by itself."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "services.worker.engine_process",
+                msgspec.json.encode(_engine_config(config, model_name)).decode(),
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                env=_child_environment(config.threads),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        return EngineClient(process, await ShellEnd.open(ours))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def submit(self, command: Submit) -> bool:
+        """False: the engine does not read, and nothing was sent."""
+        if self.channel.full:
+            return False
+        self.channel.send(command)
+        return True
+
+    def send(self, command: CancelAttempt | TakeSnapshot) -> None:
+        """At most one a submitted attempt or a question, so no bound of its own."""
+        self.channel.send(command)
+
+    async def receive(self) -> EngineReport:
+        """The next report. Raises PeerGone."""
+        return await self.channel.receive()
+
+    async def end(self, limit_s: float) -> int:
+        """Shutdown, and after `limit_s` SIGKILL; returns the exit status. What it reports meanwhile is dropped."""
+        self.channel.send(Shutdown())
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.channel.ended()
+                await self.process.wait()
+        except TimeoutError:
+            if self.process.returncode is None:
+                self.process.kill()
+        self.channel.close()
+        return await self.process.wait()
+
+
+def _engine_config(config: WorkerConfig, model_name: str) -> EngineConfig:
+    return EngineConfig(
+        engine=config.engine,
+        model=config.model,
+        model_name=model_name,
+        cache=config.cache,
+        block_size=config.block_size,
+        capacity_blocks=config.capacity_blocks,
+        capacity_bytes=config.capacity_bytes,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        threads=config.threads,
+        parent_pid=os.getpid(),
+    )
+
+
+def _child_environment(threads: int) -> dict[str, str]:
+    """Ours, with the number of arithmetic threads, which BLAS reads when it is loaded. Secrets stay here."""
+    count = str(threads or os.cpu_count() or 1)
+    kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
+    return kept | dict.fromkeys(_THREAD_VARIABLES, count)

@@ -1,0 +1,144 @@
+"""Keeps one engine process going: starts it, follows its reports, starts it again.
+
+                 Ready
+    starting ──────────▶ serving          `epoch` counts the starts; `facts` are there while it serves
+       ▲                    │
+       │ after a back-off   │ Failed, or the process died
+       └────── lost ◀───────┘ (told once; from starting too)
+
+An engine that says that the model cannot be served is not started again: `run` raises ModelError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import assert_never
+
+from services.worker.channel import PeerGone
+from services.worker.config import WorkerConfig
+from services.worker.engine import CancelAttempt, Failed, Loading, Ready, Snapshot, Stepped, Submit, TakeSnapshot
+from services.worker.engine_client import EngineClient
+from shared.errors import ModelError, ProtocolError, Unavailable
+
+BACK_OFF_FIRST_S = 0.25
+BACK_OFF_MOST_S = 10.0
+STABLE_AFTER_S = 60.0
+"""An engine that lived this long starts the back-off anew."""
+END_LIMIT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class EngineHost:
+    """One engine at a time. The callbacks run in the task of `run`, one after another."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model_name: str,
+        *,
+        ready: Callable[[Ready], Awaitable[None]],
+        stepped: Callable[[Stepped], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._model_name = model_name
+        self._ready = ready
+        self._stepped = stepped
+        self._lost = lost
+        self._engine: EngineClient | None = None
+        self._tickets = 0
+        self._snapshots: dict[int, asyncio.Future[Snapshot]] = {}
+        self.facts: Ready | None = None
+        self.epoch = 1
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, while there is one."""
+        return None if self._engine is None else self._engine.pid
+
+    async def run(self) -> None:
+        """Until cancelled; the engine process has ended when this returns. Raises ModelError."""
+        loop = asyncio.get_running_loop()
+        delay_s = BACK_OFF_FIRST_S
+        while True:
+            began_s = loop.time()
+            failed = await self._live()
+            if failed.model:
+                raise ModelError(failed.reason)
+            if loop.time() - began_s >= STABLE_AFTER_S:
+                delay_s = BACK_OFF_FIRST_S
+            _log.error("the engine is lost (%s); starting another in %g s", failed.reason, delay_s)
+            self.epoch += 1
+            self._lost(failed.reason)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, BACK_OFF_MOST_S)
+
+    def submit(self, submit: Submit) -> bool:
+        """False: there is no engine, or it does not read."""
+        return self.facts is not None and self._engine is not None and self._engine.submit(submit)
+
+    def cancel(self, request: str, attempt: int) -> None:
+        if self._engine is not None:
+            self._engine.send(CancelAttempt(request, attempt))
+
+    async def snapshot(self, limit_s: float) -> Snapshot:
+        """Raises Unavailable without an engine, or where it does not answer in time."""
+        if self._engine is None or self.facts is None:
+            raise Unavailable("the engine is starting")
+        self._tickets += 1
+        ticket = self._tickets
+        self._snapshots[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._engine.send(TakeSnapshot(ticket))
+            async with asyncio.timeout(limit_s):
+                return await self._snapshots[ticket]
+        except TimeoutError:
+            raise Unavailable(f"no snapshot in {limit_s:g} s") from None
+        finally:
+            del self._snapshots[ticket]
+
+    async def _live(self) -> Failed:
+        """One engine's life; why it ended."""
+        starting = asyncio.ensure_future(EngineClient.start(self._config, self._model_name))
+        try:
+            self._engine = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await (await starting).end(0.0)
+            raise
+        _log.info("engine %d started, process %d", self.epoch, self._engine.pid)
+        try:
+            return await self._follow(self._engine)
+        finally:
+            # An engine that is still loading does not hear a Shutdown.
+            limit_s = 0.0 if self.facts is None else END_LIMIT_S
+            engine, self._engine, self.facts = self._engine, None, None
+            for waiting in self._snapshots.values():
+                if not waiting.done():
+                    waiting.set_exception(Unavailable("the engine is lost"))
+            await engine.end(limit_s)
+
+    async def _follow(self, engine: EngineClient) -> Failed:
+        while True:
+            try:
+                report = await engine.receive()
+            except (PeerGone, ProtocolError) as wrong:
+                return Failed(reason=str(wrong))
+            match report:
+                case Loading(what, share):
+                    _log.info("%s: %.0f %%", what, 100 * share)
+                case Ready():
+                    self.facts = report
+                    await self._ready(report)
+                case Stepped():
+                    self._stepped(report)
+                case Snapshot(ticket):
+                    waiting = self._snapshots.get(ticket)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(report)
+                case Failed():
+                    return report
+                case _:
+                    assert_never(report)

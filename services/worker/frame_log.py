@@ -1,0 +1,106 @@
+"""Step frames by frontend: numbered, kept for resending, sent in order (pure).
+
+    one frontend's frames, by sequence
+
+        dropped │ kept, sent                    │ kept, not sent yet │
+                oldest                          unsent               next
+
+A frame that cannot be published stays unsent and goes out, in order, when the bus is back. The ring is bounded in
+number and in bytes; over a bound the oldest frame is dropped, and one that was never sent is counted as lost: the
+frontend sees the gap, in the sequence and in the parts' `first`. Beyond a bound of frontends, the one that has heard nothing for
+longest is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from shared.messages import STEP_FRAME, Part, StepFrame
+
+
+@dataclass(slots=True)
+class _Ring:
+    frames: deque[bytes] = field(default_factory=deque)
+    size_bytes: int = 0
+    next: int = 0
+    unsent: int = 0
+
+    @property
+    def oldest(self) -> int:
+        return self.next - len(self.frames)
+
+
+class FrameLog:
+    """The frames of one worker process. Its epoch stays 1: a new process has a new instance id."""
+
+    EPOCH = 1
+
+    def __init__(self, instance: str, *, most_frontends: int = 256, most_frames: int = 8192, most_bytes: int = 8 << 20):
+        self._instance = instance
+        self._most_frontends = most_frontends
+        self._most_frames = most_frames
+        self._most_bytes = most_bytes
+        self._rings: OrderedDict[str, _Ring] = OrderedDict()
+        """Least recently appended to first."""
+        self.lost = 0
+        """Frames dropped before they were ever sent."""
+
+    def append(self, frontend: str, parts: list[Part]) -> None:
+        """One step's parts become the frontend's next frame."""
+        ring = self._rings.setdefault(frontend, _Ring())
+        self._rings.move_to_end(frontend)
+        if len(self._rings) > self._most_frontends:
+            self._rings.popitem(last=False)
+        frame = STEP_FRAME.encode(StepFrame(self._instance, self.EPOCH, ring.next, parts))
+        ring.frames.append(frame)
+        ring.size_bytes += len(frame)
+        ring.next += 1
+        while len(ring.frames) > self._most_frames or (ring.size_bytes > self._most_bytes and len(ring.frames) > 1):
+            ring.size_bytes -= len(ring.frames.popleft())
+            if ring.unsent < ring.oldest:
+                ring.unsent = ring.oldest
+                self.lost += 1
+
+    @property
+    def frontends(self) -> list[str]:
+        """Those that frames are kept for."""
+        return list(self._rings)
+
+    def unsent(self, frontend: str) -> bytes | None:
+        """The next frame to publish."""
+        ring = self._rings.get(frontend)
+        if ring is None or ring.unsent == ring.next:
+            return None
+        return ring.frames[ring.unsent - ring.oldest]
+
+    def sent(self, frontend: str, frame: bytes) -> None:
+        """`frame`, as `unsent` gave it, was published; it may have been dropped meanwhile."""
+        if self.unsent(frontend) is frame:
+            self._rings[frontend].unsent += 1
+
+    def rewind(self, frontend: str, first: int) -> tuple[int, int]:
+        """Send the frames from `first` on again: (the first that is still kept, the next new one)."""
+        ring = self._rings.get(frontend)
+        if ring is None:
+            return 0, 0
+        ring.unsent = min(max(first, ring.oldest), ring.unsent)
+        return ring.unsent, ring.next
+
+    @property
+    def last(self) -> dict[str, int]:
+        """Frontend → sequence of the last frame made for it."""
+        return {frontend: ring.next - 1 for frontend, ring in self._rings.items()}
+
+    def forget(self, frontend: str) -> None:
+        """The frontend is gone."""
+        self._rings.pop(frontend, None)
+
+    def validate(self) -> None:
+        """Raises AssertionError where the log contradicts itself."""
+        assert len(self._rings) <= self._most_frontends
+        for ring in self._rings.values():
+            assert 0 <= ring.oldest <= ring.unsent <= ring.next
+            assert ring.size_bytes == sum(len(frame) for frame in ring.frames)
+            assert len(ring.frames) <= self._most_frames
+            assert ring.size_bytes <= self._most_bytes or len(ring.frames) == 1

@@ -1,0 +1,422 @@
+"""The worker's shell: answers the network, and passes on what the engine process makes.
+
+    NATS  generate, cancel, resend, snapshot ──▶ Attempts ──▶ EngineHost ──▶ engine process
+    NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀────────────────────┘
+    ZMQ   KV events                 ◀────────────────┘
+
+    starting ──Ready──▶ serving ──stopping──▶ draining ──nothing runs, or drain_s──▶ ended
+       ▲                   │
+       └──── engine lost ──┘ running attempts end with an error, the model card goes, the cache counts as empty
+
+The model card is published while the worker takes requests, the address book from the first Ready until the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from services.worker.attempts import Attempts
+from services.worker.config import WorkerConfig
+from services.worker.engine import EngineLoad, Ready, Stepped, Submit
+from services.worker.engine_host import EngineHost
+from services.worker.frame_log import FrameLog
+from services.worker.metrics import Metrics
+from shared import hashing, subjects
+from shared.directory import DirectoryChange, InstanceDown
+from shared.discovery import Registration
+from shared.errors import BusDown, DiscoveryDown, ModelError, PayloadTooLarge, ProtocolError, Unavailable
+from shared.lifecycle import Runtime
+from shared.messages import (
+    CANCEL,
+    EVENT_BATCH,
+    GENERATE,
+    GENERATE_REPLY,
+    INSTANCE,
+    JSON_HEADER,
+    LOAD_REPORT,
+    MODEL_CARD,
+    RESEND_REQUEST,
+    RESENT,
+    SNAPSHOT_CHUNK,
+    SNAPSHOT_REQUEST,
+    EventBatch,
+    EventSource,
+    Generate,
+    Instance,
+    KvState,
+    LoadReport,
+    ModelCard,
+    Part,
+    Refused,
+    Resent,
+    SnapshotChunk,
+    is_json,
+)
+from shared.messaging import LAST_HEADER, Message
+
+REPORT_INTERVAL_S = 0.25
+SNAPSHOT_LIMIT_S = 10.0
+SNAPSHOT_CHUNK_BLOCKS = 2048
+REGISTER_AGAIN_S = 1.0
+FLUSH_LIMIT_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(runtime: Runtime, config: WorkerConfig) -> None:
+    """Serves until `runtime.stopping`, then drains. Raises ModelError where the model cannot be served."""
+    await Worker(runtime, config).run()
+
+
+class Worker:
+    """One worker process, engine process included."""
+
+    def __init__(self, runtime: Runtime, config: WorkerConfig) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._model_name = config.model_name or Path(config.model).stem
+        self._metrics = Metrics(runtime.registry)
+        self._attempts = Attempts(
+            model=self._model_name,
+            most_living=config.max_running + config.max_waiting,
+            most_waiting_tokens=config.max_waiting_tokens,
+        )
+        self._frames = FrameLog(runtime.instance)
+        self.engine = EngineHost(
+            config, self._model_name, ready=self._engine_ready, stepped=self._engine_stepped, lost=self._engine_lost
+        )
+        self._publisher = runtime.events.open_publisher()
+        self._registration: Registration | None = None
+        self._card: ModelCard | None = None
+        self._progress_before = 0
+        """Steps of the engines that were lost."""
+        self._last: Stepped | None = None
+        """The latest step of the engine that lives."""
+        self._started = time.time()
+        self._entries_changed = asyncio.Event()
+        self._frames_due = asyncio.Event()
+        self._attempts_changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """See `serve`."""
+        receivers = {
+            "generate": self._generate,
+            "cancel": self._cancel,
+            "resend": self._resend,
+            "snapshot": self._snapshot,
+        }
+        subscriptions = [
+            await self._runtime.bus.subscribe(self._subject(operation), receive)
+            for operation, receive in receivers.items()
+        ]
+        self._runtime.directory.subscribe(self._directory_changed)
+        try:
+            await self._serve_and_drain()
+        finally:
+            for subscription in subscriptions:
+                await subscription.unsubscribe()
+            self._publisher.close()
+
+    @property
+    def event_source(self) -> EventSource:
+        """Where the KV events come from."""
+        return msgspec.structs.replace(self._publisher.source, epoch=True, snapshot=True, digest=True)
+
+    async def _serve_and_drain(self) -> None:
+        failed: BaseException | None = None
+        async with asyncio.TaskGroup() as tasks:
+            engine = asyncio.ensure_future(self.engine.run())  # awaited below: its ModelError is not a crash
+            stopping = tasks.create_task(self._runtime.stopping.wait())
+            others = [
+                tasks.create_task(loop) for loop in (self._keep_registered(), self._send_frames(), self._report_load())
+            ]
+            try:
+                await asyncio.wait((engine, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if not engine.done():
+                    await self._drain()
+            finally:
+                for task in (engine, stopping, *others):
+                    task.cancel()
+                (failed,) = await asyncio.gather(engine, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_LIMIT_S):
+                await self._flush()
+        if self._registration is not None:
+            await self._registration.close()
+        if isinstance(failed, BaseException) and not isinstance(failed, asyncio.CancelledError):
+            raise failed
+
+    async def _drain(self) -> None:
+        """No new attempts; those that run have `drain_s`, then they end with an error."""
+        self._attempts.draining = True
+        self._card = None
+        self._entries_changed.set()
+        try:
+            async with asyncio.timeout(self._config.drain_s):
+                while self._attempts.names:
+                    self._attempts_changed.clear()
+                    await self._attempts_changed.wait()
+        except TimeoutError:
+            _log.warning("%d attempts did not end in %g s", len(self._attempts.names), self._config.drain_s)
+            self._fail_all("the worker is shutting down")
+
+    # --- what the engine says
+
+    async def _engine_ready(self, facts: Ready) -> None:
+        path, digest = await asyncio.to_thread(_tokenizer, Path(facts.path or self._config.model))
+        self._metrics.engine_started()
+        self._card = ModelCard(
+            model=self._model_name,
+            instance=self._runtime.instance,
+            path=str(path),
+            tokenizer_digest=digest,
+            hash_self_test=hashing.self_test(facts.block_size),
+            context_length=facts.context_length,
+            vocab_size=facts.vocab_size,
+            block_size=facts.block_size,
+            capacity_blocks=facts.capacity_blocks,
+            kv_layout=facts.kv_layout,
+            eos_token_ids=facts.eos_token_ids,
+        )
+        _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
+        self._entries_changed.set()
+
+    def _engine_stepped(self, step: Stepped) -> None:
+        self._last = step
+        if step.events:
+            batch = EventBatch(ts=time.time(), events=step.events, data_parallel_rank=0)
+            self._publisher.publish(step.event_sequence, EVENT_BATCH.encode(batch))
+        for frontend, parts in step.parts.items():
+            self._append(frontend, [part for part in parts if self._attempts.tell(part)])
+        self._metrics.stepped(step, 0 if self.engine.facts is None else self.engine.facts.capacity_blocks)
+
+    def _engine_lost(self, reason: str) -> None:
+        self._progress_before += self._last.progress if self._last is not None else 0
+        self._last = None
+        self._card = None
+        self._entries_changed.set()
+        self._metrics.engine_lost()
+        self._fail_all(f"the engine was lost: {reason}")
+
+    def _fail_all(self, reason: str) -> None:
+        for frontend, parts in self._attempts.fail_all(reason).items():
+            self._append(frontend, parts)
+
+    def _append(self, frontend: str, parts: list[Part]) -> None:
+        if not parts:
+            return
+        for part in parts:
+            self._metrics.part(part)
+        self._frames.append(frontend, parts)
+        self._frames_due.set()
+        self._attempts_changed.set()
+
+    # --- what frontends and routers say
+
+    async def _generate(self, message: Message) -> None:
+        try:
+            generate = GENERATE.decode(message.payload, message.headers)
+        except ProtocolError as wrong:
+            refused = Refused("", 0, "bad_request", str(wrong))
+            self._metrics.answered(refused, 0)
+            await self._answer(message, GENERATE_REPLY.encode(refused, message.headers))
+            return
+        reply, new = self._attempts.admit(generate, None if self._card is None else self.engine.facts)
+        if new and not self.engine.submit(_submit(generate)):
+            self._attempts.forget((generate.request, generate.attempt))
+            reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read")
+        self._metrics.answered(reply, generate.prompt_tokens if new else 0)
+        await self._answer(message, GENERATE_REPLY.encode(reply, message.headers))
+
+    async def _cancel(self, message: Message) -> None:
+        try:
+            cancel = CANCEL.decode(message.payload, message.headers)
+        except ProtocolError as wrong:
+            _log.warning("%s: %s", message.subject, wrong)
+            return
+        self._cancel_attempt(cancel.request, cancel.attempt)
+
+    def _cancel_attempt(self, request: str, attempt: int) -> None:
+        if self._attempts.cancel((request, attempt)):
+            self.engine.cancel(request, attempt)
+
+    async def _resend(self, message: Message) -> None:
+        try:
+            asked = RESEND_REQUEST.decode(message.payload, message.headers)
+        except ProtocolError as wrong:
+            _log.warning("%s: %s", message.subject, wrong)
+            return
+        first, after = self._frames.rewind(asked.frontend, asked.first)
+        resent = Resent(FrameLog.EPOCH, first, after, self._attempts.of(asked.frontend))
+        await self._answer(message, RESENT.encode(resent, message.headers))
+        self._frames_due.set()
+
+    async def _snapshot(self, message: Message) -> None:
+        """Silent where there is no snapshot to give: the asker's time-out and the card's absence say so."""
+        try:
+            SNAPSHOT_REQUEST.decode(message.payload, message.headers)
+            epoch = self.engine.epoch
+            taken = await self.engine.snapshot(SNAPSHOT_LIMIT_S)
+        except (ProtocolError, Unavailable) as wrong:
+            _log.warning("%s: %s", message.subject, wrong)
+            return
+        starts = range(0, max(len(taken.blocks), 1), SNAPSHOT_CHUNK_BLOCKS)
+        for start in starts:
+            last = start == starts[-1]
+            chunk = SnapshotChunk(
+                epoch=epoch,
+                sequence=taken.event_sequence,
+                blocks=taken.blocks[start : start + SNAPSHOT_CHUNK_BLOCKS],
+                last=last,
+            )
+            await self._answer(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last)
+
+    async def _answer(self, message: Message, payload: bytes, *, last: bool = False) -> None:
+        """An answer that cannot be sent is not kept: who asked will ask again, or has gone."""
+        headers = dict(JSON_HEADER) if is_json(message.headers) else {}
+        if last:
+            headers[LAST_HEADER] = "true"
+        if not message.reply:
+            _log.warning("%s: no reply subject", message.subject)
+            return
+        try:
+            await self._runtime.bus.publish(message.reply, payload, headers=headers or None)
+        except (BusDown, PayloadTooLarge) as wrong:
+            _log.warning("%s: no answer: %s", message.subject, wrong)
+
+    def _directory_changed(self, change: DirectoryChange) -> None:
+        if isinstance(change, InstanceDown) and change.instance.service == "frontend":
+            frontend = change.instance.instance
+            for stream in self._attempts.of(frontend):
+                self._cancel_attempt(stream.request, stream.attempt)
+            self._frames.forget(frontend)
+
+    # --- loops
+
+    async def _keep_registered(self) -> None:
+        """The address book and the card as they are, from the first Ready on."""
+        while True:
+            await self._entries_changed.wait()
+            self._entries_changed.clear()
+            try:
+                if self._registration is not None:
+                    await self._registration.publish()
+                elif self._card is not None:
+                    self._registration = await self._runtime.discovery.register(self._entries)
+            except DiscoveryDown as wrong:
+                _log.warning("not registered: %s", wrong)
+                self._entries_changed.set()
+                await asyncio.sleep(REGISTER_AGAIN_S)
+
+    async def _send_frames(self) -> None:
+        while True:
+            await self._frames_due.wait()
+            self._frames_due.clear()
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Publishes what is unsent, in order; what NATS does not take now stays until the next load report."""
+        for frontend in self._frames.frontends:
+            while (frame := self._frames.unsent(frontend)) is not None:
+                try:
+                    await self._runtime.bus.publish(subjects.stream(self._runtime.namespace, frontend), frame)
+                except BusDown:
+                    return
+                except PayloadTooLarge as wrong:
+                    _log.error("a step frame for %s is lost: %s", frontend, wrong)
+                self._frames.sent(frontend, frame)
+                self._metrics.frame_sent()
+        self._metrics.frames_lost(self._frames.lost)
+
+    async def _report_load(self) -> None:
+        while True:
+            with suppress(BusDown):
+                await self._runtime.bus.publish(self._subject("load"), LOAD_REPORT.encode(self._load_report()))
+            self._frames_due.set()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _load_report(self) -> LoadReport:
+        last, facts = self._last, self.engine.facts
+        load = EngineLoad() if last is None else last.load
+        return LoadReport(
+            instance=self._runtime.instance,
+            epoch=self._registration.epoch if self._registration is not None else 0,
+            progress=self._progress_before + (0 if last is None else last.progress),
+            waiting=load.waiting,
+            running=load.running,
+            waiting_tokens=load.waiting_tokens,
+            total_blocks=0 if facts is None else facts.capacity_blocks,
+            held_blocks=load.held_blocks,
+            cached_blocks=load.cached_blocks,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            kv=[
+                KvState(
+                    rank=0,
+                    epoch=self.engine.epoch,
+                    sequence=-1 if last is None else last.event_sequence,
+                    digest=0 if last is None else last.digest,
+                )
+            ],
+            frames=self._frames.last,
+            attempts=self._attempts.names,
+        )
+
+    def _entries(self, epoch: int) -> dict[str, bytes]:
+        runtime = self._runtime
+        instance = Instance(
+            namespace=runtime.namespace,
+            service="worker",
+            instance=runtime.instance,
+            epoch=epoch,
+            machine=runtime.machine,
+            pid=os.getpid(),
+            started=self._started,
+            version=version("headrace"),
+            subjects={
+                operation: self._subject(operation)
+                for operation in ("generate", "cancel", "resend", "snapshot", "load", "control")
+            },
+            events=self.event_source,
+        )
+        key = subjects.instance_key(runtime.namespace, "worker", runtime.instance)
+        entries = {key: INSTANCE.encode(instance, JSON_HEADER)}
+        if self._card is not None:
+            card_key = subjects.model_key(runtime.namespace, self._model_name, runtime.instance)
+            entries[card_key] = MODEL_CARD.encode(self._card, JSON_HEADER)
+        return entries
+
+    def _subject(self, operation: str) -> str:
+        return subjects.worker(self._runtime.namespace, self._runtime.instance, operation)
+
+
+def _submit(generate: Generate) -> Submit:
+    return Submit(
+        request=generate.request,
+        attempt=generate.attempt,
+        frontend=generate.frontend,
+        tokens=generate.tokens,
+        prompt_tokens=generate.prompt_tokens,
+        sampling=generate.sampling,
+        time_left_s=generate.time_left_s,
+        lora=generate.lora,
+        salt=generate.salt,
+        priority=generate.priority,
+    )
+
+
+def _tokenizer(directory: Path) -> tuple[Path, str]:
+    """The absolute path, and the SHA-256 (hex) of its tokenizer.json. Raises ModelError."""
+    file = directory.resolve() / "tokenizer.json"
+    try:
+        return file.parent, hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as wrong:
+        raise ModelError(f"{file}: {wrong.strerror}") from wrong

@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.worker.config import WorkerConfig
+from shared import subjects
+from shared.errors import ModelError
+from shared.hashing import pack_tokens
+from shared.memory_bus import MemoryBus
+from shared.messages import (
+    INSTANCE,
+    JSON_HEADER,
+    RESEND_REQUEST,
+    RESENT,
+    SNAPSHOT_CHUNK,
+    SNAPSHOT_REQUEST,
+    Accepted,
+    AllBlocksCleared,
+    BlockStored,
+    Instance,
+    Refused,
+    ResendRequest,
+    Sampling,
+    SnapshotBlock,
+    SnapshotRequest,
+)
+from tests.worker.shell import (
+    EOS,
+    FRONTEND,
+    LIMIT_S,
+    NAMESPACE,
+    WORKER,
+    Shell,
+    endless,
+    request,
+    running_worker,
+    write_model,
+)
+
+PROMPT = list(range(10, 50))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> WorkerConfig:
+    return WorkerConfig(
+        namespace=NAMESPACE,
+        model=str(write_model(tmp_path / "model")),
+        engine="echo",
+        capacity_blocks=256,
+        max_running=4,
+        max_waiting=4,
+        drain_s=0.2,
+    )
+
+
+async def serving(shell: Shell) -> None:
+    await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
+
+
+async def test_an_echoed_prompt_streams_back_and_ends(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        assert await shell.peer.generate(request("r", PROMPT)) == Accepted("r", 1)
+        assert await shell.peer.ended("r") == "stop"
+        assert shell.peer.tokens("r") == [*PROMPT, EOS]
+        assert [frame.sequence for frame in shell.peer.frames] == list(range(len(shell.peer.frames)))
+
+
+async def test_a_second_request_finds_the_first_ones_blocks(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        for name in ("first", "second"):
+            await shell.peer.generate(request(name, PROMPT))
+            await shell.peer.ended(name)
+        assert shell.peer.parts("first")[-1].cached_tokens == 0
+        assert shell.peer.parts("second")[-1].cached_tokens == 32
+
+
+async def test_the_card_and_the_address_book_stand_while_it_serves(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        card = shell.directory.cards["model", WORKER]
+        assert (card.block_size, card.capacity_blocks, card.vocab_size) == (16, 256, 320)
+        instance = shell.directory.instances[WORKER]
+        assert instance.subjects["generate"] == subjects.worker(NAMESPACE, WORKER, "generate")
+        assert instance.events is not None
+        assert instance.events.snapshot
+    assert await shell.runtime.discovery.list("/headrace/") == {}
+
+
+async def test_events_begin_with_a_cleared_cache_and_equal_the_snapshot(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        await shell.peer.generate(request("r", PROMPT))
+        await shell.peer.ended("r")
+        sequences = [sequence for sequence, _ in shell.peer.batches]
+        assert sequences == list(range(len(sequences)))
+        assert shell.peer.batches[0][1].events == [AllBlocksCleared()]
+        stored = [event for _, batch in shell.peer.batches for event in batch.events if isinstance(event, BlockStored)]
+        hashes = [block for event in stored for block in event.block_hashes]
+        blocks = await snapshot(shell)
+        assert [block.hash for block in blocks] == hashes
+        assert b"".join(block.tokens for block in blocks) == pack_tokens((PROMPT + PROMPT)[: 16 * len(blocks)])
+        await shell.peer.until(lambda: shell.peer.reports[-1].kv[0].sequence == sequences[-1])
+
+
+async def snapshot(shell: Shell) -> list[SnapshotBlock]:
+    blocks: list[SnapshotBlock] = []
+    payload = SNAPSHOT_REQUEST.encode(SnapshotRequest())
+    subject = subjects.worker(NAMESPACE, WORKER, "snapshot")
+    async with shell.peer.bus.stream(subject, payload, idle_timeout_s=LIMIT_S) as messages:
+        async for message in messages:
+            blocks += SNAPSHOT_CHUNK.decode(message.payload).blocks
+    return blocks
+
+
+async def test_a_repeated_attempt_is_accepted_again_and_computed_once(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        for _ in range(2):
+            assert await shell.peer.generate(request("r", PROMPT)) == Accepted("r", 1)
+        await shell.peer.ended("r")
+        assert await shell.peer.generate(request("r", PROMPT)) == Accepted("r", 1)
+        await shell.peer.generate(request("other", PROMPT))
+        await shell.peer.ended("other")
+        assert len(shell.peer.parts("r")) == len(PROMPT) + 1
+
+
+async def test_cancel_ends_an_attempt_and_frees_its_blocks(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        await shell.peer.generate(endless("r"))
+        await shell.peer.until(lambda: bool(shell.peer.parts("r")))
+        await shell.peer.cancel("r")
+        assert await shell.peer.ended("r") in ("cancelled", "length")
+        await shell.peer.until(lambda: shell.peer.reports[-1].held_blocks == 0 and not shell.peer.reports[-1].attempts)
+
+
+async def test_bad_requests_are_refused_by_name(config: WorkerConfig) -> None:
+    bad = {
+        "tokens: id 320": request("r", [320]),
+        "tokens: 512": request("r", [1] * 512),
+        "tokens: 3 bytes": request("r", [1], tokens=b"abc"),
+        "prompt_tokens": request("r", [1], prompt_tokens=2),
+        "time_left_s": request("r", [1], time_left_s=float("nan")),
+        "sampling.temperature": request("r", [1], sampling=Sampling(max_tokens=1, temperature=float("inf"))),
+        "sampling.max_tokens": request("r", [1], sampling=Sampling(max_tokens=0)),
+        "frontend": request("r", [1], frontend="a.>"),
+        "lora": request("r", [1], lora="adapter"),
+        "rank": request("r", [1], rank=1),
+    }
+    async with running_worker(config) as shell:
+        await serving(shell)
+        for reason, generate in bad.items():
+            reply = await shell.peer.generate(generate)
+            assert isinstance(reply, Refused), reason
+            assert reply.code == "bad_request"
+            assert reply.reason.startswith(reason)
+        reply = await shell.peer.generate(request("r", [1], model="another"))
+        assert isinstance(reply, Refused)
+        assert reply.code == "wrong_model"
+        torn = await shell.peer.ask("generate", b"\xc1 not msgpack")
+        assert b"bad_request" in torn.payload
+
+
+async def test_beyond_the_bound_attempts_are_refused_as_overloaded(config: WorkerConfig) -> None:
+    narrow = msgspec.structs.replace(config, max_running=1, max_waiting=1)
+    async with running_worker(narrow) as shell:
+        await serving(shell)
+        replies = await asyncio.gather(*(shell.peer.generate(endless(name)) for name in "abcdefgh"))
+        assert any(isinstance(reply, Refused) and reply.code == "overloaded" for reply in replies)
+        for reply in replies:
+            if isinstance(reply, Accepted):
+                await shell.peer.cancel(reply.request)
+                assert await shell.peer.ended(reply.request)
+
+
+async def test_a_killed_engine_ends_its_attempts_and_comes_back_with_an_empty_cache(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        await shell.peer.generate(request("before", PROMPT))
+        await shell.peer.ended("before")
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await shell.peer.generate(endless("r"))
+        os.kill(pid, signal.SIGKILL)
+        assert await shell.peer.ended("r") == "error"
+        assert "engine" in shell.peer.parts("r")[-1].error
+        await shell.peer.until(
+            lambda: shell.peer.reports[-1].kv[0].epoch == 2 and shell.peer.reports[-1].kv[0].sequence == 0
+        )
+        assert shell.peer.batches[-1] == (0, shell.peer.batches[-1][1])
+        assert shell.peer.batches[-1][1].events == [AllBlocksCleared()]
+        await serving(shell)
+        await shell.peer.generate(request("after", PROMPT))
+        assert await shell.peer.ended("after") == "stop"
+        assert shell.peer.parts("after")[-1].cached_tokens == 0
+
+
+async def test_without_an_engine_generate_is_refused_as_not_ready(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await shell.peer.generate(endless("r"))
+        os.kill(pid, signal.SIGKILL)
+        await shell.peer.ended("r")
+        reply = await shell.peer.generate(request("early", PROMPT))
+        assert reply == Refused("early", 1, "not_ready", "the engine is starting")
+
+
+async def test_frames_made_while_nats_is_away_come_in_order_when_it_is_back(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        bus = shell.runtime.bus
+        assert isinstance(bus, MemoryBus)
+        await shell.peer.generate(request("r", PROMPT))
+        shell.broker.disconnect(bus)
+        await shell.peer.until(lambda: shell.peer.batches[-1][0] == 4)  # its last block is full: all tokens are drawn
+        shell.broker.reconnect(bus)
+        assert await shell.peer.ended("r") == "stop"
+        assert shell.peer.tokens("r") == [*PROMPT, EOS]
+
+
+async def test_frames_are_sent_again_on_request(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        await shell.peer.generate(request("r", PROMPT))
+        await shell.peer.ended("r")
+        frames = list(shell.peer.frames)
+        shell.peer.frames.clear()
+        reply = await shell.peer.ask("resend", RESEND_REQUEST.encode(ResendRequest(FRONTEND, 3)))
+        resent = RESENT.decode(reply.payload)
+        assert (resent.first, resent.next, resent.streams) == (3, len(frames), [])
+        await shell.peer.until(lambda: len(shell.peer.frames) == len(frames) - 3)
+        assert shell.peer.frames == frames[3:]
+
+
+async def test_a_frontend_that_is_gone_gets_its_attempts_cancelled(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        frontend = Instance(
+            namespace=NAMESPACE,
+            service="frontend",
+            instance=FRONTEND,
+            epoch=1,
+            machine="here",
+            pid=1,
+            started=0.0,
+            version="1",
+        )
+        key = subjects.instance_key(NAMESPACE, "frontend", FRONTEND)
+        registration = await shell.runtime.discovery.register(lambda _: {key: INSTANCE.encode(frontend, JSON_HEADER)})
+        await shell.peer.until(lambda: FRONTEND in shell.directory.instances)
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await shell.peer.generate(endless("r"))
+        await registration.close()
+        await shell.peer.until(lambda: FRONTEND not in shell.directory.instances)
+        os.kill(pid, signal.SIGCONT)
+        await shell.peer.until(lambda: not shell.peer.reports[-1].attempts and shell.peer.reports[-1].held_blocks == 0)
+        assert await shell.peer.ended("r") == "cancelled"
+
+
+async def test_draining_refuses_new_attempts_and_ends_the_running_ones_with_an_error(config: WorkerConfig) -> None:
+    async with running_worker(msgspec.structs.replace(config, drain_s=2.0)) as shell:
+        await serving(shell)
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await shell.peer.generate(endless("r"))
+        shell.runtime.stopping.set()
+        await shell.peer.until(lambda: ("model", WORKER) not in shell.directory.cards)
+        reply = await shell.peer.generate(request("late", PROMPT))
+        assert isinstance(reply, Refused)
+        assert reply.code == "draining"
+        assert await shell.peer.ended("r") == "error"
+    assert shell.worker.engine.pid is None
+
+
+async def test_stopping_while_the_engine_starts_leaves_no_process(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await shell.peer.until(lambda: bool(shell.peer.reports))
+    assert shell.worker.engine.pid is None
+
+
+async def test_a_lost_lease_is_registered_again_under_the_next_epoch(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        shell.store.wipe()
+        await shell.peer.until(lambda: shell.peer.reports[-1].epoch == 2)
+        await shell.peer.until(
+            lambda: WORKER in shell.directory.instances and shell.directory.instances[WORKER].epoch == 2
+        )
+
+
+async def test_a_model_that_cannot_be_served_ends_the_worker_naming_the_file(
+    config: WorkerConfig, tmp_path: Path
+) -> None:
+    missing = msgspec.structs.replace(config, model=str(tmp_path / "nowhere"))
+    with pytest.RaisesGroup(pytest.RaisesExc(ModelError, match="config.json")):
+        await run_for_ever(missing)
+
+
+async def run_for_ever(config: WorkerConfig) -> None:
+    async with running_worker(config):
+        await asyncio.Event().wait()
