@@ -108,7 +108,7 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file))
         launches.append(Launch(Program(name, stage, SERVICE_DRAIN_S), arguments, url))
 
-    def common(observe_port: int) -> dict[str, Value | Mapping[str, Value]]:
+    def common() -> dict[str, Value | Mapping[str, Value]]:
         return {
             "namespace": options.namespace,
             "nats": {"url": nats},
@@ -117,7 +117,6 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
                 "endpoints": [etcd] if etcd else [],
                 "path": str(place.run / "discovery"),
             },
-            "observe": {"port": observe_port},
         }
 
     if not options.nats:
@@ -129,22 +128,24 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
         arguments = servers.etcd_arguments(client_port, peer_port, place.run / "etcd")
         launches.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *arguments)))
     url = f"http://127.0.0.1:{options.port}"
-    service("frontend", "frontend", 0, common(0) | {"http": {"port": options.port}}, url)
-    service("router", "router", 2, common(router_port) | {"policy": options.policy}, f"http://127.0.0.1:{router_port}")
+    service("frontend", "frontend", 0, common() | {"http": {"port": options.port}}, url)
+    router = common() | {"policy": options.policy, "observe": {"port": router_port}}
+    service("router", "router", 2, router, f"http://127.0.0.1:{router_port}")
     for index, port in enumerate(worker_ports):
-        settings = common(port) | {
+        settings = common() | {
             "model": options.model,
             "model_name": options.model_name,
             "cache": str(place.models),
             "engine": options.engine,
             "threads": max(1, cores // options.workers),
+            "observe": {"port": port},
         }
         service(f"worker-{index}", "worker", 1, settings, f"http://127.0.0.1:{port}")
     return Stack(tuple(launches), files, url, nats, etcd)
 
 
 def toml(settings: Settings) -> str:
-    """TOML text; a JSON string, number, boolean and array of strings are TOML too."""
+    """TOML text; JSON's strings, numbers, booleans and arrays of strings are TOML too, but for the character DEL."""
     plain = [f"{key} = {_value(value)}" for key, value in settings.items() if not isinstance(value, Mapping)]
     for name, table in settings.items():
         if isinstance(table, Mapping):
@@ -153,4 +154,4 @@ def toml(settings: Settings) -> str:
 
 
 def _value(value: Value | Mapping[str, Value]) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")

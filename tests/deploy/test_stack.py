@@ -1,0 +1,97 @@
+"""deploy/local/stack.py: what `up` starts, with which settings."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.local.stack import Options, Place, Stack, Value, plan, ports_needed, toml
+from services.frontend.config import FrontendConfig
+from services.router.config import RouterConfig
+from services.worker.config import WorkerConfig
+from shared.config import load
+
+PLACE = Place(Path("/home/some one/headrace"))
+OPTIONS = Options(model="/models/tiny", model_name="tiny", port=8123, workers=3, policy="random")
+
+
+def planned(options: Options, cores: int = 8) -> Stack:
+    return plan(options, PLACE, list(range(21_000, 21_000 + ports_needed(options))), python="/venv/python", cores=cores)
+
+
+def names(stack: Stack) -> list[str]:
+    return [launch.program.name for launch in stack.launches]
+
+
+def settings(stack: Stack, name: str, tmp_path: Path) -> Path:
+    file = tmp_path / f"{name}.toml"
+    file.write_text(stack.files[PLACE.run / f"{name}.toml"], encoding="utf-8")
+    return file
+
+
+def test_the_services_know_every_setting(tmp_path: Path) -> None:
+    stack = planned(OPTIONS)
+    assert names(stack) == ["nats", "etcd", "frontend", "router", "worker-0", "worker-1", "worker-2"]
+    frontend = load(FrontendConfig, file=settings(stack, "frontend", tmp_path), environ={})
+    router = load(RouterConfig, file=settings(stack, "router", tmp_path), environ={})
+    workers = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in range(3)]
+    assert frontend.http.port == 8123
+    assert router.policy == "random"
+    assert {worker.model for worker in workers} == {"/models/tiny"}
+    assert {worker.model_name for worker in workers} == {"tiny"}
+    assert {worker.nats.url for worker in workers} == {frontend.nats.url, router.nats.url} == {stack.nats}
+    assert frontend.discovery.endpoints == (stack.etcd,)
+    observed = [router.observe.port, *(worker.observe.port for worker in workers)]
+    assert [f"http://127.0.0.1:{port}" for port in observed] == [launch.observe for launch in stack.launches[3:]]
+    assert len(set(observed)) == 4
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3)])
+def test_workers_share_the_cores(tmp_path: Path, cores: int, workers: int, threads: int) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, workers=workers), cores)
+    assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).threads == threads
+
+
+def test_the_frontend_drains_first_and_the_servers_last() -> None:
+    stages = {launch.program.name.partition("-")[0]: launch.program.stage for launch in planned(OPTIONS).launches}
+    assert sorted(stages, key=lambda name: stages[name])[:3] == ["frontend", "worker", "router"]
+    assert stages["nats"] == stages["etcd"] == 3
+
+
+def test_a_service_may_drain_longer_than_its_own_limit() -> None:
+    limit_s = {launch.program.name: launch.program.drain_limit_s for launch in planned(OPTIONS).launches}
+    assert limit_s["frontend"] > FrontendConfig().limits.drain_s
+    assert limit_s["worker-0"] > WorkerConfig(model="m").drain_s
+
+
+def test_with_files_no_etcd_runs(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, discovery="file"))
+    assert "etcd" not in names(stack)
+    discovery = load(RouterConfig, file=settings(stack, "router", tmp_path), environ={}).discovery
+    assert (discovery.backend, discovery.path) == ("file", str(PLACE.run / "discovery"))
+
+
+def test_servers_that_run_already_are_not_started() -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, nats="nats://there:4222", etcd="there:2379"))
+    assert names(stack)[0] == "frontend"
+    assert (stack.nats, stack.etcd) == ("nats://there:4222", "there:2379")
+
+
+VALUES: st.SearchStrategy[Value] = st.one_of(
+    st.text(st.characters(codec="utf-8")),
+    st.integers(-(2**63), 2**63 - 1),
+    st.booleans(),
+    st.lists(st.text(max_size=3)),
+)
+KEYS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4), KEYS, st.dictionaries(KEYS, VALUES, max_size=4))
+def test_toml_reads_back_as_it_was(top: dict[str, Value], name: str, table: dict[str, Value]) -> None:
+    written = {**top, name: table}
+    assert tomllib.loads(toml(written)) == written
