@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.frontend.sessions import (
+    ATTEMPTS_LIMIT,
+    Action,
+    Ask,
+    ClientGone,
+    Emit,
+    Event,
+    Expired,
+    Fail,
+    Finish,
+    InstanceGone,
+    Offer,
+    Received,
+    Session,
+    State,
+    StopFound,
+    Tell,
+    Unreachable,
+    Unrouted,
+    Unsendable,
+    Withdraw,
+)
+from shared.errors import InvalidRequest, RequestTimeout, Unavailable
+from shared.hashing import pack_tokens
+from shared.messages import (
+    Accepted,
+    Finished,
+    FinishReason,
+    Overlap,
+    Part,
+    Prefilled,
+    Refused,
+    Selected,
+    SelectRefused,
+    TokenLogprob,
+)
+
+R = "request"
+MAX_TOKENS = 12
+INSTANCES = st.sampled_from(["w1", "w2", "w3"])
+RARE = st.integers(0, 7)
+"""0 lets it happen."""
+
+
+def selected(attempt: int, instance: str = "w1") -> Selected:
+    return Selected(R, attempt, instance, 0, "r1", Overlap(), "")
+
+
+def part(first: int, tokens: Sequence[int], finish: FinishReason | None = None, attempt: int = 1) -> Part:
+    return Part(R, attempt, first, pack_tokens(tokens), finish)
+
+
+def streaming(max_tokens: int = MAX_TOKENS) -> Session:
+    session = Session(R, max_tokens)
+    session.start()
+    session.on(selected(1))
+    session.on(Accepted(R, 1))
+    return session
+
+
+def step(session: Session, event: Event) -> list[Action]:
+    actions = session.on(event)
+    session.validate()
+    return actions
+
+
+class Sessions(RuleBasedStateMachine):
+    """One session among routers that reserve and workers that stream the tokens 100, 101, … wherever they begin.
+
+    Messages are lost, repeated, late, and answered by those who were thought dead.
+    """
+
+    @initialize()
+    def start(self) -> None:
+        self.session = Session(R, MAX_TOKENS)
+        self.emitted: list[int] = []
+        self.ends: list[Action] = []
+        self.client_gone = False
+        self.asks: list[Ask] = []
+        """Not yet answered."""
+        self.offers: list[tuple[Offer, int]] = []
+        """Not yet answered, with the index their stream would begin at."""
+        self.streams: dict[tuple[str, int], int] = {}
+        """(instance, attempt) of unfinished streams → index of the next token."""
+        self.reserved: set[int] = set()
+        """Attempts that a router holds load for."""
+        self.perform(self.session.start())
+
+    def feed(self, event: Event) -> list[Action]:
+        before = self.session.state
+        actions = step(self.session, event)
+        if before is State.ENDED:
+            assert all(isinstance(action, Tell | Withdraw) for action in actions)
+        self.perform(actions)
+        return actions
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Ask():
+                    self.asks.append(action)
+                case Offer():
+                    self.offers.append((action, len(self.session.tokens)))
+                case Emit():
+                    self.emitted += action.tokens
+                case Withdraw():
+                    self.streams.pop((action.instance, action.attempt), None)
+                case Tell(Finished(attempt=attempt)):
+                    self.reserved.discard(attempt)
+                case Tell(Prefilled(attempt=attempt)):
+                    assert attempt in self.reserved
+                case Tell():
+                    raise AssertionError(action)
+                case Finish() | Fail():
+                    self.ends.append(action)
+
+    @precondition(lambda self: self.asks)
+    @rule(instance=INSTANCES, keep=RARE)
+    def a_router_chooses(self, instance: str, keep: int) -> None:
+        """With `keep` of 0, another router will answer the same question again."""
+        ask = self.asks.pop(0) if keep else self.asks[0]
+        self.reserved.add(ask.attempt)
+        self.feed(selected(ask.attempt, instance))
+
+    @precondition(lambda self: self.asks)
+    @rule(unrouted=st.booleans(), rare=RARE)
+    def no_router_chooses(self, unrouted: bool, rare: int) -> None:
+        if rare:
+            return
+        ask = self.asks.pop(0)
+        self.feed(Unrouted(ask.attempt) if unrouted else SelectRefused(R, ask.attempt, "no_instances", "none"))
+
+    @precondition(lambda self: self.offers)
+    @rule(answer=st.sampled_from(["accepted", "faster", "accepted", "faster", "refused", "unreachable", "lost"]))
+    def a_worker_answers(self, answer: str) -> None:
+        offer, first = self.offers.pop(0)
+        if answer in ("accepted", "lost", "faster"):
+            self.streams[offer.instance, offer.attempt] = first
+        if answer == "faster":
+            self.send(offer.instance, offer.attempt, 1, None)
+        if answer in ("accepted", "faster"):
+            self.feed(Accepted(R, offer.attempt))
+        elif answer == "refused":
+            self.feed(Refused(R, offer.attempt, "overloaded", "full"))
+        else:
+            self.feed(Unreachable(offer.attempt, "silence"))
+
+    @precondition(lambda self: self.streams)
+    @rule(pick=st.integers(0, 5), fates=st.lists(st.sampled_from(["sent", "sent", "lost", "twice"]), max_size=5))
+    def a_worker_streams(self, pick: int, fates: list[str]) -> None:
+        instance, attempt = sorted(self.streams)[pick % len(self.streams)]
+        for count, fate in enumerate(fates):
+            first = self.streams.get((instance, attempt), MAX_TOKENS)
+            if first < MAX_TOKENS:  # else it was withdrawn, or has ended
+                count = min(count, MAX_TOKENS - first)
+                self.send(instance, attempt, count, "length" if first + count == MAX_TOKENS else None, fate)
+
+    @precondition(lambda self: self.streams)
+    @rule(pick=st.integers(0, 5), finish=st.sampled_from(["stop", "error", "cancelled", "deadline"]), rare=RARE)
+    def a_worker_ends(self, pick: int, finish: FinishReason, rare: int) -> None:
+        if rare > 3:
+            return
+        (instance, attempt), first = sorted(self.streams.items())[pick % len(self.streams)]
+        self.send(instance, attempt, min(1, MAX_TOKENS - first), finish)
+
+    def send(self, instance: str, attempt: int, count: int, finish: FinishReason | None, fate: str = "sent") -> None:
+        first = self.streams[instance, attempt]
+        tokens = [100 + at for at in range(first, first + count)]
+        self.streams[instance, attempt] = first + count
+        if finish:
+            del self.streams[instance, attempt]
+        for _ in range({"sent": 1, "lost": 0, "twice": 2}[fate]):
+            stray = (instance, attempt) != (self.session.instance, self.session.attempt)
+            actions = self.feed(Received(instance, part(first, tokens, finish, attempt)))
+            if stray:
+                assert actions == ([] if finish else [Withdraw(instance, attempt)])
+
+    @rule(fate=st.integers(0, 20), instance=INSTANCES)
+    def something_happens(self, fate: int, instance: str) -> None:
+        """Mostly nothing: an end leaves nothing more to see."""
+        if fate <= 2:
+            self.feed(InstanceGone(instance))
+        elif fate == 3 and self.emitted:
+            self.feed(StopFound())
+        elif fate == 4:
+            self.feed(Expired())
+        elif fate == 5:
+            self.client_gone |= self.session.state is not State.ENDED
+            self.feed(ClientGone())
+
+    @invariant()
+    def every_token_came_once_and_in_order(self) -> None:
+        assert self.emitted == [100 + at for at in range(len(self.emitted))]
+        assert 0 <= len(self.session.tokens) - len(self.emitted) <= 1
+
+    @invariant()
+    def it_ends_once(self) -> None:
+        ended = self.session.state is State.ENDED
+        assert len(self.ends) == (1 if ended and not self.client_gone else 0)
+        if self.ends == [Finish("length")]:
+            assert len(self.emitted) == MAX_TOKENS
+
+    def teardown(self) -> None:
+        if not hasattr(self, "session"):
+            return
+        self.feed(Expired())
+        assert self.session.state is State.ENDED
+        while self.asks:
+            self.a_router_chooses("w1", keep=1)
+        assert not self.reserved, "a reservation outlives its request"
+
+
+Sessions.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestSessions = Sessions.TestCase
+
+
+def test_a_request_goes_from_ask_to_finish() -> None:
+    session = Session(R, 3)
+    assert session.start() == [Ask(1, 0, ())]
+    assert step(session, selected(1)) == [Offer(1, "w1", 0)]
+    assert step(session, Accepted(R, 1)) == []
+    assert step(session, Received("w1", part(0, [5]))) == [Tell(Prefilled(R, 1, 0)), Emit([5], None)]
+    last = step(session, Received("w1", part(1, [6, 7], "length")))
+    assert last == [Emit([6, 7], None), Tell(Finished(R, 1)), Finish("length")]
+
+
+def test_a_stop_token_counts_but_is_not_shown() -> None:
+    session = streaming()
+    logprobs = (TokenLogprob(-1.0), TokenLogprob(-2.0))
+    actions = step(session, Received("w1", Part(R, 1, 0, pack_tokens([5, 2]), "stop", 0, logprobs)))
+    assert Emit([5], logprobs[:1]) in actions
+    assert list(session.tokens) == [5, 2]
+
+
+def test_an_overlapping_part_brings_only_its_new_tokens() -> None:
+    session = streaming()
+    step(session, Received("w1", part(0, [5, 6])))
+    assert step(session, Received("w1", part(1, [6, 7]))) == [Emit([7], None)]
+    assert step(session, Received("w1", part(0, [5, 6]))) == []
+
+
+def test_a_gap_withdraws_and_asks_again_without_excluding() -> None:
+    session = streaming()
+    step(session, Received("w1", part(0, [5])))
+    assert step(session, Received("w1", part(2, [7]))) == [Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 1, ())]
+
+
+def test_only_the_finish_lost_is_no_reason_to_ask_again() -> None:
+    session = streaming(max_tokens=2)
+    step(session, Received("w1", part(0, [5, 6])))
+    assert step(session, InstanceGone("w1"))[-1] == Finish("length")
+
+
+def test_fruitless_attempts_are_bounded_and_a_token_starts_the_count_anew() -> None:
+    session = streaming()
+    for attempt in range(1, ATTEMPTS_LIMIT):
+        step(session, InstanceGone("w1"))
+        step(session, selected(attempt + 1))
+        step(session, Accepted(R, attempt + 1))
+    step(session, Received("w1", part(0, [5], attempt=ATTEMPTS_LIMIT)))
+    for _ in range(ATTEMPTS_LIMIT):
+        actions = step(session, InstanceGone("w1"))
+        assert isinstance(actions[-1], Ask)
+        step(session, selected(session.attempt))
+    actions = step(session, InstanceGone("w1"))
+    assert isinstance(actions[-1], Fail)
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        (Unsendable(1, "too large"), InvalidRequest),
+        (Refused(R, 1, "bad_request", "no"), InvalidRequest),
+        (Expired(), RequestTimeout),
+    ],
+)
+def test_an_offer_that_fails_for_good_ends_the_request(event: Event, error: type[Exception]) -> None:
+    session = Session(R, 3)
+    session.start()
+    session.on(selected(1))
+    last = step(session, event)[-1]
+    assert isinstance(last, Fail)
+    assert isinstance(last.error, error)
+
+
+def test_all_excluded_says_why_the_last_worker_was() -> None:
+    session = Session(R, 3)
+    session.start()
+    session.on(selected(1))
+    assert step(session, Refused(R, 1, "draining", "going down"))[-1] == Ask(2, 0, ("w1",))
+    [_, last] = step(session, SelectRefused(R, 2, "all_excluded", "none left"))
+    assert isinstance(last, Fail)
+    assert isinstance(last.error, Unavailable)
+    assert "going down" in str(last.error)
+
+
+def test_retry_after_comes_from_the_router() -> None:
+    session = Session(R, 3)
+    session.start()
+    [_, last] = step(session, SelectRefused(R, 1, "no_instances", "none", retry_after_s=7.0))
+    assert isinstance(last, Fail)
+    assert isinstance(last.error, Unavailable)
+    assert last.error.retry_after_s == 7.0
