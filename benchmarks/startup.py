@@ -1,6 +1,6 @@
 """How long from `./headrace up` to the first token of an answer, when everything is installed?
 
-Each run is a fresh `up` (servers, services, workers with the converted model in the page cache), a streamed chat sent as
+Each run is a fresh `up` (servers, services, the converted model in the page cache), a streamed chat sent as
 soon as `ready` is printed, and a Ctrl-C. Measured from the exec of ./headrace to the first piece of text.
 
 What could mislead: the first run converts the model and fills the page cache, so it is a warm-up and not counted; other
