@@ -98,7 +98,7 @@ class Exchange:
         job = _job(request, model, prompt)
         output = Output(model.token_bytes, openai.stops(request))
         async with self._frontend.open(job, output) as stream:
-            yield Reply(request, _shape(request, job.request), stream)
+            yield Reply(request, _shape(request, job), stream)
 
     def models(self) -> bytes:
         """The body of /v1/models."""
@@ -139,12 +139,12 @@ def _job(request: ChatRequest | CompletionRequest, model: Model, prompt: Prompt)
     )
 
 
-def _shape(request: ChatRequest | CompletionRequest, name: str) -> Shape:
+def _shape(request: ChatRequest | CompletionRequest, job: Job) -> Shape:
     shape = ChatShape if isinstance(request, ChatRequest) else CompletionShape
     return shape(
-        name,
+        job.request,
         int(time.time()),
-        request.model,
+        job.model,
         with_logprobs=openai.logprobs(request) >= 0,
         with_usage=_with_usage(request),
     )

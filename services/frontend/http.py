@@ -25,7 +25,8 @@ from services.frontend.metrics import Metrics
 from services.frontend.models import Models
 from services.frontend.openai import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.service import Frontend
-from shared.errors import HeadraceError
+from shared.errors import ConfigError, HeadraceError
+from shared.observe import advertised
 
 _JSON = "application/json"
 _REQUEST_ID = "X-Request-Id"
@@ -169,14 +170,15 @@ class HttpDoor:
 
 @asynccontextmanager
 async def listen(app: web.Application, config: HttpConfig) -> AsyncIterator[str]:
-    """Listens while the context is open; gives the base URL."""
+    """Listens while the context is open; gives the base URL. Raises ConfigError if it cannot."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, config.host, config.port)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        host = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104  an address that is dialled, not bound
+        try:
+            await web.TCPSite(runner, config.host, config.port).start()
+        except OSError as wrong:
+            raise ConfigError(f"http: cannot listen on {config.host}:{config.port}: {wrong.strerror}") from None
+        host, port = advertised(config.host), runner.addresses[0][1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _log.info("listening on %s", url)
         yield url

@@ -61,8 +61,11 @@ class Models:
         self._changed = asyncio.Event()
         directory.subscribe(self._on_change)
 
-    def find(self, name: str) -> tuple[Model, Limits]:
-        """Raises InvalidRequest (404) for a name nobody has served, Unavailable while it cannot be served."""
+    def find(self, name: str | None) -> tuple[Model, Limits]:
+        """The model of that name, or the only one there is. Raises InvalidRequest (404) for a name that nobody has
+        served, Unavailable while it cannot be served."""
+        if name is None:
+            name = self._only()
         entry = self._entries.get(name)
         if entry is None:
             if not self._entries or name in self._directories:
@@ -75,6 +78,14 @@ class Models:
         if entry.model is None:
             raise Unavailable(f"the model {name!r} is not ready: {entry.reason}")
         return entry.model, limits_of(list(entry.cards.values()))
+
+    def _only(self) -> str:
+        names = [name for name, entry in self._entries.items() if entry.cards] or list(self._entries)
+        if not names:
+            raise Unavailable("no worker is there yet")
+        if len(names) > 1:
+            raise InvalidRequest(f"several models are served, name one: {', '.join(sorted(names))}", param="model")
+        return names[0]
 
     def served(self) -> dict[str, Limits]:
         """The models that can be asked now."""

@@ -82,7 +82,8 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
 class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields of both bodies (inherited by msgspec into one flat object; no code is shared through it)."""
 
-    model: str
+    model: str | None = None
+    """None: the only one that is served."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None

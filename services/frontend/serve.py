@@ -25,8 +25,7 @@ from services.frontend.service import Frontend
 from shared import subjects
 from shared.discovery import Registration
 from shared.lifecycle import Runtime
-from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, Instance, Pong
-from shared.messaging import Message
+from shared.messages import INSTANCE, JSON_HEADER, Instance
 
 _THREADS = 2
 """For loading and for long prompts; the tokenizer has threads of its own beside them."""
@@ -48,13 +47,16 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         async with listen(http.app(), config.http) as url:
             http.url = url
             await nats.start()
-            registration = await runtime.discovery.register(lambda epoch: _entries(runtime, url, epoch))
-            await _answer_pings(runtime, registration)
+            # Not waited for: a frontend serves also while etcd is away.
+            registering = runtime.tasks.create_task(_register(runtime, url), name="register")
             try:
                 yield http
             finally:
                 requests.draining = True
-                await registration.close()
+                if registering.done():
+                    await registering.result().close()
+                else:
+                    registering.cancel()
                 await nats.stop()
                 try:
                     async with asyncio.timeout(config.limits.drain_s):
@@ -69,14 +71,8 @@ async def serve(runtime: Runtime, config: FrontendConfig) -> None:
         await runtime.stopping.wait()
 
 
-async def _answer_pings(runtime: Runtime, registration: Registration) -> None:
-    async def pong(message: Message) -> None:
-        PING.decode(message.payload, message.headers)
-        if message.reply:
-            answer = PONG.encode(Pong(runtime.instance, registration.epoch), message.headers)
-            await runtime.bus.publish(message.reply, answer, headers=message.headers)
-
-    await runtime.bus.subscribe(subjects.control(runtime.namespace, "frontend", runtime.instance), pong)
+async def _register(runtime: Runtime, url: str) -> Registration:
+    return await runtime.discovery.register(lambda epoch: _entries(runtime, url, epoch))
 
 
 def _entries(runtime: Runtime, url: str, epoch: int) -> dict[str, bytes]:

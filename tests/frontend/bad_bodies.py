@@ -57,7 +57,6 @@ BAD_BODIES = [
     Bad("NaN", "chat", _GOOD[:-1] + b', "temperature": NaN}', 400),
     Bad("infinite", "chat", _GOOD[:-1] + b', "temperature": 1e999}', 400, "temperature"),
     Bad("10 MB", "chat", _GOOD[:-1] + b', "user": "' + b"x" * 10_000_000 + b'"}', 413, code="request_too_large"),
-    _bad("no model", "chat", {"messages": _MESSAGES}, "model", 400, None),
     _bad("no messages", "chat", {"model": MODEL}, "messages", 400, None),
     _bad("no prompt", "completions", {"model": MODEL}, "prompt", 400, None),
     _chat("unknown model", "model", 404, "model_not_found", model="nobody"),

@@ -1,0 +1,31 @@
+"""`headrace-frontend`: one frontend process."""
+
+from __future__ import annotations
+
+from services.frontend.config import FrontendConfig
+from services.frontend.serve import serve
+from shared.lifecycle import Process, run
+
+FORCED_END_S = 10.0
+"""Added to the frontend's own drain before the process is ended by force."""
+
+
+def process(config: FrontendConfig) -> Process:
+    """What lifecycle needs of the settings."""
+    return Process(
+        namespace=config.namespace,
+        nats=config.nats,
+        discovery=config.discovery,
+        observe=None,
+        log_level=config.log_level,
+        drain_limit_s=config.limits.drain_s + FORCED_END_S,
+    )
+
+
+def main() -> None:
+    """The console script."""
+    run("frontend", FrontendConfig, process, serve)
+
+
+if __name__ == "__main__":
+    main()
