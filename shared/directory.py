@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from shared import subjects
 from shared.catalogue import CardDown as CardDown
@@ -23,6 +23,7 @@ from shared.discovery import Added, Discovery, Removed, Synced
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
 from shared.messages import PING, Instance, ModelCard, Ping
 from shared.messaging import Bus
+from shared.metrics import counter
 
 PING_TIMEOUT_S = 1.0
 
@@ -45,14 +46,12 @@ class Directory:
         self._catalogue = Catalogue()
         self._subscribers: list[Callable[[DirectoryChange], None]] = []
         self._synced = asyncio.Event()
-        self._refusals = Counter(
-            "headrace_directory_refused_cards",
-            "Model cards refused, by the field that is wrong",
-            ["field"],
-            registry=registry,
+        registry = CollectorRegistry() if registry is None else registry
+        self._refusals = counter(
+            registry, "headrace_directory_refused_cards", "Model cards refused, by the field that is wrong", ["field"]
         )
-        self._unreadable = Counter(
-            "headrace_directory_unreadable_values", "Discovery values that did not parse", registry=registry
+        self._unreadable = counter(
+            registry, "headrace_directory_unreadable_values", "Discovery values that did not parse"
         )
 
     @property

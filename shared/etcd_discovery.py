@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import TypeVar
 
 from etcd3 import MultiEndpointEtcd3Client
@@ -47,11 +47,10 @@ class EtcdDiscovery:
         if self._keep_alive is None:
             self._keep_alive = KeepAlive(self._connect(), self._ttl_s)
         registration = EtcdRegistration(self._call, self._keep_alive, entries, self._ttl_s)
-        try:
+        async with AsyncExitStack() as unpublished:
+            unpublished.push_async_callback(registration.close)
             await registration.publish()
-        except asyncio.CancelledError:
-            await registration.close()
-            raise
+            unpublished.pop_all()
         return registration
 
     async def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncGenerator[Change]:

@@ -17,7 +17,7 @@ import secrets
 import stat
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -172,11 +172,10 @@ class FileDiscovery:
 
     async def register(self, entries: Entries) -> FileRegistration:
         registration = FileRegistration(self._directory, entries)
-        try:
+        async with AsyncExitStack() as unpublished:
+            unpublished.push_async_callback(registration.close)
             await registration.publish()
-        except asyncio.CancelledError:
-            await registration.close()
-            raise
+            unpublished.pop_all()
         return registration
 
     async def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncGenerator[Change]:

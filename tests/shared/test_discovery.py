@@ -122,6 +122,17 @@ async def test_publish_tells_new_values_and_deletes_keys_no_longer_named(backend
     await registration.close()
 
 
+async def test_what_entries_raise_is_raised_by_register(backend: Backend) -> None:
+    discovery = backend.open()
+
+    def entries(epoch: int) -> dict[str, bytes]:
+        raise LookupError(epoch)
+
+    with pytest.raises(LookupError):
+        await discovery.register(entries)
+    assert await discovery.list(backend.prefix) == {}
+
+
 async def test_close_takes_the_keys_away_and_may_be_called_twice(backend: Backend) -> None:
     discovery, prefix = backend.open(), backend.prefix
     registration = await discovery.register(lambda epoch: {f"{prefix}a": b"1"})
