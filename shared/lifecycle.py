@@ -1,24 +1,57 @@
 """How a service's process lives: loop, signals, task group, readiness, drain.
 
-    run(service, serve, …)
-        connect the bus, open discovery, follow the directory
-        serve(runtime)                 the service's own main: subscribes, registers, waits for `stopping`, drains
+    run(service, schema, process, serve)
+        settings, logs, /live /health /metrics
+        connect the bus, open discovery, follow the directory, answer Ping
+        serve(runtime, config)         the service's own main: subscribes, registers, waits for `stopping`, drains
         close discovery, drain the bus, end
 
-SIGTERM and SIGINT set `runtime.stopping`; a second one, or `drain_limit_s` later, ends the process at once with status 1.
+    starting ──▶ serving ──SIGTERM, SIGINT──▶ draining ──▶ ended, status 0
+        └───────────┴── an error: status 1 (2: settings or model)
+                                                 └── a second signal, or over the drain limit: status 1, at once
+
+A signal sets `runtime.stopping`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
 
+import uvloop
+from msgspec import Struct
 from prometheus_client import CollectorRegistry
 
+from shared import logs, observe, subjects
+from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig, load
 from shared.directory import Directory
 from shared.discovery import Discovery
-from shared.messages import ServiceName
-from shared.messaging import Bus, Events
+from shared.discovery_backends import open_discovery
+from shared.errors import ConfigError, ModelError
+from shared.messages import PING, PONG, Pong, ServiceName
+from shared.messaging import Bus, Events, Message
+from shared.metrics import process_registry
+from shared.nats_bus import connect
+from shared.observe import Vitals
+from shared.zmq_events import ZmqEvents
+
+EXIT_FAILED = 1
+EXIT_SETTINGS = 2
+CLOSE_LIMIT_S = 10.0
+"""For discovery and for the bus, after the service has drained."""
+FORCED_LIMIT_S = 2.0
+"""For everything, once the end is forced; then the process is gone whatever it does."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,3 +69,201 @@ class Runtime:
     registry: CollectorRegistry
     tasks: asyncio.TaskGroup
     stopping: asyncio.Event
+    vitals: Vitals = field(default_factory=Vitals)
+    http: str = ""
+    """Base URL of this process's /live, /health and /metrics, for the address book; empty: none of lifecycle's."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """What lifecycle needs of a service's settings."""
+
+    namespace: str
+    nats: NatsConfig
+    discovery: DiscoveryConfig
+    observe: ObserveConfig | None
+    """None: the service serves /live, /health and /metrics itself."""
+    log_level: str
+    drain_limit_s: float
+    """From the first signal to the forced end; longer than the service's own drain."""
+    answers_ping: bool = True
+    """Whether lifecycle answers Ping; False: the service does."""
+
+
+C = TypeVar("C", bound=Struct)
+
+
+def run(
+    service: ServiceName,
+    schema: type[C],
+    process: Callable[[C], Process],
+    serve: Callable[[Runtime, C], Awaitable[None]],
+    *,
+    flags: Sequence[str] | None = None,
+) -> NoReturn:
+    """A service's whole process; ends it with a status. `flags` are those of the command line if not given."""
+    instance = secrets.token_hex(8)
+    try:
+        config = load(schema, flags=sys.argv[1:] if flags is None else flags)
+        needed = process(config)
+        logs.start(service, instance, needed.log_level)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            status = runner.run(_live(service, instance, needed, lambda runtime: serve(runtime, config)))
+    except (ConfigError, ModelError) as wrong:
+        print(f"headrace-{service}: {wrong}", file=sys.stderr)
+        status = EXIT_SETTINGS
+    except Exception:  # noqa: BLE001 - the last edge: whatever it was is logged, and the process ends
+        _log.exception("%s crashed", service)
+        status = EXIT_FAILED
+    sys.exit(status)
+
+
+class _Ending:
+    """The signals of one process: the first asks for a drain, what comes after it ends `serving`."""
+
+    def __init__(self, vitals: Vitals, drain_limit_s: float) -> None:
+        self.stopping = asyncio.Event()
+        self.forced = False
+        self.serving: asyncio.Task[None] | None = None
+        self._vitals = vitals
+        self._drain_limit_s = drain_limit_s
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled, number.name)
+
+    def _signalled(self, name: str) -> None:
+        if self.stopping.is_set():
+            self._force(f"a second signal ({name})")
+            return
+        _log.info("%s: draining", name)
+        self._vitals.unready("draining")
+        self.stopping.set()
+        self._loop.call_later(self._drain_limit_s, self._force, f"not drained in {self._drain_limit_s:g} s")
+
+    def _force(self, reason: str) -> None:
+        if not self.forced:
+            _log.error("ending undrained: %s", reason)
+            self.forced = True
+            assert self.serving is not None
+            self.serving.cancel()
+            self._loop.call_later(FORCED_LIMIT_S, os._exit, EXIT_FAILED)
+
+
+async def _live(
+    service: ServiceName, instance: str, process: Process, serve: Callable[[Runtime], Awaitable[None]]
+) -> int:
+    """The status to exit with. Raises what `serve` raised."""
+    vitals = Vitals()
+    ending = _Ending(vitals, process.drain_limit_s)
+    ending.serving = asyncio.create_task(_serve(service, instance, process, serve, vitals, ending.stopping))
+    try:
+        await ending.serving
+    except asyncio.CancelledError:
+        if not ending.forced:
+            raise
+    except ExceptionGroup as wrong:
+        raise _told(wrong) from wrong
+    return EXIT_FAILED if ending.forced else 0
+
+
+class _Served(Exception):
+    """The service has drained; ends the tasks that are left."""
+
+
+async def _serve(
+    service: ServiceName,
+    instance: str,
+    process: Process,
+    serve: Callable[[Runtime], Awaitable[None]],
+    vitals: Vitals,
+    stopping: asyncio.Event,
+) -> None:
+    """Opens what a Runtime is made of, serves, and closes it in the opposite order."""
+    registry = process_registry(process.namespace, service, instance)
+    async with AsyncExitStack() as opened:
+        url = ""
+        if process.observe is not None:
+            url = await opened.enter_async_context(observe.serving(process.observe, vitals, registry))
+        vitals.unready(f"waiting for NATS at {process.nats.url.rpartition('@')[2]}")
+        bus = await _unless(stopping, connect(process.nats, f"headrace-{service}-{instance}"))
+        if bus is None:
+            return
+        opened.push_async_callback(_within_limit, bus.drain, "the bus")
+        discovery = open_discovery(process.discovery)
+        opened.push_async_callback(_within_limit, discovery.close, "discovery")
+        host = "127.0.0.1" if process.observe is None else process.observe.host
+        events = opened.enter_context(ZmqEvents(host, advertise=observe.advertised(host)))
+        directory = Directory(discovery, bus, process.namespace, registry=registry)
+        vitals.unready("starting")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(directory.run(), name="directory")
+                runtime = Runtime(
+                    namespace=process.namespace,
+                    service=service,
+                    instance=instance,
+                    machine=socket.gethostname(),
+                    bus=bus,
+                    events=events,
+                    discovery=discovery,
+                    directory=directory,
+                    registry=registry,
+                    tasks=tasks,
+                    stopping=stopping,
+                    vitals=vitals,
+                    http=url,
+                )
+                if process.answers_ping:
+                    await answer_pings(runtime)
+                await serve(runtime)
+                raise _Served
+        except* _Served:
+            pass
+
+
+async def answer_pings(runtime: Runtime) -> None:
+    """Ping on this process's `control` subject gets Pong, with the epoch that discovery shows of it."""
+
+    async def pong(message: Message) -> None:
+        PING.decode(message.payload, message.headers)
+        known = runtime.directory.instances.get(runtime.instance)
+        answer = Pong(runtime.instance, 0 if known is None else known.epoch, runtime.vitals.progress)
+        if message.reply:
+            await runtime.bus.publish(message.reply, PONG.encode(answer, message.headers), headers=message.headers)
+
+    await runtime.bus.subscribe(subjects.control(runtime.namespace, runtime.service, runtime.instance), pong)
+
+
+T = TypeVar("T")
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[object, object, T]) -> T | None:
+    """The result of `work`, or None if the process is to stop first."""
+    working = asyncio.create_task(work)
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        stopped.cancel()
+        await asyncio.wait((working, stopped))
+
+
+async def _within_limit(close: Callable[[], Awaitable[None]], name: str) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_LIMIT_S):
+            await close()
+    except TimeoutError:
+        _log.warning("%s was not closed in %g s", name, CLOSE_LIMIT_S)
+
+
+def _told(group: ExceptionGroup[Exception]) -> Exception:
+    """What the person who started the process can mend, if it is among the errors; else all of them."""
+    mendable = group.subgroup((ConfigError, ModelError))
+    if mendable is None:
+        return group
+    first: Exception = mendable
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    return first

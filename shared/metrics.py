@@ -1,0 +1,74 @@
+"""Metrics: one naming rule, and labels that every series carries.
+
+Names begin with `headrace_` and end in their unit: `_seconds`, `_bytes`, `_tokens`, or a plural of what is counted
+(a counter's `_total` is added by the client library). Label values are few and bounded: a scrape of many series stalls
+the event loop. The labels namespace, service and instance are attached to everything that `process_registry` collects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.process_collector import ProcessCollector
+
+from shared.messages import ServiceName
+
+PREFIX = "headrace_"
+
+REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Buckets for what a client waits for: time to first token, queueing, whole requests."""
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Buckets for what happens once a step: inter-token latency, a step, a copy."""
+ROUND_TRIP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 0.25, 1.0)
+"""Buckets for what should take about a millisecond: a choice, a question over NATS."""
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+_WRONG_ENDS = ("_total", "_ms", "_us", "_s", "_sec", "_kb", "_mb", "_count", "_sum", "_bucket")
+_NAME = re.compile(r"headrace_[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+def counter(registry: CollectorRegistry, name: str, explanation: str, labels: Sequence[str] = ()) -> Counter:
+    """Something that only grows. `name` without `_total`."""
+    return Counter(_checked(name), explanation, labels, registry=registry)
+
+
+def gauge(registry: CollectorRegistry, name: str, explanation: str, labels: Sequence[str] = ()) -> Gauge:
+    """Something that rises and falls."""
+    return Gauge(_checked(name), explanation, labels, registry=registry)
+
+
+def histogram(
+    registry: CollectorRegistry, name: str, explanation: str, buckets: Sequence[float], labels: Sequence[str] = ()
+) -> Histogram:
+    """A distribution; take `buckets` from the tables above, so that dashboards can compare."""
+    return Histogram(_checked(name), explanation, labels, buckets=buckets, registry=registry)
+
+
+class LabelledRegistry(CollectorRegistry):
+    """A registry in which every sample carries `labels` too; a metric's own label of the same name wins."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        super().__init__()
+        self._labels = dict(labels)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample._replace(labels=self._labels | sample.labels) for sample in metric.samples]
+            yield metric
+
+
+def process_registry(namespace: str, service: ServiceName, instance: str) -> CollectorRegistry:
+    """One process's registry, with its CPU time, memory and open files in it already."""
+    registry = LabelledRegistry({"namespace": namespace, "service": service, "instance": instance})
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def _checked(name: str) -> str:
+    assert _NAME.fullmatch(name), f"{name}: metric names are {PREFIX}words_in_lower_case"
+    assert not name.endswith(_WRONG_ENDS), f"{name}: seconds and bytes are written out, _total is added"
+    return name

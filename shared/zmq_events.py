@@ -1,0 +1,339 @@
+"""KV events over ZMQ, exactly as vLLM sends them.
+
+    PUB     [topic][sequence, u64 big-endian][payload]
+    replay  a DEALER asks the source's ROUTER    ["", first sequence, u64 big-endian]
+            one answer a batch                   ["", topic, sequence, payload]
+            the end                              ["", "", ff ff ff ff ff ff ff ff, ""]
+
+Sockets are read in the event loop: ZMQ's descriptor is edge-triggered and wakes for sending too, so after every wake
+and after every send a socket is read until nothing is left. (`zmq.asyncio` costs three times as much a message.)
+
+Bounds: over SEND_LIMIT_BATCHES unsent to one subscriber, or RECEIVE_LIMIT_BATCHES unread, ZMQ drops batches; the
+receiver sees a gap in the sequences. The ring for replay is bounded in number and in bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import zmq
+
+from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
+from shared.event_ring import EventRing
+from shared.messages import EventSource
+
+SEND_LIMIT_BATCHES = 20_000
+RECEIVE_LIMIT_BATCHES = 20_000
+REPLAYS_WAITING_LIMIT = 8
+"""Replays that wait for a slow asker; one more is ignored, and its asker times out."""
+REPLAY_LIMIT_S = 30.0
+"""An asker that has not taken its replay by then is given up."""
+REPLAY_LIMIT_BATCHES = 100_000
+REPLAY_LIMIT_BYTES = 512 << 20
+"""A source that replays more than this is broken."""
+FAIR_SHARE = 256
+"""Messages taken from one socket before the event loop gets a turn."""
+COMPLAIN_INTERVAL_S = 60.0
+END = b"\xff" * 8
+
+_log = logging.getLogger(__name__)
+
+
+class _Reader:
+    """Calls `take(frames)` for each message that comes to `socket`, in the event loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.Handle | None = None
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self.read)
+        self.read()
+
+    def read(self) -> None:
+        """Take what is there. To be called after each send as well: sending may use up the descriptor's edge."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        for _ in range(FAIR_SHARE):
+            if self._socket.closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                self._take(frames)
+            except BaseException:
+                self._again = self._loop.call_soon(self.read)  # what follows must not wait for the next edge
+                raise
+        self._again = self._loop.call_soon(self.read)
+
+    def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+
+class _Complaint:
+    """Malformed frames of one source: counted, and logged at most once a minute."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._logged_at: float | None = None
+        self.count = 0
+
+    def add(self, wrong: str) -> None:
+        self.count += 1
+        now = asyncio.get_running_loop().time()
+        if self._logged_at is None or now - self._logged_at >= COMPLAIN_INTERVAL_S:
+            self._logged_at = now
+            _log.warning("malformed KV event from %s (%d so far): %s", self._source, self.count, wrong)
+
+
+class ZmqEventPublisher:
+    """A PUB socket and its replay ROUTER, each on a free port."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, advertise: str, topic: str, ring: EventRing):
+        self._topic = topic.encode()
+        self._ring = ring
+        self._publish = context.socket(zmq.PUB)
+        self._replay = context.socket(zmq.ROUTER)
+        try:
+            self._publish.sndhwm = SEND_LIMIT_BATCHES
+            self._replay.sndhwm = SEND_LIMIT_BATCHES
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending says when an asker cannot take more, or is gone
+            for socket in (self._publish, self._replay):
+                socket.ipv6 = ":" in host
+                socket.bind(f"tcp://{_address(host)}:*")
+        except zmq.ZMQError as wrong:
+            self._publish.close(linger=0)
+            self._replay.close(linger=0)
+            raise ConfigError(f"KV events cannot listen on {host}: {wrong}") from None
+        self._source = EventSource(
+            publish=_dialled(self._publish, advertise), replay=_dialled(self._replay, advertise), topic=topic
+        )
+        self._answers: deque[_Answer] = deque()
+        self._resume: asyncio.TimerHandle | None = None
+        self._complaint = _Complaint("an asker for replay")
+        self._reader = _Reader(self._replay, self._asked)
+
+    @property
+    def source(self) -> EventSource:
+        return self._source
+
+    def publish(self, sequence: int, payload: bytes) -> None:
+        self._ring.append(sequence, payload)
+        self._publish.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload), zmq.DONTWAIT)
+
+    def close(self) -> None:
+        if self._publish.closed:
+            return
+        if self._resume is not None:
+            self._resume.cancel()
+        self._reader.close()
+        self._publish.close(linger=0)
+
+    def _asked(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+            self._complaint.add(f"{len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+        elif len(self._answers) < REPLAYS_WAITING_LIMIT:
+            batches = self._ring.since(int.from_bytes(frames[2], "big"))
+            self._answers.append(_Answer(frames[0], deque(batches), asyncio.get_running_loop().time() + REPLAY_LIMIT_S))
+            self._answer()
+
+    def _answer(self) -> None:
+        """Send what askers take now; an asker that takes no more is tried again in a moment."""
+        loop = asyncio.get_running_loop()
+        if self._resume is not None:
+            self._resume.cancel()
+            self._resume = None
+        for _ in range(len(self._answers)):
+            answer = self._answers.popleft()
+            if not self._sent(answer) and loop.time() < answer.deadline:
+                self._answers.append(answer)
+        if self._answers:
+            self._resume = loop.call_later(0.01, self._answer)
+        loop.call_soon(self._reader.read)
+
+    def _sent(self, answer: _Answer) -> bool:
+        """Whether this asker has got everything, or is gone."""
+        try:
+            while answer.batches:
+                sequence, payload = answer.batches[0]
+                self._reply(answer.asker, self._topic, sequence.to_bytes(8, "big"), payload)
+                answer.batches.popleft()
+            self._reply(answer.asker, b"", END, b"")
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as wrong:
+            if wrong.errno != zmq.EHOSTUNREACH:
+                raise
+        return True
+
+    def _reply(self, asker: bytes, *frames: bytes) -> None:
+        self._replay.send_multipart((asker, b"", *frames), zmq.DONTWAIT)
+
+
+@dataclass
+class _Answer:
+    """A replay on its way to one asker."""
+
+    asker: bytes
+    batches: deque[tuple[int, bytes]]
+    deadline: float
+
+
+class ZmqEventSubscription:
+    """A SUB socket, and a DEALER while a replay is on its way."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], source: EventSource, receive: Callable[[int, bytes], None]
+    ) -> None:
+        self._context = context
+        self._source = source
+        self._receive = receive
+        self._complaint = _Complaint(source.publish)
+        socket = context.socket(zmq.SUB)
+        try:
+            socket.rcvhwm = RECEIVE_LIMIT_BATCHES
+            socket.ipv6 = "[" in source.publish
+            socket.subscribe(source.topic.encode())
+            if source.binds == "source":
+                socket.connect(source.publish)
+            else:
+                socket.bind(source.publish)
+        except zmq.ZMQError as wrong:
+            socket.close(linger=0)
+            raise ProtocolError(f"KV events of {source.publish}: {wrong}") from None
+        self._reader = _Reader(socket, self._take)
+        self._closed = False
+        self._replays: set[_Replay] = set()
+
+    @property
+    def malformed(self) -> int:
+        """Messages that were not three frames of topic, sequence and payload."""
+        return self._complaint.count
+
+    async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
+        """As in the contract; ProtocolError where the source's address is none."""
+        if not self._source.replay or self._closed:
+            raise RequestTimeout(f"{self._source.publish} has no replay")
+        replay = _Replay(self._context, self._source.replay, first, self._complaint)
+        self._replays.add(replay)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await replay.batches
+        except TimeoutError:
+            raise RequestTimeout(f"no replay from {self._source.replay} in {timeout_s:g} s") from None
+        finally:
+            self._replays.discard(replay)
+            replay.close()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._reader.close()
+        for replay in self._replays:
+            replay.fail(RequestTimeout(f"{self._source.publish} was closed"))
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self._complaint.add(f"{len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+        else:
+            self._receive(int.from_bytes(frames[1], "big"), frames[2])
+
+
+class _Replay:
+    """One question to a source's ROUTER."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, complaint: _Complaint
+    ) -> None:
+        self.batches: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
+        self._so_far: list[tuple[int, bytes]] = []
+        self._size_bytes = 0
+        self._complaint = complaint
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.rcvhwm = RECEIVE_LIMIT_BATCHES
+            socket.ipv6 = "[" in endpoint
+            socket.connect(endpoint)
+            socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.DONTWAIT)
+        except zmq.ZMQError as wrong:
+            socket.close(linger=0)
+            raise ProtocolError(f"replay of {endpoint}: {wrong}") from None
+        self._reader = _Reader(socket, self._take)
+
+    def fail(self, wrong: HeadraceError) -> None:
+        if not self.batches.done():
+            self.batches.set_exception(wrong)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        if self.batches.done():
+            return
+        if len(frames) != 4 or frames[0] or len(frames[2]) != 8:
+            self._complaint.add(f"a replay's {len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+        elif frames[2] == END:
+            self.batches.set_result(self._so_far)
+        else:
+            self._so_far.append((int.from_bytes(frames[2], "big"), frames[3]))
+            self._size_bytes += len(frames[3])
+            if len(self._so_far) > REPLAY_LIMIT_BATCHES or self._size_bytes > REPLAY_LIMIT_BYTES:
+                self.fail(ProtocolError(f"a replay of more than {len(self._so_far)} batches"))
+
+
+class ZmqEvents:
+    """Opens publishers and subscriptions on one ZMQ context; a context manager that ends it.
+
+    Publishers listen on `host` and tell others to come to `advertise` (the same, if not given).
+    """
+
+    def __init__(self, host: str = "127.0.0.1", advertise: str = "") -> None:
+        self._host = host
+        self._advertise = advertise or host
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def __enter__(self) -> ZmqEvents:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> ZmqEventPublisher:
+        """Within a running event loop. Raises ConfigError where `host` is not this machine's."""
+        return ZmqEventPublisher(self._context, self._host, self._advertise, topic, EventRing(ring_batches))
+
+    def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> ZmqEventSubscription:
+        """Within a running event loop. Raises ProtocolError where an endpoint of `source` is none."""
+        return ZmqEventSubscription(self._context, source, receive)
+
+    def close(self) -> None:
+        """End what is still open."""
+        self._context.destroy(linger=0)
+
+
+def _address(host: str) -> str:
+    if ":" in host:
+        return f"[{host}]"
+    return "127.0.0.1" if host == "localhost" else host  # ZMQ binds to addresses and interfaces, not to names
+
+
+def _dialled(socket: zmq.Socket[bytes], advertise: str) -> str:
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    port = bound.rstrip(b"\0").decode().rpartition(":")[2]
+    return f"tcp://[{advertise}]:{port}" if ":" in advertise else f"tcp://{advertise}:{port}"
