@@ -7,8 +7,8 @@
 
 A frame that cannot be published stays unsent and goes out, in order, when the bus is back. The ring is bounded in
 number and in bytes; over a bound the oldest frame is dropped, and one that was never sent is counted as lost: the
-frontend sees the gap, in the sequence and in the parts' `first`. Beyond a bound of frontends, the one that has heard nothing for
-longest is forgotten.
+frontend sees the gap, in the sequence and in the parts' `first`. Beyond a bound of frontends, the one that has heard
+nothing for longest is forgotten.
 """
 
 from __future__ import annotations

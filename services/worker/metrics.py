@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from services.worker.engine import EngineLoad, Stepped
 from shared.messages import GenerateReply, Part, Refused
-
-_STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+from shared.metrics import STEP_SECONDS, counter, gauge, histogram
 
 
 class Metrics:
     """One worker's metrics; labels are few and bounded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter("headrace_requests", "Attempts by outcome", ["outcome"], registry=registry)
-        self._waiting = Gauge("headrace_queued_requests", "Attempts waiting", registry=registry)
-        self._running = Gauge("headrace_inflight_requests", "Attempts running", registry=registry)
-        self._steps = Counter("headrace_steps", "Engine steps", registry=registry)
-        self._step_s = Histogram(
-            "headrace_step_seconds", "Time of a step's arithmetic", buckets=_STEP_BUCKETS_S, registry=registry
-        )
-        self._computed = Counter("headrace_computed_tokens", "Tokens computed", registry=registry)
-        self._prompt = Counter("headrace_prompt_tokens", "Prompt tokens of accepted attempts", registry=registry)
-        self._cached = Counter("headrace_cached_tokens", "Prompt tokens found in the cache", registry=registry)
-        self._output = Counter("headrace_output_tokens", "Tokens drawn", registry=registry)
-        self._preemptions = Counter("headrace_preemptions", "Sequences whose blocks were taken", registry=registry)
-        self._blocks = Gauge("headrace_blocks", "Device blocks by state", ["state"], registry=registry)
-        self._events = Counter("headrace_kv_event_batches", "KV event batches published", registry=registry)
-        self._frames = Counter("headrace_frames", "Step frames published", registry=registry)
-        self._lost_frames = Counter("headrace_lost_frames", "Step frames dropped before sending", registry=registry)
-        self._engine_starts = Counter("headrace_engine_starts", "Starts of the engine process", registry=registry)
+        self._requests = counter(registry, "headrace_requests", "Attempts by outcome", ["outcome"])
+        self._waiting = gauge(registry, "headrace_queued_requests", "Attempts waiting")
+        self._running = gauge(registry, "headrace_inflight_requests", "Attempts running")
+        self._steps = counter(registry, "headrace_engine_steps", "Engine steps")
+        self._step_s = histogram(registry, "headrace_step_seconds", "Time of a step's arithmetic", STEP_SECONDS)
+        self._computed = counter(registry, "headrace_computed_tokens", "Tokens computed")
+        self._prompt = counter(registry, "headrace_prompt_tokens", "Prompt tokens of accepted attempts")
+        self._cached = counter(registry, "headrace_cached_tokens", "Prompt tokens found in the cache")
+        self._output = counter(registry, "headrace_output_tokens", "Tokens drawn")
+        self._preemptions = counter(registry, "headrace_preemptions", "Sequences whose blocks were taken")
+        self._blocks = gauge(registry, "headrace_blocks", "Device blocks by state", ["state"])
+        self._events = counter(registry, "headrace_event_batches", "KV event batches published")
+        self._frames = counter(registry, "headrace_frames", "Step frames published")
+        self._lost_frames = counter(registry, "headrace_lost_frames", "Step frames dropped before they were sent")
+        self._engine_starts = counter(registry, "headrace_engine_starts", "Starts of the engine that got ready")
         self._preempted = 0
         self._lost = 0
 

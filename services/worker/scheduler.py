@@ -20,8 +20,8 @@ A running sequence prefills while more than one of its tokens is uncomputed, and
    newcomers. So neither decodes nor prefills starve, and no step takes much longer than `step_s`.
 
 Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its
-priority by a smaller prompt. All blocks of the known tokens are taken at admission, so that half-done prefills cannot block each
-other; one block for each running sequence is left free for it to grow into.
+priority by a smaller prompt. All blocks of the known tokens are taken at admission, so that half-done prefills cannot
+block each other; one block for each running sequence is left free for it to grow into.
 
 Where two sequences prefill the same prefix, the second takes over the first one's blocks chunk by chunk as they are
 stored. Every attempt that was submitted ends with exactly one Part that has a finish reason.

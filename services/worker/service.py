@@ -119,6 +119,7 @@ class Worker:
             for operation, receive in receivers.items()
         ]
         self._runtime.directory.subscribe(self._directory_changed)
+        self._runtime.vitals.unready("the engine is starting")
         try:
             await self._serve_and_drain()
         finally:
@@ -158,6 +159,7 @@ class Worker:
     async def _drain(self) -> None:
         """No new attempts; those that run have `drain_s`, then they end with an error."""
         self._attempts.draining = True
+        self._runtime.vitals.unready("draining")
         self._card = None
         self._entries_changed.set()
         try:
@@ -174,7 +176,7 @@ class Worker:
     async def _engine_ready(self, facts: Ready) -> None:
         path, digest = await asyncio.to_thread(_tokenizer, Path(facts.path or self._config.model))
         self._metrics.engine_started()
-        self._card = ModelCard(
+        card = ModelCard(
             model=self._model_name,
             instance=self._runtime.instance,
             path=str(path),
@@ -188,10 +190,14 @@ class Worker:
             eos_token_ids=facts.eos_token_ids,
         )
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
-        self._entries_changed.set()
+        if not self._attempts.draining:
+            self._card = card
+            self._entries_changed.set()
+            self._runtime.vitals.ready()
 
     def _engine_stepped(self, step: Stepped) -> None:
         self._last = step
+        self._runtime.vitals.progress = self._progress_before + step.progress
         if step.events:
             batch = EventBatch(ts=time.time(), events=step.events, data_parallel_rank=0)
             self._publisher.publish(step.event_sequence, EVENT_BATCH.encode(batch))
@@ -203,6 +209,7 @@ class Worker:
         self._progress_before += self._last.progress if self._last is not None else 0
         self._last = None
         self._card = None
+        self._runtime.vitals.unready("the engine was lost and is starting again")
         self._entries_changed.set()
         self._metrics.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")
@@ -350,7 +357,7 @@ class Worker:
         return LoadReport(
             instance=self._runtime.instance,
             epoch=self._registration.epoch if self._registration is not None else 0,
-            progress=self._progress_before + (0 if last is None else last.progress),
+            progress=self._runtime.vitals.progress,
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,
@@ -386,6 +393,7 @@ class Worker:
                 for operation in ("generate", "cancel", "resend", "snapshot", "load", "control")
             },
             events=self.event_source,
+            http=runtime.http,
         )
         key = subjects.instance_key(runtime.namespace, "worker", runtime.instance)
         entries = {key: INSTANCE.encode(instance, JSON_HEADER)}

@@ -307,7 +307,7 @@ async def test_a_model_that_cannot_be_served_ends_the_worker_naming_the_file(
     config: WorkerConfig, tmp_path: Path
 ) -> None:
     missing = msgspec.structs.replace(config, model=str(tmp_path / "nowhere"))
-    with pytest.RaisesGroup(pytest.RaisesExc(ModelError, match="config.json")):
+    with pytest.RaisesGroup(pytest.RaisesExc(ModelError, match="nowhere")):
         await run_for_ever(missing)
 
 

@@ -1,0 +1,30 @@
+"""The worker's process: `python -m services.worker --config worker.toml`."""
+
+from __future__ import annotations
+
+from services.worker.config import WorkerConfig
+from services.worker.service import serve
+from shared.lifecycle import Process, run
+
+CLOSING_S = 15.0
+"""Beyond the drain: the engine's end, the last frames, the registration."""
+
+
+def main() -> None:
+    """Runs until a signal; ends the process with a status."""
+    run("worker", WorkerConfig, _process, serve)
+
+
+def _process(config: WorkerConfig) -> Process:
+    return Process(
+        namespace=config.namespace,
+        nats=config.nats,
+        discovery=config.discovery,
+        observe=config.observe,
+        log_level=config.observe.log_level,
+        drain_limit_s=config.drain_s + CLOSING_S,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.worker.attempts import Attempts
+from services.worker.engine import Ready
+from shared.hashing import pack_tokens
+from shared.messages import Accepted, FinishReason, Generate, KvLayout, Part, Refused, Sampling
+
+FACTS = Ready(
+    context_length=64,
+    vocab_size=100,
+    eos_token_ids=(0,),
+    block_size=4,
+    capacity_blocks=16,
+    kv_layout=KvLayout("float32", 1, 1, 1, 4),
+)
+
+
+def generate(request: str, *, tokens: int = 4, prompt: int = 4, frontend: str = "f", model: str = "model") -> Generate:
+    return Generate(
+        request=request,
+        attempt=1,
+        model=model,
+        frontend=frontend,
+        tokens=pack_tokens(range(tokens)),
+        prompt_tokens=prompt,
+        sampling=Sampling(max_tokens=8),
+        time_left_s=1.0,
+    )
+
+
+def part(request: str, *, first: int = 0, finish: FinishReason | None = None) -> Part:
+    return Part(request=request, attempt=1, first=first, tokens=pack_tokens([7]), finish=finish)
+
+
+def attempts(*, most_living: int = 4, most_waiting_tokens: int = 100) -> Attempts:
+    return Attempts(model="model", most_living=most_living, most_waiting_tokens=most_waiting_tokens, most_remembered=4)
+
+
+def code(account: Attempts, asked: Generate, facts: Ready | None = FACTS) -> str:
+    reply, _ = account.admit(asked, facts)
+    return reply.code if isinstance(reply, Refused) else "accepted"
+
+
+def test_a_repeated_attempt_is_accepted_once_also_after_its_end() -> None:
+    account = attempts()
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), True)
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), False)
+    assert account.tell(part("r", finish="stop"))
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), False)
+
+
+def test_parts_of_an_unknown_or_ended_attempt_are_not_passed_on() -> None:
+    account = attempts()
+    assert not account.tell(part("stranger"))
+    account.admit(generate("r"), FACTS)
+    assert account.tell(part("r", finish="length"))
+    assert not account.tell(part("r", first=1))
+
+
+def test_each_refusal_has_its_code() -> None:
+    account = attempts(most_living=1)
+    assert code(account, generate("a"), None) == "not_ready"
+    assert code(account, generate("a", model="other")) == "wrong_model"
+    assert code(account, generate("a", tokens=200)) == "bad_request"
+    assert code(account, generate("a")) == "accepted"
+    assert code(account, generate("b")) == "overloaded"
+    account.draining = True
+    assert code(account, generate("c")) == "draining"
+
+
+def test_tokens_that_wait_are_bounded_until_their_first_part() -> None:
+    account = attempts(most_waiting_tokens=10)
+    assert code(account, generate("a", tokens=8)) == "accepted"
+    assert code(account, generate("b", tokens=8)) == "overloaded"
+    account.tell(part("a"))
+    assert code(account, generate("b", tokens=8)) == "accepted"
+
+
+def test_an_attempt_is_cancelled_once() -> None:
+    account = attempts()
+    account.admit(generate("r"), FACTS)
+    assert account.cancel(("r", 1))
+    assert not account.cancel(("r", 1))
+    assert not account.cancel(("stranger", 1))
+
+
+def test_an_attempt_that_the_engine_did_not_take_may_come_again() -> None:
+    account = attempts()
+    account.admit(generate("r"), FACTS)
+    account.forget(("r", 1))
+    account.validate()
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), True)
+
+
+def test_when_the_engine_is_lost_every_attempt_ends_where_it_was() -> None:
+    account = attempts()
+    account.admit(generate("a", frontend="f"), FACTS)
+    account.admit(generate("b", tokens=6, frontend="g"), FACTS)
+    account.tell(part("a"))
+    ended = account.fail_all("gone")
+    assert [(p.request, p.first, p.finish, p.error) for p in ended["f"]] == [("a", 1, "error", "gone")]
+    assert [(p.request, p.first) for p in ended["g"]] == [("b", 2)]
+    assert account.names == []
+
+
+def test_a_frontends_streams_say_how_far_they_are() -> None:
+    account = attempts()
+    account.admit(generate("a"), FACTS)
+    account.admit(generate("b", frontend="g"), FACTS)
+    account.tell(part("a"))
+    assert [(stream.request, stream.produced) for stream in account.of("f")] == [("a", 1)]
+
+
+class AttemptsMachine(RuleBasedStateMachine):
+    """No attempt is computed twice while it is remembered, and each that was accepted ends once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.account = attempts(most_living=3, most_waiting_tokens=20)
+        self.living: dict[str, int] = {}
+
+    @rule(number=st.integers(0, 6), tokens=st.integers(1, 12))
+    def admit(self, number: int, tokens: int) -> None:
+        reply, new = self.account.admit(generate(f"r{number}", tokens=tokens, prompt=1), FACTS)
+        assert not new or (isinstance(reply, Accepted) and f"r{number}" not in self.living)
+        if new:
+            self.living[f"r{number}"] = tokens - 1
+
+    @rule(number=st.integers(0, 6), finish=st.sampled_from([None, "stop", "length"]))
+    def tell(self, number: int, finish: FinishReason | None) -> None:
+        name = f"r{number}"
+        passed = self.account.tell(part(name, first=self.living.get(name, 0), finish=finish))
+        assert passed == (name in self.living)
+        if name in self.living:
+            self.living[name] += 1
+            if finish is not None:
+                del self.living[name]
+
+    @rule()
+    def lose_the_engine(self) -> None:
+        ended = {p.request: p.first for p in self.account.fail_all("lost").get("f", [])}
+        assert ended == self.living
+        self.living.clear()
+
+    @invariant()
+    def consistent(self) -> None:
+        self.account.validate()
+        assert {request for request, _ in self.account.names} == self.living.keys()
+
+
+TestAttemptsMachine = AttemptsMachine.TestCase
+TestAttemptsMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from services.worker.kv_events import to_kv_events, to_snapshot
+from shared.blocks import Content, Evicted, Stored
+from shared.hashing import content_keys, event_hash, pack_tokens, root_key
+from shared.messages import BlockRemoved, BlockStored
+
+
+def contents(tokens: list[int], *, salt: str = "", lora: str = "") -> list[Content]:
+    packed = pack_tokens(tokens)
+    keys = content_keys(root_key("model", lora, salt), packed, 2)
+    return [
+        Content(
+            key=key,
+            parent=keys[index - 1] if index else None,
+            tokens=packed[8 * index : 8 * index + 8],
+            lora=lora,
+            salt=salt,
+        )
+        for index, key in enumerate(keys)
+    ]
+
+
+def test_blocks_of_one_chain_share_an_event() -> None:
+    chain = contents([1, 2, 3, 4, 5, 6])
+    (event,) = to_kv_events([Stored(content) for content in chain], 2)
+    assert event == BlockStored(
+        block_hashes=[event_hash(content.key) for content in chain],
+        parent_block_hash=None,
+        token_ids=[1, 2, 3, 4, 5, 6],
+        block_size=2,
+        medium="GPU",
+    )
+
+
+def test_a_later_block_names_its_parent() -> None:
+    chain = contents([1, 2, 3, 4])
+    (event,) = to_kv_events([Stored(chain[1])], 2)
+    assert isinstance(event, BlockStored)
+    assert event.parent_block_hash == event_hash(chain[0].key)
+
+
+def test_order_is_kept_and_neighbours_are_joined() -> None:
+    one, other = contents([1, 2, 3, 4]), contents([5, 6])
+    events = to_kv_events([Evicted(one[1]), Evicted(one[0]), Stored(other[0]), Stored(one[0]), Evicted(other[0])], 2)
+    assert events == [
+        BlockRemoved(block_hashes=[event_hash(one[1].key), event_hash(one[0].key)], medium="GPU"),
+        BlockStored([event_hash(other[0].key)], None, [5, 6], 2, medium="GPU"),
+        BlockStored([event_hash(one[0].key)], None, [1, 2], 2, medium="GPU"),
+        BlockRemoved(block_hashes=[event_hash(other[0].key)], medium="GPU"),
+    ]
+
+
+def test_a_salt_stands_at_the_first_block_of_a_chain_and_a_lora_in_its_field() -> None:
+    chain = contents([1, 2, 3, 4], salt="tenant", lora="adapter")
+    (event,) = to_kv_events([Stored(content) for content in chain], 2)
+    assert isinstance(event, BlockStored)
+    assert event.extra_keys == [["tenant"], None]
+    assert event.lora_name == "adapter"
+
+
+def test_nothing_happened_is_no_event() -> None:
+    assert to_kv_events([], 2) == []
+
+
+def test_a_snapshot_has_hashes_parents_and_tokens() -> None:
+    first, second = to_snapshot(contents([1, 2, 3, 4], salt="tenant"))
+    assert (first.parent, second.parent) == (None, first.hash)
+    assert (first.tokens, second.tokens) == (pack_tokens([1, 2]), pack_tokens([3, 4]))
+    assert first.salt == "tenant"
