@@ -59,7 +59,7 @@ from shared.messages import (
     StepFrame,
     TokenLogprob,
 )
-from shared.messaging import Message
+from shared.messaging import Bus, Message
 
 NAMESPACE = "test"
 MODEL = "tiny/model-1.0"
@@ -105,10 +105,17 @@ class Seen(Generic[T]):
         self.all.append(item)
         self._more.set()
 
-    async def wait(self, enough: Callable[[list[T]], bool]) -> list[T]:
-        """Until what was seen is enough."""
+    async def at_least(self, count: int) -> list[T]:
+        """All of them, once there are so many."""
+        return await self._wait(lambda: len(self.all) >= count)
+
+    async def until(self, item: T) -> list[T]:
+        """All of them, once `item` is among them."""
+        return await self._wait(lambda: item in self.all)
+
+    async def _wait(self, enough: Callable[[], bool]) -> list[T]:
         async with asyncio.timeout(DEADLINE_S):
-            while not enough(self.all):
+            while not enough():
                 self._more.clear()
                 await self._more.wait()
         return self.all
@@ -117,7 +124,7 @@ class Seen(Generic[T]):
 class ScriptedRouter:
     """Chooses the first worker that is not excluded, unless `answer` says otherwise."""
 
-    def __init__(self, bus: MemoryBus, instance: str, workers: Sequence[str]) -> None:
+    def __init__(self, bus: Bus, instance: str, workers: Sequence[str]) -> None:
         self.bus = bus
         self.instance = instance
         self.answer: Callable[[Select], SelectReply | None] = self._choose
@@ -136,8 +143,9 @@ class ScriptedRouter:
         for worker in self.workers:
             if worker not in select.excluded:
                 return Selected(select.request, select.attempt, worker, 0, self.instance, Overlap(), "first")
-        code = "all_excluded" if select.excluded else "no_instances"
-        return SelectRefused(select.request, select.attempt, code, "none left", retry_after_s=2.5)
+        return SelectRefused(
+            select.request, select.attempt, "all_excluded" if select.excluded else "no_instances", "none left"
+        )
 
     async def _on_select(self, message: Message) -> None:
         select = SELECT.decode(message.payload)
@@ -158,7 +166,7 @@ class ScriptedRouter:
 class ScriptedWorker:
     """Accepts and then streams `output`, one token a step frame; with `output` None the test sends the parts."""
 
-    def __init__(self, bus: MemoryBus, instance: str) -> None:
+    def __init__(self, bus: Bus, instance: str) -> None:
         self.bus = bus
         self.instance = instance
         self.output: list[int] | None = []

@@ -118,17 +118,17 @@ async def test_a_stop_string_across_tokens_cuts_the_text_and_cancels(directory: 
     async with world(directory) as w, clients(w) as (client, _):
         w.workers[0].output = None
         asking = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO, stop=["END", "zzz"]))
-        [generate] = await w.workers[0].generates.wait(lambda seen: len(seen) == 1)
+        [generate] = await w.workers[0].generates.at_least(1)
         tokens = w.ids("one EN two END three")
         await w.workers[0].send(generate, 0, tokens)
         answer = await asking
         assert answer.choices[0].message.content == "one EN two "
         assert answer.choices[0].finish_reason == "stop"
-        [cancel] = await w.workers[0].cancels.wait(lambda seen: len(seen) == 1)
+        [cancel] = await w.workers[0].cancels.at_least(1)
         assert cancel.request == generate.request
         assert answer.usage is not None
         assert answer.usage.completion_tokens < len(tokens)
-        await w.router.told.wait(lambda seen: Finished(generate.request, 1) in seen)
+        await w.router.told.until(Finished(generate.request, 1))
 
 
 async def test_logprobs_of_a_chat_name_token_bytes_and_the_likeliest(directory: Path) -> None:
@@ -208,7 +208,7 @@ async def test_routers_hear_of_the_first_token_and_of_the_end(directory: Path) -
         w.workers[0].cached_tokens = 16
         await client.chat.completions.create(model=MODEL, messages=HELLO)
         request = w.router.asked.all[0].request
-        told = await w.router.told.wait(lambda seen: Finished(request, 1) in seen)
+        told = await w.router.told.until(Finished(request, 1))
         assert told == [Prefilled(request, 1, 16), Finished(request, 1)]
 
 
@@ -219,16 +219,16 @@ async def test_a_client_that_disconnects_cancels_streaming_or_not(directory: Pat
         for count, stream in enumerate((True, False), 1):
             body = {"model": MODEL, "messages": HELLO, "stream": stream}
             asking = asyncio.create_task(http.post("/v1/chat/completions", json=body).__aenter__())
-            generate = (await worker.generates.wait(lambda seen, count=count: len(seen) == count))[-1]
+            generate = (await worker.generates.at_least(count))[-1]
             await worker.send(generate, 0, w.ids("a"))
             if stream:
                 response = await asking
                 response.close()
             else:
                 asking.cancel()
-            cancels = await worker.cancels.wait(lambda seen, count=count: len(seen) == count)
+            cancels = await worker.cancels.at_least(count)
             assert cancels[-1].request == generate.request
-            await w.router.told.wait(lambda seen, name=generate.request: Finished(name, 1) in seen)
+            await w.router.told.until(Finished(generate.request, 1))
         assert w.metric("headrace_disconnected_clients_total") == 2
         assert w.metric("headrace_inflight_requests") == 0
 
@@ -238,11 +238,11 @@ async def test_a_lost_worker_is_replaced_and_the_client_sees_one_text(directory:
         first, second = w.workers
         first.output = None
         asking = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
-        [generate] = await first.generates.wait(lambda seen: len(seen) == 1)
+        [generate] = await first.generates.at_least(1)
         said = w.ids("the water finds the wheel")
         second.output = [*said, 2]
         await first.send(generate, 0, said[:5])
-        await w.router.told.wait(lambda seen: Prefilled(generate.request, 1, 0) in seen)
+        await w.router.told.until(Prefilled(generate.request, 1, 0))
         await w.leave("w1")
         answer = await asking
         assert answer.choices[0].message.content == "the water finds the wheel"
@@ -282,7 +282,7 @@ async def test_parts_of_a_request_that_is_over_are_answered_with_cancel(director
         await client.chat.completions.create(model=MODEL, messages=HELLO)
         [generate] = w.workers[0].generates.all
         await w.workers[0].send(generate, 5, [9])
-        [cancel] = await w.workers[0].cancels.wait(lambda seen: len(seen) == 1)
+        [cancel] = await w.workers[0].cancels.at_least(1)
         assert (cancel.request, cancel.attempt) == (generate.request, 1)
 
 
@@ -292,7 +292,7 @@ async def test_an_error_after_text_is_an_event_and_not_done(directory: Path) -> 
         w.workers[0].output = None
         body = {"model": MODEL, "messages": HELLO, "stream": True}
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=body).__aenter__())
-        [generate] = await w.workers[0].generates.wait(lambda seen: len(seen) == 1)
+        [generate] = await w.workers[0].generates.at_least(1)
         await w.workers[0].send(generate, 0, w.ids("a"))
         response = await asking
         await w.workers[0].send(generate, 1, [], "error", "the device burned down")
@@ -310,7 +310,7 @@ async def test_the_deadline_ends_a_request_that_makes_no_progress(directory: Pat
         assert error.value.status_code == 504
         [generate] = w.workers[0].generates.all
         assert 0 < generate.time_left_s <= 0.05
-        await w.workers[0].cancels.wait(lambda seen: len(seen) == 1)
+        await w.workers[0].cancels.at_least(1)
 
 
 async def test_a_frozen_router_is_passed_over(directory: Path) -> None:
@@ -334,7 +334,7 @@ async def test_more_requests_than_the_bound_are_429_and_places_come_back(directo
     async with world(directory, limits=limits) as w, clients(w) as (client, _):
         w.workers[0].output = None
         first = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
-        [generate] = await w.workers[0].generates.wait(lambda seen: len(seen) == 1)
+        [generate] = await w.workers[0].generates.at_least(1)
         with pytest.raises(openai.RateLimitError) as error:
             await client.chat.completions.create(model=MODEL, messages=HELLO)
         assert int(error.value.response.headers["retry-after"]) >= 1

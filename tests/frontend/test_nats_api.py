@@ -101,12 +101,12 @@ async def test_a_client_that_vanishes_cancels_its_stream(directory: Path) -> Non
         worker = w.workers[0]
         worker.output = None
         w.broker.publish(Message(CHAT, body(stream=True), "_INBOX.nobody", {}))
-        [generate] = await worker.generates.wait(lambda seen: len(seen) == 1)
+        [generate] = await worker.generates.at_least(1)
         async with asyncio.timeout(DEADLINE_S):
             first = 0
             while not worker.cancels.all:
                 await worker.send(generate, first, w.ids("a"))
                 first += 1
                 await asyncio.sleep(0)
-        await w.router.told.wait(lambda seen: Finished(generate.request, 1) in seen)
+        await w.router.told.until(Finished(generate.request, 1))
         assert w.metric("headrace_disconnected_clients_total") == 1

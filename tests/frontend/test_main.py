@@ -1,0 +1,103 @@
+"""The frontend as a process of its own, on a real NATS server and the file back end of discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import nats
+from tokenizers import Tokenizer
+
+from shared import subjects
+from shared.config import NatsConfig
+from shared.file_discovery import FileDiscovery
+from shared.messaging import LAST_HEADER
+from shared.nats_bus import connect
+from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedRouter, ScriptedWorker, card_entry, instance_entry
+from tests.servers import free_port
+
+NAMESPACE = "test"
+
+
+@asynccontextmanager
+async def process(tmp_path: Path, nats_url: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A frontend process and its base URL."""
+    port = free_port()
+    config = tmp_path / "frontend.toml"
+    config.write_text(
+        f'namespace = "{NAMESPACE}"\n[nats]\nurl = "{nats_url}"\n[http]\nport = {port}\n'
+        f'[discovery]\nbackend = "file"\npath = "{tmp_path / "discovery"}"\n'
+    )
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.frontend", "--config", str(config), cwd=Path(__file__).parents[2]
+    )
+    try:
+        yield running, f"http://127.0.0.1:{port}"
+    finally:
+        if running.returncode is None:
+            running.kill()
+            await running.wait()
+
+
+async def healthy(http: aiohttp.ClientSession) -> None:
+    while True:
+        try:
+            async with http.get("/health") as response:
+                if response.status == 200:
+                    return
+        except aiohttp.ClientConnectorError:
+            pass
+        await asyncio.sleep(0.05)  # another process: there is nothing to wait on
+
+
+async def test_a_process_answers_over_http_and_to_a_plain_nats_client_and_drains(
+    directory: Path, tmp_path: Path, nats_url: str
+) -> None:
+    bus = await connect(NatsConfig(url=nats_url), "peers")
+    router, worker = ScriptedRouter(bus, "r1", ["w1"]), ScriptedWorker(bus, "w1")
+    await router.start()
+    await worker.start()
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    worker.output = [*tokenizer.encode("grüße 🚰", add_special_tokens=False).ids, 2]
+    discovery = FileDiscovery(tmp_path / "discovery")
+    entries = instance_entry("router", "r1") | instance_entry("worker", "w1") | card_entry("w1", directory)
+    registration = await discovery.register(lambda _epoch: entries)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+    async with (
+        asyncio.timeout(3 * DEADLINE_S),
+        process(tmp_path, nats_url) as (running, url),
+        aiohttp.ClientSession(url) as http,
+    ):
+        await healthy(http)
+        async with http.post("/v1/chat/completions", json=body) as response:
+            assert (await response.json())["choices"][0]["message"]["content"] == "grüße 🚰"
+        async with http.get("/metrics") as response:
+            assert "headrace_requests_total{" in await response.text()
+
+        client = await nats.connect(nats_url)
+        inbox = client.new_inbox()
+        replies = await client.subscribe(inbox)
+        payload = json.dumps(body | {"stream": True}).encode()
+        await client.publish(subjects.client(NAMESPACE, "chat"), payload, reply=inbox)
+        text = ""
+        async for message in replies.messages:
+            [choice] = json.loads(message.data)["choices"]
+            text += choice["delta"].get("content", "")
+            if message.headers is not None and LAST_HEADER in message.headers:
+                break
+        assert text == "grüße 🚰"
+        await client.close()
+
+        assert any("/instances/frontend/" in key for key in await discovery.list(f"/headrace/{NAMESPACE}/"))
+        running.send_signal(signal.SIGTERM)
+        assert await running.wait() == 0
+        assert not any("/instances/frontend/" in key for key in await discovery.list(f"/headrace/{NAMESPACE}/"))
+    await registration.close()
+    await discovery.close()
+    await bus.drain()
