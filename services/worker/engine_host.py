@@ -39,12 +39,14 @@ class EngineHost:
         config: WorkerConfig,
         model_name: str,
         *,
+        loading: Callable[[Loading], None],
         ready: Callable[[Ready], Awaitable[None]],
         stepped: Callable[[Stepped], None],
         lost: Callable[[str], None],
     ) -> None:
         self._config = config
         self._model_name = model_name
+        self._loading = loading
         self._ready = ready
         self._stepped = stepped
         self._lost = lost
@@ -127,8 +129,8 @@ class EngineHost:
             except (PeerGone, ProtocolError) as wrong:
                 return Failed(reason=str(wrong))
             match report:
-                case Loading(what, share):
-                    _log.info("%s: %.0f %%", what, 100 * share)
+                case Loading():
+                    self._loading(report)
                 case Ready():
                     self.facts = report
                     await self._ready(report)

@@ -26,7 +26,7 @@ import msgspec
 
 from services.worker.attempts import Attempts
 from services.worker.config import WorkerConfig
-from services.worker.engine import EngineLoad, Ready, Stepped, Submit
+from services.worker.engine import EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.engine_host import EngineHost
 from services.worker.frame_log import FrameLog
 from services.worker.metrics import Metrics
@@ -92,7 +92,12 @@ class Worker:
         )
         self._frames = FrameLog(runtime.instance)
         self.engine = EngineHost(
-            config, self._model_name, ready=self._engine_ready, stepped=self._engine_stepped, lost=self._engine_lost
+            config,
+            self._model_name,
+            loading=self._engine_loading,
+            ready=self._engine_ready,
+            stepped=self._engine_stepped,
+            lost=self._engine_lost,
         )
         self._publisher = runtime.events.open_publisher()
         self._registration: Registration | None = None
@@ -194,6 +199,13 @@ class Worker:
             self._card = card
             self._entries_changed.set()
             self._runtime.vitals.ready()
+
+    def _engine_loading(self, loading: Loading) -> None:
+        """Shown at /health as it goes; logged in steps of 10 %."""
+        reason = f"{loading.what}: {10 * int(10 * loading.share)} %"
+        if [reason] != self._runtime.vitals.reasons and not self._attempts.draining:
+            _log.info("%s", reason)
+            self._runtime.vitals.unready(reason)
 
     def _engine_stepped(self, step: Stepped) -> None:
         self._last = step
