@@ -16,8 +16,8 @@ Value = str | int | float | bool | list[str]
 Settings = Mapping[str, "Value | Mapping[str, Value]"]
 """A TOML file: keys and one level of tables."""
 
-SERVICE_DRAIN_S = 25.0
-"""Over the services' own `drain_s`."""
+SERVICE_DRAIN_S = 40.0
+"""Over the services' own limits: first they drain, then they end themselves by force."""
 SERVER_DRAIN_S = 5.0
 
 

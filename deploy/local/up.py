@@ -100,7 +100,9 @@ class Shell:
         self._supervisor = Supervisor([launch.program for launch in stack.launches])
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: one exit a child, and signals
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._environment = {key: value for key, value in environment().items() if not key.startswith(PREFIX)}
+        # The files in place.run say it all. gRPC's care for forks is for programs that use it after one; ours do not.
+        kept = {key: value for key, value in environment().items() if not key.startswith(PREFIX)}
+        self._environment = kept | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
     async def run(self) -> int:
         """Until every child has ended; returns the status of `up`."""
@@ -207,8 +209,16 @@ class Shell:
                         self._say_ready()
                 elif reason and reasons.get(name) != reason:
                     reasons[name] = reason
-                    self._terminal.notice(f"  {name}: {reason}")
+                    self._say_reason(name, reason)
             await asyncio.sleep(PROBE_EVERY_S)
+
+    def _say_reason(self, name: str, reason: str) -> None:
+        """Why a service is not ready yet; a share of something long is drawn as progress."""
+        what, _, share = reason.removesuffix(" %").rpartition(": ")
+        if what and share.isdecimal():
+            self._terminal.progress(f"  {name}: {what}", int(share) / 100)
+        else:
+            self._terminal.notice(f"  {name}: {reason}")
 
     def _say_ready(self) -> None:
         self._terminal.clear()

@@ -72,7 +72,7 @@ def test_workers_scale() -> None:
 
 def test_services_may_drain_before_they_are_killed() -> None:
     for name in OURS:
-        assert BASE[name]["stop_grace_period"] == "30s"
+        assert BASE[name]["stop_grace_period"] == "40s"
 
 
 def test_passwords_come_from_the_env_file_or_the_start_fails() -> None:
