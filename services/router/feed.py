@@ -77,7 +77,9 @@ class Feed:
             self._perform(self.source.reported(kv[0]))
 
     def close(self) -> None:
-        """The instance is gone, or refused. What its chains hold is the caller's."""
+        """The instance is gone, or refused. What its chains hold is the caller's. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._actions.clear()
         self._subscription.close()

@@ -42,6 +42,7 @@ from shared.messages import (
     PONG,
     SELECT,
     SELECT_REPLY,
+    EventSource,
     Instance,
     LoadEvents,
     Pong,
@@ -143,36 +144,31 @@ class Router:
             for (model, instance), card in directory.cards.items()
             if instance == worker and address is not None
         }
-        feed = self.feeds.get(worker)
-        changed = address is None or feed is None or feed.stream != address.events
+        changed = False
         for name, model in self.models.items():
             if worker in model.cards and model.cards[worker] != cards.get(name):
                 changed = True
                 self._clear_later(model.card_down(worker))
         for name, card in cards.items():
             self._model(name).card_up(card)
-        if not changed:
-            return
-        if feed is not None:
+            self.models[name].sends_events(worker, address is not None and address.events is not None)
+        stream = address.events if address is not None and cards else None
+        feed = self.feeds.get(worker)
+        if feed is not None and (changed or feed.stream != stream):
             feed.close()
             del self.feeds[worker]
             for name in cards:
                 # A stream that begins anew: what the old one told is not kept under the new one.
                 self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
-        if address is not None and cards:
-            self._follow(address, min(cards))
+        if stream is not None and worker not in self.feeds:
+            self._follow(worker, stream, min(cards))
 
-    def _follow(self, address: Instance, model: str) -> None:
-        router = self.models[model]
-        router.sends_events(address.instance, address.events is not None)
-        if address.events is None:
-            _log.warning("worker %s sends no KV events: its cache is guessed from what is routed", address.instance)
-            return
-        self.feeds[address.instance] = Feed(
+    def _follow(self, worker: str, stream: EventSource, model: str) -> None:
+        self.feeds[worker] = Feed(
             self._runtime,
-            address.instance,
-            address.events,
-            self._chains(model, address.instance),
+            worker,
+            stream,
+            self._chains(model, worker),
             self._config.source,
             self._metrics,
             self._seldom,
@@ -333,7 +329,9 @@ class Router:
             for model in list(self.models.values()):
                 now_s = time.monotonic()
                 for entries in (model.speculation, model.history):
-                    while entries.expire(now_s, blocks=_SLICE_BLOCKS):
+                    more = True
+                    while more:
+                        more = entries.expire(now_s, blocks=_SLICE_BLOCKS)
                         await asyncio.sleep(0)
             self._show()
 
@@ -343,7 +341,7 @@ class Router:
         load = [model.load.statistics() for model in models]
         self._metrics.reservations.set(sum(each.reservations for each in load))
         self._metrics.forgotten.set(sum(each.forgotten for each in load))
-        states = [feed.refused and "refused" or feed.source.state for feed in self.feeds.values()]
+        states = ["refused" if feed.refused else feed.source.state for feed in self.feeds.values()]
         for state in ("syncing", "live", "replaying", "refused"):
             self._metrics.sources.labels(state).set(states.count(state))
 

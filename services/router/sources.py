@@ -91,6 +91,8 @@ class Source:
         """Sequence of the last batch that came by itself, not by replay."""
         self._reported = -1
         """Sequence in the last load report."""
+        self._applied_at_report = -1
+        """`applied` when the last load report came."""
         self._held: dict[int, Batch | None] = {}
         self._ticket = 0
         self._failures = 0
@@ -117,13 +119,20 @@ class Source:
         return self._gap()
 
     def reported(self, kv: KvState) -> list[Action]:
-        """A load report. Being behind the report before it means that the tail was lost."""
+        """A load report. Being behind the report before it means that the tail was lost; having been ahead of it
+        since the one before means that we applied what this engine never sent."""
         if self._epochs:
             if self.epoch is not None and kv.epoch != self.epoch:
                 return self._restart(kv.epoch, None, None)
-            self.epoch = kv.epoch
-        behind = self.state == "live" and self.applied < self._reported
+            self._settle_epoch(kv.epoch)
+        if self.state != "live":
+            self._reported = kv.sequence
+            return []
+        if kv.sequence < self.applied == self._applied_at_report:
+            return self._restart(kv.epoch if self._epochs else None, None, None)
+        behind = self.applied < self._reported
         self._reported = kv.sequence
+        self._applied_at_report = self.applied
         return self._gap() if behind else []
 
     def snapshot_taken(self, ticket: int, epoch: int, sequence: int) -> list[Action]:
@@ -131,7 +140,7 @@ class Source:
         if ticket != self._ticket:
             return []
         if self._epochs:
-            self.epoch = epoch
+            self._settle_epoch(epoch)
         return self._synced(sequence, None)
 
     def replayed(self, ticket: int, batches: list[tuple[int, Batch | None]]) -> list[Action]:
@@ -168,6 +177,8 @@ class Source:
         self._applied_time_s = None
         self._ticket += 1
         if self._snapshots:
+            # What came before the question is in the snapshot, or of an engine that is gone.
+            self._held.clear()
             return [Clear(), TakeSnapshot(self._ticket, after_s)]
         if self._replays:
             return [Clear(), Replay(self._ticket, 0, after_s)]
@@ -178,13 +189,19 @@ class Source:
     def _restart(self, epoch: int | None, sequence: int | None, batch: Batch | None) -> list[Action]:
         """The engine began anew: nothing of what was held or heard counts any more."""
         self._held.clear()
-        self._heard = -1
-        self._reported = -1
+        self.applied = self._heard = self._reported = self._applied_at_report = -1
         self.epoch = epoch
         if sequence is not None:
             self._heard = sequence
             self._hold(sequence, batch)
         return self._sync()
+
+    def _settle_epoch(self, epoch: int) -> None:
+        """The engine's start is known now. What was held under another, or none, may be a former engine's; if it was
+        not, it is a gap that a replay fills."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._held.clear()
 
     def _synced(self, applied: int, batches: list[tuple[int, Batch | None]] | None) -> list[Action]:
         """syncing → live: the chains are as of `applied`; what follows is applied."""
