@@ -57,17 +57,17 @@ def write_model(directory: Path, *, eos: int = EOS, vocabulary: int = VOCABULARY
 class Peer:
     """What a frontend and a router hear from one worker."""
 
-    def __init__(self, bus: Bus, frontend: str = FRONTEND) -> None:
+    def __init__(self, bus: Bus, worker: str = WORKER) -> None:
         self.bus = bus
-        self.frontend = frontend
+        self.worker = worker
         self.frames: list[StepFrame] = []
         self.reports: list[LoadReport] = []
         self.batches: list[tuple[int, EventBatch]] = []
         self._heard = asyncio.Event()
 
     async def open(self) -> None:
-        await self.bus.subscribe(subjects.stream(NAMESPACE, self.frontend), self._frame)
-        await self.bus.subscribe(subjects.worker(NAMESPACE, WORKER, "load"), self._report)
+        await self.bus.subscribe(subjects.stream(NAMESPACE, FRONTEND), self._frame)
+        await self.bus.subscribe(subjects.worker(NAMESPACE, self.worker, "load"), self._report)
 
     async def until(self, met: Callable[[], bool]) -> None:
         """Returns when `met()` holds; looks whenever something was heard, and load reports come all the time."""
@@ -77,7 +77,7 @@ class Peer:
                 await self._heard.wait()
 
     async def ask(self, operation: str, payload: bytes) -> Message:
-        subject = subjects.worker(NAMESPACE, WORKER, operation)
+        subject = subjects.worker(NAMESPACE, self.worker, operation)
         return await self.bus.request(subject, payload, timeout_s=LIMIT_S)
 
     async def generate(self, generate: Generate) -> GenerateReply:
@@ -85,7 +85,7 @@ class Peer:
 
     async def cancel(self, request: str, attempt: int = 1) -> None:
         payload = CANCEL.encode(Cancel(request, attempt))
-        await self.bus.publish(subjects.worker(NAMESPACE, WORKER, "cancel"), payload)
+        await self.bus.publish(subjects.worker(NAMESPACE, self.worker, "cancel"), payload)
 
     def parts(self, request: str) -> list[Part]:
         return [part for frame in self.frames for part in frame.parts if part.request == request]
