@@ -1,0 +1,66 @@
+"""A service that does nothing, run as a process by test_lifecycle.py; `mode` says how it misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, NoReturn
+
+from msgspec import Struct
+
+from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+from shared.errors import ModelError
+from shared.lifecycle import Process, Runtime, run
+from shared.metrics import counter
+
+
+class SmallConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    namespace: str = "default"
+    mode: Literal["good", "stubborn", "crash", "model", "idle tasks", "uncancellable"] = "good"
+    drain_limit_s: float = 30.0
+    nats: NatsConfig = NatsConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+
+async def serve(runtime: Runtime, config: SmallConfig) -> None:
+    counter(runtime.registry, "headrace_small_starts", "Starts of the small service").inc()
+    match config.mode:
+        case "crash":
+            raise ValueError("a bug")
+        case "model":
+            runtime.tasks.create_task(refuse())
+        case "idle tasks":
+            runtime.tasks.create_task(asyncio.Event().wait())
+    runtime.vitals.progress = 42
+    runtime.vitals.ready()
+    while config.mode in ("stubborn", "uncancellable"):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if config.mode == "stubborn":
+                raise
+    await runtime.stopping.wait()
+
+
+async def refuse() -> NoReturn:
+    raise ModelError("model.safetensors: torn")
+
+
+def main() -> NoReturn:
+    run(
+        "worker",
+        SmallConfig,
+        lambda config: Process(
+            config.namespace,
+            config.nats,
+            config.discovery,
+            config.observe,
+            config.observe.log_level,
+            config.drain_limit_s,
+        ),
+        serve,
+    )
+
+
+if __name__ == "__main__":
+    main()
