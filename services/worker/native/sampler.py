@@ -84,8 +84,9 @@ def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Ar
     Every filter keeps all tokens that tie with the last one it keeps, so that the order of equal logits never matters.
     """
     vocab = logits.shape[1]
-    logits -= logits.max(axis=1, keepdims=True)
-    logits *= xp.asarray([[1 / sampling.temperature] for sampling in settings], np.float32)
+    with np.errstate(over="ignore"):  # what falls out of float32's range has no weight
+        logits -= logits.max(axis=1, keepdims=True)
+        logits *= xp.asarray([[1 / sampling.temperature] for sampling in settings], np.float32)
     rows = [row for row, sampling in enumerate(settings) if 0 < sampling.top_k < vocab]
     if rows:
         ranked = xp.sort(logits[rows], axis=1)
@@ -126,7 +127,8 @@ def _draw(xp: ModuleType, weights: Array, works: Sequence[Work]) -> Array:
 def _logprob(xp: ModuleType, logits: Array, token: int, count: int) -> TokenLogprob:
     """Of one row: the drawn token's, and those of the `count` likeliest, ties by lower id."""
     greatest = logits.max()
-    normaliser = greatest + xp.log(xp.exp(logits - greatest).sum(dtype=np.float64))
+    with np.errstate(over="ignore"):
+        normaliser = greatest + xp.log(xp.exp(logits - greatest).sum(dtype=np.float64))
     count = min(count, logits.shape[0])
     if count == 0:
         return TokenLogprob(float(logits[token] - normaliser))

@@ -1,0 +1,85 @@
+"""Asks transformers for the answers the tests compare with. Not part of CI: torch is large.
+
+    python -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch==2.13.0 transformers jinja2
+    PYTHONPATH=. /tmp/oracle/bin/python tests/worker/native/golden/make_golden.py SMOLLM2_DIRECTORY
+
+SMOLLM2_DIRECTORY is what `services.worker.native.prepare` made of the default model's GGUF file. Writes logits.npz (of
+random models) and smollm2.json (greedy answers of the real one) beside itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.tiny_model import write_tiny_model
+from tests.worker.native.golden.cases import CASES, CHECKED_POSITIONS, GOLDEN, QUESTIONS, prompt_tokens
+
+torch: Any = importlib.import_module("torch")
+transformers: Any = importlib.import_module("transformers")
+
+NEW_TOKENS = 64
+CHECKED_LOGITS = 512
+
+
+def main(smollm2: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
+        logits = {
+            name: random_model(write_tiny_model(Path(scratch) / str(number), **arguments))
+            for number, (name, arguments) in enumerate(CASES.items())
+        }
+        np.savez_compressed(GOLDEN / "logits.npz", allow_pickle=False, **logits)
+        answers = real_model(smollm2)
+    (GOLDEN / "smollm2.json").write_text(json.dumps(answers, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}: {len(logits)} models")
+
+
+def load(directory: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.eval()
+    return model
+
+
+def random_model(directory: Path) -> Any:
+    return load(directory)(torch.tensor([prompt_tokens()])).logits[0, list(CHECKED_POSITIONS)].numpy()
+
+
+def real_model(directory: Path) -> list[dict[str, Any]]:
+    """Greedy answers, and the first logits of each."""
+    model, tokenizer = load(directory), transformers.AutoTokenizer.from_pretrained(directory)
+    answers = []
+    for question in QUESTIONS:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        prompt = tokenizer(text, add_special_tokens=False).input_ids
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            eos_token_id=None,
+        )[0, len(prompt) :]
+        answers.append(
+            {
+                "text": text,
+                "prompt": prompt,
+                "output": output.tolist(),
+                "answer": tokenizer.decode(output, skip_special_tokens=False),
+                "first_logits": [
+                    round(x, 5) for x in model(torch.tensor([prompt])).logits[0, -1, :CHECKED_LOGITS].tolist()
+                ],
+            }
+        )
+    return answers
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

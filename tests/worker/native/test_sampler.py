@@ -1,0 +1,210 @@
+"""The sampler against its definition, row by row, and against itself in other company."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from services.worker.engine import Drawn, Work
+from services.worker.native.sampler import sample
+from shared.errors import ModelError
+from shared.hashing import unpack_tokens
+from shared.messages import Sampling
+from tests.worker.native.works import work
+
+VOCAB = 40
+Logits = NDArray[np.float32]
+
+
+def settings(**changes: object) -> Sampling:
+    return msgspec.convert({"max_tokens": 100, **changes}, Sampling)
+
+
+def draw(logits: Logits, sampling: Sampling, index: int = 0, history: Sequence[int] = (0,), prompt: int = 1) -> Drawn:
+    """The token of one row alone; `index` moves along the output without a history (no penalties then)."""
+    [drawn] = sample(np, logits[None], [_work(sampling, index, history, prompt)])
+    return drawn
+
+
+def _work(sampling: Sampling, index: int = 0, history: Sequence[int] = (0,), prompt: int = 1) -> Work:
+    if index:
+        return Work(0, [0], index, [], True, sampling, [], 1)
+    return work(history, [], start=len(history) - 1, sampling=sampling, prompt_tokens=prompt)
+
+
+def support(logits: Logits, sampling: Sampling, draws: int = 300) -> set[int]:
+    """Tokens that come up, from one batch of many draws."""
+    works = [_work(sampling, index) for index in range(1, draws + 1)]
+    return {drawn.token for drawn in sample(np, np.tile(logits, (draws, 1)), works)}
+
+
+rows = st.lists(st.floats(-8, 8, width=16), min_size=VOCAB, max_size=VOCAB).map(lambda row: np.array(row, np.float32))
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.just(100),
+    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.0]),
+    top_p=st.sampled_from([0.01, 0.5, 0.9, 1.0]),
+    top_k=st.sampled_from([0, 1, 5, VOCAB, 1000]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+    presence_penalty=st.sampled_from([-2.0, 0.0, 1.5]),
+    frequency_penalty=st.sampled_from([-2.0, 0.0, 0.7]),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.3]),
+    logprobs=st.integers(-1, 20),
+)
+
+
+@given(st.lists(st.tuples(rows, samplings, st.integers(1, 9)), min_size=1, max_size=6), st.randoms())
+def test_a_row_draws_the_same_alone_and_in_any_company(
+    batch: list[tuple[Logits, Sampling, int]], random: object
+) -> None:
+    works = [
+        work([(7 * place + length) % VOCAB for place in range(length)], [], sampling=sampling, prompt_tokens=1)
+        for _, sampling, length in batch
+    ]
+    together = sample(np, np.stack([row for row, _, _ in batch]), works)
+    alone = [sample(np, row[None], [each])[0] for (row, _, _), each in zip(batch, works, strict=True)]
+    assert together == alone
+
+
+@given(rows, samplings)
+def test_logits_are_left_as_they_were(row: Logits, sampling: Sampling) -> None:
+    logits = row[None].copy()
+    sample(np, logits, [_work(sampling)])
+    assert (logits == row).all()
+
+
+@given(rows, st.integers(0, 1000))
+def test_temperature_zero_takes_the_greatest(row: Logits, seed: int) -> None:
+    assert draw(row, settings(temperature=0.0, seed=seed)).token == int(np.argmax(row))
+    assert draw(row, settings(temperature=1e-9, seed=seed, top_p=0.5)).token == int(np.argmax(row))
+    assert row[draw(row, settings(temperature=2.0, top_k=1, seed=seed)).token] == row.max()
+
+
+@given(rows, st.integers(1, VOCAB))
+def test_top_k_keeps_the_k_likeliest_and_those_equal_to_the_last(row: Logits, k: int) -> None:
+    least = np.sort(row)[-k]
+    for token in support(row, settings(top_k=k, temperature=2.0), 40):
+        assert row[token] >= least - 1e-6  # logits this close are equal once the greatest is taken off
+
+
+@given(rows, st.floats(0.01, 0.99))
+def test_top_p_keeps_no_token_beyond_the_smallest_set_of_that_mass(row: Logits, p: float) -> None:
+    probabilities = np.exp(row.astype(np.float64) - row.max())
+    probabilities /= probabilities.sum()
+    for token in support(row, settings(top_p=p), 40):
+        likelier = probabilities[row > row[token]].sum()
+        assert likelier < p + 1e-6
+
+
+@given(rows, st.floats(0.01, 1.0))
+def test_min_p_keeps_what_is_at_least_that_share_of_the_likeliest(row: Logits, min_p: float) -> None:
+    for token in support(row, settings(min_p=min_p, temperature=0.7), 40):
+        assert math.exp((float(row[token]) - float(row.max())) / 0.7) >= min_p * (1 - 1e-5)
+
+
+def test_filters_let_everything_through_that_they_should() -> None:
+    row = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
+    assert support(row, settings()) == {0, 1, 2, 3, 4}
+    assert support(row, settings(top_k=3)) == {0, 1, 2}
+    assert support(row, settings(top_p=0.69)) == {0, 1}
+    assert support(row, settings(top_p=0.71)) == {0, 1, 2}
+    assert support(row, settings(top_p=0.01)) == {0}
+    assert support(row, settings(min_p=0.3)) == {0, 1, 2}
+    assert support(row, settings(min_p=1.0)) == {0}
+    assert support(row, settings(top_k=4, top_p=0.87)) == {0, 1, 2}  # of the mass that top_k left, as in transformers
+    assert support(row, settings(top_p=0.87)) == {0, 1, 2, 3}
+
+
+def test_draws_follow_the_distribution() -> None:
+    probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
+    row = np.log(probabilities).astype(np.float32)
+    works = [_work(settings(seed=3), index) for index in range(1, 20_001)]
+    counts = np.bincount([drawn.token for drawn in sample(np, np.tile(row, (20_000, 1)), works)], minlength=5)
+    expected = probabilities * 20_000
+    assert ((counts - expected) ** 2 / expected).sum() < 18.5  # chi-squared, 4 degrees of freedom: 0.1 %
+
+
+def test_temperature_sharpens_and_flattens_as_defined() -> None:
+    row = np.array([1.0, 0.0], np.float32)
+    for temperature in (0.5, 2.0):
+        works = [_work(settings(seed=9, temperature=temperature), index) for index in range(1, 20_001)]
+        share = np.mean([drawn.token == 0 for drawn in sample(np, np.tile(row, (20_000, 1)), works)])
+        assert abs(share - 1 / (1 + math.exp(-1 / temperature))) < 0.015
+
+
+def test_the_same_seed_and_index_draw_the_same_wherever_the_request_continues() -> None:
+    row = np.zeros(VOCAB, np.float32)
+    here = [draw(row, settings(seed=5), index).token for index in range(1, 30)]
+    there = [draw(row, settings(seed=5), index).token for index in range(1, 30)]
+    other = [draw(row, settings(seed=6), index).token for index in range(1, 30)]
+    assert here == there != other
+    continued = work([1, 2, 3, 9, 9], [], sampling=settings(seed=5), prompt_tokens=3)  # two tokens came out elsewhere
+    first_attempt = work([9, 9, 9, 9], [], start=3, sampling=settings(seed=5), prompt_tokens=2)
+    assert continued.draw_index == first_attempt.draw_index == 2
+    assert sample(np, row[None], [continued]) == sample(np, row[None], [first_attempt])
+
+
+@given(
+    rows,
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
+    st.integers(0, 30),
+    st.sampled_from([0.5, 1.0, 1.7]),
+    st.sampled_from([-2.0, 0.0, 0.5]),
+    st.sampled_from([-1.0, 0.0, 2.0]),
+)
+def test_penalties_are_those_of_the_formula(
+    row: Logits, history: list[int], prompt: int, repetition: float, presence: float, frequency: float
+) -> None:
+    prompt = min(prompt, len(history))
+    expected = row.astype(np.float64)
+    for token in set(history):
+        expected[token] = expected[token] / repetition if expected[token] > 0 else expected[token] * repetition
+    for token in set(history[prompt:]):
+        expected[token] -= presence + frequency * history[prompt:].count(token)
+    sampling = settings(
+        temperature=0.0, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
+    )
+    token = draw(row, sampling, history=history, prompt=prompt).token
+    assert expected[token] == pytest.approx(expected.max(), abs=1e-5)
+
+
+@given(rows, st.integers(0, 20), st.sampled_from([0.0, 1.0]))
+def test_logprobs_are_of_the_raw_distribution(row: Logits, count: int, temperature: float) -> None:
+    sampling = settings(logprobs=count, temperature=temperature, repetition_penalty=1.5, top_k=3, seed=1)
+    drawn = draw(row, sampling, history=[1, 2, 3])
+    exact = row - row.max() - math.log(np.exp(row.astype(np.float64) - row.max()).sum())
+    assert drawn.logprob is not None
+    assert drawn.logprob.logprob == pytest.approx(exact[drawn.token], abs=1e-5)
+    top = unpack_tokens(drawn.logprob.top_tokens)
+    assert top == sorted(range(VOCAB), key=lambda token: (-row[token], token))[:count]
+    assert drawn.logprob.top_logprobs == pytest.approx([float(exact[token]) for token in top], abs=1e-5)
+
+
+def test_no_logprobs_unless_asked_for() -> None:
+    assert draw(np.zeros(VOCAB, np.float32), settings()).logprob is None
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_are_an_error_not_a_token(broken: float) -> None:
+    row = np.zeros(VOCAB, np.float32)
+    row[3] = broken
+    with pytest.raises(ModelError, match="not finite"):
+        draw(row, settings())
+
+
+def test_extreme_logits_neither_overflow_nor_leave_the_vocabulary() -> None:
+    row = np.array([-3e38, 3e37, -3e38, 3e37], np.float32)
+    for temperature in (1e-5, 1.0, 2.0):
+        assert support(row, settings(temperature=temperature), 50) == {1, 3}
+
+
+def test_nothing_to_draw_draws_nothing() -> None:
+    assert sample(np, np.empty((0, VOCAB), np.float32), []) == []
