@@ -62,15 +62,21 @@ class NatsDoor:
             await subscription.unsubscribe()
 
     def _begin(self, operation: Operation, message: Message) -> None:
-        if not message.reply:
-            self._metrics.unanswerable.inc()
-            _log.warning("a request on %s has no reply subject", message.subject)
+        if not self._answerable(message):
             return
         self._runtime.tasks.create_task(self._serve(operation, message), name=f"nats {operation}")
 
     async def _models(self, message: Message) -> None:
-        if message.reply:
+        if self._answerable(message):
             await self._publish(message.reply, self._exchange.models(), headers=_LAST)
+
+    def _answerable(self, message: Message) -> bool:
+        """We may publish where a client may not: it must not make us say something to a service in its place."""
+        if message.reply and not message.reply.startswith(f"{subjects.ROOT}."):
+            return True
+        self._metrics.unanswerable.inc()
+        _log.warning("a request on %s has no inbox as its reply subject: %r", message.subject, message.reply)
+        return False
 
     async def _serve(self, operation: Operation, message: Message) -> None:
         status = 200

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 
 from services.frontend.config import FrontendConfig
 from services.frontend.exchange import Exchange
@@ -26,6 +25,7 @@ from shared import subjects
 from shared.discovery import Registration
 from shared.lifecycle import Runtime
 from shared.messages import INSTANCE, JSON_HEADER, Instance
+from shared.version import VERSION
 
 _THREADS = 2
 """For loading and for long prompts; the tokenizer has threads of its own beside them."""
@@ -85,7 +85,7 @@ def _entries(runtime: Runtime, url: str, epoch: int) -> dict[str, bytes]:
         machine=runtime.machine,
         pid=os.getpid(),
         started=_STARTED,
-        version=version("headrace"),
+        version=VERSION,
         subjects={
             "control": subjects.control(namespace, "frontend", instance),
             "stream": subjects.stream(namespace, instance),

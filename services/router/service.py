@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from random import Random
 
 import msgspec
@@ -38,20 +37,18 @@ from shared.messages import (
     JSON_HEADER,
     LOAD_EVENTS,
     LOAD_REPORT,
-    PING,
-    PONG,
     SELECT,
     SELECT_REPLY,
     EventSource,
     Instance,
     LoadEvents,
-    Pong,
     Reserved,
     Select,
     SelectRefused,
     SelectReply,
 )
 from shared.messaging import Message, Receive, Subscription
+from shared.version import VERSION
 
 QUEUE = "router"
 EXPLAINED_AT_ONCE = 20
@@ -104,7 +101,6 @@ class Router:
         await self._subscribe(subjects.worker(runtime.namespace, "*", "load"), self._load_report)
         runtime.directory.subscribe(self._directory_changed)
         await self._subscribe(subjects.select(runtime.namespace, runtime.instance), self._select)
-        await self._subscribe(subjects.control(runtime.namespace, "router", runtime.instance), self._ping)
         self._tasks.append(runtime.tasks.create_task(self._tick()))
         self._registration = await runtime.discovery.register(self._entries)
 
@@ -264,17 +260,6 @@ class Router:
         except (BusDown, PayloadTooLarge) as wrong:
             self._seldom.warn("explain", wrong)
 
-    async def _ping(self, message: Message) -> None:
-        try:
-            PING.decode(message.payload, message.headers)
-        except ProtocolError as wrong:
-            self._malformed("control", wrong)
-            return
-        epoch = self._registration.epoch if self._registration is not None else 0
-        if message.reply:
-            payload = PONG.encode(Pong(self._runtime.instance, epoch), message.headers)
-            await self._runtime.bus.publish(message.reply, payload, headers=_content_type(message))
-
     # --- what others tell
 
     async def _load_events(self, message: Message) -> None:
@@ -334,6 +319,12 @@ class Router:
                         more = entries.expire(now_s, blocks=_SLICE_BLOCKS)
                         await asyncio.sleep(0)
             self._show()
+            if self._runtime.stopping.is_set():
+                continue
+            if self._runtime.bus.connected:
+                self._runtime.vitals.ready()
+            else:
+                self._runtime.vitals.unready("NATS cannot be reached")
 
     def _show(self) -> None:
         models = list(self.models.values())
@@ -355,11 +346,12 @@ class Router:
             machine=runtime.machine,
             pid=os.getpid(),
             started=self._started,
-            version=version("headrace"),
+            version=VERSION,
             subjects={
                 "control": subjects.control(runtime.namespace, "router", runtime.instance),
                 "select": subjects.select(runtime.namespace, runtime.instance),
             },
+            http=runtime.http,
         )
         key = subjects.instance_key(runtime.namespace, "router", runtime.instance)
         return {key: INSTANCE.encode(instance, JSON_HEADER)}

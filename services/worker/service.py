@@ -19,7 +19,6 @@ import logging
 import os
 import time
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -62,6 +61,7 @@ from shared.messages import (
     is_json,
 )
 from shared.messaging import LAST_HEADER, Message
+from shared.version import VERSION
 
 REPORT_INTERVAL_S = 0.25
 SNAPSHOT_LIMIT_S = 10.0
@@ -399,7 +399,7 @@ class Worker:
             machine=runtime.machine,
             pid=os.getpid(),
             started=self._started,
-            version=version("headrace"),
+            version=VERSION,
             subjects={
                 operation: self._subject(operation)
                 for operation in ("generate", "cancel", "resend", "snapshot", "load", "control")
