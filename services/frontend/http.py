@@ -56,7 +56,7 @@ class HttpDoor:
     ) -> None:
         self._exchange = exchange
         self._frontend = frontend
-        self.models = models
+        self._models = models
         self._metrics = metrics
         self._registry = registry
         self._config = config
@@ -154,14 +154,14 @@ class HttpDoor:
     async def _health(self, _request: web.Request) -> web.Response:
         """Ready means that a request would be served."""
         reasons = await self.faults()
-        body = {"ready": not reasons, "reasons": reasons, "models": sorted(self.models.served())}
+        body = {"ready": not reasons, "reasons": reasons, "models": sorted(self._models.served())}
         return _respond(503 if reasons else 200, msgspec.json.encode(body))
 
     async def faults(self) -> list[str]:
         """Why a request would not be served now."""
         faults = await self._frontend.faults()
-        if not self.models.served():
-            faults += self.models.reasons() or ["no worker is there"]
+        if not self._models.served():
+            faults += self._models.reasons() or ["no worker is there"]
         return faults
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:

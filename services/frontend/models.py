@@ -26,6 +26,8 @@ RETRY_S = 5.0
 MODELS_LIMIT = 256
 """Names kept, living or not; cards of further models are left out, loudly."""
 
+_LOADING = "its tokenizer is being loaded"
+
 _log = logging.getLogger(__name__)
 
 
@@ -34,7 +36,7 @@ class _Entry:
     cards: dict[str, ModelCard] = field(default_factory=dict)
     """By instance."""
     model: Model | None = None
-    reason: str = "its tokenizer is being loaded"
+    reason: str = _LOADING
     """Why there is no `model`."""
     loading: bool = False
 
@@ -58,7 +60,6 @@ class Models:
         self._tasks = tasks
         self._pool = pool
         self._entries: dict[str, _Entry] = {}
-        self._changed = asyncio.Event()
         directory.subscribe(self._on_change)
 
     def find(self, name: str | None) -> tuple[Model, Limits]:
@@ -101,12 +102,6 @@ class Models:
             f"model {name}: {entry.reason}" for name, entry in self._entries.items() if entry.cards and not entry.model
         ]
 
-    async def ready(self, name: str) -> None:
-        """Returns once `name` can be asked."""
-        while name not in self.served():
-            self._changed.clear()
-            await self._changed.wait()
-
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, CardUp):
             self._add(change.card)
@@ -121,11 +116,10 @@ class Models:
         entry.cards[card.instance] = card
         if not entry.matches(card):
             entry.model = None  # its tokens would mean something else to the new workers
-            entry.reason = "its tokenizer is being loaded"
+            entry.reason = _LOADING
             if not entry.loading:
                 entry.loading = True
                 self._tasks.create_task(self._load(card.model, entry), name=f"load {card.model}")
-        self._changed.set()
 
     async def _load(self, name: str, entry: _Entry) -> None:
         """Until the model of the present cards is loaded, or there are no cards."""
@@ -136,13 +130,14 @@ class Models:
                 break
             directory = Path(self._directories.get(name, card.path))
             try:
-                entry.model = await loop.run_in_executor(self._pool, load_model, card, directory)
+                loaded = await loop.run_in_executor(self._pool, load_model, card, directory)
             except ModelError as wrong:
                 if entry.reason != str(wrong):
                     _log.error("model %s is not ready: %s", name, wrong)
                 entry.reason = str(wrong)
                 await asyncio.sleep(RETRY_S)
             else:
-                _log.info("model %s is ready", name)
+                if card in entry.cards.values():  # else they changed meanwhile
+                    entry.model = loaded
+                    _log.info("model %s is ready", name)
         entry.loading = False
-        self._changed.set()

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 from openai import AsyncOpenAI
@@ -239,17 +239,29 @@ class World:
         return self.ids(text)
 
     async def announce_router(self) -> None:
-        await self._announce(self.router.instance, instance_entry("router", self.router.instance))
+        await self.announce(self.router.instance, instance_entry("router", self.router.instance))
 
     async def announce_worker(self, instance: str) -> None:
         entries = instance_entry("worker", instance) | card_entry(instance, self.directory)
-        await self._announce(instance, entries)
+        await self.announce(instance, entries)
 
     async def leave(self, instance: str) -> None:
         await self.registrations.pop(instance).close()
 
-    async def _announce(self, instance: str, entries: dict[str, bytes]) -> None:
+    async def announce(self, instance: str, entries: dict[str, bytes]) -> None:
         self.registrations[instance] = await MemoryDiscovery(self.store).register(lambda _epoch: entries)
+
+    async def until(self, path: str, holds: Callable[[Any], bool]) -> None:
+        """Asks for `path` until what it answers `holds`; each question is a turn of the frontend's loop."""
+        async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession(self.url) as http:
+            while True:
+                async with http.get(path) as response:
+                    if holds(await response.json()):
+                        return
+
+    async def ready(self, model: str = MODEL) -> None:
+        """Until the frontend would serve `model`."""
+        await self.until("/health", lambda health: health["ready"] and model in health["models"])
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -277,8 +289,7 @@ async def world(directory: Path, *, announced: bool = True, limits: LimitsConfig
         async with frontend(runtime, config) as http:
             w.url = http.url
             if announced:
-                async with asyncio.timeout(DEADLINE_S):
-                    await http.models.ready(MODEL)
+                await w.ready()
             yield w
 
 

@@ -12,7 +12,7 @@ import pytest
 from services.frontend.config import LimitsConfig
 from shared.hashing import pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
 from shared.messages import Finished, Prefilled, Refused, Sampling, TokenLogprob
-from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, clients, world
+from tests.frontend.peers import CONTEXT, MODEL, clients, world
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -363,7 +363,7 @@ async def test_without_workers_it_is_503_with_reasons_and_heals(directory: Path)
         assert await health(http) == (503, ["no router is there", "no worker is there"])
         await w.announce_router()
         await w.announce_worker("w1")
-        await healthy(http)
+        await w.ready()
         w.say("here")
         assert (await client.chat.completions.create(model=MODEL, messages=HELLO)).choices[0].message.content == "here"
         await w.leave("w1")
@@ -380,18 +380,12 @@ async def health(http: aiohttp.ClientSession) -> tuple[int, list[str]]:
         return response.status, (await response.json())["reasons"]
 
 
-async def healthy(http: aiohttp.ClientSession) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while (await health(http))[0] != 200:
-            pass
-
-
 async def test_health_says_that_nats_is_away_and_heals(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (_, http):
         w.broker.disconnect(w.bus)
         assert await health(http) == (503, ["NATS is not connected"])
         w.broker.reconnect(w.bus)
-        await healthy(http)
+        await w.ready()
 
 
 async def test_the_metrics_are_there(directory: Path) -> None:

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.frontend.peers import MODEL, card_entry, clients, world
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_and_stops_no_other(directory: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(directory, tmp_path / "broken"))
+    entry = card_entry("w3", broken, "broken")
+    (broken / "tokenizer.json").write_text("{}")
+    async with world(directory) as w, clients(w) as (client, http):
+        await w.announce("w3", entry)
+        await w.until("/v1/models/broken", lambda answer: "SHA-256" in answer["error"]["message"])
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError) as error:
+                await client.completions.create(model="broken", prompt="x")
+            assert error.value.status_code == 503
+            assert "not ready" in error.value.message
+        w.say("fine")
+        assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "fine"
+        async with http.get("/health") as response:
+            assert response.status == 200
+        assert [model.id for model in (await client.models.list()).data] == [MODEL]
+
+
+async def test_the_only_model_need_not_be_named_and_one_of_several_must(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("fine")
+        async with http.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert (await response.json())["model"] == MODEL
+        await w.announce("w3", card_entry("w3", directory, "second"))
+        await w.ready("second")
+        async with http.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "model"
+
+
+async def test_a_new_tokenizer_is_loaded_before_its_workers_are_used(directory: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(directory, tmp_path / "changed"))
+    with (changed / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("fine")
+        await client.completions.create(model=MODEL, prompt="x")
+        for instance in ("w1", "w2"):
+            await w.leave(instance)
+        await w.until("/health", lambda health: not health["models"])
+        await w.announce("w1", card_entry("w1", changed))
+        await w.ready()
+        assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "fine"

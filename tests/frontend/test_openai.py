@@ -1,0 +1,124 @@
+"""What is accepted, and as what; every refusal is in `bad_bodies.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.frontend import openai
+from shared.errors import InvalidRequest
+from shared.messages import Sampling
+
+
+def chat(**fields: Any) -> openai.ChatRequest:
+    return openai.decode_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+
+
+def completion(**fields: Any) -> openai.CompletionRequest:
+    return openai.decode_completion(json.dumps({"prompt": "x", **fields}).encode())
+
+
+def test_defaults_are_openais() -> None:
+    assert openai.sampling(chat(), 5, 77) == Sampling(5, seed=77)
+    assert openai.token_limit(chat()) is None
+
+
+def test_every_not_built_field_is_a_field_and_its_harmless_values_pass() -> None:
+    for field, harmless in openai._NOT_BUILT.items():
+        kinds = [kind for kind in (openai.ChatRequest, openai.CompletionRequest) if field in kind.__struct_fields__]
+        assert kinds, field
+        for kind in kinds:
+            ask = chat if kind is openai.ChatRequest else completion
+            for value in (None, *harmless):
+                ask(**{field: value})
+            with pytest.raises(InvalidRequest) as refusal:
+                ask(**{field: {"another": "value"}})
+            assert refusal.value.param == field
+
+
+def test_every_field_is_read_or_refused() -> None:
+    """A field that is neither would be silently ignored."""
+    harmless = {"user", "metadata", "safety_identifier"}
+    read = {
+        *("model", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "logprobs"),
+        *("top_logprobs", "prompt_cache_key", "cache_salt", "messages", "prompt", "temperature", "top_p", "top_k"),
+        *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
+        "stop_token_ids",
+    }
+    fields = {*openai.ChatRequest.__struct_fields__, *openai.CompletionRequest.__struct_fields__}
+    assert fields == read | harmless | openai._NOT_BUILT.keys()
+
+
+def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
+    assert openai.sampling(chat(top_k=-1), 1, 0).top_k == 0
+
+
+def test_seeds_are_64_bits_and_zero_is_one() -> None:
+    assert openai.sampling(chat(seed=0), 1, 77).seed == 0
+    assert openai.sampling(chat(seed=-1), 1, 77).seed == (1 << 64) - 1
+
+
+def test_a_stop_is_one_string_or_several() -> None:
+    assert openai.stops(chat(stop="a")) == ("a",)
+    assert openai.stops(chat(stop=["a", "b"])) == ("a", "b")
+    assert openai.stops(chat(stop=[])) == openai.stops(chat()) == ()
+
+
+def test_logprobs_of_both_operations_become_one_number() -> None:
+    assert [openai.logprobs(chat(logprobs=flag)) for flag in (None, False, True)] == [-1, -1, 0]
+    assert openai.logprobs(chat(logprobs=True, top_logprobs=4)) == 4
+    assert [openai.logprobs(completion(logprobs=count)) for count in (None, 0, 5)] == [-1, 0, 5]
+
+
+def test_text_parts_are_joined_and_names_are_kept() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "user", "name": "eve", "content": parts}, {"role": "assistant", "content": ""}])
+    assert openai.turns(request) == [
+        {"role": "user", "name": "eve", "content": "ab"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+def test_an_answer_can_be_sent_back_with_its_empty_fields() -> None:
+    answer: Any = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
+    chat(messages=[answer])
+
+
+def test_one_prompt_in_a_list_is_that_prompt() -> None:
+    assert openai.prompt_of(completion(prompt=["x"])) == "x"
+    assert openai.prompt_of(completion(prompt=[[1, 2]])) == [1, 2]
+    assert openai.prompt_of(completion(prompt=[1, 2])) == [1, 2]
+
+
+@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+def test_no_bytes_raise_anything_but_an_invalid_request(body: bytes) -> None:
+    for decode in (openai.decode_chat, openai.decode_completion):
+        with pytest.raises(InvalidRequest):
+            decode(body)
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=5)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+RELATED = {"stream_options": "stream", "top_logprobs": "logprobs", "max_tokens": "max_completion_tokens"}
+"""What may be named instead, because the two contradict each other."""
+
+
+@given(st.sampled_from(openai.ChatRequest.__struct_fields__), JSON)
+def test_any_value_of_any_field_is_accepted_or_refused_by_name(field: str, value: object) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], field: value}
+    named = field
+    try:
+        openai.decode_chat(json.dumps(body).encode())
+    except InvalidRequest as refusal:
+        named = refusal.param or "nothing"
+    assert named.startswith((field, RELATED.get(field, field)))

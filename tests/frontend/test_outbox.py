@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.frontend import outbox
+from services.frontend.metrics import Metrics
+from services.frontend.outbox import Outbox
+from shared import subjects
+from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.messages import CANCEL, LOAD_EVENTS, Cancel, Finished, LoadEvents
+from shared.messaging import Message
+
+MODEL = "m"
+
+
+class Heard:
+    """Both kinds of messages that an outbox sends."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.bus = MemoryBus(broker)
+        self.load: list[LoadEvents] = []
+        self.cancels: list[Cancel] = []
+
+    async def listen(self) -> None:
+        self.subscriptions = [
+            await self.bus.subscribe(subjects.router_load("n", MODEL), self._on_load),
+            await self.bus.subscribe(subjects.worker("n", "w1", "cancel"), self._on_cancel),
+        ]
+
+    async def _on_load(self, message: Message) -> None:
+        self.load.append(LOAD_EVENTS.decode(message.payload))
+
+    async def _on_cancel(self, message: Message) -> None:
+        self.cancels.append(CANCEL.decode(message.payload))
+
+    async def all(self) -> None:
+        for subscription in self.subscriptions:
+            await subscription.unsubscribe()
+
+
+async def opened() -> tuple[Outbox, Heard, MemoryBus, CollectorRegistry]:
+    broker, registry = MemoryBroker(), CollectorRegistry()
+    heard = Heard(broker)
+    await heard.listen()
+    bus = MemoryBus(broker)
+    return Outbox(bus, "n", Metrics(registry)), heard, bus, registry
+
+
+async def test_load_events_go_out_in_order_as_one_message() -> None:
+    box, heard, _, _ = await opened()
+    events = [Finished("a", 1), Finished("b", 1)]
+    for event in events:
+        box.tell(MODEL, event)
+    box.cancel("w1", "a", 1)
+    assert await box.flush()
+    await heard.all()
+    assert heard.load == [LoadEvents(MODEL, list(events))]
+    assert heard.cancels == [Cancel("a", 1)]
+
+
+async def test_while_nats_is_away_load_events_wait() -> None:
+    box, heard, bus, _ = await opened()
+    bus.lose()
+    box.tell(MODEL, Finished("a", 1))
+    assert not await box.flush()
+    bus.find()
+    assert await box.flush()
+    await heard.all()
+    assert heard.load == [LoadEvents(MODEL, [Finished("a", 1)])]
+
+
+async def test_at_the_bound_the_oldest_half_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "EVENTS_LIMIT", 4)
+    monkeypatch.setattr(outbox, "EVENTS_A_MESSAGE", 2)
+    box, heard, _, registry = await opened()
+    for number in range(5):
+        box.tell(MODEL, Finished(str(number), 1))
+    assert await box.flush()
+    await heard.all()
+    assert [[event.request for event in batch.events] for batch in heard.load] == [["2", "3"], ["4"]]
+    assert registry.get_sample_value("headrace_unsent_load_events_total") == 2

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from services.frontend import template
+from services.frontend.template import ChatTemplate, pick_template
+from shared.errors import InvalidRequest, ModelError
+
+HELLO = [{"role": "user", "content": "<hello> & 'you'"}]
+
+
+def test_blocks_leave_no_lines_behind_as_in_transformers() -> None:
+    source = "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
+    assert ChatTemplate(source, {}).render(HELLO) == "<hello> & 'you'\n"
+
+
+def test_special_tokens_the_date_and_json_are_there() -> None:
+    source = "{{ bos_token }}{{ strftime_now('%d %b %Y') }}{{ messages | tojson }}{{ add_generation_prompt }}"
+    rendered = ChatTemplate(source, {"bos_token": "<s>"}, lambda: datetime(2026, 1, 31)).render(HELLO)
+    assert rendered == '<s>31 Jan 2026[{"role": "user", "content": "<hello> & \'you\'"}]True'
+
+
+def test_a_template_that_refuses_is_the_requests_error() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate") as refusal:
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(HELLO)
+    assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[5].content.x }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_or_leaves_the_sandbox_is_the_requests_error(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source, {}).render(HELLO)
+
+
+def test_the_rendered_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "RENDERED_LIMIT_CHARACTERS", 1000)
+    with pytest.raises(InvalidRequest, match="longer than"):
+        ChatTemplate("{% for i in range(2000) %}x{% endfor %}", {}).render(HELLO)
+
+
+def test_a_template_that_does_not_parse_names_its_line() -> None:
+    with pytest.raises(ModelError, match="line 2"):
+        ChatTemplate("fine\n{% if %}", {})
+
+
+def test_of_named_templates_the_default_is_taken() -> None:
+    assert pick_template([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "file") == "d"
+    assert pick_template("text", "file") == "text"
+    assert pick_template(None, "file") == ""
+    for wrong in (7, [], [{"name": "tool_use", "template": "t"}]):
+        with pytest.raises(ModelError, match="file"):
+            pick_template(wrong, "file")
