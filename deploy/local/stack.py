@@ -83,6 +83,8 @@ class Stack(Struct, frozen=True):
     files: dict[Path, str]
     """To be written before anything starts."""
     url: str
+    model: str
+    """What clients call it."""
     nats: str
     etcd: str
     """Empty with the file back end."""
@@ -141,7 +143,7 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
             "observe": {"port": port},
         }
         service(f"worker-{index}", "worker", 1, settings, f"http://127.0.0.1:{port}")
-    return Stack(tuple(launches), files, url, nats, etcd)
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd)
 
 
 def toml(settings: Settings) -> str:

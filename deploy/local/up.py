@@ -223,7 +223,8 @@ class Shell:
     def _say_ready(self) -> None:
         self._terminal.clear()
         url = self._stack.url
-        question = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+        message = {"role": "user", "content": "What is the capital of France?"}
+        question = json.dumps({"model": self._stack.model, "messages": [message]})
         print(f"ready {url}/v1", flush=True)
         print(
             f"""

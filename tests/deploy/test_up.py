@@ -64,7 +64,7 @@ async def test_the_stages_drain_in_order(place: Place) -> None:
 
     stages = {"nats": 3, "worker": 1, "router": 2, "frontend": 0}
     launches = tuple(launch(name, script(name), stage=stage) for name, stage in stages.items())
-    shell = Shell(Stack(launches, {}, "", "", ""), place, Terminal())
+    shell = Shell(Stack(launches, {}, "", "", "", ""), place, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: len(written(began)) == 4)
     shell.stop()
@@ -77,7 +77,7 @@ async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
 ) -> None:
     began = place.root / "began"
     script = f"echo x >>{began}; [ $(wc -l <{began}) -gt 1 ] || {{ echo 'no luck' >&2; exit 1; }}; {STAYS}"
-    shell = Shell(Stack((launch("router", script),), {}, "", "", ""), place, Terminal())
+    shell = Shell(Stack((launch("router", script),), {}, "", "", "", ""), place, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: len(written(began)) == 2)
     shell.stop()
@@ -89,7 +89,7 @@ async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launches = (launch("worker-0", "echo 'model.safetensors: torn' >&2; exit 2"), launch("router", STAYS, stage=2))
-    assert await Shell(Stack(launches, {}, "", "", ""), place, Terminal()).run() == 1
+    assert await Shell(Stack(launches, {}, "", "", "", ""), place, Terminal()).run() == 1
     said = capsys.readouterr().err
     assert "error: worker-0 cannot work as configured:\n  model.safetensors: torn" in said
 
@@ -97,7 +97,7 @@ async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
 async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
     began = place.root / "began"
     stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=1000.0)
-    shell = Shell(Stack((stubborn,), {}, "", "", ""), place, Terminal())
+    shell = Shell(Stack((stubborn,), {}, "", "", "", ""), place, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: bool(written(began)))
     shell.stop()
@@ -109,7 +109,7 @@ async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
 async def test_a_program_that_does_not_drain_in_time_is_killed(place: Place) -> None:
     began = place.root / "began"
     stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=0.1)
-    shell = Shell(Stack((stubborn,), {}, "", "", ""), place, Terminal())
+    shell = Shell(Stack((stubborn,), {}, "", "", "", ""), place, Terminal())
     running = asyncio.create_task(shell.run())
     await until(lambda: bool(written(began)))
     shell.stop()
@@ -120,7 +120,7 @@ async def test_ready_is_said_once_the_frontend_is_healthy(place: Place, capsys: 
     (port,) = servers.free_ports(1)
     url = f"http://127.0.0.1:{port}"
     serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"  # in place.run: /health is a file there
-    shell = Shell(Stack((launch("frontend", serve, observe=url),), {}, url, "", ""), place, Terminal())
+    shell = Shell(Stack((launch("frontend", serve, observe=url),), {}, url, "tiny", "", ""), place, Terminal())
     running = asyncio.create_task(shell.run())
     await until(place.record.exists)
     (place.run / "health").write_text("well")
@@ -146,7 +146,7 @@ from deploy.local.terminal import Terminal
 from deploy.local.up import Shell
 script = "trap '' TERM HUP INT; echo $$ >>began; while :; do sleep 0.02; done"
 launches = tuple(Launch(Program(name, 0, 9.0), ("/bin/sh", "-c", script)) for name in "ab")
-asyncio.run(Shell(Stack(launches, {}, "", "", ""), Place(Path(sys.argv[1])), Terminal()).run())
+asyncio.run(Shell(Stack(launches, {}, "", "", "", ""), Place(Path(sys.argv[1])), Terminal()).run())
 """
 
 
