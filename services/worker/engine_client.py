@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -20,9 +21,9 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 @dataclass(frozen=True)
 class EngineClient:
-    """One engine process. It is spawned, never forked: NATS, gRPC and CUDA do not survive a fork."""
+    """One engine process."""
 
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
     channel: ShellEnd
 
     @staticmethod
@@ -30,16 +31,7 @@ class EngineClient:
         """Returns when the process runs; it tells Loading and Ready by itself."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "services.worker.engine_process",
-                msgspec.json.encode(_engine_config(config, model_name)).decode(),
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                env=_child_environment(config.threads),
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+            process = _spawn(_engine_config(config, model_name), theirs.fileno(), _child_environment(config.threads))
         return EngineClient(process, await ShellEnd.open(ours))
 
     @property
@@ -67,12 +59,26 @@ class EngineClient:
         try:
             async with asyncio.timeout(limit_s):
                 await self.channel.ended()
-                await self.process.wait()
+                await asyncio.to_thread(self.process.wait)
         except TimeoutError:
-            if self.process.returncode is None:
-                self.process.kill()
+            self.process.kill()
         self.channel.close()
-        return await self.process.wait()
+        return await asyncio.to_thread(self.process.wait)
+
+
+def _spawn(config: EngineConfig, channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    """By vfork and exec, which runs no fork handlers: gRPC's do not survive a fork beside its threads, nor does CUDA.
+
+    From the main thread, since the kernel's death signal follows the thread that spawned.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "services.worker.engine_process",
+        msgspec.json.encode(config).decode(),
+        str(channel),
+    ]
+    return subprocess.Popen(command, pass_fds=(channel,), env=environ, stdin=subprocess.DEVNULL)
 
 
 def _engine_config(config: WorkerConfig, model_name: str) -> EngineConfig:

@@ -106,17 +106,18 @@ class EngineHost:
         """One engine's life; why it ended."""
         starting = asyncio.ensure_future(EngineClient.start(self._config, self._model_name))
         try:
-            self._engine = await asyncio.shield(starting)
+            engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
             await (await starting).end(0.0)
             raise
-        _log.info("engine %d started, process %d", self.epoch, self._engine.pid)
+        self._engine = engine
+        _log.info("engine %d started, process %d", self.epoch, engine.pid)
         try:
-            return await self._follow(self._engine)
+            return await self._follow(engine)
         finally:
             # An engine that is still loading does not hear a Shutdown.
             limit_s = 0.0 if self.facts is None else END_LIMIT_S
-            engine, self._engine, self.facts = self._engine, None, None
+            self._engine, self.facts = None, None
             for waiting in self._snapshots.values():
                 if not waiting.done():
                     waiting.set_exception(Unavailable("the engine is lost"))

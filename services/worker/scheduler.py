@@ -257,8 +257,8 @@ class Scheduler:
         assert self._step is not None
         start, size = sequence.computed, self._limits.block_size
         end = min(start + most, len(sequence.tokens))
-        if end < len(sequence.tokens) and end // size * size > start:
-            end = end // size * size  # whole blocks, so that they are stored, and reused by others, at once
+        if end < len(sequence.tokens) and 4 * (end % size) <= end - start:
+            end -= end % size  # whole blocks, where that costs little: they are stored, and reused by others, at once
         draws = end == len(sequence.tokens)
         work = Work(
             sequence=sequence.number,

@@ -16,33 +16,31 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from services.worker.announcement import Announcement
 from services.worker.attempts import Attempts
 from services.worker.config import WorkerConfig
 from services.worker.engine import EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.engine_host import EngineHost
 from services.worker.frame_log import FrameLog
+from services.worker.frame_sender import FrameSender
 from services.worker.metrics import Metrics
 from shared import hashing, subjects
 from shared.directory import DirectoryChange, InstanceDown
-from shared.discovery import Registration
-from shared.errors import BusDown, DiscoveryDown, ModelError, PayloadTooLarge, ProtocolError, Unavailable
+from shared.errors import BusDown, ModelError, PayloadTooLarge, ProtocolError, Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import (
     CANCEL,
     EVENT_BATCH,
     GENERATE,
     GENERATE_REPLY,
-    INSTANCE,
     JSON_HEADER,
     LOAD_REPORT,
-    MODEL_CARD,
     RESEND_REQUEST,
     RESENT,
     SNAPSHOT_CHUNK,
@@ -50,7 +48,6 @@ from shared.messages import (
     EventBatch,
     EventSource,
     Generate,
-    Instance,
     KvState,
     LoadReport,
     ModelCard,
@@ -61,12 +58,10 @@ from shared.messages import (
     is_json,
 )
 from shared.messaging import LAST_HEADER, Message
-from shared.version import VERSION
 
 REPORT_INTERVAL_S = 0.25
 SNAPSHOT_LIMIT_S = 10.0
 SNAPSHOT_CHUNK_BLOCKS = 2048
-REGISTER_AGAIN_S = 1.0
 FLUSH_LIMIT_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -90,7 +85,7 @@ class Worker:
             most_living=config.max_running + config.max_waiting,
             most_waiting_tokens=config.max_waiting_tokens,
         )
-        self._frames = FrameLog(runtime.instance)
+        self._sender = FrameSender(runtime.bus, runtime.namespace, FrameLog(runtime.instance), self._metrics)
         self.engine = EngineHost(
             config,
             self._model_name,
@@ -100,15 +95,11 @@ class Worker:
             lost=self._engine_lost,
         )
         self._publisher = runtime.events.open_publisher()
-        self._registration: Registration | None = None
-        self._card: ModelCard | None = None
+        self._announcement = Announcement(runtime, self.event_source)
         self._progress_before = 0
         """Steps of the engines that were lost."""
         self._last: Stepped | None = None
         """The latest step of the engine that lives."""
-        self._started = time.time()
-        self._entries_changed = asyncio.Event()
-        self._frames_due = asyncio.Event()
         self._attempts_changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -143,7 +134,7 @@ class Worker:
             engine = asyncio.ensure_future(self.engine.run())  # awaited below: its ModelError is not a crash
             stopping = tasks.create_task(self._runtime.stopping.wait())
             others = [
-                tasks.create_task(loop) for loop in (self._keep_registered(), self._send_frames(), self._report_load())
+                tasks.create_task(loop) for loop in (self._announcement.run(), self._sender.run(), self._report_load())
             ]
             try:
                 await asyncio.wait((engine, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -155,9 +146,8 @@ class Worker:
                 (failed,) = await asyncio.gather(engine, return_exceptions=True)
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_LIMIT_S):
-                await self._flush()
-        if self._registration is not None:
-            await self._registration.close()
+                await self._sender.flush()
+        await self._announcement.close()
         if isinstance(failed, BaseException) and not isinstance(failed, asyncio.CancelledError):
             raise failed
 
@@ -165,8 +155,7 @@ class Worker:
         """No new attempts; those that run have `drain_s`, then they end with an error."""
         self._attempts.draining = True
         self._runtime.vitals.unready("draining")
-        self._card = None
-        self._entries_changed.set()
+        self._announcement.show(None)
         try:
             async with asyncio.timeout(self._config.drain_s):
                 while self._attempts.names:
@@ -196,8 +185,7 @@ class Worker:
         )
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         if not self._attempts.draining:
-            self._card = card
-            self._entries_changed.set()
+            self._announcement.show(card)
             self._runtime.vitals.ready()
 
     def _engine_loading(self, loading: Loading) -> None:
@@ -220,9 +208,8 @@ class Worker:
     def _engine_lost(self, reason: str) -> None:
         self._progress_before += self._last.progress if self._last is not None else 0
         self._last = None
-        self._card = None
+        self._announcement.show(None)
         self._runtime.vitals.unready("the engine was lost and is starting again")
-        self._entries_changed.set()
         self._metrics.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")
 
@@ -235,8 +222,7 @@ class Worker:
             return
         for part in parts:
             self._metrics.part(part)
-        self._frames.append(frontend, parts)
-        self._frames_due.set()
+        self._sender.append(frontend, parts)
         self._attempts_changed.set()
 
     # --- what frontends and routers say
@@ -249,7 +235,7 @@ class Worker:
             self._metrics.answered(refused, 0)
             await self._answer(message, GENERATE_REPLY.encode(refused, message.headers))
             return
-        reply, new = self._attempts.admit(generate, None if self._card is None else self.engine.facts)
+        reply, new = self._attempts.admit(generate, None if self._announcement.card is None else self.engine.facts)
         if new and not self.engine.submit(_submit(generate)):
             self._attempts.forget((generate.request, generate.attempt))
             reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read")
@@ -274,10 +260,10 @@ class Worker:
         except ProtocolError as wrong:
             _log.warning("%s: %s", message.subject, wrong)
             return
-        first, after = self._frames.rewind(asked.frontend, asked.first)
+        first, after = self._sender.log.rewind(asked.frontend, asked.first)
         resent = Resent(FrameLog.EPOCH, first, after, self._attempts.of(asked.frontend))
         await self._answer(message, RESENT.encode(resent, message.headers))
-        self._frames_due.set()
+        self._sender.wake()
 
     async def _snapshot(self, message: Message) -> None:
         """Silent where there is no snapshot to give: the asker's time-out and the card's absence say so."""
@@ -317,50 +303,15 @@ class Worker:
             frontend = change.instance.instance
             for stream in self._attempts.of(frontend):
                 self._cancel_attempt(stream.request, stream.attempt)
-            self._frames.forget(frontend)
+            self._sender.log.forget(frontend)
 
-    # --- loops
-
-    async def _keep_registered(self) -> None:
-        """The address book and the card as they are, from the first Ready on."""
-        while True:
-            await self._entries_changed.wait()
-            self._entries_changed.clear()
-            try:
-                if self._registration is not None:
-                    await self._registration.publish()
-                elif self._card is not None:
-                    self._registration = await self._runtime.discovery.register(self._entries)
-            except DiscoveryDown as wrong:
-                _log.warning("not registered: %s", wrong)
-                self._entries_changed.set()
-                await asyncio.sleep(REGISTER_AGAIN_S)
-
-    async def _send_frames(self) -> None:
-        while True:
-            await self._frames_due.wait()
-            self._frames_due.clear()
-            await self._flush()
-
-    async def _flush(self) -> None:
-        """Publishes what is unsent, in order; what NATS does not take now stays until the next load report."""
-        for frontend in self._frames.frontends:
-            while (frame := self._frames.unsent(frontend)) is not None:
-                try:
-                    await self._runtime.bus.publish(subjects.stream(self._runtime.namespace, frontend), frame)
-                except BusDown:
-                    return
-                except PayloadTooLarge as wrong:
-                    _log.error("a step frame for %s is lost: %s", frontend, wrong)
-                self._frames.sent(frontend, frame)
-                self._metrics.frame_sent()
-        self._metrics.frames_lost(self._frames.lost)
+    # --- what everyone hears
 
     async def _report_load(self) -> None:
         while True:
             with suppress(BusDown):
                 await self._runtime.bus.publish(self._subject("load"), LOAD_REPORT.encode(self._load_report()))
-            self._frames_due.set()
+            self._sender.wake()
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _load_report(self) -> LoadReport:
@@ -368,7 +319,7 @@ class Worker:
         load = EngineLoad() if last is None else last.load
         return LoadReport(
             instance=self._runtime.instance,
-            epoch=self._registration.epoch if self._registration is not None else 0,
+            epoch=self._announcement.epoch,
             progress=self._runtime.vitals.progress,
             waiting=load.waiting,
             running=load.running,
@@ -385,34 +336,9 @@ class Worker:
                     digest=0 if last is None else last.digest,
                 )
             ],
-            frames=self._frames.last,
+            frames=self._sender.log.last,
             attempts=self._attempts.names,
         )
-
-    def _entries(self, epoch: int) -> dict[str, bytes]:
-        runtime = self._runtime
-        instance = Instance(
-            namespace=runtime.namespace,
-            service="worker",
-            instance=runtime.instance,
-            epoch=epoch,
-            machine=runtime.machine,
-            pid=os.getpid(),
-            started=self._started,
-            version=VERSION,
-            subjects={
-                operation: self._subject(operation)
-                for operation in ("generate", "cancel", "resend", "snapshot", "load", "control")
-            },
-            events=self.event_source,
-            http=runtime.http,
-        )
-        key = subjects.instance_key(runtime.namespace, "worker", runtime.instance)
-        entries = {key: INSTANCE.encode(instance, JSON_HEADER)}
-        if self._card is not None:
-            card_key = subjects.model_key(runtime.namespace, self._model_name, runtime.instance)
-            entries[card_key] = MODEL_CARD.encode(self._card, JSON_HEADER)
-        return entries
 
     def _subject(self, operation: str) -> str:
         return subjects.worker(self._runtime.namespace, self._runtime.instance, operation)
