@@ -160,16 +160,20 @@ class Router:
             self._follow(worker, stream, min(cards))
 
     def _follow(self, worker: str, stream: EventSource, model: str) -> None:
-        self.feeds[worker] = Feed(
-            self._runtime,
-            worker,
-            stream,
-            self._chains(model, worker),
-            self._config.source,
-            self._metrics,
-            self._seldom,
-            lambda clearing: self._clear_later([clearing]),
-        )
+        try:
+            self.feeds[worker] = Feed(
+                self._runtime,
+                worker,
+                stream,
+                self._chains(model, worker),
+                self._config.source,
+                self._metrics,
+                self._seldom,
+                lambda clearing: self._clear_later([clearing]),
+            )
+        except ProtocolError as wrong:
+            self._malformed("event source", wrong)
+            self.models[model].sends_events(worker, False)
 
     def _chains(self, model: str, worker: str) -> dict[int, Chains]:
         chains = self.models[model].chains

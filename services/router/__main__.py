@@ -1,0 +1,30 @@
+"""The router's process: `python -m services.router --config router.toml`."""
+
+from __future__ import annotations
+
+from services.router.config import RouterConfig
+from services.router.service import serve
+from shared.lifecycle import Process, run
+
+DRAIN_LIMIT_S = 5.0
+"""A router has nothing to drain but the questions it was asked."""
+
+
+def main() -> None:
+    """Runs until a signal; ends the process with a status."""
+    run("router", RouterConfig, _process, serve)
+
+
+def _process(config: RouterConfig) -> Process:
+    return Process(
+        namespace=config.namespace,
+        nats=config.nats,
+        discovery=config.discovery,
+        observe=config.observe,
+        log_level=config.observe.log_level,
+        drain_limit_s=DRAIN_LIMIT_S,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""A router's surroundings for tests: workers that speak the real messages, a frontend's end, and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from services.router.config import RouterConfig
+from services.router.service import Router, router
+from shared import subjects
+from shared.directory import Directory
+from shared.discovery import Discovery, Registration
+from shared.hashing import (
+    content_keys,
+    event_hash,
+    pack_hashes,
+    pack_tokens,
+    root_key,
+    self_test,
+    sequence_hashes,
+)
+from shared.lifecycle import Runtime
+from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.memory_discovery import MemoryDiscovery, MemoryStore
+from shared.messages import (
+    EVENT_BATCH,
+    INSTANCE,
+    JSON_HEADER,
+    LOAD_EVENTS,
+    LOAD_REPORT,
+    MODEL_CARD,
+    SELECT,
+    SELECT_REPLY,
+    SNAPSHOT_CHUNK,
+    SNAPSHOT_REQUEST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Instance,
+    KvEvent,
+    KvLayout,
+    KvState,
+    LoadEvent,
+    LoadEvents,
+    LoadReport,
+    ModelCard,
+    Overlap,
+    Select,
+    Selected,
+    SelectReply,
+    SnapshotBlock,
+    SnapshotChunk,
+)
+from shared.messaging import LAST_HEADER, Bus, Events, Message
+
+NAMESPACE = "test"
+MODEL = "tiny/model.v1"
+BLOCK_SIZE = 4
+LIMIT_S = 20.0
+
+
+async def until(met: Callable[[], bool]) -> None:
+    """Returns when `met()` holds; fails after LIMIT_S."""
+    async with asyncio.timeout(LIMIT_S):
+        while not met():  # noqa: ASYNC110 - pure modules have no events to wait for
+            await asyncio.sleep(0.002)
+
+
+def tokens_of(name: str, blocks: int) -> list[int]:
+    """A prompt of so many full blocks; different names share no block."""
+    return [ord(letter) for letter in name.ljust(BLOCK_SIZE, ".")[:BLOCK_SIZE]] + list(range(BLOCK_SIZE * (blocks - 1)))
+
+
+class ScriptedWorker:
+    """A worker without an engine: it says what the test tells it to."""
+
+    def __init__(self, name: str, bus: Bus, events: Events, discovery: Discovery, *, epoch: int = 1) -> None:
+        self.name = name
+        self.bus = bus
+        self.discovery = discovery
+        self.publisher = events.open_publisher()
+        self.epoch = epoch
+        self.sequence = -1
+        self.blocks: dict[int, SnapshotBlock] = {}
+        self.sends_events = True
+        self.snapshots = 0
+        self.block_size = BLOCK_SIZE
+        self.lora: tuple[str, ...] = ()
+        self.registration: Registration | None = None
+        self.answers_snapshots = True
+
+    async def start(self) -> None:
+        await self.bus.subscribe(subjects.worker(NAMESPACE, self.name, "snapshot"), self._snapshot)
+        self.registration = await self.discovery.register(self._entries)
+
+    async def stop(self) -> None:
+        assert self.registration is not None
+        await self.registration.close()
+        self.publisher.close()
+
+    async def stores(self, tokens: list[int]) -> None:
+        """The prompt's full blocks are cached now; those that are new are told."""
+        packed = pack_tokens(tokens)
+        names = [event_hash(key) for key in content_keys(root_key(MODEL), packed, BLOCK_SIZE)]
+        new = [number for number, name in enumerate(names) if name not in self.blocks]
+        for number in new:
+            start = 4 * BLOCK_SIZE * number
+            parent = names[number - 1] if number else None
+            self.blocks[names[number]] = SnapshotBlock(names[number], parent, packed[start : start + 4 * BLOCK_SIZE])
+        if new:
+            first = new[0]
+            self.tells(
+                BlockStored(
+                    block_hashes=[*names[first:]],
+                    parent_block_hash=names[first - 1] if first else None,
+                    token_ids=tokens[first * BLOCK_SIZE : len(names) * BLOCK_SIZE],
+                    block_size=self.block_size,
+                    medium="GPU",
+                )
+            )
+
+    def drops(self, tokens: list[int], block: int) -> None:
+        """One block of the prompt is evicted."""
+        name = event_hash(content_keys(root_key(MODEL), pack_tokens(tokens), BLOCK_SIZE)[block])
+        del self.blocks[name]
+        self.tells(BlockRemoved(block_hashes=[name], medium="GPU"))
+
+    def clears(self) -> None:
+        self.blocks.clear()
+        self.tells(AllBlocksCleared())
+
+    def restarts_engine(self) -> None:
+        """An empty cache, a new epoch, and sequences from 0 again; nothing is told."""
+        self.blocks.clear()
+        self.epoch += 1
+        self.sequence = -1
+
+    def tells(self, *events: KvEvent) -> None:
+        self.sequence += 1
+        batch = EventBatch(ts=float(self.epoch * 1000 + self.sequence), events=list(events), data_parallel_rank=0)
+        self.publisher.publish(self.sequence, EVENT_BATCH.encode(batch))
+
+    async def reports(self, *attempts: str, waiting_tokens: int = 0, held_blocks: int = 0) -> None:
+        report = LoadReport(
+            instance=self.name,
+            epoch=1,
+            progress=1,
+            waiting=0,
+            running=len(attempts),
+            waiting_tokens=waiting_tokens,
+            total_blocks=1000,
+            held_blocks=held_blocks,
+            cached_blocks=len(self.blocks),
+            kv=[KvState(0, self.epoch, self.sequence)],
+            attempts=[(attempt, 1) for attempt in attempts],
+        )
+        await self.bus.publish(subjects.worker(NAMESPACE, self.name, "load"), LOAD_REPORT.encode(report))
+
+    async def _snapshot(self, message: Message) -> None:
+        SNAPSHOT_REQUEST.decode(message.payload)
+        self.snapshots += 1
+        if not self.answers_snapshots:
+            return
+        blocks = list(self.blocks.values())
+        halves = [blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]]
+        for half in halves:
+            last = half is halves[-1]
+            chunk = SnapshotChunk(self.epoch, self.sequence, half, last)
+            headers = {LAST_HEADER: "true"} if last else None
+            await self.bus.publish(message.reply, SNAPSHOT_CHUNK.encode(chunk), headers=headers)
+
+    def _entries(self, epoch: int) -> dict[str, bytes]:
+        source = msgspec.structs.replace(self.publisher.source, epoch=True, snapshot=True)
+        instance = Instance(
+            namespace=NAMESPACE,
+            service="worker",
+            instance=self.name,
+            epoch=epoch,
+            machine="m",
+            pid=1,
+            started=0.0,
+            version="0",
+            events=source if self.sends_events else None,
+        )
+        card = ModelCard(
+            model=MODEL,
+            instance=self.name,
+            path="/models/tiny",
+            tokenizer_digest="0" * 64,
+            hash_self_test=self_test(BLOCK_SIZE),
+            context_length=4096,
+            vocab_size=1000,
+            block_size=BLOCK_SIZE,
+            capacity_blocks=1000,
+            kv_layout=KvLayout("float32", 1, 1, 4, BLOCK_SIZE),
+            lora=self.lora,
+        )
+        return {
+            subjects.instance_key(NAMESPACE, "worker", self.name): INSTANCE.encode(instance, JSON_HEADER),
+            subjects.model_key(NAMESPACE, MODEL, self.name): MODEL_CARD.encode(card, JSON_HEADER),
+        }
+
+
+class Fleet:
+    """One router, and the ends of the wire around it."""
+
+    def __init__(self, runtime: Runtime, service: Router, broker: MemoryBroker, store: MemoryStore) -> None:
+        self.runtime = runtime
+        self.router = service
+        self.broker = broker
+        self.store = store
+        self.bus: Bus = MemoryBus(broker)
+        self.workers: list[ScriptedWorker] = []
+
+    async def worker(self, name: str, **changes: object) -> ScriptedWorker:
+        """A worker that is routed to and whose events are followed."""
+        worker = ScriptedWorker(name, self.bus, MemoryEvents(self.broker), MemoryDiscovery(self.store))
+        for field, value in changes.items():
+            setattr(worker, field, value)
+        await worker.start()
+        self.workers.append(worker)
+        await until(lambda: MODEL in self.router.models and name in self.router.models[MODEL].cards)
+        if worker.sends_events and worker.answers_snapshots:
+            await until(lambda: self.router.feeds[name].source.state == "live")
+        return worker
+
+    async def ask(self, tokens: list[int], request: str = "r", **fields: object) -> SelectReply:
+        return await self.ask_raw(SELECT.encode(select(tokens, request, **fields)))
+
+    async def ask_raw(self, payload: bytes, *, router: bool = False) -> SelectReply:
+        subject = subjects.select(NAMESPACE, self.runtime.instance if router else MODEL)
+        answer = await self.bus.request(subject, payload, timeout_s=LIMIT_S)
+        return SELECT_REPLY.decode(answer.payload)
+
+    async def chosen(self, tokens: list[int], request: str = "r", **fields: object) -> Selected:
+        reply = await self.ask(tokens, request, **fields)
+        assert isinstance(reply, Selected), reply
+        return reply
+
+    async def tell(self, *events: LoadEvent) -> None:
+        """As a frontend does."""
+        payload = LOAD_EVENTS.encode(LoadEvents(MODEL, list(events)))
+        await self.bus.publish(subjects.router_load(NAMESPACE, MODEL), payload)
+
+    async def finds(self, worker: str, tokens: list[int], blocks: int) -> None:
+        """Waits until the router's index says that the worker holds so many leading blocks, and no more."""
+        hashes = sequence_hashes(pack_tokens(tokens), BLOCK_SIZE)
+        index = self.router.models[MODEL].index
+        await until(lambda: index.find(hashes).get((worker, 0), Overlap()).blocks == blocks)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.runtime.registry.get_sample_value(name, labels) or 0.0
+
+
+def select(tokens: list[int], request: str = "r", **fields: object) -> Select:
+    ask = Select(
+        request=request,
+        attempt=1,
+        frontend="f",
+        model=MODEL,
+        hashes=pack_hashes(sequence_hashes(pack_tokens(tokens), BLOCK_SIZE)),
+        prompt_tokens=len(tokens),
+        max_tokens=10,
+    )
+    return msgspec.structs.replace(ask, **fields)
+
+
+NO_SPECULATION = msgspec.structs.replace(
+    RouterConfig(), index=msgspec.structs.replace(RouterConfig().index, speculation_s=0.0)
+)
+
+
+@asynccontextmanager
+async def fleet(config: RouterConfig = NO_SPECULATION, *, instance: str = "0a") -> AsyncIterator[Fleet]:
+    """A router on the in-process twins, with nobody around it yet."""
+    broker, store = MemoryBroker(), MemoryStore()
+    bus = MemoryBus(broker)
+    discovery = MemoryDiscovery(store)
+    directory = Directory(discovery, bus, NAMESPACE)
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(directory.run())
+        runtime = Runtime(
+            namespace=NAMESPACE,
+            service="router",
+            instance=instance,
+            machine="m",
+            bus=bus,
+            events=MemoryEvents(broker),
+            discovery=discovery,
+            directory=directory,
+            registry=CollectorRegistry(),
+            tasks=tasks,
+            stopping=asyncio.Event(),
+        )
+        async with router(runtime, config) as service:
+            yield Fleet(runtime, service, broker, store)
+            for model in service.models.values():
+                model.validate()
+        following.cancel()

@@ -1,0 +1,383 @@
+"""The router on the in-process twins, among workers that speak the real messages."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.router.config import RouterConfig
+from shared import subjects
+from shared.errors import NoResponders
+from shared.memory_discovery import MemoryDiscovery, MemoryRegistration
+from shared.messages import (
+    INSTANCE,
+    JSON_HEADER,
+    SELECT,
+    BlockStored,
+    Finished,
+    Instance,
+    Prefilled,
+    Reserved,
+    SelectRefused,
+)
+from tests.router.fleet import (
+    BLOCK_SIZE,
+    LIMIT_S,
+    MODEL,
+    NAMESPACE,
+    NO_SPECULATION,
+    Fleet,
+    fleet,
+    select,
+    tokens_of,
+    until,
+)
+
+
+async def test_a_prompt_goes_where_its_blocks_are_and_the_answer_says_why() -> None:
+    async with fleet() as world:
+        workers = [await world.worker(name) for name in ("a", "b", "c")]
+        prompt = tokens_of("x", 20)
+        await workers[1].stores(prompt)
+        await world.finds("b", prompt, 20)
+        chosen = await world.chosen([*prompt, 1])
+        assert chosen.instance == "b"
+        assert chosen.overlap.device == 20
+        assert chosen.candidates[0].instance == "b"
+        assert {row.instance for row in chosen.candidates} == {"a", "b", "c"}
+        assert chosen.reason == chosen.candidates[0].reason
+
+
+async def test_one_token_of_a_prompt_is_always_computed() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        prompt = tokens_of("x", 3)
+        await worker.stores(prompt)
+        await world.finds("a", prompt, 3)
+        assert (await world.chosen(prompt)).overlap.device == 2
+
+
+async def test_a_second_conversation_goes_to_the_idle_worker_and_a_follow_up_to_its_own_blocks() -> None:
+    async with fleet(RouterConfig()) as world:
+        workers = {name: await world.worker(name) for name in ("a", "b")}
+        common = tokens_of("sys", 2)
+        first = [*common, *range(500, 520)]
+        second = [*common, *range(600, 620)]
+        home = (await world.chosen(first, "first")).instance
+        await workers[home].stores(first)
+        await world.tell(Prefilled("first", 1, 0))
+        await workers[home].reports("first", held_blocks=8)
+        other = (await world.chosen(second, "second")).instance
+        assert other != home
+        await workers[other].stores(second)
+        await world.tell(Finished("first", 1), Finished("second", 1))
+        for worker in workers.values():
+            await worker.reports()
+        await until(lambda: world.router.models[MODEL].load.statistics().reservations == 0)
+        assert (await world.chosen([*first, *range(100)], "follow-up")).instance == home
+
+
+async def test_a_choice_is_reserved_at_once_so_that_a_burst_spreads() -> None:
+    async with fleet() as world:
+        for name in ("a", "b", "c", "d"):
+            await world.worker(name)
+        chosen = [(await world.chosen(tokens_of(f"x{number}", 5), f"r{number}")).instance for number in range(8)]
+        assert sorted(chosen) == ["a", "a", "b", "b", "c", "c", "d", "d"]
+
+
+async def test_a_burst_of_siblings_stays_together_before_any_event_comes() -> None:
+    async with fleet(RouterConfig()) as world:
+        for name in ("a", "b"):
+            await world.worker(name)
+        prompt = tokens_of("x", 200)
+        chosen = {(await world.chosen([*prompt, number], f"r{number}")).instance for number in range(4)}
+        assert len(chosen) == 1
+
+
+async def test_reservations_are_told_to_all_routers_and_other_routers_reservations_count() -> None:
+    async with fleet() as world:
+        for name in ("a", "b"):
+            await world.worker(name)
+        told = Reserved("elsewhere", 1, "f", "a", 0, 5000, 300, router="ff")
+        await world.tell(told)
+        load = world.router.models[MODEL].load
+        await until(lambda: load.of(("a", 0)).queued_tokens == 5000)
+        assert (await world.chosen(tokens_of("x", 2))).instance == "b"
+        await world.tell(Finished("elsewhere", 1))
+        await until(lambda: load.of(("a", 0)).requests == 0)
+
+
+async def test_a_frontend_whose_lease_ends_takes_its_reservations_along() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        frontend = await _register_frontend(world, "f")
+        await world.chosen(tokens_of("x", 2))
+        load = world.router.models[MODEL].load
+        assert load.statistics().reservations == 1
+        world.store.kill(frontend)
+        await until(lambda: load.statistics().reservations == 0)
+
+
+async def test_a_worker_that_goes_is_not_chosen_and_leaves_nothing_behind() -> None:
+    async with fleet() as world:
+        a, _ = await world.worker("a"), await world.worker("b")
+        prompt = tokens_of("x", 30)
+        await a.stores(prompt)
+        await world.finds("a", prompt, 30)
+        await world.chosen([*prompt, 1])
+        await a.stop()
+        model = world.router.models[MODEL]
+        await until(lambda: "a" not in model.cards)
+        assert (await world.chosen([*prompt, 1], "again")).instance == "b"
+        await until(lambda: model.index.statistics().blocks == 0)
+        assert model.load.statistics().reservations == 1
+
+
+# --- healing
+
+
+async def test_a_restarted_router_knows_what_was_cached_before_it_started() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a", sends_events=True)
+        prompt = tokens_of("x", 7)
+        await worker.stores(prompt)
+        worker.drops(prompt, 5)
+        await world.finds("a", prompt, 5)
+        feed = world.router.feeds["a"]
+        feed._perform(feed.source.start())  # what a new router does first
+        await until(lambda: worker.snapshots == 2 and feed.source.state == "live")
+        await world.finds("a", prompt, 5)
+        await worker.stores(prompt)
+        await world.finds("a", prompt, 7)
+
+
+async def test_a_lost_batch_is_replayed_when_the_next_one_comes() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        source = worker.publisher.source
+        world.broker.mute(source)
+        await worker.stores(tokens_of("x", 5))
+        world.broker.unmute(source)
+        await worker.stores(tokens_of("y", 2))
+        await world.finds("a", tokens_of("x", 5), 5)
+        await world.finds("a", tokens_of("y", 2), 2)
+        assert world.metric("headrace_kv_event_gaps_total") == 1
+        assert worker.snapshots == 1
+
+
+async def test_a_batch_lost_at_the_tail_is_seen_by_the_load_reports() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        world.broker.mute(worker.publisher.source)
+        await worker.stores(tokens_of("x", 5))
+        for _ in range(2):
+            await worker.reports()
+        await world.finds("a", tokens_of("x", 5), 5)
+
+
+async def test_an_engine_that_restarts_is_cleared_and_asked_again() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        await worker.stores(tokens_of("x", 5))
+        await worker.reports()
+        await world.finds("a", tokens_of("x", 5), 5)
+        worker.restarts_engine()
+        await worker.reports()
+        await world.finds("a", tokens_of("x", 5), 0)
+        await until(lambda: world.router.feeds["a"].source.state == "live")
+        await worker.stores(tokens_of("y", 2))
+        await world.finds("a", tokens_of("y", 2), 2)
+
+
+async def test_a_cleared_cache_is_gone_at_once() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        await worker.stores(tokens_of("x", 5))
+        await world.finds("a", tokens_of("x", 5), 5)
+        worker.clears()
+        await world.finds("a", tokens_of("x", 5), 0)
+        await until(lambda: world.router.models[MODEL].index.bytes == 0)
+
+
+async def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
+    config = msgspec.structs.replace(
+        NO_SPECULATION, source=msgspec.structs.replace(NO_SPECULATION.source, snapshot_idle_timeout_s=0.01)
+    )
+    async with fleet(config) as world:
+        worker = await world.worker("a", answers_snapshots=False)
+        await until(lambda: worker.snapshots >= 2)
+        worker.answers_snapshots = True
+        await worker.stores(tokens_of("x", 5))
+        await world.finds("a", tokens_of("x", 5), 5)
+        assert world.metric("headrace_kv_snapshots_total", outcome="failed") >= 2
+
+
+async def test_torn_frames_are_counted_and_what_follows_them_is_applied() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        for payload in (b"", b"\xc1", b"\x93\x01"):
+            worker.sequence += 1
+            worker.publisher.publish(worker.sequence, payload)
+        await worker.stores(tokens_of("x", 5))
+        await world.finds("a", tokens_of("x", 5), 5)
+        assert world.metric("headrace_kv_events_total", outcome="rejected") == 3
+
+
+async def test_a_source_whose_blocks_are_not_the_cards_is_refused_and_the_worker_still_serves() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        worker.tells(BlockStored([1], None, list(range(8)), 8))
+        await until(lambda: bool(world.router.feeds["a"].refused))
+        assert "blocks of 8 tokens" in world.router.feeds["a"].refused
+        assert world.metric("headrace_kv_sources_refused_total") == 1
+        assert (await world.chosen(tokens_of("x", 2))).instance == "a"
+
+
+async def test_a_worker_without_events_is_known_by_what_was_routed_to_it() -> None:
+    async with fleet() as world:
+        await world.worker("a", sends_events=False)
+        prompt = tokens_of("x", 6)
+        await world.chosen([*prompt, 1], "first")
+        assert (await world.chosen([*prompt, 2], "second")).overlap.device == 6
+
+
+# --- questions that cannot be answered, and bad ones
+
+
+async def test_before_any_worker_nobody_listens_for_the_model_and_the_router_itself_says_so() -> None:
+    async with fleet() as world:
+        with pytest.raises(NoResponders):
+            await world.ask(tokens_of("x", 2))
+        reply = await world.ask_raw(SELECT.encode(select(tokens_of("x", 2))), router=True)
+        assert isinstance(reply, SelectRefused)
+        assert reply.code == "unknown_model"
+
+
+async def test_without_instances_left_and_with_all_excluded_the_refusal_says_which() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        excluded = await world.ask(tokens_of("x", 2), excluded=("a",))
+        assert isinstance(excluded, SelectRefused)
+        assert excluded.code == "all_excluded"
+        lora = await world.ask(tokens_of("x", 2), lora="nobody-has-it")
+        assert isinstance(lora, SelectRefused)
+        assert lora.code == "unknown_model"
+        await worker.stop()
+        await until(lambda: not world.router.models[MODEL].cards)
+        gone = await world.ask(tokens_of("x", 2))
+        assert isinstance(gone, SelectRefused)
+        assert gone.code == "no_instances"
+        assert gone.retry_after_s > 0
+
+
+async def test_a_lora_is_served_by_who_has_it() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        await world.worker("b", lora=("french",))
+        for number in range(4):
+            assert (await world.chosen(tokens_of("x", 2), f"r{number}", lora="french")).instance == "b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hashes": b"1234567"}, "multiple of 8"),
+        ({"hashes": bytes(8 * 200_000)}, "more than"),
+        ({"hashes": bytes(8 * 3)}, "3 hashes for a prompt of 8"),
+        ({"hashes": bytes(8 * 2)}, "repeat"),
+        ({"prompt_tokens": 0}, "prompt_tokens"),
+        ({"prompt_tokens": -5}, "prompt_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"attempt": -1}, "attempt"),
+        ({"request": ""}, "request"),
+        ({"request": "r" * 10_000}, "request"),
+        ({"excluded": ("x",) * 10_000}, "excluded"),
+    ],
+)
+async def test_a_bad_question_is_refused_by_name_and_reserves_nothing(changes: dict[str, object], word: str) -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        question = msgspec.structs.replace(select(tokens_of("x", 2)), **changes)
+        reply = await world.ask_raw(SELECT.encode(question))
+        assert isinstance(reply, SelectRefused)
+        assert reply.code == "bad_request"
+        assert word in reply.reason
+        assert world.router.models[MODEL].load.statistics().reservations == 0
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"{}", msgspec.msgpack.encode({"type": "select", "attempt": "one"})])
+async def test_what_is_no_question_is_refused_and_counted(payload: bytes) -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        reply = await world.ask_raw(payload)
+        assert isinstance(reply, SelectRefused)
+        assert reply.code == "bad_request"
+        assert world.metric("headrace_malformed_messages_total", channel="select") == 1
+
+
+async def test_garbage_on_every_channel_is_counted_and_the_router_lives_on() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        await world.bus.publish(subjects.router_load(NAMESPACE, MODEL), b"\xc1")
+        await world.tell(Reserved("r", 1, "f", "a", 0, -5, 1))
+        await world.bus.publish(subjects.worker(NAMESPACE, "a", "load"), b"nonsense")
+        await world.bus.publish(subjects.select(NAMESPACE, MODEL), SELECT.encode(select(tokens_of("x", 2))))
+        await until(lambda: world.metric("headrace_malformed_messages_total", channel="load report") == 1)
+        await until(lambda: world.metric("headrace_malformed_messages_total", channel="load events") == 2)
+        await until(lambda: world.metric("headrace_malformed_messages_total", channel="select") == 1)
+        assert (await world.chosen(tokens_of("x", 2))).instance == "a"
+
+
+# --- seeing it
+
+
+async def test_a_question_in_json_is_answered_in_json() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        question = SELECT.encode(select(tokens_of("x", 2)), JSON_HEADER)
+        answer = await world.bus.request(
+            subjects.select(NAMESPACE, MODEL), question, timeout_s=LIMIT_S, headers=JSON_HEADER
+        )
+        assert msgspec.json.decode(answer.payload)["instance"] == "a"
+
+
+async def test_a_decision_can_be_explained_with_what_came_of_it() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        prompt = tokens_of("x", 5)
+        await worker.stores(prompt)
+        await world.finds("a", prompt, 5)
+        await world.chosen([*prompt, 1], "why")
+        await world.tell(Prefilled("why", 1, 4 * BLOCK_SIZE))
+        await until(lambda: world.metric("headrace_prompt_tokens_total") == 21)
+        answer = await world.bus.request(subjects.explain(NAMESPACE, MODEL), b"why", timeout_s=LIMIT_S)
+        (decision,) = msgspec.json.decode(answer.payload)["decisions"]
+        assert decision["selected"]["instance"] == "a"
+        assert decision["predicted_cached_tokens"] == 5 * BLOCK_SIZE
+        assert decision["actual_cached_tokens"] == 4 * BLOCK_SIZE
+        assert world.metric("headrace_cached_tokens_total", kind="predicted") == 20
+        assert world.metric("headrace_cached_tokens_total", kind="actual") == 16
+
+
+async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted() -> None:
+    config = msgspec.structs.replace(NO_SPECULATION, policy="tests.router.broken_policy:BrokenPolicy")
+    async with fleet(config) as world:
+        await world.worker("a")
+        assert (await world.chosen(tokens_of("x", 2))).instance == "a"
+        assert world.metric("headrace_policy_errors_total") == 1
+
+
+async def test_the_address_book_is_there_while_the_router_answers_and_gone_after() -> None:
+    async with fleet(instance="0b") as world:
+        key = subjects.instance_key(NAMESPACE, "router", "0b")
+        assert key in world.store.found(key)
+        store = world.store
+    assert not store.found(key)
+
+
+async def _register_frontend(world: Fleet, name: str) -> MemoryRegistration:
+    entry = Instance(NAMESPACE, "frontend", name, 1, "m", 1, 0.0, "0")
+    key = subjects.instance_key(NAMESPACE, "frontend", name)
+    registration = await MemoryDiscovery(world.store).register(lambda _: {key: INSTANCE.encode(entry, JSON_HEADER)})
+    await until(lambda: name in world.runtime.directory.instances)
+    return registration
