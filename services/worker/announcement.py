@@ -6,13 +6,13 @@ import asyncio
 import logging
 import os
 import time
-from importlib.metadata import version
 
 from shared import subjects
 from shared.discovery import Registration
 from shared.errors import DiscoveryDown
 from shared.lifecycle import Runtime
 from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, EventSource, Instance, ModelCard
+from shared.version import VERSION
 
 OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "control")
 AGAIN_AFTER_S = 1.0
@@ -71,7 +71,7 @@ class Announcement:
             machine=runtime.machine,
             pid=os.getpid(),
             started=self._started,
-            version=version("headrace"),
+            version=VERSION,
             subjects={name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS},
             events=self._source,
             http=runtime.http,
