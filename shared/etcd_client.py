@@ -19,8 +19,6 @@ from shared.errors import ConfigError, DiscoveryDown
 CALL_TIMEOUT_S = 2.0
 
 _OPTIONS = [
-    ("grpc.keepalive_time_ms", 6_000),  # finds a dead connection under a watch; etcd refuses pings within 5 s
-    ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.use_local_subchannel_pool", 1),  # a new connection shares nothing with the one that failed
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 64 << 20),  # a listing comes as one message
@@ -60,8 +58,7 @@ class EtcdClient:
             cause = wrong if isinstance(wrong, grpc.Call) else wrong.__context__
             if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.NOT_FOUND:
                 raise LeaseGone(f"etcd: {cause.details()}") from None
-            why = cause.details() if isinstance(cause, grpc.Call) else str(wrong)
-            raise DiscoveryDown(f"etcd: {why}") from None
+            raise DiscoveryDown(f"etcd: {_why(wrong, cause)}") from None
         if self._away:
             self._away = False
             _log.info("etcd answers again")
@@ -89,6 +86,14 @@ class EtcdClient:
         # gRPC refuses call credentials on a connection without TLS; the token goes as metadata, as etcd reads it.
         client.call_credentials = None
         return client
+
+
+def _why(wrong: Exception, cause: BaseException | None) -> str:
+    if not isinstance(cause, grpc.Call):
+        return str(wrong)
+    if cause.code() is grpc.StatusCode.CANCELLED:
+        return "a silent connection was given up"
+    return str(cause.details())
 
 
 def _split(endpoint: str) -> tuple[str, int]:

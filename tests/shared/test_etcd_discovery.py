@@ -16,7 +16,10 @@ import pytest
 from etcd3.events import DeleteEvent
 
 from shared.errors import ConfigError, DiscoveryDown
+from shared.etcd_client import EtcdClient
 from shared.etcd_discovery import EtcdDiscovery
+from shared.etcd_watch import EtcdWatch
+from shared.sight import Sight
 from tests.servers import EtcdServer
 from tests.shared.watched import watching
 
@@ -87,6 +90,22 @@ async def test_while_etcd_is_frozen_past_the_ttl_no_living_instance_is_lost(
             assert not watched.removed(LIVING)
             assert DEAD in owners.asked
     await registration.close()
+
+
+async def test_a_silent_stream_is_given_up_for_a_new_connection(own_etcd: EtcdServer) -> None:
+    sight = Sight()
+    watch = EtcdWatch(EtcdClient((own_etcd.endpoint,), "", ""), PREFIX, sight, TTL_S)
+    async with asyncio.timeout(30):
+        while sight.state != ({}, 0):
+            await sight.wait(None)
+        own_etcd.freeze()
+        while sight.state[0] is not None:
+            await sight.wait(None)
+        own_etcd.thaw()
+        while sight.state[0] is None:
+            await sight.wait(None)
+    watch.stop()
+    await asyncio.to_thread(watch.join, 10.0)
 
 
 async def test_after_a_wipe_living_instances_stay_and_dead_ones_go(
