@@ -69,6 +69,13 @@ class Vocabulary:
     adds_bos: bool
     chat_template: str
 
+    def __post_init__(self) -> None:
+        """Raises ModelError where the lists are not what the rest relies on."""
+        if not all(isinstance(text, str) for text in (*self.tokens, *self.merges)):
+            raise ModelError(f"{self.where}: the vocabulary's tokens and merges must be strings")
+        if len(set(self.tokens)) != len(self.tokens) or len(self.types) != len(self.tokens):
+            raise ModelError(f"{self.where}: the vocabulary names a token twice, or not every token has a type")
+
     def control_tokens(self) -> set[str]:
         """Texts of the tokens that no text may produce."""
         return {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _CONTROL}
@@ -108,8 +115,6 @@ class Vocabulary:
 
     def _merging(self, ignore_merges: bool) -> models.BPE:
         ids = {token: number for number, token in enumerate(self.tokens)}
-        if len(ids) != len(self.tokens) or len(self.types) != len(self.tokens):
-            raise ModelError(f"{self.where}: the vocabulary names a token twice, or not every token has a type")
         merges: list[tuple[str, str]] = []
         for merge in self.merges:
             left, space, right = merge.partition(" ")

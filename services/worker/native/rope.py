@@ -82,16 +82,17 @@ def parse_rope(
     factor times that; the others state what they serve. Raises ModelError.
     """
     named: Any = parameters.get("rope_type") or parameters.get("type") or "default"
-    known = {"default", "linear", "dynamic", "llama3", "yarn"}
+    known = ["default", "dynamic", "linear", "llama3", "yarn"]
     if named not in known:
-        raise ModelError(f"{where}: rope type {named!r} is not supported; {', '.join(sorted(known))} are")
+        raise ModelError(f"{where}: rope type {named!r} is not supported; {', '.join(known)} are")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"{where}: partial_rotary_factor is not supported")
-    filled = {"original_max_position_embeddings": original_positions or max_positions, **parameters}
-    if original_positions is not None:
-        filled["original_max_position_embeddings"] = original_positions
+    original: Any = original_positions or parameters.get("original_max_position_embeddings") or max_positions
+    if not isinstance(original, int) or original < 1:
+        raise ModelError(f"{where}: original_max_position_embeddings is {original!r}; expected a positive number")
+    filled = {**parameters, "original_max_position_embeddings": original}
     if named == "yarn" and filled.get("factor") is None:
-        filled["factor"] = max_positions / filled["original_max_position_embeddings"]
+        filled["factor"] = max_positions / original
     try:
         rope = msgspec.convert({**filled, "rope_type": named}, Rope)
     except msgspec.ValidationError as wrong:

@@ -1,0 +1,128 @@
+"""GGUF files written as llama.cpp writes them, against the directories they came from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from services.worker.native.config import read_config
+from services.worker.native.gguf_file import GgufFile
+from services.worker.native.prepare import prepare
+from services.worker.native.rope import Llama3, Plain, Yarn, frequencies
+from services.worker.native.weights import Checkpoint
+from shared.errors import ModelError
+from tests.tiny_model import write_tiny_model
+from tests.worker.native.gguf_model import write_gguf
+
+
+def converted(gguf: Path) -> Path:
+    return prepare(gguf, gguf.parent / "cache", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"tied": False, "bias": True, "heads": 8},
+        {"architecture": "Qwen2ForCausalLM", "tied": False},
+        {"architecture": "Qwen2ForCausalLM", "kv_heads": 1, "rope_theta": 1e6},
+    ],
+)
+def test_a_gguf_file_becomes_the_directory_it_was_made_of(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    source = write_tiny_model(tmp_path / "source", **arguments)
+    directory = converted(write_gguf(tmp_path / "x.gguf", source))
+    expected, config = read_config(source), read_config(directory)
+    assert config.norm_epsilon == pytest.approx(expected.norm_epsilon)  # float32 in the file
+    for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context_length"):
+        assert getattr(config, field) == getattr(expected, field)
+    assert (config.tied, config.qkv_bias, config.output_bias) == (
+        expected.tied,
+        expected.qkv_bias,
+        expected.output_bias,
+    )
+    assert config.rope == expected.rope
+    original, copy = Checkpoint(source, expected), Checkpoint(directory, config)
+    for name in original.shapes:
+        np.testing.assert_array_equal(original.floats(name), copy.floats(name), err_msg=name)
+    assert copy.mapped
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantised_weights_are_near_the_originals(tmp_path: Path, kind: str) -> None:
+    source = write_tiny_model(tmp_path / "source")
+    directory = converted(write_gguf(tmp_path / "x.gguf", source, quantised=GGMLQuantizationType[kind]))
+    original, copy = (Checkpoint(place, read_config(place)) for place in (source, directory))
+    for name in original.shapes:
+        error = np.abs(original.floats(name) - copy.floats(name)).max()
+        assert error < 0.15 * np.abs(original.floats(name)).max(), name
+
+
+def test_the_chat_template_and_the_ends_of_an_answer_come_along(tmp_path: Path) -> None:
+    gguf = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "source"))
+    assert read_config(converted(gguf)).eos_token_ids == (0, 2)  # eos as stored, and <|im_end|> by its text
+    assert "<|im_start|>" in GgufFile(gguf).vocabulary().tokenizer_config()["chat_template"]
+
+
+def test_llama_3_scaling_is_found_again_from_its_divisors(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", hidden=256, rope_theta=500_000.0)
+    scaling = Llama3(32.0, 1.0, 4.0, 8192, 500_000.0)
+    divisors = frequencies(Plain(500_000.0), 64)[0] / frequencies(scaling, 64)[0]
+    stored = {"rope_freqs.weight": divisors.astype(np.float32)}
+    assert read_config(converted(write_gguf(tmp_path / "x.gguf", source, extra_tensors=stored))).rope == scaling
+    strange = {"rope_freqs.weight": np.linspace(1, 3, 32, dtype=np.float32)}
+    with pytest.raises(ModelError, match=r"y\.gguf: rope_freqs\.weight is not Llama 3's scaling"):
+        converted(write_gguf(tmp_path / "y.gguf", source, extra_tensors=strange))
+
+
+def test_yarn_scaling_is_read_from_the_metadata(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", architecture="Qwen2ForCausalLM", context_length=4096)
+    fields = {
+        "qwen2.rope.scaling.type": "yarn",
+        "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 1024,
+    }
+    config = read_config(converted(write_gguf(tmp_path / "x.gguf", source, fields=fields)))
+    assert config.rope == Yarn(4.0, 1024, 10_000.0)
+    assert config.context_length == 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"fields": {"general.architecture": "gemma"}}, "architecture gemma is not supported; llama, qwen2 are"),
+        ({"fields": {"tokenizer.ggml.model": "llama"}}, "tokenizer llama is not supported"),
+        ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not supported"),
+        ({"fields": {"llama.block_count": "two"}}, "the field llama.block_count is a str; expected int"),
+        ({"fields": {"llama.block_count": 3}}, "tensor blk.2.attn_norm.weight is missing"),
+        ({"fields": {"llama.feed_forward_length": 64}}, "ffn_gate.weight has shape (128, 64); expected (64, 64)"),
+        ({"fields": {"llama.rope.dimension_count": 8}}, "a part of each head"),
+        ({"fields": {"llama.attention.head_count_kv": 3}}, "4 attention heads cannot share 3"),
+        ({"fields": {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}}, "'longrope'"),
+        ({"left_out": ("token_embd.weight",)}, "tensor token_embd.weight is missing"),
+        ({"fields": {"tokenizer.ggml.bos_token_id": 999}}, "bos_token_id 999 is not in the vocabulary of 320"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], complaint: str) -> None:
+    gguf = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "source"), **arguments)
+    with pytest.raises(ModelError, match=re.escape(str(gguf)) + ".*" + re.escape(complaint)):
+        converted(gguf)
+    assert not list((tmp_path / "cache").glob("x-*/"))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.00005, 0.01, 0.1, 0.5, 0.999])
+def test_a_torn_file_is_named(tmp_path: Path, share: float) -> None:
+    gguf = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "source"))
+    content = gguf.read_bytes()
+    gguf.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ModelError, match=re.escape(str(gguf))):
+        converted(gguf)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"none\.gguf: No such file"):
+        GgufFile(tmp_path / "none.gguf")

@@ -1,0 +1,172 @@
+"""Converted models: made once, shared, whole or not there, bounded."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.engine import Loading
+from services.worker.native import prepare as module
+from services.worker.native.config import read_config
+from services.worker.native.prepare import prepare
+from services.worker.native.weights import Checkpoint
+from shared.errors import ModelError
+from tests.tiny_model import write_tiny_model
+
+
+class Told:
+    """Progress, as told; an event when `awaited` comes up in it."""
+
+    def __init__(self, awaited: str = "") -> None:
+        self.lines: list[Loading] = []
+        self.heard = threading.Event()
+        self._awaited = awaited
+
+    def __call__(self, loading: Loading) -> None:
+        self.lines.append(loading)
+        if self._awaited and self._awaited in loading.what:
+            self.heard.set()
+
+
+def entries(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir() if path.is_dir())
+
+
+def test_a_float32_directory_is_used_in_place(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model")
+    assert prepare(source, tmp_path / "cache", Told()) == source
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_sixteen_bit_weights_are_converted_once(tmp_path: Path, shards: int) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="bfloat16", shards=shards)
+    told = Told()
+    directory = prepare(source, tmp_path / "cache", told)
+    assert told.lines[-1] == Loading("converting model to float32", 1.0)
+    assert (directory / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    original, copy = Checkpoint(source, read_config(source)), Checkpoint(directory, read_config(directory))
+    assert copy.mapped
+    for name in original.shapes:
+        np.testing.assert_array_equal(original.floats(name), copy.floats(name))
+    again = Told()
+    assert prepare(source, tmp_path / "cache", again) == directory
+    assert again.lines == []
+    assert prepare(directory, tmp_path / "cache", again) == directory
+
+
+def test_a_source_that_changed_is_converted_again(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="float16")
+    before = prepare(source, tmp_path / "cache", Told())
+    write_tiny_model(source, dtype="float16", seed=1)
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    after = prepare(source, tmp_path / "cache", Told())
+    assert before != after
+    assert not np.array_equal(
+        Checkpoint(before, read_config(before)).floats("model.embed_tokens.weight"),
+        Checkpoint(after, read_config(after)).floats("model.embed_tokens.weight"),
+    )
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_damaged_entry_is_converted_again(tmp_path: Path, file: str) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="float16")
+    directory = prepare(source, tmp_path / "cache", Told())
+    whole = (directory / file).read_bytes()
+    (directory / file).write_bytes(whole[:-5])
+    told = Told()
+    assert prepare(source, tmp_path / "cache", told) == directory
+    assert (directory / file).read_bytes() == whole
+    assert told.lines[-1].share == 1.0
+
+
+def test_a_killed_conversion_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="float16")
+    directory = prepare(source, tmp_path / "cache", Told())
+    directory.rename(directory.with_name(directory.name + ".partial"))  # as if killed before the rename
+    assert prepare(source, tmp_path / "cache", Told()) == directory
+    assert entries(tmp_path / "cache") == [directory]
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="float16")
+
+    def fails(loading: Loading) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "cache", fails)
+    assert entries(tmp_path / "cache") == []
+
+
+def test_the_second_of_two_workers_waits_for_the_first(tmp_path: Path) -> None:
+    source, cache = write_tiny_model(tmp_path / "model", dtype="float16"), tmp_path / "cache"
+    directory = prepare(source, cache, Told())
+    waiting, converting = Told(awaited="waiting"), Told()
+    prepared: list[Path] = []
+    with (cache / f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = threading.Thread(target=lambda: prepared.append(prepare(source, cache, waiting)))
+        second.start()
+        assert waiting.heard.wait(10)
+        assert not prepared
+    second.join(10)
+    assert prepared == [directory]
+    assert [line.what for line in waiting.lines] == ["waiting for another worker that converts the model"]
+    assert prepare(source, cache, converting) == directory
+
+
+def test_two_workers_that_start_together_convert_once(tmp_path: Path) -> None:
+    source, cache = write_tiny_model(tmp_path / "model", dtype="float16"), tmp_path / "cache"
+    told = [Told(), Told()]
+    prepared: list[Path] = []
+    workers = [threading.Thread(target=lambda t=t: prepared.append(prepare(source, cache, t))) for t in told]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert len(prepared) == 2
+    assert prepared[0] == prepared[1]
+    assert sum("converting" in line.what and line.share == 1.0 for each in told for line in each.lines) == 1
+
+
+def test_the_cache_drops_what_was_used_longest_ago_but_nothing_in_use(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    sources = [write_tiny_model(tmp_path / f"model{n}", dtype="float16", seed=n) for n in range(4)]
+    first, second, third = (prepare(source, cache, Told()) for source in sources[:3])
+    size_bytes = (first / "model.safetensors").stat().st_size
+    hours_ago = time.time() - 2 * module._IN_USE_S
+    os.utime(second, (hours_ago, hours_ago))
+    os.utime(first, (hours_ago + 60, hours_ago + 60))
+    fourth = prepare(sources[3], cache, Told(), limit_bytes=int(3.5 * size_bytes))
+    assert entries(cache) == sorted([first, third, fourth])
+    last = prepare(sources[1], cache, Told(), limit_bytes=1)  # all but the old one were used just now
+    assert last == second
+    assert entries(cache) == sorted([second, third, fourth])
+
+
+def test_a_conversion_that_cannot_be_written_says_where(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="float16")
+    (tmp_path / "cache").write_text("a file where the cache should be")
+    with pytest.raises(ModelError, match="cache/model-"):
+        prepare(source, tmp_path / "cache", Told())
+
+
+@pytest.mark.parametrize("name", ["missing", "missing.gguf", "weights.bin"])
+def test_a_source_that_is_no_model_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(ModelError, match=f"{name}: no model here"):
+        prepare(tmp_path / name, tmp_path / "cache", Told())
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model")
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json: missing"):
+        prepare(source, tmp_path / "cache", Told())

@@ -1,0 +1,143 @@
+"""The native runner whole: SmolLM2 against transformers, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec import Struct
+from tokenizers import Tokenizer
+
+from services.worker.engine import Loading, Runner
+from services.worker.native.config import read_config
+from services.worker.native.prepare import prepare
+from services.worker.native.runner import NativeRunner, load_native
+from services.worker.native.tensor_file import write_tensors
+from services.worker.native.weights import Checkpoint
+from shared.errors import ModelError
+from shared.messages import KvLayout, Sampling
+from tests.tiny_model import write_tiny_model
+from tests.worker.native.golden.cases import GOLDEN
+from tests.worker.native.works import GREEDY, work
+
+
+class Answer(Struct):
+    """What transformers said: `make_golden.py` wrote it."""
+
+    text: str
+    prompt: list[int]
+    output: list[int]
+    answer: str
+    first_logits: list[float]
+
+
+ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[Answer])
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> NativeRunner:
+    return NativeRunner(write_tiny_model(tmp_path / "model"), capacity_blocks=32)
+
+
+def test_smollm2_answers_as_with_transformers_all_prompts_at_once(smollm2: Path) -> None:
+    runner = NativeRunner(smollm2, capacity_blocks=64)
+    histories = [list(answer.prompt) for answer in ANSWERS]
+    blocks = [list(range(16 * number, 16 * number + 16)) for number in range(len(ANSWERS))]
+    starts = [0] * len(ANSWERS)
+    for _ in ANSWERS[0].output:
+        works = [
+            work(history, slots, start=start, prompt_tokens=len(answer.prompt), sequence=number)
+            for number, (history, slots, start, answer) in enumerate(
+                zip(histories, blocks, starts, ANSWERS, strict=True)
+            )
+        ]
+        starts = [len(history) for history in histories]
+        for history, drawn in zip(histories, runner.step(works), strict=True):
+            assert drawn is not None
+            history.append(drawn.token)
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    for history, answer in zip(histories, ANSWERS, strict=True):
+        output = history[len(answer.prompt) :]
+        assert tokenizer.decode(output, skip_special_tokens=False) == answer.answer
+        assert output == answer.output
+
+
+def test_smollm2_alone_computes_the_logits_of_transformers(smollm2: Path) -> None:
+    runner = NativeRunner(smollm2, capacity_blocks=16)
+    answer = ANSWERS[0]
+    sampling = msgspec.structs.replace(GREEDY, logprobs=20)
+    [drawn] = runner.step([work(answer.prompt, range(16), sampling=sampling)])
+    assert drawn is not None
+    assert drawn.logprob is not None
+    assert drawn.token == answer.output[0]
+    [logits] = runner._decoder.step([work(answer.prompt, range(16))])
+    np.testing.assert_allclose(logits[: len(answer.first_logits)], answer.first_logits, rtol=0, atol=1e-3)
+
+
+def test_smollm2_reads_text_as_its_own_tokenizer_does(smollm2: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    for answer in ANSWERS:
+        assert tokenizer.encode(answer.text).ids == answer.prompt
+    assert tokenizer.encode("In 2024").tokens == ["In", "Ġ", "2", "0", "2", "4"]
+
+
+def test_the_facts_are_those_of_the_directory(tiny: NativeRunner) -> None:
+    facts = tiny.facts
+    assert facts.kv_layout == KvLayout("float32", 2, 2, 16, 16)
+    assert (facts.capacity_blocks, facts.block_size, facts.vocab_size) == (32, 16, 320)
+    assert facts.eos_token_ids == (0, 2)
+    assert facts.context_length == 32 * 16  # the model allows 2048; the cache does not
+    assert (Path(facts.path) / "tokenizer.json").exists()
+
+
+def test_the_cache_may_be_given_in_bytes(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path)
+    block_bytes = KvLayout("float32", 2, 2, 16, 8).block_bytes
+    runner = NativeRunner(directory, capacity_bytes=5 * block_bytes + 1, block_size=8)
+    assert (runner.facts.capacity_blocks, runner.facts.context_length) == (5, 40)
+    with pytest.raises(ModelError, match="holds no block"):
+        NativeRunner(directory, capacity_bytes=block_bytes - 1, block_size=8)
+
+
+def test_a_step_answers_each_work_in_order_and_only_those_that_draw(tiny: NativeRunner) -> None:
+    drawn = tiny.step([work([1, 2], [0], draws=False), work([3], [1]), work([4, 5, 6], [2])])
+    assert drawn[0] is None
+    assert drawn[1] == tiny.step([work([3], [1])])[0]
+    assert drawn[2] == tiny.step([work([4, 5, 6], [2])])[0]
+    assert tiny.step([work([1, 2], [0], draws=False)]) == [None]
+
+
+def test_sampled_tokens_do_not_depend_on_the_company(tiny: NativeRunner) -> None:
+    sampling = Sampling(max_tokens=9, temperature=1.0, seed=7, top_p=0.9, logprobs=2)
+    alone = tiny.step([work([9, 8, 7], [0], sampling=sampling)])[0]
+    beside = tiny.step([work([1], [1]), work([9, 8, 7], [0], sampling=sampling), work([5, 5], [2])])[1]
+    assert alone is not None
+    assert beside is not None
+    assert alone.token == beside.token
+
+
+def test_loading_converts_and_tells_its_progress(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="float16")
+    told: list[Loading] = []
+    runner: Runner = load_native(source, tmp_path / "cache", capacity_blocks=4)(told.append)
+    assert {line.what for line in told} == {"converting model to float32", "mapping weights"}
+    assert Path(runner.facts.path) == prepare(source, tmp_path / "cache", told.append)
+    runner.close()
+
+
+def test_weights_that_are_not_numbers_are_an_error(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path)
+    checkpoint = Checkpoint(directory, read_config(directory))
+    tensors = {name: checkpoint.floats(name).copy() for name in checkpoint.shapes}
+    tensors["model.norm.weight"][3] = np.nan
+    write_tensors(directory / "model.safetensors", checkpoint.shapes, tensors.__getitem__, lambda share: None)
+    with pytest.raises(ModelError, match="not finite"):
+        NativeRunner(directory, capacity_blocks=4).step([work([1, 2, 3], [0])])
+
+
+def test_golden_files_stay_small() -> None:
+    assert sum(file.stat().st_size for file in GOLDEN.iterdir() if file.is_file()) < 1_000_000
+    assert json.loads((GOLDEN / "smollm2.json").read_text())[0]["answer"].startswith("The capital of France is Paris.")

@@ -1,0 +1,85 @@
+"""A directory's tensors: found, checked, named when wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.native.config import read_config
+from services.worker.native.weights import Checkpoint, load_weights
+from shared.errors import ModelError
+from tests.tiny_model import write_tiny_model
+
+
+def rewrite_index(directory: Path, weight_map: object) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_shards_give_the_weights_of_the_single_file(tmp_path: Path) -> None:
+    single, sharded = write_tiny_model(tmp_path / "single"), write_tiny_model(tmp_path / "sharded", shards=3)
+    one = load_weights(single, read_config(single))
+    three = load_weights(sharded, read_config(sharded))
+    np.testing.assert_array_equal(one.embedding, three.embedding)
+    np.testing.assert_array_equal(one.layers[1].down, three.layers[1].down)
+    assert one.head is one.embedding
+    assert one.layers[0].q_bias is None
+
+
+def test_float32_is_used_in_place_and_sixteen_bits_are_not(tmp_path: Path) -> None:
+    for dtype, mapped in (("float32", True), ("float16", False), ("bfloat16", False)):
+        directory = write_tiny_model(tmp_path / dtype, dtype=dtype)  # type: ignore[arg-type]
+        assert Checkpoint(directory, read_config(directory)).mapped is mapped
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, tied=True)
+    config = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(
+        config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    )
+    with pytest.raises(
+        ModelError, match=r"lm_head\.weight is in no safetensors file; expected one of shape \(320, 64\)"
+    ):
+        load_weights(directory, read_config(directory))
+
+
+def test_a_tensor_of_the_wrong_shape_is_named_with_its_file(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path)
+    config = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(config.replace('"intermediate_size": 128', '"intermediate_size": 129'))
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor .*mlp.* has shape .*; expected .*129"):
+        load_weights(directory, read_config(directory))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors: No such file"):
+        load_weights(directory, read_config(directory))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors: No such file"):
+        load_weights(directory, read_config(directory))
+
+
+def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, shards=2)
+    config = read_config(directory)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    rewrite_index(directory, dict.fromkeys(index, "model-00001-of-00002.safetensors"))
+    with pytest.raises(
+        ModelError, match=r"00001-of-00002\.safetensors: tensor .* is missing; the index says it is here"
+    ):
+        load_weights(directory, config)
+    rewrite_index(directory, dict.fromkeys(index, "../model.safetensors"))
+    with pytest.raises(ModelError, match=r"'\.\./model\.safetensors' is not the name of a file in this directory"):
+        load_weights(directory, config)
+    rewrite_index(directory, 3)
+    with pytest.raises(ModelError, match=r"index\.json: Expected `object`, got `int`"):
+        load_weights(directory, config)
