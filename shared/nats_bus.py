@@ -210,18 +210,24 @@ class NatsBus:
 
     async def drain(self) -> None:
         self._closed = True
-        async with asyncio.TaskGroup() as tasks:
-            for subscription in list(self._subscriptions):
-                tasks.create_task(subscription.unsubscribe())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for subscription in list(self._subscriptions):
+                    tasks.create_task(subscription.unsubscribe())
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
             try:
                 await client.flush(CONNECT_LIMIT_S)
+                await client.close()
             except (nats.errors.Error, OSError) as wrong:
                 _log.warning("what was published last may not have reached NATS: %r", wrong)
-            await client.close()
+                _abort(client)
         self._replies.fail(BusDown("the bus is closed"))
 
     def forget(self, subscription: NatsSubscription) -> None:

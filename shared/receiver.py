@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Owns the task from construction (in a running loop) until `drain` or `cancel`.
+    """Owns the task from construction (in a running loop) until `drain`.
 
     Beyond `pending_limit` messages or PENDING_LIMIT_BYTES waiting, new ones are dropped.
     """
@@ -72,18 +72,18 @@ class Receiver:
     async def drain(self) -> None:
         """Take nothing more; return when all that waits has been handed over. Idempotent.
 
-        Called out of `receive` itself it returns at once, and what waits is handed over afterwards.
+        Called out of `receive` itself it returns at once, and what waits is handed over afterwards. Cancelled, it ends
+        `receive` where it stands.
         """
         self._closing = True
         self._wake.set()
-        if asyncio.current_task() is not self._task:
+        if asyncio.current_task() is self._task:
+            return
+        try:
             await asyncio.wait([self._task])
-
-    async def cancel(self) -> None:
-        """Drop what waits and end `receive` where it stands."""
-        self._closing = True
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
 
     def validate(self) -> None:
         assert self._waiting_bytes == sum(len(message.payload) for message in self._waiting)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from shared.errors import RequestTimeout
-from shared.event_ring import EventRing
 from shared.memory_bus import MemoryBroker, MemoryEvents
 from shared.messaging import EventPublisher, Events, EventSubscription
 from shared.zmq_events import ZmqEvents
@@ -150,22 +149,3 @@ async def test_a_muted_source_loses_batches_that_a_replay_brings_back() -> None:
     publisher.publish(1, b"heard")
     assert await batches.wait(1) == [1]
     assert await subscription.replay(0, timeout_s=DEADLINE_S) == [(0, b"lost"), (1, b"heard")]
-
-
-def test_a_ring_forgets_the_oldest_over_its_bytes() -> None:
-    ring = EventRing(limit_batches=100, limit_bytes=10)
-    for sequence in range(5):
-        ring.append(sequence, b"1234")
-        ring.validate()
-    assert [sequence for sequence, _ in ring.since(0)] == [3, 4]
-    ring.append(5, b"more than ten bytes")
-    ring.validate()
-    assert [sequence for sequence, _ in ring.since(0)] == [5]
-
-
-def test_a_sequence_that_does_not_grow_empties_the_ring() -> None:
-    ring = EventRing(limit_batches=100)
-    for sequence in (0, 1, 2, 0):
-        ring.append(sequence, b"")
-        ring.validate()
-    assert ring.since(0) == [(0, b"")]

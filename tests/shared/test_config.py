@@ -1,0 +1,124 @@
+"""Where settings come from and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec import Struct
+
+from shared.config import DiscoveryConfig, NatsConfig, load
+from shared.errors import ConfigError
+
+
+class Settings(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str = "default"
+    count: int = 1
+    share: float = 0.5
+    fast: bool = False
+    sizes: tuple[int, ...] = ()
+    nats: NatsConfig = NatsConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+
+
+class Needs(Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "settings.toml"
+    path.write_text('name = "file"\ncount = 2\n[nats]\nurl = "nats://file:1"\nuser = "file"\n', encoding="utf-8")
+    return path
+
+
+def test_flags_win_over_the_environment_over_the_file_over_defaults(file: Path) -> None:
+    environ = {"HEADRACE_COUNT": "3", "HEADRACE_NATS_URL": "nats://env:1", "PATH": "/bin"}
+    settings = load(Settings, file=file, environ=environ, flags=["--nats-url", "nats://flag:1"])
+    assert settings.nats.url == "nats://flag:1"
+    assert settings.count == 3
+    assert settings.name == "file"
+    assert settings.nats.user == "file"
+    assert settings.share == 0.5
+
+
+def test_the_file_may_be_named_by_a_flag(file: Path) -> None:
+    assert load(Settings, environ={}, flags=["--config", str(file)]).name == "file"
+    assert load(Settings, environ={}, flags=[f"--config={file}", "--name=flag"]).name == "flag"
+
+
+def test_texts_become_what_the_field_is() -> None:
+    environ = {"HEADRACE_FAST": "true", "HEADRACE_SIZES": "1, 2,3", "HEADRACE_DISCOVERY_ENDPOINTS": "a:1,b:2"}
+    settings = load(Settings, environ=environ, flags=["--share=0.25"])
+    assert settings.fast is True
+    assert settings.sizes == (1, 2, 3)
+    assert settings.discovery.endpoints == ("a:1", "b:2")
+    assert settings.share == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("colour = 1", "colour"),
+        ("[nats]\ncolour = 1", "nats.colour"),
+        ("[table]\n", "table"),
+        ('nats = "nats://host:1"', "nats is a table"),
+        ('count = "many"', "count"),
+        ("count = 1.5", "count"),
+        ("count = ", "settings.toml"),
+        ("sizes = 3", "sizes"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_its_key(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=told):
+        load(Settings, file=path, environ={})
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load(Settings, file=tmp_path / "none.toml", environ={})
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.toml"):
+        load(Settings, file=binary, environ={})
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--colour", "1"], "unknown flag --colour"),
+        (["name"], "unknown flag name"),
+        (["--name"], "--name needs a value"),
+        (["--count", "many"], "count"),
+        (["--nats-password", "secret"], "secrets"),
+        (["--nats-password=secret"], "secrets"),
+    ],
+)
+def test_a_wrong_flag_is_refused(flags: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as wrong:
+        load(Settings, environ={}, flags=flags)
+    assert "secret'" not in str(wrong.value)
+
+
+def test_a_wrong_variable_is_refused() -> None:
+    with pytest.raises(ConfigError, match="HEADRACE_COLOUR"):
+        load(Settings, environ={"HEADRACE_COLOUR": "1"})
+    with pytest.raises(ConfigError, match="HEADRACE_NAME_FILE"):
+        load(Settings, environ={"HEADRACE_NAME_FILE": "/etc/hostname"})
+
+
+def test_a_secret_comes_from_the_environment_or_from_a_file_that_it_names(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("from the file\n", encoding="utf-8")
+    assert load(Settings, environ={"HEADRACE_NATS_PASSWORD": "plain"}).nats.password == "plain"
+    assert load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": str(secret)}).nats.password == "from the file"
+    with pytest.raises(ConfigError, match="HEADRACE_NATS_PASSWORD_FILE"):
+        load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": str(tmp_path / "none")})
+
+
+def test_a_setting_without_a_default_must_be_given() -> None:
+    with pytest.raises(ConfigError, match="model"):
+        load(Needs, environ={})
+    assert load(Needs, environ={}, flags=["--model", "m"]).model == "m"

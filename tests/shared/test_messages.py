@@ -1,0 +1,153 @@
+"""Every message survives its codec; everything else is a ProtocolError."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared import messages
+from shared.errors import ProtocolError
+from shared.messages import JSON_HEADER, Codec
+
+LAYOUT = messages.KvLayout("float32", 2, 2, 16, 16)
+EXAMPLES: list[tuple[Codec[Any], Any]] = [
+    (
+        messages.INSTANCE,
+        messages.Instance(
+            *("default", "worker", "0a", 2, "here", 7, 1.5, "0.1.0"),
+            subjects={"control": "headrace.default.worker.0a.control"},
+            events=messages.EventSource("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", epoch=True),
+        ),
+    ),
+    (messages.MODEL_CARD, messages.ModelCard("m", "0a", "/m", "ff", "00", 2048, 320, 16, 64, LAYOUT, (2, 3))),
+    (messages.SELECT, messages.Select("r", 1, "f", "m", b"\0\xff", 40, 16, excluded=("0a",))),
+    (
+        messages.SELECT_REPLY,
+        messages.Selected(
+            *("r", 1, "0a", 0, "0b", messages.Overlap(3, 2, 1), "most cached"),
+            (messages.Candidate("0a", 0, messages.Overlap(3), 1.5, 7, 80, "best"),),
+        ),
+    ),
+    (messages.SELECT_REPLY, messages.SelectRefused("r", 1, "no_instances", "none is there", 2.5)),
+    (
+        messages.LOAD_EVENTS,
+        messages.LoadEvents(
+            "m",
+            [
+                messages.Reserved("r", 1, "f", "0a", 0, 40, 3),
+                messages.Prefilled("r", 1, 16),
+                messages.Finished("r", 1),
+            ],
+        ),
+    ),
+    (messages.GENERATE, messages.Generate("r", 1, "m", "f", b"\1\0\0\0", 1, messages.Sampling(8, seed=2**64 - 1), 9.5)),
+    (messages.GENERATE_REPLY, messages.Accepted("r", 1)),
+    (messages.GENERATE_REPLY, messages.Refused("r", 1, "draining", "ends")),
+    (messages.CANCEL, messages.Cancel("r", 1)),
+    (messages.RESEND_REQUEST, messages.ResendRequest("f", 7)),
+    (messages.RESENT, messages.Resent(1, 7, 9, [messages.StreamState("r", 1, 12)])),
+    (messages.PING, messages.Ping()),
+    (messages.PONG, messages.Pong("0a", 2, 3)),
+    (
+        messages.STEP_FRAME,
+        messages.StepFrame(
+            *("0a", 1, 7),
+            [
+                messages.Part("r", 1, 0, b"\1\0\0\0", None, 16, (messages.TokenLogprob(-0.5, b"\1\0\0\0", (-0.5,)),)),
+                messages.Part("s", 2, 5, b"", "error", error="why"),
+            ],
+        ),
+    ),
+    (
+        messages.LOAD_REPORT,
+        messages.LoadReport(
+            *("0a", 1, 5, 0, 1, 0, 64, 2, 3),
+            kv=[messages.KvState(0, 1, 8, 2**64 - 1)],
+            frames={"f": 3},
+            attempts=[("r", 1)],
+        ),
+    ),
+    (messages.SNAPSHOT_REQUEST, messages.SnapshotRequest()),
+    (messages.SNAPSHOT_CHUNK, messages.SnapshotChunk(1, 8, [messages.SnapshotBlock(5, None, b"\1\0\0\0")], True)),
+    (
+        messages.EVENT_BATCH,
+        messages.EventBatch(
+            1.5,
+            [
+                messages.BlockStored(
+                    [2**64 - 1, b"\xff" * 32], None, [1, 2], 2, medium="GPU", extra_keys=[["salt"], None]
+                ),
+                messages.BlockRemoved([1], "GPU"),
+                messages.AllBlocksCleared(),
+            ],
+            0,
+        ),
+    ),
+]
+CODECS = list({id(codec): codec for codec, _ in EXAMPLES}.values())
+
+
+def test_every_codec_has_an_example() -> None:
+    assert {id(each) for each in vars(messages).values() if isinstance(each, Codec)} == {id(each) for each in CODECS}
+
+
+@pytest.mark.parametrize(("codec", "message"), EXAMPLES)
+def test_a_message_comes_back_from_msgpack(codec: Codec[Any], message: Any) -> None:
+    assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize(("codec", "message"), [each for each in EXAMPLES if each[0] is not messages.EVENT_BATCH])
+def test_a_message_comes_back_from_json(codec: Codec[Any], message: Any) -> None:
+    payload = codec.encode(message, JSON_HEADER)
+    json.loads(payload)
+    assert codec.decode(payload, JSON_HEADER) == message
+    assert codec.decode(payload, {"Content-Type": "application/json; charset=utf-8"}) == message
+
+
+@pytest.mark.parametrize(("codec", "message"), EXAMPLES)
+def test_fields_of_a_later_protocol_are_ignored(codec: Codec[Any], message: Any) -> None:
+    raw = msgspec.msgpack.decode(codec.encode(message))
+    if isinstance(raw, dict):
+        raw["a_later_field"] = {"with": ["anything"]}
+    else:
+        raw.append({"with": ["anything"]})
+    assert codec.decode(msgspec.msgpack.encode(raw)) == message
+
+
+@pytest.mark.parametrize(("codec", "message"), EXAMPLES)
+def test_a_torn_message_is_a_protocol_error(codec: Codec[Any], message: Any) -> None:
+    payload = codec.encode(message)
+    for end in range(len(payload)):
+        with pytest.raises(ProtocolError):
+            codec.decode(payload[:end])
+
+
+@given(st.sampled_from(CODECS), st.binary(max_size=64), st.booleans())
+def test_any_other_bytes_are_a_protocol_error_or_a_message(codec: Codec[Any], payload: bytes, as_json: bool) -> None:
+    try:
+        message = codec.decode(payload, JSON_HEADER if as_json else None)
+    except ProtocolError:
+        return
+    assert codec.decode(codec.encode(message)) == message
+
+
+def test_the_error_names_the_channel() -> None:
+    with pytest.raises(ProtocolError, match="generate reply"):
+        messages.GENERATE_REPLY.decode(b"\xc1")
+
+
+def test_an_older_vllms_events_as_arrays_are_refused_not_misread() -> None:
+    payload = msgspec.msgpack.encode([1.5, [["AllBlocksCleared"]], 0])
+    with pytest.raises(ProtocolError):
+        messages.EVENT_BATCH.decode(payload)
+
+
+def test_a_blocks_size_is_that_of_keys_and_values_of_all_layers() -> None:
+    assert LAYOUT.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
+    assert len(LAYOUT.digest) == 16
+    assert LAYOUT.digest != msgspec.structs.replace(LAYOUT, layers=3).digest

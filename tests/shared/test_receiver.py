@@ -1,0 +1,76 @@
+"""The bounds of a subscription's queue, and its ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared import receiver
+from shared.messaging import Message
+from shared.receiver import Receiver
+
+
+async def test_waiting_messages_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "PENDING_LIMIT_BYTES", 100)
+    release, seen, told = asyncio.Event(), list[int](), list[int]()
+
+    async def receive(message: Message) -> None:
+        await release.wait()
+        seen.append(len(message.payload))
+
+    receiving = Receiver("subject", receive, pending_limit=1000, dropped=told.append)
+    for size in (60, 60, 30, 10, 1):
+        receiving.offer(Message("subject", bytes(size)))
+        receiving.validate()
+    assert told == [1, 2]
+    release.set()
+    await receiving.drain()
+    receiving.validate()
+    assert seen == [60, 30, 10]
+    assert receiving.statistics().pending == 0
+
+
+async def test_a_cancelled_drain_ends_the_receiver_where_it_stands() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def receive(message: Message) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    receiving = Receiver("subject", receive, pending_limit=10)
+    receiving.offer(Message("subject", b""))
+    receiving.offer(Message("subject", b""))
+    await started.wait()
+    draining = asyncio.create_task(receiving.drain())
+    await asyncio.sleep(0)
+    draining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await draining
+    await asyncio.wait_for(ended.wait(), 10.0)
+    receiving.offer(Message("subject", b""))
+    assert receiving.statistics().received == 2
+
+
+async def test_a_receiver_that_never_waits_lets_others_run() -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def receive(message: Message) -> None:
+        pass
+
+    counting = asyncio.create_task(count_turns())
+    receiving = Receiver("subject", receive, pending_limit=10_000)
+    for _ in range(10_000):
+        receiving.offer(Message("subject", b""))
+    await receiving.drain()
+    counting.cancel()
+    assert turns > 100
