@@ -26,7 +26,7 @@ BACK_OFF_FIRST_S = 0.25
 BACK_OFF_MOST_S = 10.0
 STABLE_AFTER_S = 60.0
 """An engine that lived this long starts the back-off anew."""
-END_LIMIT_S = 5.0
+END_LIMIT_S = 2.0
 
 _log = logging.getLogger(__name__)
 
