@@ -21,7 +21,7 @@ from msgspec import Struct
 from services.router.events import CacheEvent, Cleared, EngineHash, Removed, Stored
 from services.router.index import TIERS, CandidateId, Index, Slot
 from shared.errors import ProtocolError
-from shared.hashing import SEED, block_hash, next_sequence_hash, pack_tokens, seed_of
+from shared.hashing import SEED, block_hash, next_sequence_hash, seed_of, unpack_tokens
 from shared.messages import SnapshotBlock
 
 _VOCABULARY_CHECKS = 64
@@ -164,8 +164,9 @@ class Chains:
             raise Mismatch(f"events have blocks of {event.block_size} tokens, the model card {self._block_size}")
         if self._vocabulary_checks and event.tokens:
             self._vocabulary_checks -= 1
-            if max(event.tokens) >= self._vocab_size:
-                raise Mismatch(f"token id {max(event.tokens)} is outside the vocabulary of {self._vocab_size}")
+            highest = max(unpack_tokens(event.tokens))
+            if highest >= self._vocab_size:
+                raise Mismatch(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
         ready = [event]
         late: list[Removed] = []
         while ready:
@@ -173,8 +174,7 @@ class Chains:
             if run.parent is not None and self._tier_of(run.parent, run.tier) is None:
                 self._keep_orphan(run)
                 continue
-            packed = pack_tokens(run.tokens)
-            self._place(run.tier, run.parent, run.hashes, packed, run.lora, run.salt, routable=run.routable)
+            self._place(run.tier, run.parent, run.hashes, run.tokens, run.lora, run.salt, routable=run.routable)
             if self._orphans:
                 ready += self._joined(run.hashes, late)
         for removed in late:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import ProtocolError
+from shared.hashing import pack_tokens
 from shared.messages import EVENT_BATCH, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 EngineHash = int | bytes
@@ -34,7 +35,8 @@ class Stored(Struct, frozen=True):
 
     hashes: list[EngineHash]
     parent: EngineHash | None
-    tokens: list[int]
+    tokens: bytes
+    """Packed u32."""
     block_size: int
     tier: int
     group: int | None
@@ -142,14 +144,16 @@ def _stored(event: BlockStored | _StoredArray, tier: int) -> Stored:
         raise ProtocolError(
             f"BlockStored: {len(event.token_ids)} token ids for {blocks} blocks of {event.block_size} tokens"
         )
-    if event.token_ids and (min(event.token_ids) < 0 or max(event.token_ids) >= 1 << 32):
-        raise ProtocolError("BlockStored: a token id is not a u32")
+    try:
+        tokens = pack_tokens(event.token_ids)
+    except OverflowError:
+        raise ProtocolError("BlockStored: a token id is not a u32") from None
     lora = event.lora_name or ""
     salt, routable = _read_keys(event, lora)
     return Stored(
         hashes=event.block_hashes,
         parent=event.parent_block_hash,
-        tokens=event.token_ids,
+        tokens=tokens,
         block_size=event.block_size,
         tier=tier,
         group=event.group_idx,

@@ -33,8 +33,8 @@ CandidateId = tuple[str, int]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
-BLOCK_BYTES = 112
-"""One sequence hash: an int of 48 bytes and its share of the dict. Measured by benchmarks/index.py at 1 M pairs."""
+BLOCK_BYTES = 108
+"""One sequence hash: an int of 48 bytes, and 30 to 60 of the dict, by how full it is. benchmarks/index.py measures."""
 HOLDERS_BYTES = 480
 """One distinct set of holders with its key, two masks and its place in the table."""
 REPEAT_BYTES = 120

@@ -52,7 +52,7 @@ from shared.version import VERSION
 
 QUEUE = "router"
 EXPLAINED_AT_ONCE = 20
-_SLICE_BLOCKS = 2048
+_SLICE_BLOCKS = 1024
 _TICK_S = 0.1
 
 _log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ def stored(
     """Blocks of two tokens, by default made of the names."""
     if tokens is None:
         tokens = [token for name in names for token in (int.from_bytes(str(name).encode()[-1:], "big"), 1)]
-    return Stored(names, parent, tokens, 2, tier, None, False, "", "", len(names))
+    return Stored(names, parent, pack_tokens(tokens), 2, tier, None, False, "", "", len(names))
 
 
 def hashes(names: str) -> list[int]:
@@ -193,7 +193,7 @@ def test_only_the_first_group_that_keeps_whole_prefixes_is_followed() -> None:
 def test_another_block_size_and_tokens_outside_the_vocabulary_are_a_mismatch() -> None:
     chains = chains_of(Index(limit_bytes=1 << 30))
     with pytest.raises(Mismatch, match="blocks of 3 tokens"):
-        chains.apply(Stored([1], None, [1, 2, 3], 3, 0, None, False, "", "", 1))
+        chains.apply(Stored([1], None, pack_tokens([1, 2, 3]), 3, 0, None, False, "", "", 1))
     with pytest.raises(Mismatch, match="vocabulary of 2000"):
         chains.apply(stored([1], None, [1, 2000]))
 
