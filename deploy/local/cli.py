@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.local.stack import Options, Place
 from deploy.local.terminal import Terminal
-from shared.errors import ConfigError, HeadraceError
+from shared.errors import ConfigError, DiscoveryDown, HeadraceError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
@@ -121,7 +121,10 @@ def _status(flags: argparse.Namespace, place: Place) -> int:
         etcd=flags.etcd or running.get("etcd", ""),
         path="" if flags.etcd else running.get("discovery", ""),
     )
-    return show(config, as_json=flags.json)
+    try:
+        return show(config, as_json=flags.json)
+    except DiscoveryDown as wrong:
+        raise DiscoveryDown(f"{wrong}\nis `./headrace up` running? (--nats and --etcd name others)") from None
 
 
 def _chat(flags: argparse.Namespace, place: Place) -> int:

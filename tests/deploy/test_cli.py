@@ -1,0 +1,59 @@
+"""deploy/local/cli.py: wrong usage is told in one line, with status 2, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.local import cli
+
+
+@pytest.fixture(autouse=True)
+def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No `up` runs here."""
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["up", "--model", "/no/such"], "error: --model /no/such: no such file or directory"),
+        (["up", "--model", "/tmp", "--port", "0"], "error: --port is 1 to 65535"),
+        (["up", "--model", "/tmp", "--workers", "0"], "error: --workers is 1 to 64"),
+        (["up", "--model", "/tmp", "--workers", "65"], "error: --workers is 1 to 64"),
+        (["status", "--nats", "http://127.0.0.1", "--etcd", "127.0.0.1:1"], "error: "),
+    ],
+)
+def test_wrong_settings_are_told_in_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) in (1, 2)
+    shown = capsys.readouterr().err
+    assert shown.startswith(said)
+    assert shown.count("\n") == 1
+    assert not (tmp_path / ".headrace").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["up", "--port", "x"], ["up", "--discovery", "dns"], ["chat"]])
+def test_wrong_usage_ends_with_status_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+
+
+def test_chat_without_an_up_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "Where?", "--url", "http://127.0.0.1:1/v1"]) == 1
+    assert "is `./headrace up` running?" in capsys.readouterr().err
+
+
+def test_status_reads_what_the_running_up_has_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / ".headrace" / "run" / "up.json"
+    record.parent.mkdir(parents=True)
+    directory = tmp_path / "discovery"
+    record.write_text(f'{{"nats": "nats://127.0.0.1:1", "etcd": "", "discovery": "{directory}"}}')
+    assert cli.main(["status"]) == 0
+    said = capsys.readouterr().out
+    assert "namespace default, NATS nats://127.0.0.1:1\n" in said
+    assert "nothing is alive here" in said
+    assert "note: NATS does not answer" in said
