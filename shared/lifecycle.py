@@ -86,8 +86,6 @@ class Process:
     log_level: str
     drain_limit_s: float
     """From the first signal to the forced end; longer than the service's own drain."""
-    answers_ping: bool = True
-    """Whether lifecycle answers Ping; False: the service does."""
 
 
 C = TypeVar("C", bound=Struct)
@@ -213,15 +211,14 @@ async def _serve(
                     vitals=vitals,
                     http=url,
                 )
-                if process.answers_ping:
-                    await answer_pings(runtime)
+                await _answer_pings(runtime)
                 await serve(runtime)
                 raise _Served
         except* _Served:
             pass
 
 
-async def answer_pings(runtime: Runtime) -> None:
+async def _answer_pings(runtime: Runtime) -> None:
     """Ping on this process's `control` subject gets Pong, with the epoch that discovery shows of it."""
 
     async def pong(message: Message) -> None:

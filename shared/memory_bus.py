@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Literal
 
-from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout
+from shared import subjects
+from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
 from shared.event_ring import EventRing
 from shared.messages import EventSource
 from shared.messaging import Message, Receive, SubscriptionStatistics
@@ -177,6 +178,7 @@ class MemoryBus:
         pending_limit: int = 65536,
         dropped: Callable[[int], None] | None = None,
     ) -> MemorySubscription:
+        subjects.check(subject, wildcards=True)
         if self._state == "closed":
             raise BusDown("the bus is closed")
         receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped)
@@ -243,8 +245,7 @@ class MemoryBus:
             raise PayloadTooLarge(len(payload), self._payload_limit_bytes)
 
     def _send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
-        if not subject or any(mark.isspace() for mark in subject):
-            raise ProtocolError(f"{subject!r} is not a subject")
+        subjects.check(subject)
         self.broker.publish(Message(subject, payload, reply, dict(headers or {})))
 
 

@@ -14,29 +14,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as RemoteSubscription
 
+from shared import subjects
 from shared.config import NatsConfig
-from shared.errors import BusDown, ConfigError, HeadraceError, PayloadTooLarge, ProtocolError, RequestTimeout
+from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
 from shared.messaging import Message, Receive, SubscriptionStatistics
+from shared.nats_connection import (
+    FAILURES,
+    UNSENT_LIMIT_BYTES,
+    abort,
+    check_url,
+    dial,
+    drain,
+    leave,
+    message,
+    shown,
+    sync,
+    translated,
+    wait_sent,
+)
 from shared.receiver import Receiver
 from shared.replies import Replies
 
 RETRY_WAIT_S = 0.25
 WATCH_INTERVAL_S = 0.05
-CONNECT_LIMIT_S = 2
-PING_INTERVAL_S = 10
 COMPLAIN_INTERVAL_S = 5.0
-UNSENT_LIMIT_BYTES = 2 << 20
-UNSENT_WAIT_S = 2.0
-"""A publisher waits this long for the server to take what is unsent, then gets BusDown."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +56,7 @@ async def connect(config: NatsConfig, name: str) -> NatsBus:
 
     Raises ConfigError where the URL is none.
     """
-    _check_url(config.url)
+    check_url(config.url)
     bus = NatsBus(config, name)
     try:
         await bus.wait_connected()
@@ -75,11 +85,8 @@ class NatsSubscription:
         self._closed = True
         self._bus.forget(self)
         remote, self._remote = self._remote, None
-        if remote is not None:
-            try:
-                await remote.drain()  # type: ignore[no-untyped-call]
-            except (nats.errors.Error, OSError) as wrong:  # the connection is gone, and the subscription with it
-                _log.debug("unsubscribing from %s: %r", self._subject, wrong)
+        if remote is not None and self._client is not None:
+            await drain(self._client, remote)
         await self._receiver.drain()
 
     def is_on(self, client: Client) -> bool:
@@ -97,12 +104,12 @@ class NatsSubscription:
         self._client = client
         remote = await client.subscribe(self._subject, queue=self._queue, cb=self._take)
         if self._closed:
-            await remote.unsubscribe()
+            await leave(remote)
         else:
             self._remote = remote
 
     async def _take(self, msg: Msg) -> None:
-        self._receiver.offer(_message(msg))
+        self._receiver.offer(message(msg))
 
 
 class NatsBus:
@@ -115,7 +122,8 @@ class NatsBus:
         self._subscriptions: list[NatsSubscription] = []
         self._client: Client | None = None
         self._closed = False
-        self._complained_at = 0.0
+        self._complained_at = -math.inf
+        self._reported_at = -math.inf
         self._keeper = asyncio.get_running_loop().create_task(self._keep_connected(), name="nats connection")
 
     @property
@@ -124,7 +132,10 @@ class NatsBus:
 
     async def wait_connected(self) -> None:
         """Returns once there is a connection."""
-        while not self.connected:  # noqa: ASYNC110 - see _keep_connected
+        while not self.connected:
+            if self._keeper.done():
+                self._keeper.result()
+                raise BusDown("the bus is closed")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def publish(
@@ -148,6 +159,7 @@ class NatsBus:
         dropped: Callable[[int], None] | None = None,
     ) -> NatsSubscription:
         """The server knows of it when this returns; while NATS is away, once it is back."""
+        subjects.check(subject, wildcards=True)
         if self._closed:
             raise BusDown("the bus is closed")
         receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped)
@@ -157,11 +169,8 @@ class NatsBus:
         if client is not None:
             try:
                 await subscription.attach(client)
-                await client.flush(CONNECT_LIMIT_S)
-            except nats.errors.BadSubjectError:
-                await subscription.unsubscribe()
-                raise ProtocolError(f"{subject!r} is not a subject") from None
-            except (nats.errors.Error, OSError) as wrong:  # the next connection will carry it
+                await sync(client)
+            except (*FAILURES, BusDown) as wrong:  # the next connection will carry it
                 _log.debug("subscribing to %s: %r", subject, wrong)
         return subscription
 
@@ -194,19 +203,19 @@ class NatsBus:
         remote: RemoteSubscription | None = None
 
         async def take(msg: Msg) -> None:
-            stream.take(_message(msg))
+            stream.take(message(msg))
 
         try:
             try:
                 remote = await client.subscribe(stream.inbox, cb=take)
-            except (nats.errors.Error, OSError) as wrong:
-                raise _translated(wrong, client, stream.inbox, b"") from wrong
+            except FAILURES as wrong:
+                raise translated(wrong, client, stream.inbox, b"") from wrong
             await self._send(client, subject, payload, headers, stream.inbox)
             yield stream.messages(idle_timeout_s)
         finally:
             self._replies.end(stream)
             if remote is not None and not client.is_closed:
-                await _unsubscribe(remote)
+                await leave(remote)
 
     async def drain(self) -> None:
         self._closed = True
@@ -223,11 +232,11 @@ class NatsBus:
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
             try:
-                await client.flush(CONNECT_LIMIT_S)
+                await sync(client)
                 await client.close()
-            except (nats.errors.Error, OSError) as wrong:
+            except (*FAILURES, BusDown) as wrong:
                 _log.warning("what was published last may not have reached NATS: %r", wrong)
-                _abort(client)
+                abort(client)
         self._replies.fail(BusDown("the bus is closed"))
 
     def forget(self, subscription: NatsSubscription) -> None:
@@ -240,7 +249,7 @@ class NatsBus:
     def _check(self, payload: bytes) -> Client:
         client = self._client
         if client is None or not client.is_connected:
-            raise BusDown("the bus is closed" if self._closed else f"no connection to {_shown(self._config.url)}")
+            raise BusDown("the bus is closed" if self._closed else f"no connection to {shown(self._config.url)}")
         limit = min(self._config.payload_limit_bytes, client.max_payload)
         if len(payload) > limit:
             raise PayloadTooLarge(len(payload), limit)
@@ -249,70 +258,50 @@ class NatsBus:
     async def _send(
         self, client: Client, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str
     ) -> None:
+        subjects.check(subject)
         if client.pending_data_size > UNSENT_LIMIT_BYTES:
-            await self._wait_sent(client)
+            await wait_sent(client, UNSENT_LIMIT_BYTES)
         try:
             await client.publish(subject, payload, reply=reply, headers=dict(headers) if headers else None)
-        except (nats.errors.Error, OSError) as wrong:
-            raise _translated(wrong, client, subject, payload) from wrong
-
-    async def _wait_sent(self, client: Client) -> None:
-        # Ours instead of nats-py's forced flush, which swallows a cancellation. It offers no event to wait on.
-        try:
-            async with asyncio.timeout(UNSENT_WAIT_S):
-                while client.pending_data_size > UNSENT_LIMIT_BYTES and client.is_connected:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
-        except TimeoutError:
-            raise BusDown(f"NATS has not taken what was published for {UNSENT_WAIT_S:g} s") from None
+        except FAILURES as wrong:
+            raise translated(wrong, client, subject, payload) from wrong
 
     # --- the connection
 
     async def _keep_connected(self) -> None:
         while True:
-            client = await self._dial()
+            client = await self._connect()
             if client is not None:
-                _log.info("connected to NATS at %s", _shown(self._config.url))
+                _log.info("connected to NATS at %s", shown(self._config.url))
                 # Looked at, because nats-py's closed callback is skipped where closing itself fails.
                 while client.is_connected:  # noqa: ASYNC110
                     await asyncio.sleep(WATCH_INTERVAL_S)
                 self._client = None
-                _abort(client)
+                abort(client)
                 self._replies.fail(BusDown("the connection to NATS was lost"))
-                _log.warning("lost the connection to NATS at %s: %r", _shown(self._config.url), client.last_error)
+                _log.warning("lost the connection to NATS at %s: %r", shown(self._config.url), client.last_error)
             await asyncio.sleep(RETRY_WAIT_S)
 
-    async def _dial(self) -> Client | None:
+    async def _connect(self) -> Client | None:
         """One connection with every subscription on it, or None."""
         client = Client()
         reason: Exception | None = None
 
-        async def failed(wrong: Exception) -> None:
+        def failed(wrong: Exception) -> None:
             nonlocal reason
             reason = wrong
             if client.is_connected:
                 self._report(wrong)
 
         try:
-            await client.connect(
-                self._config.url,
-                name=self._name,
-                user=self._config.user or None,
-                password=self._config.password or None,
-                allow_reconnect=False,
-                max_reconnect_attempts=1,  # of a first connection: else nats-py would try without telling
-                reconnect_time_wait=0,
-                connect_timeout=CONNECT_LIMIT_S,
-                ping_interval=PING_INTERVAL_S,
-                pending_size=1 << 40,  # never: see _wait_sent
-                error_cb=failed,
-            )
+            await dial(client, self._config, self._name, failed)
             await client.subscribe(self._replies.prefix + "*", cb=self._answer)
             while missing := [each for each in self._subscriptions if not each.is_on(client)]:
                 for subscription in missing:
                     await subscription.attach(client)
-                await client.flush(CONNECT_LIMIT_S)  # connected means that the server knows them all
+                await sync(client)  # connected means that the server knows them all
             self._client = client
-        except (nats.errors.Error, OSError) as wrong:
+        except (*FAILURES, BusDown) as wrong:
             self._complain(wrong if reason is None else reason)
         finally:
             if self._client is not client:
@@ -324,15 +313,19 @@ class NatsBus:
         return client
 
     async def _answer(self, msg: Msg) -> None:
-        self._replies.take(_message(msg))
+        self._replies.take(message(msg))
 
     def _report(self, wrong: Exception) -> None:
-        """Something went wrong on a live connection."""
+        """Something went wrong on a live connection; most often, a user may not publish or subscribe somewhere."""
+        now = asyncio.get_running_loop().time()
         if isinstance(wrong, nats.errors.SlowConsumerError):
             for subscription in self._subscriptions:
                 if wrong.sub is not None and subscription.is_remote(wrong.sub):
                     subscription.lost()
-        elif not isinstance(wrong, nats.errors.UnexpectedEOF):  # told when the connection ends
+        elif isinstance(wrong, nats.errors.UnexpectedEOF):
+            pass  # told when the connection has ended
+        elif now - self._reported_at >= COMPLAIN_INTERVAL_S:
+            self._reported_at = now
             _log.error("NATS: %s", wrong)
 
     def _complain(self, wrong: Exception) -> None:
@@ -342,50 +335,6 @@ class NatsBus:
             return
         self._complained_at = now
         if "Authorization Violation" in str(wrong):
-            _log.error("NATS at %s refuses user %r; trying on", _shown(self._config.url), self._config.user)
+            _log.error("NATS at %s refuses user %r; trying on", shown(self._config.url), self._config.user)
         else:
-            _log.warning("waiting for NATS at %s: %s", _shown(self._config.url), wrong)
-
-
-def _message(msg: Msg) -> Message:
-    return Message(msg.subject, msg.data, msg.reply, msg.headers or {})
-
-
-def _abort(client: Client) -> None:
-    """Free the socket of a lost connection: nats-py waits until a server takes what is unsent, a frozen one never."""
-    writer = getattr(client._transport, "_io_writer", None)
-    if writer is not None:
-        writer.transport.abort()
-
-
-async def _unsubscribe(remote: RemoteSubscription) -> None:
-    try:
-        await remote.unsubscribe()
-    except (nats.errors.Error, OSError) as wrong:  # it ended with its connection
-        _log.debug("unsubscribing: %r", wrong)
-
-
-def _translated(wrong: Exception, client: Client, subject: str, payload: bytes) -> HeadraceError:
-    if isinstance(wrong, nats.errors.MaxPayloadError):
-        return PayloadTooLarge(len(payload), client.max_payload)
-    if isinstance(wrong, nats.errors.BadSubjectError):
-        return ProtocolError(f"{subject!r} is not a subject")
-    if isinstance(wrong, nats.errors.BadHeaderError):
-        return ProtocolError(f"not a header: {wrong}")
-    return BusDown(f"NATS: {wrong}")
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("nats", "tls") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"nats.url: {_shown(url)} is not nats://host:port")
-
-
-def _shown(url: str) -> str:
-    """A URL without its password."""
-    before, at, host = url.rpartition("@")
-    return f"{before.partition('://')[0]}://…@{host}" if at else url
+            _log.warning("waiting for NATS at %s: %s", shown(self._config.url), wrong)

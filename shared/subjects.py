@@ -5,7 +5,10 @@ Ids are lower-case hex. A model's name is escaped into one subject token: percen
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote, unquote
+
+from shared.errors import ProtocolError
 
 ROOT = "headrace"
 
@@ -18,6 +21,16 @@ def escape(name: str) -> str:
 def unescape(token: str) -> str:
     """The reverse of `escape`."""
     return unquote(token)
+
+
+_SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
+_PATTERN = re.compile(r">|(\*|[^\s.*>]+)(\.(\*|[^\s.*>]+))*(\.>)?")
+
+
+def check(subject: str, *, wildcards: bool = False) -> None:
+    """Raises ProtocolError where NATS would not take `subject`; `wildcards` are for those who subscribe."""
+    if not (_PATTERN if wildcards else _SUBJECT).fullmatch(subject):
+        raise ProtocolError(f"{subject!r} is not a subject")
 
 
 # --- frontend: what clients ask, and where workers stream to

@@ -179,10 +179,20 @@ async def test_a_payload_over_the_limit_is_refused_before_it_is_sent(open_bus: O
     assert len((await inbox.wait(1))[0].payload) == LIMIT_BYTES
 
 
-async def test_a_subject_with_a_space_is_refused(open_bus: Open) -> None:
+@pytest.mark.parametrize("subject", ["", "two words", "a..b", ".a", "a.", "line\nbreak", "a.*", "a.>"])
+async def test_what_is_not_a_subject_is_refused(open_bus: Open, subject: str) -> None:
     bus = await open_bus()
     with pytest.raises(ProtocolError):
-        await bus.publish("two words", b"")
+        await bus.publish(subject, b"")
+    with pytest.raises(ProtocolError):
+        await bus.request(subject, b"", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("pattern", ["", "two words", "a..b", "a.>.b", "a.b*"])
+async def test_what_is_not_a_pattern_is_refused(open_bus: Open, pattern: str) -> None:
+    bus = await open_bus()
+    with pytest.raises(ProtocolError):
+        await bus.subscribe(pattern, Inbox().receive)
 
 
 async def test_a_slow_receiver_loses_what_is_over_its_bound_and_is_told(open_bus: Open) -> None:
@@ -257,6 +267,26 @@ async def test_unsubscribing_hands_over_what_has_come(open_bus: Open) -> None:
     assert len(inbox.messages) == 5
     await subscription.unsubscribe()
     with pytest.raises(NoResponders):
+        await sender.request(where, b"", timeout_s=DEADLINE_S)
+
+
+async def test_no_message_of_a_queue_is_lost_when_a_member_leaves(open_bus: Open) -> None:
+    sender, where, group = await open_bus(), subject(), Inbox()
+    await (await open_bus()).subscribe(where, group.receive, queue="one")
+    leaver = await open_bus()
+    for turn in range(20):
+        leaving = await leaver.subscribe(where, group.receive, queue="one")
+        for _ in range(50):
+            await sender.publish(where, b"")
+        await leaving.unsubscribe()
+        await group.wait(50 * (turn + 1))
+
+
+async def test_a_subscription_is_known_when_subscribe_returns(open_bus: Open) -> None:
+    sender, service = await open_bus(), await open_bus()
+    for _ in range(50):
+        where = subject()
+        await echo(service, where)
         await sender.request(where, b"", timeout_s=DEADLINE_S)
 
 

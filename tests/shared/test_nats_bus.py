@@ -15,7 +15,7 @@ from shared.config import NatsConfig
 from shared.errors import BusDown, ConfigError, NoResponders
 from shared.messaging import Message
 from shared.nats_bus import NatsBus, connect
-from tests.servers import NatsServer
+from tests.servers import NatsServer, nats_server
 
 DEADLINE_S = 15.0
 
@@ -163,6 +163,25 @@ async def test_a_refused_password_is_said_loudly_and_tried_again(
         await bus.drain()
     finally:
         server.kill()
+
+
+async def test_what_a_user_may_not_do_is_said_and_the_rest_goes_on(tmp_path: Path) -> None:
+    settings = (
+        'authorization { users = [{ user: "u", password: "p", permissions: { publish: ["allowed", "_INBOX.>"] } }] }'
+    )
+    with nats_server(tmp_path, settings) as server:
+        async with connected(server.url, "u", "p") as bus:
+            heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+            async def receive(message: Message) -> None:
+                heard.put_nowait(message.payload)
+
+            await bus.subscribe("allowed", receive)
+            with logged("permissions violation") as said:
+                await bus.publish("forbidden", b"")
+                await asyncio.wait_for(said.wait(), DEADLINE_S)
+            await bus.publish("allowed", b"heard")
+            assert await asyncio.wait_for(heard.get(), DEADLINE_S) == b"heard"
 
 
 async def test_a_publisher_to_a_frozen_server_gets_bus_down_rather_than_memory_without_end(

@@ -49,3 +49,9 @@ def test_every_key_lies_below_its_prefixes() -> None:
     assert model.startswith(subjects.models_prefix("n"))
     assert instance.startswith(subjects.namespace_prefix("n"))
     assert not instance.startswith(subjects.namespace_prefix("na"))
+
+
+@given(NAMES)
+def test_a_models_subject_is_one_that_nats_takes(name: str) -> None:
+    subjects.check(subjects.select("default", name))
+    subjects.check(subjects.router_load("default", name), wildcards=True)

@@ -1,0 +1,127 @@
+"""One connection to NATS through nats-py, and what must be done around it. `nats_bus.py` makes one after another.
+
+Three things in nats-py 2.16 that this is about: its PING overtakes commands that wait to be sent, so that `flush` and
+`drain` alone prove nothing (`sync`); closing waits for a server to take what is unsent, a frozen one never (`abort`); a
+forced flush swallows a cancellation, so none is ever forced (`wait_sent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as RemoteSubscription
+
+from shared.config import NatsConfig
+from shared.errors import BusDown, ConfigError, HeadraceError, PayloadTooLarge, ProtocolError
+from shared.messaging import Message
+
+CONNECT_LIMIT_S = 2
+PING_INTERVAL_S = 10
+UNSENT_LIMIT_BYTES = 2 << 20
+UNSENT_WAIT_S = 2.0
+"""A publisher waits this long for the server to take what is unsent, then gets BusDown."""
+FAILURES = (nats.errors.Error, OSError, ValueError)
+"""What nats-py raises; a malformed line from the server is a ValueError."""
+
+_log = logging.getLogger(__name__)
+
+
+async def dial(client: Client, config: NatsConfig, name: str, failed: Callable[[Exception], None]) -> None:
+    """Connect once. `failed` hears of errors then and afterwards. Raises one of FAILURES."""
+
+    async def error(wrong: Exception) -> None:
+        failed(wrong)
+
+    await client.connect(
+        config.url,
+        name=name,
+        user=config.user or None,
+        password=config.password or None,
+        allow_reconnect=False,
+        max_reconnect_attempts=1,  # of a first connection: else nats-py would try without telling
+        reconnect_time_wait=0,
+        connect_timeout=CONNECT_LIMIT_S,
+        ping_interval=PING_INTERVAL_S,
+        pending_size=1 << 40,
+        error_cb=error,
+    )
+
+
+async def sync(client: Client) -> None:
+    """Returns when the server has done all that was asked before, and what it sent before has been read."""
+    await wait_sent(client, 0)
+    await client.flush(CONNECT_LIMIT_S)
+
+
+async def wait_sent(client: Client, limit_bytes: int) -> None:
+    """Until no more than `limit_bytes` are unsent. Raises BusDown after UNSENT_WAIT_S."""
+    try:
+        async with asyncio.timeout(UNSENT_WAIT_S):
+            while client.pending_data_size > limit_bytes and client.is_connected:  # noqa: ASYNC110
+                await asyncio.sleep(0.0005)  # nats-py has no event to wait on
+    except TimeoutError:
+        raise BusDown(f"NATS has not taken what was published for {UNSENT_WAIT_S:g} s") from None
+
+
+async def drain(client: Client, remote: RemoteSubscription) -> None:
+    """Unsubscribe, and return when all that the server sent has been handed over."""
+    try:
+        await client._send_unsubscribe(remote._id)
+        await sync(client)
+        await remote.drain()  # type: ignore[no-untyped-call]
+    except (*FAILURES, BusDown) as wrong:  # the connection is gone, and the subscription with it
+        _log.debug("unsubscribing from %s: %r", remote.subject, wrong)
+
+
+async def leave(remote: RemoteSubscription) -> None:
+    """Unsubscribe; what has come is dropped."""
+    try:
+        await remote.unsubscribe()
+    except FAILURES as wrong:  # it ended with its connection
+        _log.debug("unsubscribing from %s: %r", remote.subject, wrong)
+
+
+def abort(client: Client) -> None:
+    """Free the socket of a lost connection."""
+    writer = getattr(client._transport, "_io_writer", None)
+    if writer is not None:
+        writer.transport.abort()
+
+
+def message(msg: Msg) -> Message:
+    """As our subscribers get it."""
+    return Message(msg.subject, msg.data, msg.reply, msg.headers or {})
+
+
+def translated(wrong: Exception, client: Client, subject: str, payload: bytes) -> HeadraceError:
+    """nats-py's error as ours."""
+    if isinstance(wrong, nats.errors.MaxPayloadError):
+        return PayloadTooLarge(len(payload), client.max_payload)
+    if isinstance(wrong, nats.errors.BadSubjectError):
+        return ProtocolError(f"{subject!r} is not a subject")
+    if isinstance(wrong, nats.errors.BadHeaderError):
+        return ProtocolError(f"not a header: {wrong}")
+    return BusDown(f"NATS: {wrong}")
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError where it is not nats://host:port."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("nats", "tls") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"nats.url: {shown(url)} is not nats://host:port")
+
+
+def shown(url: str) -> str:
+    """A URL without its password."""
+    before, at, host = url.rpartition("@")
+    return f"{before.partition('://')[0]}://…@{host}" if at else url
