@@ -16,6 +16,8 @@ from msgspec import Struct
 from services.worker.native.rope import Rope, parse_rope
 from shared.errors import ModelError
 
+_LAYERS_LIMIT = 1000
+"""Far beyond any real model: a damaged file must not make us list a billion tensors."""
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 
 
@@ -132,6 +134,8 @@ def _check(path: Path, config: ModelConfig) -> None:
     for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "context_length"):
         if getattr(config, field) < 1:
             raise ModelError(f"{path}: {field} is {getattr(config, field)}; expected at least 1")
+    if config.layers > _LAYERS_LIMIT:
+        raise ModelError(f"{path}: layers is {config.layers}; expected at most {_LAYERS_LIMIT}")
     if config.heads % config.kv_heads:
         raise ModelError(f"{path}: {config.heads} attention heads cannot share {config.kv_heads} key-value heads")
     if config.head_dim % 2:

@@ -55,7 +55,8 @@ class Decoder:
 
     def _norm(self, x: Array, weight: Array) -> Array:
         """RMSNorm, each row by itself."""
-        scale = 1.0 / self._xp.sqrt((x * x).mean(axis=1, keepdims=True) + self._config.norm_epsilon)
+        mean_square = (x * x).sum(axis=1, keepdims=True) / self._config.hidden
+        scale = 1.0 / self._xp.sqrt(mean_square + self._config.norm_epsilon)
         normed = x * scale
         normed *= weight
         return normed

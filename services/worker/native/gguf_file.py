@@ -17,7 +17,7 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from services.worker.native.gguf_tokenizer import Vocabulary
-from services.worker.native.rope import Llama3, Plain, frequencies
+from services.worker.native.rope import Llama3Rope, PlainRope, frequencies
 from services.worker.native.tensor_file import Floats, Shape
 from shared.errors import ModelError
 
@@ -155,9 +155,9 @@ class GgufFile:
         """The parameters of Llama 3.1 to 3.3 that give the stored divisors; none other is known."""
         theta = self._of_kind("rope.freq_base", float, 10_000.0)
         stored = dequantize(self._tensors["rope_freqs.weight"].data, self._tensors["rope_freqs.weight"].tensor_type)
-        plain, _ = frequencies(Plain(theta), head_dim)
+        plain, _ = frequencies(PlainRope(theta), head_dim)
         factor = round(float(stored.max()), 3)
-        guess = Llama3(factor, 1.0, 4.0, 8192, theta)
+        guess = Llama3Rope(factor, 1.0, 4.0, 8192, theta)
         scaled, _ = frequencies(guess, head_dim)
         if stored.shape != plain.shape or not np.allclose(plain / scaled, stored, rtol=1e-4):
             raise ModelError(f"{self.path}: rope_freqs.weight is not Llama 3's scaling, the only one supported")

@@ -26,27 +26,27 @@ from shared.errors import ModelError
 Angles = NDArray[np.float64]
 
 
-class Plain(Struct, frozen=True, tag="default", tag_field="rope_type"):
+class PlainRope(Struct, frozen=True, tag="default", tag_field="rope_type"):
     """No scaling."""
 
     rope_theta: float = 10_000.0
 
 
-class Linear(Struct, frozen=True, tag="linear", tag_field="rope_type"):
+class LinearRope(Struct, frozen=True, tag="linear", tag_field="rope_type"):
     """Positions interpolated."""
 
     factor: float
     rope_theta: float = 10_000.0
 
 
-class Dynamic(Struct, frozen=True, tag="dynamic", tag_field="rope_type"):
-    """NTK scaling by length; within the served lengths equal to Plain."""
+class DynamicRope(Struct, frozen=True, tag="dynamic", tag_field="rope_type"):
+    """NTK scaling by length; within the served lengths equal to PlainRope."""
 
     factor: float
     rope_theta: float = 10_000.0
 
 
-class Llama3(Struct, frozen=True, tag="llama3", tag_field="rope_type"):
+class Llama3Rope(Struct, frozen=True, tag="llama3", tag_field="rope_type"):
     """Llama 3.1's blend by wavelength."""
 
     factor: float
@@ -56,7 +56,7 @@ class Llama3(Struct, frozen=True, tag="llama3", tag_field="rope_type"):
     rope_theta: float = 10_000.0
 
 
-class Yarn(Struct, frozen=True, tag="yarn", tag_field="rope_type"):
+class YarnRope(Struct, frozen=True, tag="yarn", tag_field="rope_type"):
     """YaRN's blend by rotations within the original context."""
 
     factor: float
@@ -70,7 +70,7 @@ class Yarn(Struct, frozen=True, tag="yarn", tag_field="rope_type"):
     truncate: bool = True
 
 
-Rope = Plain | Linear | Dynamic | Llama3 | Yarn
+Rope = PlainRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 
 def parse_rope(
@@ -98,7 +98,7 @@ def parse_rope(
     except msgspec.ValidationError as wrong:
         raise ModelError(f"{where}: rope scaling {named}: {wrong}") from None
     _check(where, rope)
-    if isinstance(rope, Yarn):
+    if isinstance(rope, YarnRope):
         return rope, max(max_positions, int(rope.factor * rope.original_max_position_embeddings))
     return rope, max_positions
 
@@ -108,7 +108,7 @@ def _check(where: str, rope: Rope) -> None:
         value = getattr(rope, field, None)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ModelError(f"{where}: {field} is {value}; expected a positive number")
-    if isinstance(rope, Llama3) and not rope.high_freq_factor > rope.low_freq_factor:
+    if isinstance(rope, Llama3Rope) and not rope.high_freq_factor > rope.low_freq_factor:
         raise ModelError(f"{where}: high_freq_factor must be greater than low_freq_factor")
 
 
@@ -116,13 +116,13 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Angles, float]:
     """(head_dim / 2) angles a position turns each pair by, and the factor on cosine and sine."""
     plain: Angles = np.power(rope.rope_theta, -np.arange(0, head_dim, 2) / head_dim)
     match rope:
-        case Plain() | Dynamic():
+        case PlainRope() | DynamicRope():
             return plain, 1.0
-        case Linear():
+        case LinearRope():
             return plain / rope.factor, 1.0
-        case Llama3():
+        case Llama3Rope():
             return _llama3(rope, plain), 1.0
-        case Yarn():
+        case YarnRope():
             return _yarn(rope, plain), _yarn_attention(rope)
 
 
@@ -134,13 +134,13 @@ def tables(rope: Rope, head_dim: int, positions: int) -> tuple[NDArray[np.float3
     return np.cos(turned) * np.float32(scale), np.sin(turned) * np.float32(scale)
 
 
-def _llama3(rope: Llama3, plain: Angles) -> Angles:
+def _llama3(rope: Llama3Rope, plain: Angles) -> Angles:
     rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return _blend(plain, kept, rope.factor)
 
 
-def _yarn(rope: Yarn, plain: Angles) -> Angles:
+def _yarn(rope: YarnRope, plain: Angles) -> Angles:
     half = len(plain)
 
     def pair_of(rotations: float) -> float:
@@ -164,7 +164,7 @@ def _blend(plain: Angles, kept: Angles, factor: float) -> Angles:
     return share * plain + (1 - share) * plain / factor
 
 
-def _yarn_attention(rope: Yarn) -> float:
+def _yarn_attention(rope: YarnRope) -> float:
     def magnitude(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 

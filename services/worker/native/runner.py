@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
+from services.worker.native.calibration import calibrated
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache
-from services.worker.native.linear import Linear, calibrated
+from services.worker.native.linear import Linear
 from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.worker.native.config import read_config
-from services.worker.native.rope import Linear, Llama3, Plain, Yarn
+from services.worker.native.rope import LinearRope, Llama3Rope, PlainRope, YarnRope
 from shared.errors import ModelError
 from tests.tiny_model import write_tiny_model
 
@@ -29,7 +29,7 @@ def test_the_shape_is_read(tmp_path: Path) -> None:
     assert (config.layers, config.hidden, config.intermediate, config.vocab) == (2, 64, 96, 320)
     assert (config.queries, config.keys, config.head_dim) == (128, 32, 16)
     assert (config.tied, config.qkv_bias, config.output_bias) == (False, False, False)
-    assert config.rope == Plain(10_000.0)
+    assert config.rope == PlainRope(10_000.0)
     assert config.context_length == 2048
 
 
@@ -55,8 +55,8 @@ def test_the_ends_of_an_answer_come_from_generation_config_first(tmp_path: Path)
 @pytest.mark.parametrize(
     ("parameters", "rope", "context_length"),
     [
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, Plain(5e5), 2048),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, Linear(2.0, 10_000.0), 2048),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, PlainRope(5e5), 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, LinearRope(2.0, 10_000.0), 2048),
         (
             {
                 "rope_scaling": {
@@ -67,17 +67,17 @@ def test_the_ends_of_an_answer_come_from_generation_config_first(tmp_path: Path)
                     "original_max_position_embeddings": 512,
                 }
             },
-            Llama3(8.0, 1.0, 4.0, 512, 10_000.0),
+            Llama3Rope(8.0, 1.0, 4.0, 512, 10_000.0),
             2048,
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}},
-            Yarn(4.0, 2048, 10_000.0),
+            YarnRope(4.0, 2048, 10_000.0),
             8192,
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": None}, "original_max_position_embeddings": 512},
-            Yarn(4.0, 512, 10_000.0),
+            YarnRope(4.0, 512, 10_000.0),
             2048,
         ),
     ],
@@ -100,6 +100,7 @@ def test_rope_parameters_of_old_and_new_files(
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"num_hidden_layers": 0}, "layers is 0"),
+        ({"num_hidden_layers": 10**9}, "layers is 1000000000; expected at most"),
         ({"num_attention_heads": 0}, "heads is 0"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"head_dim": 15}, "head_dim is 15"),

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from services.worker.native.config import read_config
 from services.worker.native.gguf_file import GgufFile
 from services.worker.native.prepare import prepare
-from services.worker.native.rope import Llama3, Plain, Yarn, frequencies
+from services.worker.native.rope import Llama3Rope, PlainRope, YarnRope, frequencies
 from services.worker.native.weights import Checkpoint
 from shared.errors import ModelError
 from tests.tiny_model import write_tiny_model
@@ -70,8 +70,8 @@ def test_the_chat_template_and_the_ends_of_an_answer_come_along(tmp_path: Path) 
 
 def test_llama_3_scaling_is_found_again_from_its_divisors(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", hidden=256, rope_theta=500_000.0)
-    scaling = Llama3(32.0, 1.0, 4.0, 8192, 500_000.0)
-    divisors = frequencies(Plain(500_000.0), 64)[0] / frequencies(scaling, 64)[0]
+    scaling = Llama3Rope(32.0, 1.0, 4.0, 8192, 500_000.0)
+    divisors = frequencies(PlainRope(500_000.0), 64)[0] / frequencies(scaling, 64)[0]
     stored = {"rope_freqs.weight": divisors.astype(np.float32)}
     assert read_config(converted(write_gguf(tmp_path / "x.gguf", source, extra_tensors=stored))).rope == scaling
     strange = {"rope_freqs.weight": np.linspace(1, 3, 32, dtype=np.float32)}
@@ -87,7 +87,7 @@ def test_yarn_scaling_is_read_from_the_metadata(tmp_path: Path) -> None:
         "qwen2.rope.scaling.original_context_length": 1024,
     }
     config = read_config(converted(write_gguf(tmp_path / "x.gguf", source, fields=fields)))
-    assert config.rope == Yarn(4.0, 1024, 10_000.0)
+    assert config.rope == YarnRope(4.0, 1024, 10_000.0)
     assert config.context_length == 4096
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.native.linear import Linear, calibrated
+from services.worker.native.linear import Linear
 
 RANDOM = np.random.default_rng(0)
 
@@ -19,10 +19,3 @@ def test_every_way_gives_the_product_in_contiguous_rows(rows: int, dot_rows: int
     assert product.flags.c_contiguous
     assert product.dtype == np.float32
     np.testing.assert_allclose(product, x @ weight.T, atol=1e-4)
-
-
-def test_calibration_chooses_some_way() -> None:
-    weights = [RANDOM.normal(size=(64, 64)).astype(np.float32) for _ in range(3)]
-    linear = calibrated(weights)
-    x = np.ones((2, 64), np.float32)
-    np.testing.assert_allclose(linear(x, weights[0]), x @ weights[0].T, atol=1e-4)

@@ -7,24 +7,24 @@ import math
 import numpy as np
 import pytest
 
-from services.worker.native.rope import Dynamic, Linear, Llama3, Plain, Yarn, frequencies, tables
+from services.worker.native.rope import DynamicRope, LinearRope, Llama3Rope, PlainRope, YarnRope, frequencies, tables
 
 
 def test_plain_frequencies_are_powers_of_theta() -> None:
-    angles, scale = frequencies(Plain(10_000.0), 8)
+    angles, scale = frequencies(PlainRope(10_000.0), 8)
     np.testing.assert_allclose(angles, [1, 0.1, 0.01, 0.001])
     assert scale == 1
 
 
 def test_linear_divides_and_dynamic_does_not_within_the_served_length() -> None:
-    plain, _ = frequencies(Plain(), 64)
-    np.testing.assert_allclose(frequencies(Linear(4.0), 64)[0], plain / 4)
-    np.testing.assert_array_equal(frequencies(Dynamic(4.0), 64)[0], plain)
+    plain, _ = frequencies(PlainRope(), 64)
+    np.testing.assert_allclose(frequencies(LinearRope(4.0), 64)[0], plain / 4)
+    np.testing.assert_array_equal(frequencies(DynamicRope(4.0), 64)[0], plain)
 
 
 def test_llama_3_keeps_short_waves_and_divides_long_ones() -> None:
-    rope = Llama3(8.0, 1.0, 4.0, 8192, 500_000.0)
-    plain, _ = frequencies(Plain(500_000.0), 128)
+    rope = Llama3Rope(8.0, 1.0, 4.0, 8192, 500_000.0)
+    plain, _ = frequencies(PlainRope(500_000.0), 128)
     scaled, _ = frequencies(rope, 128)
     wavelength = 2 * math.pi / plain
     np.testing.assert_allclose(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
@@ -33,18 +33,18 @@ def test_llama_3_keeps_short_waves_and_divides_long_ones() -> None:
 
 
 def test_yarn_keeps_what_turns_often_and_divides_what_hardly_turns() -> None:
-    rope = Yarn(4.0, 4096, 10_000.0)
-    plain, _ = frequencies(Plain(), 128)
+    rope = YarnRope(4.0, 4096, 10_000.0)
+    plain, _ = frequencies(PlainRope(), 128)
     scaled, scale = frequencies(rope, 128)
     turns = 4096 * plain / (2 * math.pi)
     np.testing.assert_allclose(scaled[turns > 40], plain[turns > 40])
     np.testing.assert_allclose(scaled[turns < 0.8], plain[turns < 0.8] / 4)
     assert scale == pytest.approx(0.1 * math.log(4) + 1)
-    assert frequencies(Yarn(4.0, 4096, attention_factor=0.5), 128)[1] == 0.5
+    assert frequencies(YarnRope(4.0, 4096, attention_factor=0.5), 128)[1] == 0.5
 
 
 def test_tables_hold_cosine_and_sine_of_every_position() -> None:
-    cosines, sines = tables(Plain(), 8, 5)
+    cosines, sines = tables(PlainRope(), 8, 5)
     assert cosines.shape == sines.shape == (5, 4)
     assert cosines.dtype == np.float32
     np.testing.assert_allclose(cosines[3], np.cos([3, 0.3, 0.03, 0.003]), rtol=1e-6)
