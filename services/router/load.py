@@ -145,13 +145,13 @@ class Load:
             self._release(attempt)
         self._remember(attempt, ended=True)
 
-    def reported(self, report: LoadReport, now_s: float) -> None:
-        """A worker's own account. Of an instance with several ranks, only which attempts it has is taken from it."""
-        places = [place for place in self._places if place[0] == report.instance]
-        alone = not places or (len(places) == 1 and places[0][1] == 0)
+    def reported(self, report: LoadReport, now_s: float, *, ranks: int = 1) -> None:
+        """A worker's own account. Of an instance with several ranks only which attempts it has is taken from it: the
+        rest is their sum, and nobody says whose."""
+        alone = ranks == 1
         if alone:
             self._places.setdefault((report.instance, 0), _Place())
-            places = [(report.instance, 0)]
+        places = [(report.instance, rank) for rank in range(ranks) if (report.instance, rank) in self._places]
         running = set(report.attempts)
         for candidate in places:
             place = self._places[candidate]

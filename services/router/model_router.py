@@ -262,8 +262,9 @@ class ModelRouter:
 
     def reported(self, report: LoadReport, now_s: float) -> None:
         """A worker's own account; of one that does not serve this model nothing is taken."""
-        if report.instance in self.cards:
-            self.load.reported(report, now_s)
+        card = self.cards.get(report.instance)
+        if card is not None:
+            self.load.reported(report, now_s, ranks=max(card.ranks, 1))
 
     def frontend_gone(self, frontend: str) -> None:
         """Its lease ended."""

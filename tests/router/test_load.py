@@ -109,6 +109,17 @@ def test_load_that_others_put_on_a_worker_counts() -> None:
     assert load.of(A) == IDLE
 
 
+def test_of_an_instance_with_several_ranks_a_report_only_tells_which_attempts_live() -> None:
+    load = Load(grace_s=3, unknown_s=10)
+    load.reserved(Reserved("r", 1, "f", "a", 1, 100, 10), 0.0)
+    load.reported(report("a", "r", tokens=900, blocks=90), 1.0, ranks=2)
+    assert load.of(A) == IDLE
+    assert load.of(("a", 1)) == CandidateLoad(1, 100, 10)
+    load.reported(report("a"), 20.0, ranks=2)
+    assert load.of(("a", 1)) == IDLE
+    load.validate()
+
+
 def test_a_reservation_that_reports_do_not_know_for_long_is_released() -> None:
     load = Load(grace_s=3, unknown_s=10)
     load.reserved(reservation("r"), 0.0)
