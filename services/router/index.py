@@ -14,8 +14,7 @@ stored its blocks removes them in slices, and the bit is used again once it is e
 and tier must be removed n times. Bytes are bounded: at the limit the blocks that were stored or touched longest ago
 go first, for all their holders.
 
-The structure won our measurements against radix trees, bit masks per block and open addressing in numba; see
-`benchmarks/index.py`.
+`benchmarks/index.py` measures it.
 """
 
 from __future__ import annotations
