@@ -134,7 +134,7 @@ class _Ending:
             self._force(f"a second signal ({name})")
             return
         _log.info("%s: draining", name)
-        self._vitals.unready("draining")
+        self._vitals.drain()
         self.stopping.set()
         self._loop.call_later(self._drain_limit_s, self._force, f"not drained in {self._drain_limit_s:g} s")
 

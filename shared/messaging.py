@@ -1,7 +1,7 @@
 """The bus: requests and streams over NATS, KV events over ZMQ, and an in-process twin of both.
 
 This file holds the contract. `shared/nats_bus.py` and `shared/zmq_events.py` are the real thing,
-`shared/memory_bus.py` the twin; all pass `tests/shared/test_messaging.py`.
+`shared/memory_bus.py` the twin; both pass `tests/shared/test_messaging.py` and `tests/shared/test_events.py`.
 """
 
 from __future__ import annotations

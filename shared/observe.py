@@ -27,13 +27,18 @@ class Vitals:
 
     def __init__(self) -> None:
         self._reasons: list[str] = ["starting"]
+        self._draining = False
         self.progress = 0
         """The engine's step count, where there is an engine; goes into Pong."""
 
     @property
     def reasons(self) -> Sequence[str]:
         """Why it is not ready; empty: it is."""
-        return self._reasons
+        return ["draining"] if self._draining else self._reasons
+
+    def drain(self) -> None:
+        """The process was asked to end: it is never ready again."""
+        self._draining = True
 
     def ready(self) -> None:
         """What the service is there for would be done now."""
