@@ -153,14 +153,18 @@ async def test_a_receiver_that_raises_does_not_stop_the_stream(events: ZmqEvents
     subscription.close()
 
 
-def free_now(publisher: zmq.asyncio.Socket, endpoint: str) -> bool:
-    """Bind, unless the one before still lets go of the port: ZMQ closes in a thread of its own."""
-    try:
-        publisher.bind(endpoint)
-    except zmq.ZMQError as wrong:
-        assert wrong.errno == zmq.EADDRINUSE
-        return False
-    return True
+async def bind(publisher: zmq.asyncio.Socket, endpoint: str) -> None:
+    """Again and again, while the one before still lets go of the port: ZMQ closes in a thread of its own."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                publisher.bind(endpoint)
+            except zmq.ZMQError as wrong:
+                if wrong.errno != zmq.EADDRINUSE:
+                    raise
+                await asyncio.sleep(0.01)
+            else:
+                return
 
 
 async def test_a_subscription_finds_a_source_that_comes_back_at_its_address(
@@ -171,9 +175,8 @@ async def test_a_subscription_finds_a_source_that_comes_back_at_its_address(
     subscription = events.subscribe(EventSource(endpoint, ""), batches.receive)
     for sequence in (1, 2):
         publisher = stranger.socket(zmq.PUB)
+        await bind(publisher, endpoint)
         async with asyncio.timeout(DEADLINE_S):
-            while not free_now(publisher, endpoint):
-                await asyncio.sleep(0.01)
             while sequence not in batches.sequences:
                 await publisher.send_multipart([b"", sequence.to_bytes(8, "big"), b""])
                 await asyncio.sleep(0.001)
