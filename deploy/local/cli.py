@@ -21,7 +21,7 @@ DEFAULT_MODEL = "default"
 def main(words: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 failed, 2 wrong usage or configuration."""
     flags = _parser().parse_args(words)
-    place = Place(ROOT)
+    place = Place(flags.state.absolute())
     try:
         match flags.command:
             case "up":
@@ -48,8 +48,14 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headrace", description="Serves language models from many workers as one.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    state = argparse.ArgumentParser(add_help=False)
+    state.add_argument(
+        "--state", type=Path, default=ROOT / ".headrace", metavar="DIR", help="where `up` keeps its files (.headrace)"
+    )
 
-    up = commands.add_parser("up", help="run everything on this machine", description="Run everything, until Ctrl-C.")
+    up = commands.add_parser(
+        "up", parents=[state], help="run everything on this machine", description="Run everything, until Ctrl-C."
+    )
     up.add_argument("--port", type=int, default=8000, help="of the HTTP API, on 127.0.0.1 (%(default)s)")
     up.add_argument("--workers", type=int, default=2, help="how many (%(default)s)")
     up.add_argument(
@@ -65,13 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
 
-    status = commands.add_parser("status", help="what is alive, and how busy")
+    status = commands.add_parser("status", parents=[state], help="what is alive, and how busy")
     status.add_argument("--json", action="store_true", help="one JSON object")
     status.add_argument("--nats", default="", metavar="URL", help="(those of `up`)")
     status.add_argument("--etcd", default="", metavar="HOST:PORT", help="(that of `up`)")
     status.add_argument("--namespace", default="default")
 
-    chat = commands.add_parser("chat", help="ask one question")
+    chat = commands.add_parser("chat", parents=[state], help="ask one question")
     chat.add_argument("question")
     chat.add_argument("--url", default="", help=f"the API (that of `up`, or {DEFAULT_URL})")
     chat.add_argument("--model", default="", help="(the first one served)")

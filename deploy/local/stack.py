@@ -40,13 +40,9 @@ class Options(Struct, frozen=True):
 
 
 class Place(Struct, frozen=True):
-    """Where a checkout keeps its state."""
+    """Where an `up` keeps its state: `.headrace` in the checkout, unless told otherwise."""
 
-    root: Path
-
-    @property
-    def home(self) -> Path:
-        return self.root / ".headrace"
+    home: Path
 
     @property
     def run(self) -> Path:

@@ -64,13 +64,13 @@ def up(options: Options, place: Place, terminal: Terminal) -> int:
 @contextlib.contextmanager
 def _alone(place: Place, options: Options) -> Iterator[None]:
     """One `up` a checkout. The lock goes with the process, however it ends."""
-    place.home.mkdir(mode=0o700, exist_ok=True)
+    place.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (place.home / "up.lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise ConfigError(f"another `up` runs in this checkout: {lock.read().strip()}") from None
+            raise ConfigError(f"another `up` runs here: {lock.read().strip()}") from None
         lock.truncate(0)
         lock.write(f"pid {os.getpid()}, http://127.0.0.1:{options.port}/v1\n")
         lock.flush()

@@ -56,8 +56,8 @@ def alive(pid: int) -> bool:
 
 
 async def test_the_stages_drain_in_order(place: Place) -> None:
-    order = place.root / "order"
-    began = place.root / "began"
+    order = place.home / "order"
+    began = place.home / "began"
 
     def script(name: str) -> str:
         return f"trap 'echo {name} >>{order}; exit 0' TERM; echo {name} >>{began}; {STAYS}"
@@ -75,7 +75,7 @@ async def test_the_stages_drain_in_order(place: Place) -> None:
 async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    began = place.root / "began"
+    began = place.home / "began"
     script = f"echo x >>{began}; [ $(wc -l <{began}) -gt 1 ] || {{ echo 'no luck' >&2; exit 1; }}; {STAYS}"
     shell = Shell(Stack((launch("router", script),), {}, "", "", "", ""), place, Terminal())
     running = asyncio.create_task(shell.run())
@@ -95,7 +95,7 @@ async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
 
 
 async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
-    began = place.root / "began"
+    began = place.home / "began"
     stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=1000.0)
     shell = Shell(Stack((stubborn,), {}, "", "", "", ""), place, Terminal())
     running = asyncio.create_task(shell.run())
@@ -107,7 +107,7 @@ async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
 
 
 async def test_a_program_that_does_not_drain_in_time_is_killed(place: Place) -> None:
-    began = place.root / "began"
+    began = place.home / "began"
     stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=0.1)
     shell = Shell(Stack((stubborn,), {}, "", "", "", ""), place, Terminal())
     running = asyncio.create_task(shell.run())
@@ -151,7 +151,7 @@ asyncio.run(Shell(Stack(launches, {}, "", "", "", ""), Place(Path(sys.argv[1])),
 
 
 def test_no_child_outlives_an_up_that_was_killed(place: Place) -> None:
-    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(place.root)], cwd=ROOT)
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(place.home)], cwd=ROOT)
     deadline = time.monotonic() + LIMIT_S
     while len(written(place.run / "began")) < 2:
         assert time.monotonic() < deadline
@@ -176,9 +176,8 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
             up(options(port), Place(tmp_path), Terminal())
 
 
-def test_a_second_up_in_a_checkout_names_the_first(tmp_path: Path) -> None:
+def test_a_second_up_with_the_same_state_names_the_first(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    place.home.mkdir()
     holds = "import fcntl, sys\nlock = open(sys.argv[1], 'a+')\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
     holds += (
         "lock.write('pid 42, http://127.0.0.1:8000/v1')\nlock.flush()\nprint('held', flush=True)\nsys.stdin.read()\n"
@@ -187,7 +186,7 @@ def test_a_second_up_in_a_checkout_names_the_first(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=r"another `up` runs in this checkout: pid 42, http://127.0.0.1:8000/v1"):
+        with pytest.raises(ConfigError, match=r"another `up` runs here: pid 42, http://127.0.0.1:8000/v1"):
             up(options(servers.free_ports(1)[0]), place, Terminal())
         assert first.stdin is not None
         first.stdin.close()

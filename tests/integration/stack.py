@@ -1,0 +1,120 @@
+"""A whole `headrace up` as a test's own: real servers, real processes, the real default model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.servers import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 240.0
+"""The first start fetches and converts the model."""
+STOP_LIMIT_S = 60.0
+
+T = TypeVar("T")
+
+
+def with_models(state: Path) -> Path:
+    """A state directory that shares the checkout's models, so that only the first run fetches and converts them."""
+    models = ROOT / ".headrace" / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (state / "models").symlink_to(models)
+    return state
+
+
+class Up:
+    """One running `headrace up`."""
+
+    def __init__(self, process: subprocess.Popen[str], state: Path, output: list[str]) -> None:
+        self.process = process
+        self.state = state
+        self.output = output
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What it wrote down for `status` and people."""
+        record: dict[str, Any] = json.loads((self.state / "run" / "up.json").read_text())
+        return record
+
+    @property
+    def url(self) -> str:
+        return str(self.record["url"])
+
+    def pid(self, program: str) -> int:
+        return int(self.record["programs"][program]["pid"])
+
+    def logs(self) -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-4000:]}" for log in (self.state / "logs").glob("*.log"))
+
+    def stop(self) -> int:
+        """Ctrl-C; returns the exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(STOP_LIMIT_S)
+
+
+@contextlib.contextmanager
+def running(state: Path, *flags: str) -> Iterator[Up]:
+    """`headrace up` on free ports, until it says ready; ended afterwards."""
+    port = free_port()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deploy.local.cli", "up", "--port", str(port), "--state", str(state), *flags],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if line.startswith("ready "):
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    up = Up(process, state, output)
+    try:
+        assert ready.wait(START_LIMIT_S), "".join(output)
+        assert process.poll() is None, "".join(output) + up.logs()
+        yield up
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            reader.join(10)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def eventually(seen: Callable[[], T | None], *, limit_s: float, what: str) -> T:
+    """The first truthy answer of `seen`, asked again and again until the deadline."""
+    deadline = time.monotonic() + limit_s
+    pause = threading.Event()
+    while True:
+        answer = seen()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        pause.wait(0.05)

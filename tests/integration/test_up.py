@@ -1,0 +1,214 @@
+"""From one command to a real answer through every service: `headrace up` with SmolLM2, asked as its users ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from openai import OpenAI
+
+from deploy.local import servers
+from shared import subjects
+from tests.forge import FORGED
+from tests.integration.stack import ROOT, Up, eventually, running, with_models
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France?"
+LEASE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with running(with_models(tmp_path_factory.mktemp("up"))) as stack:
+        yield stack
+
+
+@pytest.fixture
+def client(up: Up) -> Iterator[OpenAI]:
+    with OpenAI(base_url=up.url, api_key="any", max_retries=0, timeout=100) as client:
+        yield client
+
+
+def etcd_keys(up: Up, prefix: str) -> dict[str, Any]:
+    """What an operator sees with etcdctl; every value must be JSON."""
+    etcdctl = Path(servers.etcd()).with_name("etcdctl")
+    command = [str(etcdctl), "--endpoints", up.record["etcd"], "get", "--prefix", prefix]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, env={"ETCDCTL_API": "3"}).stdout
+    lines = text.splitlines()
+    return {key: json.loads(value) for key, value in zip(lines[::2], lines[1::2], strict=True)}
+
+
+def explained(up: Up, request: str) -> dict[str, Any]:
+    """Where a request went and why, from the router, over plain NATS."""
+
+    async def ask() -> dict[str, Any]:
+        client = await nats.connect(up.record["nats"])
+        try:
+            subject = subjects.explain("default", MODEL)
+            reply = await client.request(subject, request.encode(), timeout=5)
+            answer: dict[str, Any] = json.loads(reply.data)
+            return answer
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def worker_of(up: Up, request: str) -> str:
+    return str(explained(up, request)["decisions"][-1]["selected"]["instance"])
+
+
+def test_a_streamed_answer_knows_the_capital_of_france_and_the_cache_remembers_the_question(client: OpenAI) -> None:
+    def ask() -> tuple[str, int]:
+        text, cached = "", 0
+        with client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": QUESTION}],
+            temperature=0,
+            max_tokens=32,
+            stream=True,
+            stream_options={"include_usage": True},
+        ) as stream:
+            for chunk in stream:
+                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                if chunk.usage and chunk.usage.prompt_tokens_details:
+                    cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
+        return text, cached
+
+    first, _ = ask()
+    second, cached = ask()
+    assert "Paris" in first
+    assert second == first
+    assert cached > 0
+
+
+def test_another_conversation_goes_to_the_other_worker_and_a_follow_up_goes_back(up: Up, client: OpenAI) -> None:
+    opening = "Tell me a long story about a river, a mill and the miller's three daughters. " * 4
+    first = client.with_raw_response.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": opening}],
+        temperature=0,
+        max_tokens=200,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    with first.parse() as stream:
+        text = ""
+        chunks = iter(stream)
+        while not text:
+            text += "".join(choice.delta.content or "" for choice in next(chunks).choices)
+        other = client.with_raw_response.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "List the planets of the solar system, one a line. " * 4}],
+            max_tokens=4,
+        )
+        text += "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    follow = client.with_raw_response.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "user", "content": opening},
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "And then?"},
+        ],
+        max_tokens=4,
+    )
+    home = worker_of(up, first.headers["x-request-id"])
+    assert worker_of(up, other.headers["x-request-id"]) != home
+    assert worker_of(up, follow.headers["x-request-id"]) == home
+    usage = follow.parse().usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens_details.cached_tokens or 0) > 200
+
+
+def test_a_client_with_nothing_but_nats_gets_a_streamed_answer(up: Up) -> None:
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example is not None, "the README has lost its NATS client"
+    result = subprocess.run(
+        [sys.executable, "-c", example[1], up.record["nats"]], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) > 1
+
+
+def test_forged_blocks_with_equal_routing_hashes_never_share_cached_bytes(client: OpenAI) -> None:
+    """The pair has one XXH3-64 hash; greedy answers behind either must be those of an undisturbed run."""
+
+    def answer(block: Sequence[int]) -> tuple[str, int]:
+        tail = [504, 3575, 282, 4649, 314]
+        completion = client.completions.create(model=MODEL, prompt=[*block, *tail], temperature=0, max_tokens=8)
+        assert completion.usage is not None
+        details = completion.usage.prompt_tokens_details
+        return completion.choices[0].text, (details.cached_tokens or 0) if details else 0
+
+    first, second = FORGED
+    _, cached = answer(first)
+    assert cached == 0
+    _, cached = answer(second)
+    assert cached == 0
+    _, cached = answer(first)
+    assert cached == len(first)
+
+
+def test_status_shows_every_instance_and_chat_answers(up: Up) -> None:
+    def headrace(*words: str) -> str:
+        command = [sys.executable, "-m", "deploy.local.cli", *words, "--state", str(up.state)]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100).stdout
+
+    status = json.loads(headrace("status", "--json"))
+    services = sorted(instance["service"] for instance in status["instances"])
+    assert services == ["frontend", "router", "worker", "worker"]
+    assert {worker["model"] for worker in status["models"]} == {MODEL}
+    assert "Paris" in headrace("chat", QUESTION)
+
+
+def test_etcd_shows_readable_json_of_who_is_alive(up: Up) -> None:
+    keys = etcd_keys(up, "/headrace/")
+    services = sorted(key.split("/")[4] for key in keys if "/instances/" in key)
+    assert services == ["frontend", "router", "worker", "worker"]
+    cards = [value for key, value in keys.items() if "/models/" in key]
+    assert [card["model"] for card in cards] == [MODEL, MODEL]
+
+
+def test_a_killed_worker_is_gone_within_its_lease_and_its_successor_serves(up: Up, client: OpenAI) -> None:
+    before = etcd_keys(up, "/headrace/default/instances/worker/")
+    pid = up.pid("worker-0")
+    victim = next(key for key, value in before.items() if value["pid"] == pid)
+    os.kill(pid, signal.SIGKILL)
+    eventually(
+        lambda: victim not in etcd_keys(up, "/headrace/default/instances/worker/"),
+        limit_s=LEASE_S + 5,
+        what="the killed worker's key is gone",
+    )
+    eventually(
+        lambda: len(etcd_keys(up, "/headrace/default/instances/worker/")) == 2,
+        limit_s=60,
+        what="its successor is there",
+    )
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
+    )
+    assert "Paris" in (answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize("discovery", ["etcd", "file"])
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, discovery: str) -> None:
+    with running(with_models(tmp_path), "--engine", "echo", "--workers", "1", "--discovery", discovery) as up:
+        record = up.record
+        with urllib.request.urlopen(up.url.removesuffix("/v1") + "/health") as answer:
+            assert answer.status == 200
+        assert up.stop() == 0
+    for program in record["programs"].values():
+        assert not Path(f"/proc/{program['pid']}").exists()
+    assert not (tmp_path / "run" / "up.json").exists()
