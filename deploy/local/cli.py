@@ -130,7 +130,7 @@ def _status(flags: argparse.Namespace, place: Place) -> int:
     try:
         return show(config, as_json=flags.json)
     except DiscoveryDown as wrong:
-        raise DiscoveryDown(f"{wrong}\nis `./headrace up` running? (--nats and --etcd name others)") from None
+        raise DiscoveryDown(f"{wrong}; is `./headrace up` running? (--nats and --etcd name others)") from None
 
 
 def _chat(flags: argparse.Namespace, place: Place) -> int:

@@ -22,7 +22,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--model", "/tmp", "--port", "0"], "error: --port is 1 to 65535"),
         (["up", "--model", "/tmp", "--workers", "0"], "error: --workers is 1 to 64"),
         (["up", "--model", "/tmp", "--workers", "65"], "error: --workers is 1 to 64"),
-        (["status", "--nats", "http://127.0.0.1", "--etcd", "127.0.0.1:1"], "error: "),
+        (["status", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
     ],
 )
 def test_wrong_settings_are_told_in_one_line(
