@@ -37,6 +37,8 @@ CONTEXT_TOKENS = 64
 PREFILL_TOKENS = 128
 BLOCK_SIZE = 16
 BATCHES = (1, 4, 16)
+REPEATS = 3
+"""Of each measurement in a round: a service decodes step after step, with warm code."""
 GOALS = {"decode, batch 1": 0.6, "decode, batch 4": 0.8, "decode, batch 16": 0.8, "prefill": 0.5}
 
 Rounds = dict[str, list[float]]
@@ -117,9 +119,10 @@ def _measure(runner: NativeRunner, rounds: int) -> Rounds:
     for counted in range(rounds + 1):
         for name, run in timed.items():
             start = time.perf_counter()
-            run()
+            for _ in range(REPEATS):
+                run()
             if counted:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / REPEATS)
     return seconds
 
 
@@ -161,9 +164,9 @@ def _report(runner: NativeRunner, rounds: Rounds, threads: int) -> dict[str, Any
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     return {
         "benchmark": "engine_cpu",
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
+        "machine": f"{_cpu()}, {os.cpu_count()} cores, {platform.platform()}",
         "commit": commit.strip(),
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python -m benchmarks.engine_cpu", *sys.argv[1:]]),
         "model": Path(runner.facts.path).name,
         "threads": threads,
         "dot_rows": runner._decoder._linear.dot_rows,
@@ -195,6 +198,13 @@ def _report(runner: NativeRunner, rounds: Rounds, threads: int) -> dict[str, Any
             for name, seconds in rounds.items()
         ],
     }
+
+
+def _cpu() -> str:
+    """The CPU's name where Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _ratio(yardstick: Sequence[float], measured: Sequence[float]) -> float:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from types import ModuleType
 
+import numpy as np
+
 from services.worker.engine import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.kv_cache import KvCache
@@ -38,7 +40,9 @@ class Decoder:
         self._cache = cache
         self._linear = linear
         cosines, sines = tables(config.rope, config.head_dim, positions)
-        self._cosines, self._sines = self._xp.asarray(cosines), self._xp.asarray(sines)
+        self._cosines = self._xp.asarray(np.concatenate([cosines, cosines], axis=1))
+        self._sines = self._xp.asarray(np.concatenate([-sines, sines], axis=1))
+        self._scale = np.float32(1 / math.sqrt(config.head_dim))
         self._group_limit = _GATHER_LIMIT_BYTES // (2 * 4 * config.keys)
 
     def step(self, works: Sequence[Work]) -> Array:
@@ -73,13 +77,13 @@ class Decoder:
     def _attend(self, number: int, layer: Layer, x: Array, step: Step, turn: tuple[Array, Array]) -> Array:
         config, xp = self._config, self._xp
         rows = x.shape[0]
-        q = self._project(x, layer.q, layer.q_bias).reshape(rows, config.heads, config.head_dim)
-        k = self._project(x, layer.k, layer.k_bias).reshape(rows, config.kv_heads, config.head_dim)
+        q = self._project(x, layer.q, layer.q_bias)
+        k = self._project(x, layer.k, layer.k_bias)
         v = self._project(x, layer.v, layer.v_bias).reshape(rows, config.kv_heads, config.head_dim)
-        q = self._rotate(q, turn)
-        q *= 1 / math.sqrt(config.head_dim)
-        self._cache.write(number, xp.asarray(step.slots), xp.asarray(step.offsets), self._rotate(k, turn), v)
-        attended = xp.empty_like(q)
+        turned = self._rotate(xp.concatenate([q, k], axis=1).reshape(rows, -1, config.head_dim), turn)
+        q, k = turned[:, : config.heads], turned[:, config.heads :]
+        self._cache.write(number, xp.asarray(step.slots), xp.asarray(step.offsets), k, v)
+        attended = xp.empty((rows, config.heads, config.head_dim), xp.float32)
         for span in step.spans:
             rows_of_span = slice(span.first, span.first + span.count)
             attended[rows_of_span] = self._attend_span(number, span, q[rows_of_span])
@@ -98,10 +102,10 @@ class Decoder:
         """Rotate pairs (i, i + head_dim / 2) of (rows, heads, head_dim), the Hugging Face order."""
         cosine, sine = turn
         half = x.shape[2] // 2
-        first, second = x[:, :, :half], x[:, :, half:]
-        rotated = self._xp.empty_like(x)
-        rotated[:, :, :half] = first * cosine - second * sine
-        rotated[:, :, half:] = second * cosine + first * sine
+        swapped = self._xp.concatenate([x[:, :, half:], x[:, :, :half]], axis=2)
+        swapped *= sine  # its first half is negative
+        rotated = x * cosine
+        rotated += swapped
         return rotated
 
     def _attend_span(self, number: int, span: Span, q: Array) -> Array:
@@ -111,7 +115,7 @@ class Decoder:
         keys, values = self._cache.read(number, xp.asarray(span.table), end)
         keys = keys[0].transpose(1, 2, 0)[:, None]  # kv_heads, 1, head_dim, positions
         values = values[0].transpose(1, 0, 2)[:, None]  # kv_heads, 1, positions, head_dim
-        attended = xp.empty_like(q)
+        attended = xp.empty(q.shape, xp.float32)
         tile = max(1, min(span.count, _SCORES_LIMIT // (config.heads * end)))
         for first in range(0, span.count, tile):
             count = min(tile, span.count - first)
@@ -120,7 +124,7 @@ class Decoder:
             scores = xp.matmul(rows.transpose(1, 2, 0, 3), keys[..., :seen])  # kv_heads, heads of each, count, seen
             # Row i sees all but the last count - 1 - i: only that corner is masked.
             scores[..., seen - count :] += xp.triu(xp.full((count, count), -xp.inf, xp.float32), 1)
-            mixed = xp.matmul(_softmax(xp, scores), values[..., :seen, :])
+            mixed = xp.matmul(self._softmax(scores), values[..., :seen, :])
             attended[first : first + count] = mixed.transpose(2, 0, 1, 3).reshape(count, config.heads, -1)
         return attended
 
@@ -128,19 +132,17 @@ class Decoder:
         """One token each over its own history: (members, heads, head_dim)."""
         config, xp = self._config, self._xp
         members = q.shape[0]
-        longest = int(group.lengths.max())
-        keys, values = self._cache.read(number, xp.asarray(group.table), longest)
+        keys, values = self._cache.read(number, xp.asarray(group.table), group.longest)
         rows = q.reshape(members, config.kv_heads, -1, config.head_dim)
         scores = xp.matmul(rows, keys.transpose(0, 2, 3, 1))  # members, kv_heads, heads of each, longest
         if members > 1:
-            beyond = xp.arange(longest) >= xp.asarray(group.lengths)[:, None]
-            scores += xp.where(beyond, xp.float32(-xp.inf), xp.float32(0))[:, None, None]
-        return xp.matmul(_softmax(xp, scores), values.transpose(0, 2, 1, 3)).reshape(q.shape)
+            scores += xp.asarray(group.mask)
+        return xp.matmul(self._softmax(scores), values.transpose(0, 2, 1, 3)).reshape(q.shape)
 
-
-def _softmax(xp: ModuleType, scores: Array) -> Array:
-    """Over the last axis, in place."""
-    scores -= scores.max(axis=-1, keepdims=True)
-    xp.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    return scores
+    def _softmax(self, scores: Array) -> Array:
+        """Over the last axis, in place, of raw products of queries and keys."""
+        scores -= scores.max(axis=-1, keepdims=True)
+        scores *= self._scale
+        self._xp.exp(scores, out=scores)
+        scores /= scores.sum(axis=-1, keepdims=True)
+        return scores

@@ -28,6 +28,7 @@ from shared.messages import Sampling, TokenLogprob
 
 _GREEDY_BELOW = 1e-5
 """A temperature below this is greedy (vLLM's bound): dividing by it would overflow."""
+_LOGIT_LIMIT = 1e30
 
 
 def sample(xp: ModuleType, logits: Array, works: Sequence[Work]) -> list[Drawn]:
@@ -65,9 +66,10 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
         history = np.asarray(work.history, np.int64)
         if sampling.repetition_penalty != 1.0:
             seen = xp.asarray(np.unique(history))
-            scores = penalised[row, seen]
-            factor = np.float32(sampling.repetition_penalty)
-            penalised[row, seen] = xp.where(scores > 0, scores / factor, scores * factor)
+            scores, factor = penalised[row, seen].astype(np.float64), sampling.repetition_penalty
+            with np.errstate(over="ignore"):  # any factor above 0 is allowed; what it makes stays a float32
+                scores = xp.where(scores > 0, scores / factor, scores * factor)
+            penalised[row, seen] = xp.clip(scores, -_LOGIT_LIMIT, _LOGIT_LIMIT)
         produced, counts = np.unique(history[work.prompt_tokens :], return_counts=True)
         penalty = sampling.frequency_penalty * counts + sampling.presence_penalty
         penalised[row, xp.asarray(produced)] -= xp.asarray(penalty.astype(np.float32))

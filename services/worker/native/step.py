@@ -40,6 +40,13 @@ class Group:
     """Positions each attends to, its own among them."""
     table: Ints
     """(works, blocks); a shorter sequence repeats its own first slot, so that nobody reads another's pages."""
+    mask: NDArray[np.float32]
+    """(works, 1, 1, longest), added to scores: -inf beyond a work's own length."""
+
+    @property
+    def longest(self) -> int:
+        """Positions the longest of them attends to."""
+        return int(self.lengths.max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +119,11 @@ def _gather(single: Sequence[int], blocks: Sequence[int], limit_blocks: int) -> 
 
 def _group(works: Sequence[Work], tables: Sequence[Ints], rows: Ints) -> Group:
     widest = max(len(table) for table in tables)
+    lengths = np.asarray([work.start + 1 for work in works], np.int64)
+    beyond = np.arange(lengths.max()) >= lengths[:, None]
     return Group(
         rows=rows,
-        lengths=np.asarray([work.start + 1 for work in works], np.int64),
+        lengths=lengths,
         table=np.stack([np.concatenate([table, np.full(widest - len(table), table[0])]) for table in tables]),
+        mask=np.where(beyond, np.float32(-np.inf), np.float32(0))[:, None, None],
     )

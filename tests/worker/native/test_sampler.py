@@ -206,5 +206,13 @@ def test_extreme_logits_neither_overflow_nor_leave_the_vocabulary() -> None:
         assert support(row, settings(temperature=temperature), 50) == {1, 3}
 
 
+@pytest.mark.parametrize("factor", [5e-324, 1e-300, 1e300])
+def test_an_absurd_repetition_penalty_stays_within_numbers(factor: float) -> None:
+    row = np.array([1.0, -1.0, 0.0, 0.5], np.float32)
+    alone = settings(repetition_penalty=factor, temperature=1.0)
+    token = draw(row, alone, history=[0, 1]).token
+    assert (token == 0) if factor < 1 else (token in (2, 3, 0))
+
+
 def test_nothing_to_draw_draws_nothing() -> None:
     assert sample(np, np.empty((0, VOCAB), np.float32), []) == []
