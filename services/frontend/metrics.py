@@ -55,6 +55,6 @@ class Metrics:
             registry, "headrace_dropped_frames", "Step frames lost at the subscription's bound"
         )
         self.unanswerable = counter(
-            registry, "headrace_unanswerable_requests", "Requests over NATS without a reply subject"
+            registry, "headrace_unanswerable_requests", "Requests over NATS without a usable reply subject"
         )
         self.unsent = counter(registry, "headrace_unsent_load_events", "Load events dropped while NATS was away")

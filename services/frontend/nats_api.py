@@ -19,7 +19,7 @@ from services.frontend.http import CLIENT_GONE
 from services.frontend.metrics import Metrics
 from services.frontend.service import Frontend
 from shared import subjects
-from shared.errors import BusDown, HeadraceError
+from shared.errors import BusDown, HeadraceError, ProtocolError
 from shared.lifecycle import Runtime
 from shared.messages import JSON_HEADER
 from shared.messaging import LAST_HEADER, Message, Subscription
@@ -73,7 +73,11 @@ class NatsDoor:
     def _answerable(self, message: Message) -> bool:
         """We may publish where a client may not: it must not make us say something to a service in its place."""
         if message.reply and not message.reply.startswith(f"{subjects.ROOT}."):
-            return True
+            try:
+                subjects.check(message.reply)  # nats-server lets a client name anything, `a..b` and `>` too
+                return True
+            except ProtocolError:
+                pass
         self._metrics.unanswerable.inc()
         _log.warning("a request on %s has no inbox as its reply subject: %r", message.subject, message.reply)
         return False

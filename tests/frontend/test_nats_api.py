@@ -96,6 +96,21 @@ async def test_a_request_without_a_reply_subject_is_counted_and_costs_nothing(di
         assert len(w.router.asked.all) == 1
 
 
+async def test_a_reply_subject_that_nats_would_not_take_costs_nobody_else_anything(directory: Path) -> None:
+    async with world(directory) as w:
+        w.say("next")
+        unusable = ["foo..bar", "foo.*", ">", ".", "foo."]
+        for reply in unusable:
+            for operation in ("chat", "completions", "models"):
+                subject = subjects.client(NAMESPACE, operation)
+                w.broker.publish(Message(subject, body(), reply, {}))
+                w.broker.publish(Message(subject, b"{", reply, {}))
+        answer, _ = await ask(w, "chat", body())
+        assert answer["choices"][0]["message"]["content"] == "next"
+        assert w.metric("headrace_unanswerable_requests_total") == 6 * len(unusable)
+        assert len(w.router.asked.all) == 1
+
+
 async def test_a_client_that_vanishes_cancels_its_stream(directory: Path) -> None:
     async with world(directory) as w:
         worker = w.workers[0]
