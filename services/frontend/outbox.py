@@ -12,7 +12,7 @@ import logging
 
 from services.frontend.metrics import Metrics
 from shared import subjects
-from shared.errors import BusDown
+from shared.errors import BusDown, ProtocolError
 from shared.messages import CANCEL, LOAD_EVENTS, Cancel, LoadEvent, LoadEvents
 from shared.messaging import Bus
 
@@ -61,21 +61,34 @@ class Outbox:
             await asyncio.sleep(BATCH_S if sent else BUS_DOWN_S)
 
     async def flush(self) -> bool:
-        """Publish all that waits; whether NATS took it."""
+        """Publish all that waits; whether NATS took it. Several may run at once: each takes out what it sends."""
         cancels, self._cancels = self._cancels, []
         try:
             for instance, cancel in cancels:
-                subject = subjects.worker(self._namespace, instance, "cancel")
-                await self._bus.publish(subject, CANCEL.encode(cancel))
+                await self._publish(subjects.worker(self._namespace, instance, "cancel"), CANCEL.encode(cancel))
             while self._events:
-                model, events = next(iter(self._events.items()))
-                batch = events[:EVENTS_A_MESSAGE]
-                payload = LOAD_EVENTS.encode(LoadEvents(model, batch))
-                await self._bus.publish(subjects.router_load(self._namespace, model), payload)
-                del events[: len(batch)]
-                if not events:
-                    del self._events[model]
+                await self._publish_events(*next(iter(self._events.items())))
         except BusDown:
             self._wake.set()
             return False
         return True
+
+    async def _publish_events(self, model: str, events: list[LoadEvent]) -> None:
+        batch = events[:EVENTS_A_MESSAGE]
+        del events[: len(batch)]
+        if not events:
+            del self._events[model]
+        try:
+            payload = LOAD_EVENTS.encode(LoadEvents(model, batch))
+            await self._publish(subjects.router_load(self._namespace, model), payload)
+        except BusDown:
+            self._events[model] = batch + self._events.get(model, [])
+            raise
+
+    async def _publish(self, subject: str, payload: bytes) -> None:
+        """Raises BusDown. What no bus would take is dropped: a peer gave a name that is no subject."""
+        try:
+            await self._bus.publish(subject, payload)
+        except ProtocolError as wrong:
+            self._metrics.unsendable.inc()
+            _log.error("not sent: %s", wrong)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -80,3 +83,60 @@ async def test_at_the_bound_the_oldest_half_is_dropped_and_counted(monkeypatch: 
     await heard.all()
     assert [[event.request for event in batch.events] for batch in heard.load] == [["2", "3"], ["4"]]
     assert registry.get_sample_value("headrace_unsent_load_events_total") == 2
+
+
+async def test_an_address_that_is_no_subject_costs_only_its_own_message() -> None:
+    box, heard, _, registry = await opened()
+    box.cancel("no worker's id", "a", 1)
+    box.cancel("w1", "b", 1)
+    box.tell("", Finished("a", 1))
+    box.tell(MODEL, Finished("b", 1))
+    assert await box.flush()
+    await heard.all()
+    assert heard.cancels == [Cancel("b", 1)]
+    assert heard.load == [LoadEvents(MODEL, [Finished("b", 1)])]
+    assert registry.get_sample_value("headrace_unsendable_messages_total") == 2
+
+
+class CongestedBus(MemoryBus):
+    """Publishing waits until `opened`."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__(broker)
+        self.opened = asyncio.Event()
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        gone: Callable[[], None] | None = None,
+    ) -> None:
+        await self.opened.wait()
+        await super().publish(subject, payload, headers=headers, gone=gone)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_what_is_told_while_two_flushes_wait_goes_out_once(lost: bool) -> None:
+    broker = MemoryBroker()
+    heard = Heard(broker)
+    await heard.listen()
+    bus = CongestedBus(broker)
+    box = Outbox(bus, "n", Metrics(CollectorRegistry()))
+    box.tell(MODEL, Finished("a", 1))
+    first = asyncio.create_task(box.flush())
+    await asyncio.sleep(0)
+    box.tell(MODEL, Finished("b", 1))
+    second = asyncio.create_task(box.flush())
+    await asyncio.sleep(0)
+    box.tell(MODEL, Finished("c", 1))
+    if lost:
+        bus.lose()
+    bus.opened.set()
+    assert [await first, await second] == [not lost] * 2
+    bus.find()
+    assert await box.flush()
+    await heard.all()
+    told = [event.request for batch in heard.load for event in batch.events]
+    assert sorted(told) == ["a", "b", "c"]
