@@ -80,7 +80,8 @@ def _converted(
     source: Path, files: list[Path], cache: Path, progress: Progress, limit_bytes: int, convert: Callable[[Path], None]
 ) -> Path:
     """The cache's entry for these source files, converted if it is not there or damaged."""
-    target = cache / f"{source.stem if source.is_file() else source.name}-{_key(source, files)}"
+    name = source.stem if source.is_file() else source.resolve().name  # also of "."
+    target = cache / f"{name}-{_key(source, files)}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{target.name}.lock", progress):
@@ -175,7 +176,10 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
 
 
 def _shrink(cache: Path, limit_bytes: int) -> None:
-    """Remove entries, least recently used first, until they fit or only those in use are left."""
+    """Remove entries, least recently used first, until they fit or only those in use are left.
+
+    What a killed conversion left counts as an entry; one that is still being written is in use.
+    """
     entries = [entry for entry in cache.iterdir() if (entry / "model.safetensors").is_file()]
     entries.sort(key=lambda entry: entry.stat().st_mtime)
     sizes = {entry: (entry / "model.safetensors").stat().st_size for entry in entries}
