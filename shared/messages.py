@@ -527,10 +527,12 @@ class Codec(Generic[T]):
     def decode(self, payload: bytes, headers: Mapping[str, str] | None = None) -> T:
         """Raises ProtocolError on anything that is not a message of this channel."""
         try:
-            if is_json(headers):
-                return self._json.decode(payload)
-            return self._msgpack.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+            if not is_json(headers):
+                return self._msgpack.decode(payload)
+            message = self._json.decode(payload)
+            _ENCODER.encode(message)  # JSON knows integers that msgpack, and so the next process, cannot be told
+            return message
+        except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError) as wrong:
             raise ProtocolError(f"{self._name}: {wrong}") from wrong
 
     def encode(self, message: T, headers: Mapping[str, str] | None = None) -> bytes:

@@ -136,6 +136,21 @@ def test_any_other_bytes_are_a_protocol_error_or_a_message(codec: Codec[Any], pa
     assert codec.decode(codec.encode(message)) == message
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_payload_nested_without_end_is_a_protocol_error(codec: Codec[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(b'{"later":' + b"[" * 100_000, JSON_HEADER)
+    with pytest.raises(ProtocolError):
+        codec.decode(b"\x81\xa5later" + b"\x91" * 100_000)
+
+
+def test_an_integer_that_msgpack_cannot_carry_on_is_a_protocol_error() -> None:
+    for attempt in (1 << 64, -(1 << 63) - 1):
+        payload = b'{"type": "cancel", "request": "r", "attempt": %d}' % attempt
+        with pytest.raises(ProtocolError, match="cancel"):
+            messages.CANCEL.decode(payload, JSON_HEADER)
+
+
 def test_the_error_names_the_channel() -> None:
     with pytest.raises(ProtocolError, match="generate reply"):
         messages.GENERATE_REPLY.decode(b"\xc1")

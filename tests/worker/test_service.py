@@ -14,6 +14,7 @@ from shared.errors import ModelError
 from shared.hashing import pack_tokens
 from shared.memory_bus import MemoryBus
 from shared.messages import (
+    GENERATE,
     INSTANCE,
     JSON_HEADER,
     RESEND_REQUEST,
@@ -167,6 +168,18 @@ async def test_bad_requests_are_refused_by_name(config: WorkerConfig) -> None:
         assert reply.code == "wrong_model"
         torn = await shell.peer.ask("generate", b"\xc1 not msgpack")
         assert b"bad_request" in torn.payload
+
+
+async def test_a_number_that_cannot_be_passed_on_is_refused_and_the_worker_lives_on(config: WorkerConfig) -> None:
+    huge = GENERATE.encode(endless("r"), JSON_HEADER).replace(b'"attempt":1', b'"attempt":%d' % (1 << 64))
+    async with running_worker(config) as shell:
+        await serving(shell)
+        subject = subjects.worker(NAMESPACE, WORKER, "generate")
+        reply = await shell.peer.bus.request(subject, huge, timeout_s=LIMIT_S, headers=JSON_HEADER)
+        assert b"bad_request" in reply.payload
+        reports = len(shell.peer.reports)
+        await shell.peer.until(lambda: len(shell.peer.reports) > reports)
+        assert shell.peer.reports[-1].attempts == []
 
 
 async def test_beyond_the_bound_attempts_are_refused_as_overloaded(config: WorkerConfig) -> None:
