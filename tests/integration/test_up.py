@@ -26,6 +26,7 @@ from tests.integration.stack import ROOT, Up, eventually, running, with_models
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
 LEASE_S = 10.0
+WORKERS = "/headrace/default/instances/worker/"
 
 
 @pytest.fixture(scope="module")
@@ -181,25 +182,33 @@ def test_etcd_shows_readable_json_of_who_is_alive(up: Up) -> None:
     assert [card["model"] for card in cards] == [MODEL, MODEL]
 
 
-def test_a_killed_worker_is_gone_within_its_lease_and_its_successor_serves(up: Up, client: OpenAI) -> None:
-    before = etcd_keys(up, "/headrace/default/instances/worker/")
-    pid = up.pid("worker-0")
-    victim = next(key for key, value in before.items() if value["pid"] == pid)
-    os.kill(pid, signal.SIGKILL)
+def test_a_killed_worker_is_gone_within_its_lease_and_its_stream_ends_as_if_nothing_had_happened(
+    up: Up, client: OpenAI
+) -> None:
+    def begin(question: str) -> tuple[str, Iterator[str]]:
+        answer = client.with_raw_response.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=100,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        texts = ("".join(choice.delta.content or "" for choice in chunk.choices) for chunk in answer.parse())
+        return answer.headers["x-request-id"], texts
+
+    question = "Write a poem about the sea."
+    undisturbed = "".join(begin(question)[1])
+    before = etcd_keys(up, WORKERS)
+    request, texts = begin(question)
+    text = next(filter(None, texts))
+    victim = WORKERS + worker_of(up, request)
+    os.kill(before[victim]["pid"], signal.SIGKILL)
+    assert text + "".join(texts) == undisturbed
     eventually(
-        lambda: victim not in etcd_keys(up, "/headrace/default/instances/worker/"),
-        limit_s=LEASE_S + 5,
-        what="the killed worker's key is gone",
+        lambda: victim not in etcd_keys(up, WORKERS), limit_s=LEASE_S + 5, what="the killed worker's key is gone"
     )
-    eventually(
-        lambda: len(etcd_keys(up, "/headrace/default/instances/worker/")) == 2,
-        limit_s=60,
-        what="its successor is there",
-    )
-    answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16
-    )
-    assert "Paris" in (answer.choices[0].message.content or "")
+    eventually(lambda: len(etcd_keys(up, WORKERS)) == 2, limit_s=60, what="its successor is there")
 
 
 @pytest.mark.parametrize("discovery", ["etcd", "file"])
