@@ -21,6 +21,8 @@ from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, PROTOCOL, Instanc
 
 BLOCK_SIZE_LIMIT = 1 << 16
 """Tokens; a self-test over a block size from the wire costs time and memory in proportion."""
+RANKS_LIMIT = 1 << 10
+"""Each rank is a candidate in every choice."""
 
 
 class InstanceUp(Struct, frozen=True):
@@ -76,6 +78,10 @@ def read_entry(namespace: str, key: str, value: bytes) -> Entry:
         raise ProtocolError("neither an instance nor a model card")
     if key != expected:
         raise ProtocolError(f"the value belongs under {expected}")
+    if not subjects.is_id(entry.instance):
+        raise ProtocolError(f"instance: {entry.instance!r} is no id")
+    if isinstance(entry, ModelCard) and not entry.model:
+        raise ProtocolError("model: it has no name")
     return entry
 
 
@@ -96,14 +102,17 @@ class Catalogue:
         """Model → the first of its cards that is acceptable by itself."""
 
     def set(self, key: str, entry: Entry) -> list[DirectoryChange]:
-        """A key came or has a new value."""
-        self._entries[key] = entry
+        """A key came or has a new value. Raises ProtocolError where another key has this instance's id."""
         match entry:
             case Instance():
                 before = self.instances.get(entry.instance)
+                if before is not None and before.service != entry.service:
+                    raise ProtocolError(f"instance: {entry.instance} is a {before.service} already")
+                self._entries[key] = entry
                 self.instances[entry.instance] = entry
                 return [InstanceUp(entry), *self._judge_protocol(before, entry)]
             case ModelCard():
+                self._entries[key] = entry
                 return self._set_card(entry)
             case _:
                 assert_never(entry)
@@ -194,6 +203,8 @@ class Catalogue:
         """What is wrong with a card whatever the others say."""
         if not 1 <= card.block_size <= BLOCK_SIZE_LIMIT:
             return f"block_size: {card.block_size} is not within 1 … {BLOCK_SIZE_LIMIT}"
+        if not 1 <= card.ranks <= RANKS_LIMIT:
+            return f"ranks: {card.ranks} is not within 1 … {RANKS_LIMIT}"
         ours = _self_test(card.block_size)
         if card.hash_self_test != ours:
             return f"hash_self_test: the card has {card.hash_self_test!r}, this program computes {ours!r}"

@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 class Directory:
     """Follows `/headrace/{ns}/instances/` and `/headrace/{ns}/models/`.
 
-    Keys whose value does not parse are logged, counted and left out. A key missing after an outage is kept while the
-    instance still answers Ping on its `control` subject.
+    Keys whose value does not parse, or names an id that another key has, are logged, counted and left out. A key
+    missing after an outage is kept while the instance still answers Ping on its `control` subject.
     """
 
     def __init__(
@@ -92,12 +92,11 @@ class Directory:
 
     def _set(self, key: str, value: bytes) -> list[DirectoryChange]:
         try:
-            entry = read_entry(self._namespace, key, value)
+            return self._catalogue.set(key, read_entry(self._namespace, key, value))
         except ProtocolError as wrong:
             _log.error("discovery: %s is left out: %s", key, wrong)
             self._unreadable.inc()
             return self._catalogue.remove(key)
-        return self._catalogue.set(key, entry)
 
     def _tell(self, changes: Iterable[DirectoryChange]) -> None:
         for change in changes:
@@ -116,7 +115,7 @@ class Directory:
         try:
             subject = subjects.control(self._namespace, service, instance)
             await self._bus.request(subject, PING.encode(Ping()), timeout_s=PING_TIMEOUT_S)
-        except NoResponders:
+        except (NoResponders, ProtocolError):  # the latter: a foreign key, of which no subject can be made
             return False
         except (RequestTimeout, BusDown):
             return True

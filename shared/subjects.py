@@ -27,6 +27,14 @@ _SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 _PATTERN = re.compile(r">|(\*|[^\s.*>]+)(\.(\*|[^\s.*>]+))*(\.>)?")
 
 
+_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+
+
+def is_id(text: str) -> bool:
+    """Whether `text` can be an instance's id: one subject token and one path segment. (Ours are hex.)"""
+    return _ID.fullmatch(text) is not None
+
+
 def check(subject: str, *, wildcards: bool = False) -> None:
     """Raises ProtocolError where NATS would not take `subject`; `wildcards` are for those who subscribe."""
     if not (_PATTERN if wildcards else _SUBJECT).fullmatch(subject):

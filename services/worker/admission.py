@@ -7,14 +7,12 @@ send bytes here.
 from __future__ import annotations
 
 import math
-import re
 
 from services.worker.engine import Ready
+from shared import subjects
 from shared.hashing import unpack_tokens
 from shared.messages import Generate, Sampling
 
-_NAME = re.compile(r"[0-9A-Za-z_-]{1,64}")
-"""Ids become parts of subjects."""
 _MAX_REQUEST_CHARACTERS = 256
 _MAX_SALT_CHARACTERS = 256
 _MAX_TIME_LEFT_S = 7 * 24 * 3600.0
@@ -34,7 +32,7 @@ def _envelope(generate: Generate) -> str:
         return f"request: an id of {len(generate.request)} characters"
     if generate.attempt < 0:
         return f"attempt: {generate.attempt}"
-    if not _NAME.fullmatch(generate.frontend):
+    if not subjects.is_id(generate.frontend):
         return "frontend: not an instance id"
     if not 0.0 < generate.time_left_s <= _MAX_TIME_LEFT_S:
         return f"time_left_s: {generate.time_left_s:g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from shared import subjects
 from shared.catalogue import (
     BLOCK_SIZE_LIMIT,
+    RANKS_LIMIT,
     CardDown,
     CardRefused,
     CardUp,
@@ -82,6 +84,9 @@ def test_entries_are_read_by_their_keys() -> None:
         (instance_key(instance("a1")), INSTANCE.encode(instance("b2"), JSON_HEADER), "belongs under"),
         (card_key(card("a1")), MODEL_CARD.encode(card("a1", model="other"), JSON_HEADER), "belongs under"),
         (card_key(card("a1")), MODEL_CARD.encode(card("a1")), "model card"),
+        (instance_key(instance("a b")), INSTANCE.encode(instance("a b"), JSON_HEADER), "no id"),
+        (card_key(card("a.>")), MODEL_CARD.encode(card("a.>"), JSON_HEADER), "no id"),
+        (card_key(card("a1", model="")), MODEL_CARD.encode(card("a1", model=""), JSON_HEADER), "no name"),
         ("/headrace/test/else/x", b"{}", "neither"),
     ],
 )
@@ -107,6 +112,8 @@ def test_instances_come_change_and_go() -> None:
         (card("b2", block_size=0), "block_size"),
         (card("b2", block_size=BLOCK_SIZE_LIMIT + 1), "block_size"),
         (card("b2", tokenizer="u"), "tokenizer_digest"),
+        (msgspec.structs.replace(card("b2"), ranks=0), "ranks"),
+        (msgspec.structs.replace(card("b2"), ranks=RANKS_LIMIT + 1), "ranks"),
     ],
 )
 def test_a_card_that_contradicts_is_refused_by_the_name_of_the_field(wrong: ModelCard, field: str) -> None:

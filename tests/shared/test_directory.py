@@ -222,3 +222,33 @@ async def test_while_the_bus_is_away_too_nobody_is_buried(world: World) -> None:
     assert world.directory.instances.keys() == {"a1"}
     world.broker.reconnect(world.bus)
     await world.until(lambda: not world.directory.instances)
+
+
+async def test_after_an_outage_a_missing_key_that_names_no_instance_is_gone_and_the_rest_followed(world: World) -> None:
+    strange = {"/headrace/test/a note": b"1", "/headrace/test/instances/worker/a b": b"2"}
+    registration = await world.discovery.register(lambda epoch: strange | published(instance("a1")))
+    await world.until(lambda: len(world.told) == 1)
+    world.store.outage()
+    world.store.kill(registration)
+    world.store.recover()
+    await world.until(lambda: not world.directory.instances)
+    await world.discovery.register(lambda epoch: published(instance("b2")))
+    await world.until(lambda: "b2" in world.directory.instances)
+
+
+async def test_a_value_nested_without_end_is_left_out_and_the_rest_followed(world: World) -> None:
+    key = subjects.instance_key(NAMESPACE, "worker", "b2")
+    await world.discovery.register(lambda epoch: {key: b'{"later":' + b"[" * 100_000} | published(instance("a1")))
+    await world.until(lambda: "a1" in world.directory.instances)
+    assert world.count("headrace_directory_unreadable_values_total") == 1
+
+
+async def test_one_id_under_two_services_is_left_out_and_the_rest_followed(world: World) -> None:
+    both = published(instance("a1")) | published(instance("a1", service="router"))
+    registration = await world.discovery.register(lambda epoch: both)
+    await world.until(lambda: "a1" in world.directory.instances)
+    await registration.close()
+    await world.until(lambda: not world.directory.instances)
+    assert world.count("headrace_directory_unreadable_values_total") == 1
+    await world.discovery.register(lambda epoch: published(instance("b2")))
+    await world.until(lambda: "b2" in world.directory.instances)

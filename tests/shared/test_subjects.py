@@ -55,3 +55,10 @@ def test_every_key_lies_below_its_prefixes() -> None:
 def test_a_models_subject_is_one_that_nats_takes(name: str) -> None:
     subjects.check(subjects.select("default", name))
     subjects.check(subjects.router_load("default", name), wildcards=True)
+
+
+def test_an_id_is_one_token_and_one_segment() -> None:
+    assert subjects.is_id("0123456789abcdef")
+    assert subjects.is_id("worker-1_a")
+    for text in ("", "a.b", "a b", "a/b", "*", ">", "a\n", "é", "a" * 65):
+        assert not subjects.is_id(text), text
