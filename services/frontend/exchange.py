@@ -94,7 +94,8 @@ class Exchange:
                 raise InvalidRequest(
                     f"token id {token} is outside the vocabulary of {limits.vocab_size}", param=f"stop_token_ids[{at}]"
                 )
-        prompt = fit(tokens, limits, max_tokens=openai.token_limit(request), default=default, param=param)
+        max_tokens, limit_param = openai.token_limit(request)
+        prompt = fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
         job = _job(request, model, prompt)
         output = Output(model.token_bytes, openai.stops(request))
         async with self._frontend.open(job, output) as stream:

@@ -268,13 +268,14 @@ def stops(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
     return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
-def token_limit(request: ChatRequest | CompletionRequest) -> int | None:
-    """How many tokens the client allows; None: it does not say. Raises InvalidRequest."""
+def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, str]:
+    """How many tokens the client allows, None where it does not say, and the field that says it. Raises
+    InvalidRequest."""
     if not isinstance(request, ChatRequest) or request.max_completion_tokens is None:
-        return request.max_tokens
+        return request.max_tokens, "max_tokens"
     if request.max_tokens not in (None, request.max_completion_tokens):
         raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_tokens")
-    return request.max_completion_tokens
+    return request.max_completion_tokens, "max_completion_tokens"
 
 
 def logprobs(request: ChatRequest | CompletionRequest) -> int:

@@ -29,6 +29,8 @@ from shared.messages import ModelCard
 
 INLINE_CHARACTERS = 1024
 """Texts up to this length are encoded on the event loop."""
+TURN_CHARACTERS = 32
+"""What a message counts for beside its own texts: a template writes something around them."""
 
 
 class Model(Struct, frozen=True):
@@ -92,7 +94,7 @@ def _load_template(directory: Path) -> ChatTemplate | None:
     if path.exists():
         try:
             config = msgspec.json.decode(_read(path), type=dict[str, object])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as wrong:
             raise ModelError(f"{path}: {wrong}") from None
     own_file = directory / "chat_template.jinja"
     if own_file.exists():  # wins, as in transformers
@@ -121,6 +123,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as wrong:
         raise ModelError(f"{path}: {wrong.strerror}") from None
+    except ValueError as wrong:  # the path comes from a card and may hold anything
+        raise ModelError(f"{str(path)!r}: {wrong}") from None
 
 
 # --- requests
@@ -131,28 +135,42 @@ async def encode_chat(model: Model, messages: Sequence[Mapping[str, str]], pool:
     template = model.template
     if template is None:
         raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", param="model")
-    if sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS:
-        return _encode(model.tokenizer, template.render(messages), special=False)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(pool, lambda: _encode(model.tokenizer, template.render(messages), special=False))
+    if sum(TURN_CHARACTERS + sum(map(len, message.values())) for message in messages) <= INLINE_CHARACTERS:
+        return _encode(model.tokenizer, template.render(messages), special=False, param="messages")
+    return await asyncio.get_running_loop().run_in_executor(
+        pool, lambda: _encode(model.tokenizer, template.render(messages), special=False, param="messages")
+    )
 
 
 async def encode_text(model: Model, text: str, pool: Executor) -> list[int]:
-    """With the special tokens that the tokenizer puts around a text (Llama: `<s>`)."""
+    """With the special tokens that the tokenizer puts around a text (Llama: `<s>`). Raises InvalidRequest."""
     if len(text) <= INLINE_CHARACTERS:
-        return _encode(model.tokenizer, text, special=True)
-    return await asyncio.get_running_loop().run_in_executor(pool, lambda: _encode(model.tokenizer, text, special=True))
+        return _encode(model.tokenizer, text, special=True, param="prompt")
+    return await asyncio.get_running_loop().run_in_executor(
+        pool, lambda: _encode(model.tokenizer, text, special=True, param="prompt")
+    )
 
 
-def _encode(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
-    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+def _encode(tokenizer: Tokenizer, text: str, *, special: bool, param: str) -> list[int]:
+    try:
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+    except Exception as wrong:  # noqa: BLE001  a tokenizer comes with the model, and the package raises bare Exception
+        raise InvalidRequest(f"the model's tokenizer fails on the text: {wrong}", param=param) from None
     return encoding.ids
 
 
-def fit(tokens: Sequence[int], limits: Limits, *, max_tokens: int | None, default: int | None, param: str) -> Prompt:
+def fit(
+    tokens: Sequence[int],
+    limits: Limits,
+    *,
+    max_tokens: int | None,
+    default: int | None,
+    param: str,
+    limit_param: str = "max_tokens",
+) -> Prompt:
     """The prompt and how many tokens may follow: `max_tokens`, else `default`, else what the context leaves.
 
-    `param` names the field the prompt came from. Raises InvalidRequest.
+    `param` and `limit_param` name the fields that the prompt and `max_tokens` came from. Raises InvalidRequest.
     """
     if not tokens:
         raise InvalidRequest("the prompt is empty", param=param)
@@ -171,8 +189,8 @@ def fit(tokens: Sequence[int], limits: Limits, *, max_tokens: int | None, defaul
         )
     if max_tokens is not None and max_tokens > room:
         raise InvalidRequest(
-            f"the prompt's {len(tokens)} tokens and max_tokens of {max_tokens} do not fit {context}",
-            param="max_tokens",
+            f"the prompt's {len(tokens)} tokens and {limit_param} of {max_tokens} do not fit {context}",
+            param=limit_param,
             code="context_length_exceeded",
         )
     wanted = room if max_tokens is None and default is None else max_tokens or default

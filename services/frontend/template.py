@@ -37,6 +37,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as wrong:
             raise ModelError(f"the chat template, line {wrong.lineno}: {wrong.message}") from None
+        except Exception as wrong:  # noqa: BLE001  a template is a plug-in: what Jinja makes of it may not compile
+            raise ModelError(f"the chat template: {type(wrong).__name__}: {wrong}") from None
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt, ending where the assistant's answer begins. Raises InvalidRequest."""

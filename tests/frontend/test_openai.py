@@ -24,7 +24,7 @@ def completion(**fields: Any) -> openai.CompletionRequest:
 
 def test_defaults_are_openais() -> None:
     assert openai.sampling(chat(), 5, 77) == Sampling(5, seed=77)
-    assert openai.token_limit(chat()) is None
+    assert openai.token_limit(chat()) == (None, "max_tokens")
 
 
 def test_every_not_built_field_is_a_field_and_its_harmless_values_pass() -> None:

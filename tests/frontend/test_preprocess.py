@@ -62,6 +62,40 @@ async def test_a_text_is_encoded_alike_inline_and_in_the_pool(directory: Path) -
         assert chat[0] == 1
 
 
+async def test_many_short_messages_are_a_long_chat_and_go_to_the_pool(directory: Path) -> None:
+    model = load_model(card_of(directory), directory)
+    used: list[bool] = []
+    with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
+        await encode_chat(model, [{"role": "user", "content": "water"}] * 3, pool)
+        assert not used
+        await encode_chat(model, [{"role": "user", "content": ""}] * INLINE_CHARACTERS, pool)
+        assert used
+
+
+async def test_a_long_name_is_a_long_chat_too(directory: Path) -> None:
+    model = load_model(card_of(directory), directory)
+    used: list[bool] = []
+    with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
+        await encode_chat(model, [{"role": "user", "content": "", "name": "x" * INLINE_CHARACTERS}], pool)
+    assert used
+
+
+async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Path) -> None:
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    file["model"]["unk_token"] = "not in the vocabulary"
+    file["pre_tokenizer"] = None
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    model = load_model(card_of(copy), copy)
+    with ThreadPoolExecutor(1) as pool:
+        assert await encode_text(model, "water", pool)
+        with pytest.raises(InvalidRequest, match="tokenizer fails on the text") as refusal:
+            await encode_text(model, "水", pool)
+        assert refusal.value.param == "prompt"
+        with pytest.raises(InvalidRequest) as refusal:
+            await encode_chat(model, [{"role": "user", "content": "水"}], pool)
+        assert refusal.value.param == "messages"
+
+
 async def test_a_model_without_a_template_has_no_chat(copy: Path) -> None:
     (copy / "tokenizer_config.json").unlink()
     model = load_model(card_of(copy), copy)
@@ -95,3 +129,14 @@ def test_a_missing_or_torn_file_is_named(copy: Path) -> None:
     (copy / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer\.json: No such file"):
         load_model(card, copy)
+
+
+def test_a_path_that_is_none_is_the_cards_fault(directory: Path) -> None:
+    with pytest.raises(ModelError, match="null byte"):
+        load_model(card_of(directory), Path("no\0where"))
+
+
+def test_a_config_nested_too_deeply_is_named(copy: Path) -> None:
+    (copy / "tokenizer_config.json").write_text('{"x": ' + "[" * 100_000)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
+        load_model(card_of(copy), copy)

@@ -62,3 +62,11 @@ def test_of_named_templates_the_default_is_taken() -> None:
     for wrong in (7, [], [{"name": "tool_use", "template": "t"}]):
         with pytest.raises(ModelError, match="file"):
             pick_template(wrong, "file")
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for a in b %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 5000 + "1" + ")" * 5000]
+)
+def test_a_template_that_does_not_compile_is_the_models_error(source: str) -> None:
+    with pytest.raises(ModelError, match="the chat template"):
+        ChatTemplate(source, {})
