@@ -11,6 +11,8 @@ from shared.messages import BlockRemoved, BlockStored, KvEvent, SnapshotBlock
 
 MEDIUM = "GPU"
 """vLLM's word for the device tier, whatever the device is."""
+_BLOCK_BYTES = 40
+"""What a block of a snapshot takes at most beside its tokens and names: two hashes and msgpack's lengths."""
 
 
 def to_kv_events(events: Iterable[PoolEvent], block_size: int) -> list[KvEvent]:
@@ -55,6 +57,20 @@ def to_snapshot(contents: Iterable[Content]) -> list[SnapshotBlock]:
         )
         for content in contents
     ]
+
+
+def in_chunks(blocks: Iterable[SnapshotBlock], limit_bytes: int) -> list[list[SnapshotBlock]]:
+    """A snapshot in order, in parts of at most `limit_bytes` or one block; at least one part, though it be empty."""
+    chunks: list[list[SnapshotBlock]] = [[]]
+    left = limit_bytes
+    for block in blocks:
+        size_bytes = len(block.tokens) + len(block.lora.encode()) + len(block.salt.encode()) + _BLOCK_BYTES
+        if size_bytes > left and chunks[-1]:
+            chunks.append([])
+            left = limit_bytes
+        chunks[-1].append(block)
+        left -= size_bytes
+    return chunks
 
 
 def _stored(chain: list[Content], block_size: int) -> BlockStored:

@@ -29,6 +29,7 @@ from services.worker.engine import EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.engine_host import EngineHost
 from services.worker.frame_log import FrameLog
 from services.worker.frame_sender import FrameSender
+from services.worker.kv_events import in_chunks
 from services.worker.metrics import Metrics
 from shared import hashing, subjects
 from shared.directory import DirectoryChange, InstanceDown
@@ -61,7 +62,8 @@ from shared.messaging import LAST_HEADER, Message
 
 REPORT_INTERVAL_S = 0.25
 SNAPSHOT_LIMIT_S = 10.0
-SNAPSHOT_CHUNK_BLOCKS = 2048
+SNAPSHOT_CHUNK_BYTES = 1 << 18
+"""Of msgpack; JSON takes half as much again. Far below any payload limit, and soon encoded."""
 FLUSH_LIMIT_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class Worker:
     def __init__(self, runtime: Runtime, config: WorkerConfig) -> None:
         self._runtime = runtime
         self._config = config
-        self._model_name = config.model_name or Path(config.model).stem
+        self._model_name = config.model_name or _name_of(Path(config.model))
         self._metrics = Metrics(runtime.registry)
         self._attempts = Attempts(
             model=self._model_name,
@@ -274,29 +276,27 @@ class Worker:
         except (ProtocolError, Unavailable) as wrong:
             _log.warning("%s: %s", message.subject, wrong)
             return
-        starts = range(0, max(len(taken.blocks), 1), SNAPSHOT_CHUNK_BLOCKS)
-        for start in starts:
-            last = start == starts[-1]
-            chunk = SnapshotChunk(
-                epoch=epoch,
-                sequence=taken.event_sequence,
-                blocks=taken.blocks[start : start + SNAPSHOT_CHUNK_BLOCKS],
-                last=last,
-            )
-            await self._answer(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last)
+        chunks = in_chunks(taken.blocks, SNAPSHOT_CHUNK_BYTES)
+        for number, blocks in enumerate(chunks, 1):
+            last = number == len(chunks)
+            chunk = SnapshotChunk(epoch=epoch, sequence=taken.event_sequence, blocks=blocks, last=last)
+            if not await self._answer(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last):
+                return  # a snapshot with a hole must not get an end
 
-    async def _answer(self, message: Message, payload: bytes, *, last: bool = False) -> None:
-        """An answer that cannot be sent is not kept: who asked will ask again, or has gone."""
+    async def _answer(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
+        """Whether it was sent. One that was not is not kept: who asked will ask again, or has gone."""
         headers = dict(JSON_HEADER) if is_json(message.headers) else {}
         if last:
             headers[LAST_HEADER] = "true"
         if not message.reply:
             _log.warning("%s: no reply subject", message.subject)
-            return
+            return False
         try:
             await self._runtime.bus.publish(message.reply, payload, headers=headers or None)
         except (BusDown, PayloadTooLarge) as wrong:
             _log.warning("%s: no answer: %s", message.subject, wrong)
+            return False
+        return True
 
     def _directory_changed(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceDown) and change.instance.service == "frontend":
@@ -357,6 +357,11 @@ def _submit(generate: Generate) -> Submit:
         salt=generate.salt,
         priority=generate.priority,
     )
+
+
+def _name_of(model: Path) -> str:
+    """A file's name without its suffix; a directory's whole name, for that may have dots in it."""
+    return model.stem if model.is_file() else model.resolve().name
 
 
 def _tokenizer(directory: Path) -> tuple[Path, str]:

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from services.worker.kv_events import to_kv_events, to_snapshot
+from services.worker.kv_events import in_chunks, to_kv_events, to_snapshot
 from shared.blocks import Content, Evicted, Stored
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
-from shared.messages import BlockRemoved, BlockStored
+from shared.messages import SNAPSHOT_CHUNK, BlockRemoved, BlockStored, SnapshotChunk
 
 
 def contents(tokens: list[int], *, salt: str = "", lora: str = "") -> list[Content]:
@@ -68,3 +68,19 @@ def test_a_snapshot_has_hashes_parents_and_tokens() -> None:
     assert (first.parent, second.parent) == (None, first.hash)
     assert (first.tokens, second.tokens) == (pack_tokens([1, 2]), pack_tokens([3, 4]))
     assert first.salt == "tenant"
+
+
+def test_a_snapshots_chunks_keep_its_order_and_stay_within_the_limit() -> None:
+    blocks = to_snapshot(contents(list(range(200)), salt="é" * 50, lora="adapter"))
+    chunks = in_chunks(blocks, 1000)
+    assert [block for chunk in chunks for block in chunk] == blocks
+    envelope = len(SNAPSHOT_CHUNK.encode(SnapshotChunk(1, 1, [], False)))
+    for chunk in chunks:
+        assert len(SNAPSHOT_CHUNK.encode(SnapshotChunk(1, 1, chunk, False))) <= 1000 + envelope
+    assert len(chunks) < len(blocks) / 4
+
+
+def test_a_block_over_the_limit_is_a_chunk_of_its_own_and_nothing_is_one_chunk() -> None:
+    blocks = to_snapshot(contents([1, 2, 3, 4, 5, 6]))
+    assert in_chunks(blocks, 1) == [[block] for block in blocks]
+    assert in_chunks([], 1) == [[]]

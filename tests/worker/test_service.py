@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -10,9 +11,9 @@ import pytest
 
 from services.worker.config import WorkerConfig
 from shared import subjects
-from shared.errors import ModelError
+from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens
-from shared.memory_bus import MemoryBus
+from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import (
     GENERATE,
     INSTANCE,
@@ -83,6 +84,12 @@ async def test_a_second_request_finds_the_first_ones_blocks(config: WorkerConfig
         assert shell.peer.parts("second")[-1].cached_tokens == 32
 
 
+async def test_a_directorys_whole_name_is_the_models(config: WorkerConfig, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "Qwen2.5-0.5B")
+    async with running_worker(msgspec.structs.replace(config, model=str(model))) as shell:
+        await shell.peer.until(lambda: ("Qwen2.5-0.5B", WORKER) in shell.directory.cards)
+
+
 async def test_the_card_and_the_address_book_stand_while_it_serves(config: WorkerConfig) -> None:
     async with running_worker(config) as shell:
         await serving(shell)
@@ -111,14 +118,49 @@ async def test_events_begin_with_a_cleared_cache_and_equal_the_snapshot(config: 
         await shell.peer.until(lambda: shell.peer.reports[-1].kv[0].sequence == sequences[-1])
 
 
-async def snapshot(shell: Shell) -> list[SnapshotBlock]:
+async def snapshot(shell: Shell, *, idle_timeout_s: float = LIMIT_S) -> list[SnapshotBlock]:
     blocks: list[SnapshotBlock] = []
     payload = SNAPSHOT_REQUEST.encode(SnapshotRequest())
     subject = subjects.worker(NAMESPACE, WORKER, "snapshot")
-    async with shell.peer.bus.stream(subject, payload, idle_timeout_s=LIMIT_S) as messages:
+    async with shell.peer.bus.stream(subject, payload, idle_timeout_s=idle_timeout_s) as messages:
         async for message in messages:
             blocks += SNAPSHOT_CHUNK.decode(message.payload).blocks
     return blocks
+
+
+class TornBus(MemoryBus):
+    """Loses NATS for the second answer of one stream."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBroker())
+        self.answers = -1
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        gone: Callable[[], None] | None = None,
+    ) -> None:
+        if self.answers >= 0 and subject.startswith("_INBOX."):
+            self.answers += 1
+            if self.answers == 2:
+                raise BusDown("torn")
+        await super().publish(subject, payload, headers=headers, gone=gone)
+
+
+async def test_a_snapshot_that_lost_a_chunk_is_given_no_end(config: WorkerConfig) -> None:
+    model = write_model(Path(config.model), context_length=1 << 17)
+    bus = TornBus()
+    async with running_worker(msgspec.structs.replace(config, model=str(model), block_size=1 << 14), bus=bus) as shell:
+        await serving(shell)
+        await shell.peer.generate(request("r", [7] * (5 << 14), max_tokens=1))
+        await shell.peer.ended("r")
+        bus.answers = 0
+        with pytest.raises(RequestTimeout):
+            await snapshot(shell, idle_timeout_s=1.0)
+        assert len(await snapshot(shell)) == 5
 
 
 async def test_a_repeated_attempt_is_accepted_again_and_computed_once(config: WorkerConfig) -> None:
