@@ -6,6 +6,7 @@ body ─▶ decode ─▶ find the model ─▶ prompt ─▶ fit ─▶ Job ─
 from __future__ import annotations
 
 import random
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -28,6 +29,22 @@ from shared.errors import InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 
 Operation = Literal["chat", "completions"]
+_PLAIN = re.compile(r"[0-9A-Za-z._:-]{1,64}")
+
+
+class RequestId(Struct, frozen=True):
+    """The name of a request."""
+
+    unique: str
+    """In the logs and messages of all services."""
+    shown: str
+    """To its client."""
+
+
+def request_id(given: str = "") -> RequestId:
+    """`given` is the client's own name for it, not unique and perhaps unfit: then it is passed over."""
+    own = uuid.uuid4().hex
+    return RequestId(f"{given}-{own}", given) if _PLAIN.fullmatch(given) else RequestId(own, own)
 
 
 class Chunk(Struct, frozen=True):
@@ -43,8 +60,6 @@ class Reply:
     def __init__(self, request: ChatRequest | CompletionRequest, shape: Shape, stream: Stream) -> None:
         self.streams = bool(request.stream)
         """Whether the client wants chunks."""
-        self.request = stream.job.request
-        """The request's id."""
         self._with_usage = _with_usage(request)
         self._shape = shape
         self._stream = stream
@@ -78,7 +93,7 @@ class Exchange:
         self._pool = pool
 
     @asynccontextmanager
-    async def answer(self, operation: Operation, body: bytes) -> AsyncIterator[Reply]:
+    async def answer(self, operation: Operation, body: bytes, named: RequestId) -> AsyncIterator[Reply]:
         """Leaving it cancels what is still running. Raises InvalidRequest and Unavailable."""
         request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
         model, limits = self._models.find(request.model)
@@ -96,7 +111,7 @@ class Exchange:
                 )
         max_tokens, limit_param = openai.token_limit(request)
         prompt = fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
-        job = _job(request, model, prompt)
+        job = _job(named, request, model, prompt)
         output = Output(model.token_bytes, openai.stops(request))
         async with self._frontend.open(job, output) as stream:
             yield Reply(request, _shape(request, job), stream)
@@ -125,11 +140,11 @@ def _card(name: str, context_length: int) -> dict[str, str | int]:
     }
 
 
-def _job(request: ChatRequest | CompletionRequest, model: Model, prompt: Prompt) -> Job:
+def _job(named: RequestId, request: ChatRequest | CompletionRequest, model: Model, prompt: Prompt) -> Job:
     packed = pack_tokens(prompt.tokens)
     salt = request.cache_salt or ""
     return Job(
-        request=uuid.uuid4().hex,
+        request=named.unique,
         model=model.name,
         prompt=packed,
         prompt_tokens=len(prompt.tokens),

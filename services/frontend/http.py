@@ -4,6 +4,9 @@ A handler is cancelled when its client disconnects, which leaves `Exchange.answe
 waits in `write` when its client does not read, while what comes meanwhile is put together into fewer chunks.
 
 An error before the first text is an HTTP status with OpenAI's error object; later it is an SSE event, and no [DONE].
+
+Every response names its request in X-Request-Id: as the client did, where that name is short and plain, or as we do.
+A client that does not read loses its connection UNREAD_S after the request's deadline.
 """
 
 from __future__ import annotations
@@ -20,17 +23,18 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from services.frontend.config import HttpConfig
 from services.frontend.error_object import Failure, failure, failure_of
-from services.frontend.exchange import Exchange, Operation, Reply
+from services.frontend.exchange import Exchange, Operation, Reply, RequestId, request_id
 from services.frontend.metrics import Metrics
 from services.frontend.models import Models
 from services.frontend.openai import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.service import Frontend
-from shared.errors import ConfigError, HeadraceError
+from shared.errors import ConfigError, HeadraceError, InvalidRequest
 from shared.observe import advertised
 
 _JSON = "application/json"
 _REQUEST_ID = "X-Request-Id"
-"""As it stands in the logs of all services."""
+_NAMED = web.RequestKey("named", RequestId)
+UNREAD_S = 5.0
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -66,6 +70,7 @@ class HttpDoor:
     def app(self) -> web.Application:
         """The routes. Bodies over the limit are 413."""
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[_openai_errors])
+        app.on_response_prepare.append(_show_request_id)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/v1/models", self._list_models)
@@ -97,12 +102,10 @@ class HttpDoor:
         try:
             with self._frontend.admitted():
                 body = await self._body(request)
-                async with self._exchange.answer(operation, body) as reply:
+                async with self._exchange.answer(operation, body, _named(request)) as reply:
                     if reply.streams:
-                        return await self._stream(request, reply)
-                    whole = _respond(200, await reply.whole())
-                    whole.headers[_REQUEST_ID] = reply.request
-                    return whole, 200
+                        return await self._stream_in_time(request, reply)
+                    return _respond(200, await reply.whole()), 200
         except HeadraceError as error:
             wrong = failure_of(error)
             return _failed(wrong), wrong.status
@@ -115,11 +118,23 @@ class HttpDoor:
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise body_too_large(None) from None
+        except web.RequestPayloadError as wrong:
+            raise InvalidRequest(f"the body cannot be read: {wrong}") from None
         except TimeoutError:
-            raise web.HTTPRequestTimeout(text="the request's body did not come in time") from None
+            raise InvalidRequest("the body did not come in time", code="request_timeout", status=408) from None
+
+    async def _stream_in_time(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
+        """`_stream`; raises ConnectionAbortedError if the client stops reading for good."""
+        try:
+            async with asyncio.timeout(self._frontend.deadline_s + UNREAD_S):
+                return await self._stream(request, reply)
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()  # closing would wait until the rest is read
+            raise ConnectionAbortedError("the client does not read") from None
 
     async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
-        response = web.StreamResponse(headers={**_SSE_HEADERS, _REQUEST_ID: reply.request})
+        response = web.StreamResponse(headers=_SSE_HEADERS)
         chunks = reply.chunks()
         status = 200
         try:
@@ -184,6 +199,16 @@ async def listen(app: web.Application, config: HttpConfig) -> AsyncIterator[str]
         yield url
     finally:
         await runner.cleanup()
+
+
+def _named(request: web.Request) -> RequestId:
+    if _NAMED not in request:
+        request[_NAMED] = request_id(request.headers.get(_REQUEST_ID, ""))
+    return request[_NAMED]
+
+
+async def _show_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[_REQUEST_ID] = _named(request).shown
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

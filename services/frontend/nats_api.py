@@ -14,7 +14,7 @@ import asyncio
 import logging
 
 from services.frontend.error_object import failure_of
-from services.frontend.exchange import Exchange, Operation, Reply
+from services.frontend.exchange import Exchange, Operation, Reply, request_id
 from services.frontend.http import CLIENT_GONE
 from services.frontend.metrics import Metrics
 from services.frontend.service import Frontend
@@ -86,7 +86,7 @@ class NatsDoor:
         status = 200
         try:
             with self._frontend.admitted():
-                async with self._exchange.answer(operation, message.payload) as reply:
+                async with self._exchange.answer(operation, message.payload, request_id()) as reply:
                     if reply.streams:
                         status = await self._stream(message.reply, reply)
                     else:

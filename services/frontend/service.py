@@ -101,6 +101,11 @@ class Frontend:
         runtime.directory.subscribe(self._on_change)
         runtime.tasks.create_task(self._outbox.run(), name="outbox")
 
+    @property
+    def deadline_s(self) -> float:
+        """Of every request."""
+        return self._limits.deadline_s
+
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """A place among the running requests. Raises Overloaded, or Unavailable while draining."""

@@ -263,12 +263,18 @@ class World:
         """Until the frontend would serve `model`."""
         await self.until("/health", lambda health: health["ready"] and model in health["models"])
 
+    async def counted(self, name: str, value: float) -> None:
+        """Until a metric without labels has that value; each look is a turn of the frontend's loop."""
+        await self.until("/health", lambda _: self.metric(name) == value)
+
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
 
 
 @asynccontextmanager
-async def world(directory: Path, *, announced: bool = True, limits: LimitsConfig | None = None) -> AsyncIterator[World]:
+async def world(
+    directory: Path, *, announced: bool = True, limits: LimitsConfig | None = None, body_timeout_s: float = 30.0
+) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it, and the model is loaded."""
     w = World(MemoryBroker(), MemoryStore(), directory)
     await w.router.start()
@@ -279,7 +285,9 @@ async def world(directory: Path, *, announced: bool = True, limits: LimitsConfig
         for worker in w.workers:
             await w.announce_worker(worker.instance)
     config = FrontendConfig(
-        namespace=NAMESPACE, http=HttpConfig(port=0), limits=limits or LimitsConfig(drain_s=0.0, deadline_s=60.0)
+        namespace=NAMESPACE,
+        http=HttpConfig(port=0, body_timeout_s=body_timeout_s),
+        limits=limits or LimitsConfig(drain_s=0.0, deadline_s=60.0),
     )
     async with _tasks() as tasks:
         runtime = _runtime(w, tasks)

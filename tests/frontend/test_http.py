@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import aiohttp
 import openai
 import pytest
 
+from services.frontend import http as http_door
 from services.frontend.config import LimitsConfig
 from shared.hashing import pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
 from shared.messages import Finished, Prefilled, Refused, Sampling, TokenLogprob
-from tests.frontend.peers import CONTEXT, MODEL, clients, world
+from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, clients, world
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -91,6 +94,92 @@ async def test_a_stream_is_server_sent_events_with_done_last(directory: Path) ->
         events = text.split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""]
         assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+async def test_a_request_keeps_its_clients_name_and_two_of_one_name_do_not_clash(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        worker = w.workers[0]
+        worker.output = None
+        body = {"model": MODEL, "prompt": "x"}
+        both = [
+            asyncio.create_task(http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine.1"}))
+            for _ in range(2)
+        ]
+        for number, generate in enumerate(await worker.generates.at_least(2)):
+            assert generate.request.startswith("mine.1-")
+            await worker.send(generate, 0, [*w.ids(f"answer {number}"), 2], "stop")
+        texts = []
+        for response in await asyncio.gather(*both):
+            assert response.headers["X-Request-Id"] == "mine.1"
+            texts.append((await response.json())["choices"][0]["text"])
+        assert sorted(texts) == ["answer 0", "answer 1"]
+
+
+@pytest.mark.parametrize("given", ["a" * 65, "a b", "grüße", 'x"y', ""])
+async def test_an_unfit_name_is_passed_over(directory: Path, given: str) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("x")
+        body = {"model": MODEL, "prompt": "x"}
+        async with http.post("/v1/completions", json=body, headers={"X-Request-Id": given}) as response:
+            assert response.headers["X-Request-Id"] == w.router.asked.all[0].request != given
+
+
+async def test_errors_name_their_request_too(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        named = {"X-Request-Id": "mine"}
+        for path, body, status in (
+            ("/v1/completions", b"{", 400),
+            ("/v1/chat/completions", BytesIO(b"x" * 5_000_000), 413),
+            ("/v1/embeddings", b"{}", 404),
+            ("/v1/models", b"", 405),
+        ):
+            async with http.post(path, data=body, headers=named) as response:
+                assert (response.status, response.headers["X-Request-Id"]) == (status, "mine")
+            async with http.post(path) as response:
+                assert len(response.headers["X-Request-Id"]) == 32
+
+
+async def test_a_body_that_is_not_what_its_encoding_says_is_400(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        async with http.post("/v1/completions", data=b"no gzip", headers={"Content-Encoding": "gzip"}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+        assert w.metric("headrace_requests_total", operation="completions", status="400") == 1
+
+
+async def test_a_body_that_does_not_come_is_408_and_its_place_comes_back(directory: Path) -> None:
+    async with world(directory, body_timeout_s=0.05) as w:
+        url = aiohttp.client.URL(w.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        async with asyncio.timeout(DEADLINE_S):
+            assert b" 408 " in await reader.readline()
+            assert b"request_timeout" in await reader.readuntil(b"}}")
+        writer.close()
+        assert w.metric("headrace_requests_total", operation="completions", status="408") == 1
+        assert w.metric("headrace_inflight_requests") == 0
+
+
+async def test_a_client_that_never_reads_loses_its_connection_after_the_deadline(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_door, "UNREAD_S", -59.5)
+    async with world(directory, limits=LimitsConfig(deadline_s=60.0, drain_s=0.0)) as w:
+        count = CONTEXT - 100
+        likeliest = TokenLogprob(-1.0, pack_tokens([0] * 20), (-1.2345678901234567,) * 20)  # several MB in all
+        for worker in w.workers:
+            worker.output, worker.logprobs = [5] * count, [likeliest] * count
+        body = json.dumps({"messages": HELLO, "logprobs": True, "top_logprobs": 20, "stream": True}).encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            url = aiohttp.client.URL(w.url)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, (url.host, url.port))
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            await loop.sock_sendall(client, head + body)
+            await w.counted("headrace_disconnected_clients_total", 1)
+            assert w.metric("headrace_inflight_requests") == 0
 
 
 async def test_a_completion_is_answered_from_text_and_from_token_ids(directory: Path) -> None:
