@@ -243,6 +243,8 @@ class Session:
         if part.attempt != self.attempt or not self.instance or instance != self.instance:
             # An attempt that is over goes on somewhere, perhaps thawed.
             return [] if part.finish else [Withdraw(instance, part.attempt)]
+        if not self._is_sound(part):
+            return self._lose(Unavailable("the worker streams what makes no sense"), exclude=True)
         if part.first > len(self.tokens):
             return self._lose(Unavailable("a part of the stream was lost"), exclude=False)
         self.state = State.STREAMING
@@ -263,6 +265,17 @@ class Session:
                 return actions + self._lose(why, exclude=True, withdraw=False)
             case _:
                 assert_never(part.finish)
+
+    def _is_sound(self, part: Part) -> bool:
+        """Whether the part's own numbers agree, and with what was asked for. What passes can be read without fail."""
+        count, rest = divmod(len(part.tokens), 4)
+        if rest or part.first < 0 or part.first + count > self.max_tokens:
+            return False
+        if part.logprobs is None:
+            return True
+        return len(part.logprobs) == count and all(
+            len(one.top_tokens) == 4 * len(one.top_logprobs) for one in part.logprobs
+        )
 
     def _take_in(self, new: list[int], part: Part, known: int) -> list[Action]:
         actions: list[Action] = []
@@ -323,3 +336,4 @@ class Session:
         assert bool(self.instance) == (self.state in (State.OFFERED, State.STREAMING))
         assert 0 <= self._fruitless <= ATTEMPTS_LIMIT
         assert not self._prefilled or self.tokens
+        assert len(self.tokens) <= self.max_tokens

@@ -6,6 +6,7 @@ import socket
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -13,9 +14,10 @@ import pytest
 
 from services.frontend import http as http_door
 from services.frontend.config import LimitsConfig
+from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
-from shared.messages import Finished, Prefilled, Refused, Sampling, TokenLogprob
-from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, clients, world
+from shared.messages import STEP_FRAME, Finished, Part, Prefilled, Refused, Sampling, StepFrame, TokenLogprob
+from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, NAMESPACE, clients, world
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -149,8 +151,8 @@ async def test_a_body_that_is_not_what_its_encoding_says_is_400(directory: Path)
 
 async def test_a_body_that_does_not_come_is_408_and_its_place_comes_back(directory: Path) -> None:
     async with world(directory, body_timeout_s=0.05) as w:
-        url = aiohttp.client.URL(w.url)
-        reader, writer = await asyncio.open_connection(url.host, url.port)
+        url = urlsplit(w.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         async with asyncio.timeout(DEADLINE_S):
             assert b" 408 " in await reader.readline()
@@ -173,9 +175,9 @@ async def test_a_client_that_never_reads_loses_its_connection_after_the_deadline
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
-            url = aiohttp.client.URL(w.url)
+            url = urlsplit(w.url)
             loop = asyncio.get_running_loop()
-            await loop.sock_connect(client, (url.host, url.port))
+            await loop.sock_connect(client, (url.hostname, url.port))
             head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
             await loop.sock_sendall(client, head + body)
             await w.counted("headrace_disconnected_clients_total", 1)
@@ -343,6 +345,24 @@ async def test_a_lost_worker_is_replaced_and_the_client_sees_one_text(directory:
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == generate.prompt_tokens
         assert answer.usage.completion_tokens == len(said) + 1
+
+
+async def test_a_senseless_part_spoils_no_other_part_of_its_frame(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        worker = w.workers[0]
+        worker.output = None
+        spoiled = asyncio.create_task(client.completions.create(model=MODEL, prompt="spoiled"))
+        [first] = await worker.generates.at_least(1)
+        good = asyncio.create_task(client.completions.create(model=MODEL, prompt="good"))
+        [_, second] = await worker.generates.at_least(2)
+        w.workers[1].output = [*w.ids("mended"), 2]
+        parts = [
+            Part(first.request, 1, 0, b"\0", None),
+            Part(second.request, 1, 0, pack_tokens([*w.ids("fine"), 2]), "stop"),
+        ]
+        await worker.bus.publish(subjects.stream(NAMESPACE, "f1"), STEP_FRAME.encode(StepFrame("w1", 1, 0, parts)))
+        assert (await good).choices[0].text == "fine"
+        assert (await spoiled).choices[0].text == "mended"
 
 
 async def test_a_worker_that_refuses_is_passed_over(directory: Path) -> None:

@@ -248,6 +248,31 @@ def test_an_overlapping_part_brings_only_its_new_tokens() -> None:
     assert step(session, Received("w1", part(0, [5, 6]))) == []
 
 
+def test_a_part_of_the_present_attempt_from_another_instance_is_withdrawn_there_and_not_shown() -> None:
+    session = streaming()
+    assert step(session, Received("w2", part(0, [5]))) == [Withdraw("w2", 1)]
+    assert step(session, Received("w2", part(0, [5], "length"))) == []
+    assert session.state is State.STREAMING
+    assert step(session, Received("w1", part(0, [6])))[-1] == Emit([6], None)
+
+
+@pytest.mark.parametrize(
+    "senseless",
+    [
+        Part(R, 1, 0, b"\0\0\0"),
+        Part(R, 1, -1, pack_tokens([5, 6])),
+        part(0, [5] * (MAX_TOKENS + 1)),
+        Part(R, 1, 0, pack_tokens([5, 6]), None, 0, (TokenLogprob(-1.0),)),
+        Part(R, 1, 0, pack_tokens([5]), "length", 0, (TokenLogprob(-1.0, pack_tokens([5]), ()),)),
+        Part(R, 1, 0, pack_tokens([5]), None, 0, (TokenLogprob(-1.0, b"\5", (-1.0,)),)),
+    ],
+)
+def test_a_part_that_makes_no_sense_loses_the_attempt_and_its_worker(senseless: Part) -> None:
+    session = streaming()
+    actions = step(session, Received("w1", senseless))
+    assert actions == [Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 0, ("w1",))]
+
+
 def test_a_gap_withdraws_and_asks_again_without_excluding() -> None:
     session = streaming()
     step(session, Received("w1", part(0, [5])))
