@@ -21,6 +21,8 @@ from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, PROTOCOL, Instanc
 
 BLOCK_SIZE_LIMIT = 1 << 16
 """Tokens; a self-test over a block size from the wire costs time and memory in proportion."""
+MODEL_NAME_LIMIT = 1 << 10
+"""Escaped; over a subject of 4 KiB nats-server closes the connection."""
 RANKS_LIMIT = 1 << 10
 """Each rank is a candidate in every choice."""
 
@@ -80,8 +82,10 @@ def read_entry(namespace: str, key: str, value: bytes) -> Entry:
         raise ProtocolError(f"the value belongs under {expected}")
     if not subjects.is_id(entry.instance):
         raise ProtocolError(f"instance: {entry.instance!r} is no id")
-    if isinstance(entry, ModelCard) and not entry.model:
-        raise ProtocolError("model: it has no name")
+    if isinstance(entry, ModelCard) and not 0 < len(subjects.escape(entry.model)) <= MODEL_NAME_LIMIT:
+        raise ProtocolError(
+            f"model: no name, or one over {MODEL_NAME_LIMIT} characters as a subject: {entry.model!r:.60}"
+        )
     return entry
 
 

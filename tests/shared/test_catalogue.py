@@ -87,6 +87,11 @@ def test_entries_are_read_by_their_keys() -> None:
         (instance_key(instance("a b")), INSTANCE.encode(instance("a b"), JSON_HEADER), "no id"),
         (card_key(card("a.>")), MODEL_CARD.encode(card("a.>"), JSON_HEADER), "no id"),
         (card_key(card("a1", model="")), MODEL_CARD.encode(card("a1", model=""), JSON_HEADER), "no name"),
+        (
+            card_key(card("a1", model="水" * 200)),
+            MODEL_CARD.encode(card("a1", model="水" * 200), JSON_HEADER),
+            "over 1024",
+        ),
         ("/headrace/test/else/x", b"{}", "neither"),
     ],
 )
