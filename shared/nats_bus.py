@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import nats.errors
 from nats.aio.client import Client
@@ -30,12 +30,14 @@ from shared.messaging import Message, Receive, SubscriptionStatistics
 from shared.nats_connection import (
     FAILURES,
     UNSENT_LIMIT_BYTES,
+    TolerantClient,
     abort,
     check_url,
     dial,
     drain,
     leave,
     message,
+    reads,
     shown,
     sync,
     translated,
@@ -274,7 +276,7 @@ class NatsBus:
             if client is not None:
                 _log.info("connected to NATS at %s", shown(self._config.url))
                 # Looked at, because nats-py's closed callback is skipped where closing itself fails.
-                while client.is_connected:  # noqa: ASYNC110
+                while reads(client):  # noqa: ASYNC110
                     await asyncio.sleep(WATCH_INTERVAL_S)
                 self._client = None
                 abort(client)
@@ -284,7 +286,7 @@ class NatsBus:
 
     async def _connect(self) -> Client | None:
         """One connection with every subscription on it, or None."""
-        client = Client()
+        client = TolerantClient()
         reason: Exception | None = None
 
         def failed(wrong: Exception) -> None:
@@ -305,7 +307,8 @@ class NatsBus:
             self._complain(wrong if reason is None else reason)
         finally:
             if self._client is not client:
-                await client.close()
+                with suppress(*FAILURES):
+                    await client.close()
         if self._client is not client:
             return None
         if client.max_payload < self._config.payload_limit_bytes:

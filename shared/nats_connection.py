@@ -1,8 +1,9 @@
 """One connection to NATS through nats-py, and what must be done around it. `nats_bus.py` makes one after another.
 
-Three things in nats-py 2.16 that this is about: its PING overtakes commands that wait to be sent, so that `flush` and
+Four things in nats-py 2.16 that this is about: its PING overtakes commands that wait to be sent, so that `flush` and
 `drain` alone prove nothing (`sync`); closing waits for a server to take what is unsent, a frozen one never (`abort`); a
-forced flush swallows a cancellation, so none is ever forced (`wait_sent`).
+forced flush swallows a cancellation, so none is ever forced (`wait_sent`); a message whose header, subject or reply it
+cannot read ends its reading for good, while it calls itself connected (`TolerantClient`, `reads`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,21 @@ PING_INTERVAL_S = 10
 UNSENT_LIMIT_BYTES = 2 << 20
 UNSENT_WAIT_S = 2.0
 """A publisher waits this long for the server to take what is unsent, then gets BusDown."""
-FAILURES = (nats.errors.Error, OSError, ValueError)
-"""What nats-py raises; a malformed line from the server is a ValueError."""
+FAILURES = (nats.errors.Error, OSError, ValueError, AttributeError, TypeError, LookupError)
+"""What nats-py raises; from OSError on, what it makes of a peer that is no NATS server."""
 
 _log = logging.getLogger(__name__)
+
+
+class TolerantClient(Client):
+    """Drops a message that nats-py cannot read. The server looks into neither headers nor UTF-8: any client may send
+    such a one."""
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        except (ValueError, TypeError, LookupError) as wrong:
+            await self._error_cb(ProtocolError(f"dropped a message on {subject!r}: {wrong!r}"))
 
 
 async def dial(client: Client, config: NatsConfig, name: str, failed: Callable[[Exception], None]) -> None:
@@ -51,6 +63,11 @@ async def dial(client: Client, config: NatsConfig, name: str, failed: Callable[[
         pending_size=1 << 40,
         error_cb=error,
     )
+
+
+def reads(client: Client) -> bool:
+    """Whether it is connected and takes what comes."""
+    return client.is_connected and client._reading_task is not None and not client._reading_task.done()
 
 
 async def sync(client: Client) -> None:

@@ -215,3 +215,50 @@ async def test_a_password_in_the_url_is_not_shown() -> None:
     with pytest.raises(ConfigError) as wrong:
         await connect(NatsConfig(url="http://user:secret@host:1"), "test")
     assert "secret" not in str(wrong.value)
+
+
+UNREADABLE = [
+    b"HPUB chat 1 4\r\nxabc\r\n",
+    b"HPUB chat 8 11\r\nNATS/1.0abc\r\n",
+    b"HPUB chat 18 21\r\nNATS/1.0 503 \xff\r\n\r\nabc\r\n",
+    b"PUB chat.\xff 3\r\nabc\r\n",
+    b"PUB chat _INBOX.\xff 3\r\nabc\r\n",
+]
+
+
+@pytest.mark.parametrize("unreadable", UNREADABLE)
+async def test_a_message_that_cannot_be_read_is_dropped_and_the_next_one_heard(
+    own_nats: NatsServer, unreadable: bytes
+) -> None:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def receive(message: Message) -> None:
+        heard.put_nowait(message.payload)
+
+    async with connected(own_nats.url) as bus:
+        await bus.subscribe("chat.>", receive)
+        await bus.subscribe("chat", receive)
+        host, _, port = own_nats.url.removeprefix("nats://").partition(":")
+        _reader, writer = await asyncio.open_connection(host, int(port))
+        with logged("dropped a message") as dropped:
+            writer.write(b'CONNECT {"verbose": false, "headers": true, "no_responders": true}\r\n')
+            writer.write(unreadable + b"PUB chat 4\r\nnext\r\n")
+            async with asyncio.timeout(DEADLINE_S):
+                assert await heard.get() == b"next"
+                await dropped.wait()
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_connection_that_reads_no_more_is_replaced(own_nats: NatsServer) -> None:
+    async with connected(own_nats.url) as bus:
+        client = bus._client
+        assert client is not None
+        assert client._reading_task is not None
+        with logged("lost the connection") as lost:
+            client._reading_task.cancel()
+            async with asyncio.timeout(DEADLINE_S):
+                await lost.wait()
+        await wait_back(bus)
+        with pytest.raises(NoResponders):
+            await bus.request("nobody", b"", timeout_s=DEADLINE_S)
