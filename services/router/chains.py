@@ -158,7 +158,7 @@ class Chains:
     # --- stored
 
     def _stored(self, event: Stored) -> None:
-        if not self._follows(event):
+        if not event.hashes or not self._follows(event):
             return
         if event.block_size != self._block_size:
             raise Mismatch(f"events have blocks of {event.block_size} tokens, the model card {self._block_size}")

@@ -117,7 +117,7 @@ def decode(payload: bytes) -> Batch:
     except ProtocolError as wrong:
         try:
             arrays = _ARRAYS.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise wrong from None
         ts, raw, rank = arrays.ts, arrays.events, arrays.data_parallel_rank
     if rank is not None and rank < 0:

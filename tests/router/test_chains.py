@@ -135,6 +135,13 @@ def test_orphans_removed_in_full_leave_nothing_behind() -> None:
     chains.validate()
 
 
+def test_a_run_without_blocks_leaves_nothing_behind() -> None:
+    chains = chains_of(Index(limit_bytes=1 << 20))
+    chains.apply(stored([], parent=7))
+    chains.validate()
+    assert chains.statistics().orphans == 0
+
+
 def test_at_the_orphans_limit_the_oldest_run_goes() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index, orphans=3)

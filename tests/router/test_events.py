@@ -149,6 +149,13 @@ def test_what_is_no_batch_is_a_protocol_error(payload: bytes) -> None:
         decode(payload)
 
 
+def test_keys_nested_without_end_are_a_protocol_error() -> None:
+    batch = msgspec.msgpack.encode([1.0, [["BlockStored", [7], None, [1, 2], 2, None, "GPU", None, [[None]]]]])
+    assert batch.endswith(b"\x91\x91\xc0")
+    with pytest.raises(ProtocolError):
+        decode(batch[:-1] + b"\x91" * 10_000 + b"\xc0")
+
+
 @pytest.mark.parametrize("session", SESSIONS)
 def test_a_torn_frame_is_a_protocol_error(session: str) -> None:
     payload = payloads(session)[0]
