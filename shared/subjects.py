@@ -27,6 +27,9 @@ _SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
 _PATTERN = re.compile(r">|(\*|[^\s.*>]+)(\.(\*|[^\s.*>]+))*(\.>)?")
 
 
+LIMIT_BYTES = 2048
+"""Of a subject. nats-server closes the connection at 4096 bytes of a line, which has a reply subject in it as well."""
+
 _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
@@ -37,6 +40,8 @@ def is_id(text: str) -> bool:
 
 def check(subject: str, *, wildcards: bool = False) -> None:
     """Raises ProtocolError where NATS would not take `subject`; `wildcards` are for those who subscribe."""
+    if len(subject.encode(errors="replace")) > LIMIT_BYTES:
+        raise ProtocolError(f"a subject of {len(subject)} characters: {subject[:64]}…")
     if not (_PATTERN if wildcards else _SUBJECT).fullmatch(subject):
         raise ProtocolError(f"{subject!r} is not a subject")
 

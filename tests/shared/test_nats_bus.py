@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from shared import subjects
 from shared.config import NatsConfig
-from shared.errors import BusDown, ConfigError, NoResponders
+from shared.errors import BusDown, ConfigError, NoResponders, ProtocolError
 from shared.messaging import Message
 from shared.nats_bus import NatsBus, connect
 from tests.servers import NatsServer, nats_server
@@ -262,3 +263,14 @@ async def test_a_connection_that_reads_no_more_is_replaced(own_nats: NatsServer)
         await wait_back(bus)
         with pytest.raises(NoResponders):
             await bus.request("nobody", b"", timeout_s=DEADLINE_S)
+
+
+async def test_the_longest_subject_with_an_answer_to_it_leaves_the_connection_standing(own_nats: NatsServer) -> None:
+    gone = asyncio.Event()
+    async with connected(own_nats.url) as bus:
+        subject = "a" * subjects.LIMIT_BYTES
+        await bus.publish(subject, bytes(1 << 16), headers={"Content-Type": "application/json"}, gone=gone.set)
+        async with asyncio.timeout(DEADLINE_S):
+            await gone.wait()
+        with pytest.raises(ProtocolError):
+            await bus.publish(subject + "a", b"")

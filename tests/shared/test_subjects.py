@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import subjects
+from shared.errors import ProtocolError
 
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=100)
 
 
 @given(NAMES)
@@ -62,3 +64,11 @@ def test_an_id_is_one_token_and_one_segment() -> None:
     assert subjects.is_id("worker-1_a")
     for text in ("", "a.b", "a b", "a/b", "*", ">", "a\n", "é", "a" * 65):
         assert not subjects.is_id(text), text
+
+
+def test_a_subject_has_a_bound() -> None:
+    subjects.check("é" * (subjects.LIMIT_BYTES // 2))
+    with pytest.raises(ProtocolError):
+        subjects.check("é" * (subjects.LIMIT_BYTES // 2) + "a")
+    with pytest.raises(ProtocolError):
+        subjects.check("a" * subjects.LIMIT_BYTES + ".>", wildcards=True)
