@@ -230,8 +230,8 @@ class ModelRouter:
             rank=rank,
             router=self._router,
             overlap=facts.overlap,
-            reason=chosen.reason,
-            candidates=tuple(_row(each) for each in sorted(scored, key=lambda each: each.score)[:ROWS]),
+            reason=str(chosen.reason),
+            candidates=tuple(_row(each) for each in scored[:ROWS]),
         )
         self._keep(Decision(selected, ask.prompt_tokens, cached))
         return Choice(selected, reserved)
@@ -294,12 +294,13 @@ class ModelRouter:
 
 
 def _ask(policy: Policy, question: Question, facts: Sequence[Facts], draw: Random) -> tuple[Sequence[Scored], Scored]:
+    """Those scored, best first, and the choice."""
     left = policy.filter(question, facts) or facts
     scored = [policy.score(question, candidate) for candidate in left]
     chosen = policy.pick(question, scored, draw)
     if not any(chosen.facts.candidate == candidate.candidate for candidate in facts):
         raise ProtocolError(f"the policy picked {chosen.facts.candidate}, which is no candidate")
-    return scored, chosen
+    return sorted(scored, key=lambda each: 0.0 + each.score), chosen  # a score that is no number fails here
 
 
 def _row(scored: Scored) -> Candidate:
@@ -308,10 +309,10 @@ def _row(scored: Scored) -> Candidate:
         instance=facts.candidate[0],
         rank=facts.candidate[1],
         overlap=facts.overlap,
-        score=scored.score,
+        score=float(scored.score),
         active_blocks=facts.load.active_blocks,
         queued_tokens=facts.load.queued_tokens,
-        reason=scored.reason,
+        reason=str(scored.reason),
     )
 
 

@@ -56,9 +56,13 @@ def load_policy(name: str) -> Callable[[], Policy]:
         raise ConfigError(f"policy {name}: not one of {', '.join(BUILT_IN)} and not module:attribute")
     try:
         made = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as wrong:
-        raise ConfigError(f"policy {name}: {wrong}") from wrong
+    except Exception as wrong:  # a policy is a plug-in: its module may do anything while it is imported
+        raise ConfigError(f"policy {name}: {type(wrong).__name__}: {wrong}") from wrong
     missing = [method for method in ("filter", "score", "pick") if not callable(getattr(made, method, None))]
     if missing or not callable(made):
         raise ConfigError(f"policy {name}: it is no class with {', '.join(missing) or 'a constructor'}")
+    try:
+        made()
+    except Exception as wrong:  # the same plug-in; better now than at the first worker
+        raise ConfigError(f"policy {name}: it cannot be made: {type(wrong).__name__}: {wrong}") from wrong
     return cast(Callable[[], Policy], made)

@@ -42,6 +42,7 @@ from shared.messages import (
     EventSource,
     Instance,
     LoadEvents,
+    ModelCard,
     Reserved,
     Select,
     SelectRefused,
@@ -52,6 +53,8 @@ from shared.version import VERSION
 
 QUEUE = "router"
 EXPLAINED_AT_ONCE = 20
+MODELS_LIMIT = 256
+"""Names kept, served or not: each has an index. Cards of further models are left out, loudly."""
 _SLICE_BLOCKS = 1024
 _TICK_S = 0.1
 
@@ -140,6 +143,7 @@ class Router:
             for (model, instance), card in directory.cards.items()
             if instance == worker and address is not None
         }
+        self._leave_out(cards)
         changed = False
         for name, model in self.models.items():
             if worker in model.cards and model.cards[worker] != cards.get(name):
@@ -158,6 +162,13 @@ class Router:
                 self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
         if stream is not None and worker not in self.feeds:
             self._follow(worker, stream, min(cards))
+
+    def _leave_out(self, cards: dict[str, ModelCard]) -> None:
+        """Takes those out of `cards` that are of models beyond MODELS_LIMIT."""
+        new = [name for name in cards if name not in self.models]
+        for name in new[max(0, MODELS_LIMIT - len(self.models)) :]:
+            del cards[name]
+            self._seldom.warn("models", f"{name} is left out: {MODELS_LIMIT} are known already")
 
     def _follow(self, worker: str, stream: EventSource, model: str) -> None:
         try:

@@ -1,9 +1,11 @@
-"""A policy of somebody's own that does not work."""
+"""Policies of somebody's own that do not work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+
+import numpy as np
 
 from services.router.question import Facts, Question, Scored
 
@@ -19,3 +21,30 @@ class BrokenPolicy:
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         raise ZeroDivisionError("somebody's mistake")
+
+
+class SenselessPolicy(BrokenPolicy):
+    """Its scores are no numbers."""
+
+    def score(self, question: Question, candidate: Facts) -> Scored:
+        return Scored(candidate, "best", "")  # type: ignore[arg-type]
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return scored[0]
+
+
+class NumpyPolicy(BrokenPolicy):
+    """Its scores are numbers, of a kind that no message carries."""
+
+    def score(self, question: Question, candidate: Facts) -> Scored:
+        return Scored(candidate, np.float32(1.0), "")  # type: ignore[arg-type]
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return scored[0]
+
+
+class NeedyPolicy(BrokenPolicy):
+    """Wants what nobody gives it."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight

@@ -123,7 +123,11 @@ def test_a_policy_is_found_by_name_or_by_module_and_attribute() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "best", "no.such.module:P", "services.router.policy:nothing", "services.router.question:Scored", ":x"]
+    "name",
+    [
+        *("", "best", "no.such.module:P", "services.router.policy:nothing", "services.router.question:Scored", ":x"),
+        *("tests.router.broken_policy:NeedyPolicy", "tests.router.module_that_fails:P"),
+    ],
 )
 def test_what_is_no_policy_is_a_config_error(name: str) -> None:
     assert Scored is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from services.router import service
 from services.router.config import RouterConfig
 from shared import subjects
 from shared.errors import NoResponders
@@ -12,6 +13,7 @@ from shared.memory_discovery import MemoryDiscovery, MemoryRegistration
 from shared.messages import (
     INSTANCE,
     JSON_HEADER,
+    MODEL_CARD,
     SELECT,
     BlockStored,
     Finished,
@@ -359,12 +361,31 @@ async def test_a_decision_can_be_explained_with_what_came_of_it() -> None:
         assert world.metric("headrace_cached_tokens_total", kind="actual") == 16
 
 
-async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted() -> None:
-    config = msgspec.structs.replace(NO_SPECULATION, policy="tests.router.broken_policy:BrokenPolicy")
+@pytest.mark.parametrize(("policy", "errors"), [("BrokenPolicy", 1), ("SenselessPolicy", 1), ("NumpyPolicy", 0)])
+async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted(policy: str, errors: int) -> None:
+    config = msgspec.structs.replace(NO_SPECULATION, policy=f"tests.router.broken_policy:{policy}")
     async with fleet(config) as world:
         await world.worker("a")
         assert (await world.chosen(tokens_of("x", 2))).instance == "a"
-        assert world.metric("headrace_policy_errors_total") == 1
+        assert world.metric("headrace_policy_errors_total") == errors
+
+
+async def test_models_beyond_the_bound_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MODELS_LIMIT", 1)
+    async with fleet() as world:
+        worker = await world.worker("a")
+        card = world.router.models[MODEL].cards["a"]
+        entries = {
+            subjects.model_key(NAMESPACE, name, "a"): MODEL_CARD.encode(
+                msgspec.structs.replace(card, model=name), JSON_HEADER
+            )
+            for name in ("another", "a third")
+        }
+        await MemoryDiscovery(world.store).register(lambda _epoch: entries)
+        await until(lambda: ("a third", "a") in world.runtime.directory.cards)
+        assert list(world.router.models) == [MODEL]
+        await worker.stores(tokens_of("x", 5))
+        await world.finds("a", tokens_of("x", 5), 5)
 
 
 async def test_the_address_book_is_there_while_the_router_answers_and_gone_after() -> None:
