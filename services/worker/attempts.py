@@ -52,7 +52,10 @@ class Attempts:
     def admit(self, generate: Generate, facts: Ready | None) -> tuple[GenerateReply, bool]:
         """The answer, and whether the attempt is new and has to be computed. `facts` is None without an engine."""
         name = (generate.request, generate.attempt)
-        if name in self._living or name in self._ended:
+        living = self._living.get(name)
+        if living is not None and living.frontend != generate.frontend:
+            return Refused(*name, "bad_request", f"request: {generate.request} is computed for another frontend"), False
+        if living is not None or name in self._ended:
             return Accepted(*name), False
         refused = self._refusal(generate, facts)
         if refused is not None:

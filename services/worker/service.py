@@ -32,7 +32,7 @@ from services.worker.frame_sender import FrameSender
 from services.worker.kv_events import in_chunks
 from services.worker.metrics import Metrics
 from shared import hashing, subjects
-from shared.directory import DirectoryChange, InstanceDown
+from shared.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, ModelError, PayloadTooLarge, ProtocolError, Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import (
@@ -103,6 +103,8 @@ class Worker:
         self._last: Stepped | None = None
         """The latest step of the engine that lives."""
         self._attempts_changed = asyncio.Event()
+        self._gone: set[str] = set()
+        """Frontends that have gone, until what is kept for them is forgotten."""
 
     async def run(self) -> None:
         """See `serve`."""
@@ -303,14 +305,28 @@ class Worker:
             frontend = change.instance.instance
             for stream in self._attempts.of(frontend):
                 self._cancel_attempt(stream.request, stream.attempt)
+            self._gone.add(frontend)
+        elif isinstance(change, InstanceUp):
+            self._gone.discard(change.instance.instance)
+
+    def _forget_the_gone(self) -> None:
+        """Not before their attempts have ended: each end makes a frame."""
+        ended = {frontend for frontend in self._gone if not self._attempts.of(frontend)}
+        for frontend in ended:
             self._sender.log.forget(frontend)
+        self._gone -= ended
 
     # --- what everyone hears
 
     async def _report_load(self) -> None:
         while True:
-            with suppress(BusDown):
+            try:
                 await self._runtime.bus.publish(self._subject("load"), LOAD_REPORT.encode(self._load_report()))
+            except BusDown:
+                pass  # the next one says it all again
+            except PayloadTooLarge as wrong:
+                _log.error("no load report: %s; max_waiting is too high for this payload limit", wrong)
+            self._forget_the_gone()
             self._sender.wake()
             await asyncio.sleep(REPORT_INTERVAL_S)
 

@@ -53,6 +53,13 @@ def test_a_repeated_attempt_is_accepted_once_also_after_its_end() -> None:
     assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), False)
 
 
+def test_a_living_attempt_is_not_accepted_for_a_second_frontend_that_would_hear_nothing_of_it() -> None:
+    account = attempts()
+    assert code(account, generate("r", frontend="f")) == "accepted"
+    assert code(account, generate("r", frontend="g")) == "bad_request"
+    assert [stream.request for stream in account.of("f")] == ["r"]
+
+
 def test_parts_of_an_unknown_or_ended_attempt_are_not_passed_on() -> None:
     account = attempts()
     assert not account.tell(part("stranger"))
