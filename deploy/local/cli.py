@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.local.stack import Options, Place
+from deploy.local.stack import DEFAULT_HOME, Options, Place
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 DEFAULT_MODEL = "default"
 
@@ -50,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     state = argparse.ArgumentParser(add_help=False)
     state.add_argument(
-        "--state", type=Path, default=ROOT / ".headrace", metavar="DIR", help="where `up` keeps its files (.headrace)"
+        "--state", type=Path, default=DEFAULT_HOME, metavar="DIR", help="where `up` keeps its files (.headrace)"
     )
 
     up = commands.add_parser(
@@ -61,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--model", default=DEFAULT_MODEL, help="directory or GGUF file (SmolLM2-135M-Instruct, fetched once)"
     )
+    up.add_argument("--model-name", default="", metavar="NAME", help="what clients call it (the file's name)")
     up.add_argument(
         "--policy", default="kv", help="kv, round-robin, random, least-loaded, power-of-two or module:attribute"
     )
@@ -87,34 +87,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(flags: argparse.Namespace, place: Place) -> int:
-    from deploy.local import model
-    from deploy.local.up import up
+    from deploy.local import model, servers
+    from deploy.local.up import alone, up
 
     if not 1 <= flags.port <= 65535:
         raise ConfigError("--port is 1 to 65535")
     if not 1 <= flags.workers <= 64:
         raise ConfigError("--workers is 1 to 64")
-    terminal = Terminal()
-    if flags.model == DEFAULT_MODEL:
-        source, name = model.fetch_default(place.models, terminal.progress), model.NAME
-        terminal.clear()
-    else:
-        source = Path(flags.model).absolute()
-        name = source.stem if source.suffix == ".gguf" else source.name
-        if not source.exists():
-            raise ConfigError(f"--model {flags.model}: no such file or directory")
-    options = Options(
-        model=str(source),
-        model_name=name,
-        port=flags.port,
-        workers=flags.workers,
-        policy=flags.policy,
-        discovery=flags.discovery,
-        engine=flags.engine,
-        nats=flags.nats,
-        etcd=flags.etcd,
-    )
-    return up(options, place, terminal)
+    for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
+        if address and not servers.answers(address):
+            raise ConfigError(f"{flag} {address}: nothing answers there")
+    if flags.model != DEFAULT_MODEL and not Path(flags.model).exists():
+        raise ConfigError(f"--model {flags.model}: no such file or directory; no hub is asked, so fetch it first")
+    with alone(place, flags.port):
+        terminal = Terminal()
+        if flags.model == DEFAULT_MODEL:
+            source, name = model.fetch_default(place.models, terminal.progress), model.NAME
+            terminal.clear()
+        else:
+            source = Path(flags.model).absolute()
+            name = source.stem if source.suffix == ".gguf" else source.name
+        options = Options(
+            model=str(source),
+            model_name=flags.model_name or name,
+            port=flags.port,
+            workers=flags.workers,
+            policy=flags.policy,
+            discovery=flags.discovery,
+            engine=flags.engine,
+            nats=flags.nats,
+            etcd=flags.etcd,
+        )
+        return up(options, place, terminal)
 
 
 def _status(flags: argparse.Namespace, place: Place) -> int:

@@ -51,6 +51,8 @@ class Overview(Struct, frozen=True):
 
     namespace: str
     nats: str
+    discovery: str
+    """The back end, and where it is."""
     instances: tuple[InstanceRow, ...]
     models: tuple[ModelRow, ...]
     refused: tuple[RefusedRow, ...]
@@ -63,6 +65,7 @@ class Overview(Struct, frozen=True):
 def overview(
     namespace: str,
     nats: str,
+    discovery: str,
     values: Mapping[str, bytes],
     reports: Mapping[str, LoadReport],
     notes: Sequence[str],
@@ -81,6 +84,7 @@ def overview(
     return Overview(
         namespace=namespace,
         nats=nats,
+        discovery=discovery,
         instances=tuple(_instance_row(each, reports.get(each.instance), now) for each in instances),
         models=tuple(
             _model_row(model, [card for (name, _), card in sorted(catalogue.cards.items()) if name == model], reports)
@@ -130,7 +134,7 @@ def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, Loa
 
 def layout(view: Overview) -> str:
     """The tables that people read."""
-    parts = [f"namespace {view.namespace}, NATS {view.nats}", ""]
+    parts = [f"namespace {view.namespace}, NATS {view.nats}, {view.discovery}", ""]
     parts.append(_instances(view.instances) if view.instances else "nothing is alive here")
     if view.models:
         parts += ["", _models(view.models)]

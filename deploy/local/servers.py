@@ -7,9 +7,11 @@ import secrets
 import socket
 import sysconfig
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shared.errors import ConfigError
 
+ANSWER_LIMIT_S = 3.0
 FIRST_PORT, LAST_PORT = 20_000, 32_767
 """Above lie the ports that the kernel gives to outgoing connections; one of them could take a server's."""
 
@@ -40,6 +42,22 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
             probe.bind((host, port))
         except OSError:
             return False
+    return True
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at `host:port` or at a URL with both. Raises ConfigError if it is neither."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        raise ConfigError(f"{address}: not a host and a port")
+    try:
+        socket.create_connection((host, port), ANSWER_LIMIT_S).close()
+    except OSError:
+        return False
     return True
 
 

@@ -39,6 +39,9 @@ class Options(Struct, frozen=True):
     namespace: str = "default"
 
 
+DEFAULT_HOME = Path(__file__).resolve().parents[2] / ".headrace"
+
+
 class Place(Struct, frozen=True):
     """Where an `up` keeps its state: `.headrace` in the checkout, unless told otherwise."""
 

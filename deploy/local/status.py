@@ -72,7 +72,9 @@ async def _look(config: StatusConfig) -> Overview:
             notes.append(f"the load is not known: {wrong}")
         finally:
             await bus.drain()
-    return overview(config.namespace, _shown(config.nats.url), values, reports, notes, time.time())
+    return overview(
+        config.namespace, _shown(config.nats.url), _backend(config.discovery), values, reports, notes, time.time()
+    )
 
 
 async def _listen(bus: NatsBus, namespace: str, reports: dict[str, LoadReport]) -> None:
@@ -85,6 +87,10 @@ async def _listen(bus: NatsBus, namespace: str, reports: dict[str, LoadReport]) 
 
     await bus.subscribe(subjects.worker(namespace, "*", "load"), hear)
     await asyncio.sleep(LISTEN_S)
+
+
+def _backend(discovery: DiscoveryConfig) -> str:
+    return f"etcd {','.join(discovery.endpoints)}" if discovery.backend == "etcd" else f"files in {discovery.path}"
 
 
 def _shown(url: str) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import assert_never
 
 from deploy.local import probe, servers
-from deploy.local.stack import Launch, Options, Place, Stack, plan, ports_needed
+from deploy.local.stack import DEFAULT_HOME, Launch, Options, Place, Stack, plan, ports_needed
 from deploy.local.supervise import (
     Begin,
     Event,
@@ -32,7 +33,7 @@ from deploy.local.supervise import (
     Tick,
 )
 from deploy.local.terminal import Terminal
-from shared.config import PREFIX, environment
+from shared.config import environment
 from shared.errors import ConfigError
 
 PROBE_EVERY_S = 0.1
@@ -43,36 +44,40 @@ LINES_SHOWN = 10
 
 
 def up(options: Options, place: Place, terminal: Terminal) -> int:
-    """Run until stopped: 0 after a drain, 1 if a program could not work. Raises ConfigError before anything starts."""
-    with _alone(place, options):
-        if not servers.is_free(options.port):
-            raise ConfigError(f"port {options.port} is taken; choose another with --port")
-        stack = plan(
-            options,
-            place,
-            servers.free_ports(ports_needed(options)),
-            python=sys.executable,
-            cores=len(os.sched_getaffinity(0)),
-        )
-        _prepare(stack, place)
-        try:
-            return asyncio.run(Shell(stack, place, terminal).run())
-        finally:
-            place.record.unlink(missing_ok=True)
+    """Run until stopped: 0 after a drain, 1 if a program could not work. To be called under `alone`."""
+    stack = plan(
+        options,
+        place,
+        servers.free_ports(ports_needed(options)),
+        python=sys.executable,
+        cores=len(os.sched_getaffinity(0)),
+    )
+    _prepare(stack, place)
+    try:
+        return asyncio.run(Shell(stack, place, terminal).run())
+    finally:
+        place.record.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _alone(place: Place, options: Options) -> Iterator[None]:
-    """One `up` a checkout. The lock goes with the process, however it ends."""
-    place.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (place.home / "up.lock").open("a+") as lock:
+def alone(place: Place, port: int) -> Iterator[None]:
+    """One `up` a state directory and port. Raises ConfigError where another runs, the port is taken or the directory
+    cannot be written. The lock goes with the process, however it ends."""
+    try:
+        place.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (place.home / "up.lock").open("a+")
+    except OSError as wrong:
+        raise ConfigError(f"state directory {place.home}: {wrong.strerror}") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
             raise ConfigError(f"another `up` runs here: {lock.read().strip()}") from None
+        if not servers.is_free(port):
+            raise ConfigError(f"port {port} is taken; choose another with --port")
         lock.truncate(0)
-        lock.write(f"pid {os.getpid()}, http://127.0.0.1:{options.port}/v1\n")
+        lock.write(f"pid {os.getpid()}, http://127.0.0.1:{port}/v1\n")
         lock.flush()
         yield
 
@@ -101,8 +106,7 @@ class Shell:
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: one exit a child, and signals
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         # The files in place.run say it all. gRPC's care for forks is for programs that use it after one; ours do not.
-        kept = {key: value for key, value in environment().items() if not key.startswith(PREFIX)}
-        self._environment = kept | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+        self._environment = environment() | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
     async def run(self) -> int:
         """Until every child has ended; returns the status of `up`."""
@@ -140,8 +144,9 @@ class Shell:
                         self._terminal.notice(f"  {name}: killed")
                         self._signal(name, signal.SIGKILL)
                     case Restarting(name, status, delay_s):
-                        said = "".join(_tail(self._log(name), 1))
-                        self._terminal.notice(f"{name} ended ({_spell(status)}), again in {delay_s} s: {said}")
+                        # A killed program has not said why.
+                        said = "" if status <= 0 else ": " + "".join(_tail(self._log(name), 1))
+                        self._terminal.notice(f"{name} ended ({_spell(status)}), again in {delay_s} s{said}")
                     case Hopeless(name):
                         said = "\n  ".join(_tail(self._log(name), LINES_SHOWN))
                         self._terminal.notice(f"error: {name} cannot work as configured:\n  {said}")
@@ -224,13 +229,14 @@ class Shell:
         self._terminal.clear()
         url = self._stack.url
         message = {"role": "user", "content": "What is the capital of France?"}
-        question = json.dumps({"model": self._stack.model, "messages": [message]})
+        question = json.dumps({"model": self._stack.model, "messages": [message], "temperature": 0})
+        state = "" if self._place.home == DEFAULT_HOME else f" --state {shlex.quote(str(self._place.home))}"
         print(f"ready {url}/v1", flush=True)
         print(
             f"""
-ask it:  ./headrace chat "What is the capital of France?"
+ask it:  ./headrace chat{state} "What is the capital of France?"
    or:   curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'
-see it:  ./headrace status
+see it:  ./headrace status{state}
 logs:    {self._place.logs}
 end it:  Ctrl-C
 """,

@@ -264,10 +264,11 @@ class Router:
             self._seldom.warn("reserved", wrong)
 
     async def _explain(self, model: str, message: Message) -> None:
-        """The payload is a request id, or empty for the last decisions; the answer is JSON."""
+        """The payload is a request id, as an answer's `id` has it too, or empty for the last decisions; JSON comes."""
         if not message.reply:
             return
         request = message.payload.decode("utf-8", "replace").strip().strip('"')
+        request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")
         decisions = self.models[model].explain(request)[-EXPLAINED_AT_ONCE:]
         answer = {"model": model, "router": self._runtime.instance, "decisions": decisions}
         try:

@@ -12,7 +12,7 @@ from deploy.local import cli
 @pytest.fixture(autouse=True)
 def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No `up` runs here."""
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(cli, "DEFAULT_HOME", tmp_path / ".headrace")
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,8 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--model", "/tmp", "--port", "0"], "error: --port is 1 to 65535"),
         (["up", "--model", "/tmp", "--workers", "0"], "error: --workers is 1 to 64"),
         (["up", "--model", "/tmp", "--workers", "65"], "error: --workers is 1 to 64"),
+        (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: nothing answers there"),
+        (["up", "--etcd", "somewhere"], "error: somewhere: not a host and a port"),
         (["status", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
     ],
 )
@@ -54,6 +56,6 @@ def test_status_reads_what_the_running_up_has_written(tmp_path: Path, capsys: py
     record.write_text(f'{{"nats": "nats://127.0.0.1:1", "etcd": "", "discovery": "{directory}"}}')
     assert cli.main(["status"]) == 0
     said = capsys.readouterr().out
-    assert "namespace default, NATS nats://127.0.0.1:1\n" in said
+    assert f"namespace default, NATS nats://127.0.0.1:1, files in {directory}\n" in said
     assert "nothing is alive here" in said
     assert "note: NATS does not answer" in said

@@ -39,7 +39,13 @@ def report(name: str) -> LoadReport:
 
 def look(*entries: tuple[str, bytes], reports: tuple[LoadReport, ...] = (), notes: tuple[str, ...] = ()) -> Overview:
     return overview(
-        "default", "nats://127.0.0.1:4222", dict(entries), {each.instance: each for each in reports}, notes, NOW
+        "default",
+        "nats://127.0.0.1:4222",
+        "etcd 127.0.0.1:2379",
+        dict(entries),
+        {each.instance: each for each in reports},
+        notes,
+        NOW,
     )
 
 
@@ -61,7 +67,7 @@ def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
     assert (model.model, model.instances) == ("m.x", ("w1", "w2"))
     assert (model.total_blocks, model.held_blocks, model.cached_blocks) == (1000, 80, 120)
     assert layout(view).splitlines() == [
-        "namespace default, NATS nats://127.0.0.1:4222",
+        "namespace default, NATS nats://127.0.0.1:4222, etcd 127.0.0.1:2379",
         "",
         "SERVICE   INSTANCE  EPOCH  PID   MACHINE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
         "frontend  f1        1      4242  machine  1m",

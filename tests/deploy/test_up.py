@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from deploy.local import servers
-from deploy.local.stack import Launch, Options, Place, Stack
+from deploy.local.stack import Launch, Place, Stack
 from deploy.local.supervise import Program
 from deploy.local.terminal import Terminal
-from deploy.local.up import Shell, up
+from deploy.local.up import Shell, alone
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,17 +163,16 @@ def test_no_child_outlives_an_up_that_was_killed(place: Place) -> None:
         assert time.monotonic() < deadline
 
 
-def options(port: int) -> Options:
-    return Options(model="/no/model", model_name="none", port=port)
-
-
 def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", servers.free_ports(1)[0]))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} is taken; choose another with --port"):
-            up(options(port), Place(tmp_path), Terminal())
+        with (
+            pytest.raises(ConfigError, match=rf"port {port} is taken; choose another with --port"),
+            alone(Place(tmp_path), port),
+        ):
+            pass
 
 
 def test_a_second_up_with_the_same_state_names_the_first(tmp_path: Path) -> None:
@@ -186,10 +185,22 @@ def test_a_second_up_with_the_same_state_names_the_first(tmp_path: Path) -> None
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=r"another `up` runs here: pid 42, http://127.0.0.1:8000/v1"):
-            up(options(servers.free_ports(1)[0]), place, Terminal())
+        with (
+            pytest.raises(ConfigError, match=r"another `up` runs here: pid 42, http://127.0.0.1:8000/v1"),
+            alone(place, servers.free_ports(1)[0]),
+        ):
+            pass
         assert first.stdin is not None
         first.stdin.close()
+
+
+def test_a_state_directory_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"state directory .*file/state: Not a directory"),
+        alone(Place(tmp_path / "file" / "state"), servers.free_ports(1)[0]),
+    ):
+        pass
 
 
 def test_free_ports_are_distinct_and_out_of_the_kernels_way() -> None:

@@ -352,7 +352,7 @@ async def test_a_decision_can_be_explained_with_what_came_of_it() -> None:
         await world.chosen([*prompt, 1], "why")
         await world.tell(Prefilled("why", 1, 4 * BLOCK_SIZE))
         await until(lambda: world.metric("headrace_prompt_tokens_total") == 21)
-        answer = await world.bus.request(subjects.explain(NAMESPACE, MODEL), b"why", timeout_s=LIMIT_S)
+        answer = await world.bus.request(subjects.explain(NAMESPACE, MODEL), b"chatcmpl-why", timeout_s=LIMIT_S)
         (decision,) = msgspec.json.decode(answer.payload)["decisions"]
         assert decision["selected"]["instance"] == "a"
         assert decision["predicted_cached_tokens"] == 5 * BLOCK_SIZE
