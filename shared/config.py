@@ -148,6 +148,8 @@ def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Itera
                 yield known[name[:-5]][0], Path(text).read_text(encoding="utf-8").strip()
             except OSError as wrong:
                 raise ConfigError(f"{name}: {text}: {wrong.strerror}") from None
+            except UnicodeDecodeError:  # whose text would show the secret
+                raise ConfigError(f"{name}: {text}: not UTF-8") from None
         else:
             raise ConfigError(f"unknown environment variable {name}; known: {', '.join(sorted(known))}")
 

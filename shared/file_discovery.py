@@ -52,6 +52,11 @@ class FileLease:
         except FileNotFoundError:
             return False
 
+    @property
+    def written(self) -> bool:
+        """Whether others find keys here."""
+        return self._lock.with_suffix(".json").exists()
+
     def write(self, entries: Mapping[str, bytes]) -> None:
         content = msgspec.json.encode({key: value.decode() for key, value in entries.items()})
         aside = self._lock.with_suffix(".tmp")
@@ -157,7 +162,7 @@ class FileRegistration:
                 self._lease.close()
                 self._lease = None
                 self._epoch += 1
-            if self._lease is None:
+            if self._lease is None or not self._lease.written:
                 self._write()
 
 

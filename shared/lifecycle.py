@@ -104,6 +104,8 @@ def run(
     try:
         config = load(schema, flags=sys.argv[1:] if flags is None else flags)
         needed = process(config)
+        if not subjects.is_id(needed.namespace):
+            raise ConfigError(f"namespace: {needed.namespace!r} is not 1 to 64 letters, digits, - and _")
         logs.start(service, instance, needed.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             status = runner.run(_live(service, instance, needed, lambda runtime: serve(runtime, config)))

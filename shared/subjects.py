@@ -34,7 +34,7 @@ _ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def is_id(text: str) -> bool:
-    """Whether `text` can be an instance's id: one subject token and one path segment. (Ours are hex.)"""
+    """Whether `text` can be an instance's id (ours are hex) or a namespace: one subject token, one path segment."""
     return _ID.fullmatch(text) is not None
 
 

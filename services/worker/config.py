@@ -37,7 +37,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Uncomputed tokens in the queue."""
     threads: Natural = 0
     """Of the engine's arithmetic; 0: one a core. Workers that share a machine share its cores: set cores ÷ workers."""
-    drain_s: float = 20.0
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """How long running attempts may go on after SIGTERM."""
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()

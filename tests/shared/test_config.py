@@ -116,6 +116,9 @@ def test_a_secret_comes_from_the_environment_or_from_a_file_that_it_names(tmp_pa
     assert load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": str(secret)}).nats.password == "from the file"
     with pytest.raises(ConfigError, match="HEADRACE_NATS_PASSWORD_FILE"):
         load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": str(tmp_path / "none")})
+    secret.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="HEADRACE_NATS_PASSWORD_FILE"):
+        load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": str(secret)})
 
 
 def test_a_setting_without_a_default_must_be_given() -> None:

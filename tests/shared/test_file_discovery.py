@@ -94,6 +94,18 @@ async def test_a_deleted_directory_is_made_again_under_the_next_epoch(tmp_path: 
     await discovery.close()
 
 
+async def test_deleted_keys_are_written_again_under_the_same_epoch(tmp_path: Path) -> None:
+    discovery = FileDiscovery(tmp_path)
+    registration = await discovery.register(lambda epoch: {"/a": b"%d" % epoch})
+    [keys] = [tmp_path / name for name in names(tmp_path) if name.endswith(".json")]
+    keys.unlink()
+    async with watching(discovery, "/") as watched:
+        await watched.until_entries({"/a": b"1"})
+    await registration.close()
+    await discovery.close()
+    assert not names(tmp_path)
+
+
 async def test_a_directory_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:
     discovery = FileDiscovery(tmp_path / "d")
     (tmp_path / "d").rmdir()

@@ -193,6 +193,7 @@ async def test_a_model_that_cannot_be_served_is_one_line_and_2(tmp_path: Path, n
         (("--observe-log-level", "chatty"), "log_level"),
         (("--discovery-backend", "paper"), "paper"),
         (("--observe-host", "192.0.2.1"), "cannot listen"),
+        (("--namespace", "prod.>"), "namespace"),
     ],
 )
 async def test_wrong_settings_are_one_line_and_2(
