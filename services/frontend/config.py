@@ -23,7 +23,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     requests: int = 4096
     """At once; more are answered 429 with Retry-After."""
     deadline_s: float = 600.0
-    """Of every request, from its arrival to its last token."""
+    """Of every request, from the moment its body is there to its last token."""
     select_timeout_s: float = 0.25
     """How long one router may take before another is asked."""
     offer_timeout_s: float = 2.0

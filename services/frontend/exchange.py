@@ -5,6 +5,7 @@ body ─▶ decode ─▶ find the model ─▶ prompt ─▶ fit ─▶ Job ─
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import time
@@ -22,10 +23,10 @@ from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.models import Models
 from services.frontend.openai import ChatRequest, CompletionRequest
 from services.frontend.output import Output
-from services.frontend.preprocess import Model, Prompt, encode_chat, encode_text, fit
+from services.frontend.preprocess import Limits, Model, Prompt, encode_chat, encode_text, fit
 from services.frontend.service import Frontend
 from services.frontend.stream import Job, Stream, join
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 
 Operation = Literal["chat", "completions"]
@@ -94,9 +95,22 @@ class Exchange:
 
     @asynccontextmanager
     async def answer(self, operation: Operation, body: bytes, named: RequestId) -> AsyncIterator[Reply]:
-        """Leaving it cancels what is still running. Raises InvalidRequest and Unavailable."""
+        """Leaving it cancels what is still running. Raises InvalidRequest, Unavailable and RequestTimeout."""
+        deadline = asyncio.get_running_loop().time() + self._frontend.deadline_s
         request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
         model, limits = self._models.find(request.model)
+        try:
+            async with asyncio.timeout_at(deadline):
+                prompt = await self._prompt(request, model, limits)
+        except TimeoutError:
+            raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
+        job = _job(named, request, model, prompt)
+        output = Output(model.token_bytes, openai.stops(request))
+        async with self._frontend.open(job, output, deadline) as stream:
+            yield Reply(request, _shape(request, job), stream)
+
+    async def _prompt(self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits) -> Prompt:
+        """Raises InvalidRequest."""
         if isinstance(request, ChatRequest):
             tokens = await encode_chat(model, openai.turns(request), self._pool)
             default, param = None, "messages"
@@ -110,11 +124,7 @@ class Exchange:
                     f"token id {token} is outside the vocabulary of {limits.vocab_size}", param=f"stop_token_ids[{at}]"
                 )
         max_tokens, limit_param = openai.token_limit(request)
-        prompt = fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
-        job = _job(named, request, model, prompt)
-        output = Output(model.token_bytes, openai.stops(request))
-        async with self._frontend.open(job, output) as stream:
-            yield Reply(request, _shape(request, job), stream)
+        return fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
 
     def models(self) -> bytes:
         """The body of /v1/models."""

@@ -103,7 +103,7 @@ class Frontend:
 
     @property
     def deadline_s(self) -> float:
-        """Of every request."""
+        """Of every request, from the moment its body is there."""
         return self._limits.deadline_s
 
     @contextmanager
@@ -131,12 +131,11 @@ class Frontend:
         await self._outbox.flush()
 
     @asynccontextmanager
-    async def open(self, job: Job, output: Output) -> AsyncIterator[Stream]:
-        """Compute a request; leaving before its end cancels it."""
+    async def open(self, job: Job, output: Output, deadline: float) -> AsyncIterator[Stream]:
+        """Compute a request until `deadline`, on the loop's clock; leaving before its end cancels it."""
         stream = Stream(job, Session(job.request, job.sampling.max_tokens), output)
         loop = asyncio.get_running_loop()
-        started = loop.time()
-        one = _Running(stream, started, started + self._limits.deadline_s)
+        one = _Running(stream, loop.time(), deadline)
         one.timer = loop.call_at(one.deadline, self._feed, one, Expired())
         self._running[job.request] = one
         self._metrics.input_tokens.observe(job.prompt_tokens)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
+from services.frontend.config import LimitsConfig
 from tests.frontend.peers import MODEL, card_entry, clients, world
 
 
@@ -53,3 +55,18 @@ async def test_a_new_tokenizer_is_loaded_before_its_workers_are_used(directory: 
         await w.announce("w1", card_entry("w1", changed))
         await w.ready()
         assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "fine"
+
+
+async def test_a_template_that_takes_too_long_meets_the_deadline(directory: Path, tmp_path: Path) -> None:
+    slow = Path(shutil.copytree(directory, tmp_path / "slow"))
+    (slow / "chat_template.jinja").write_text(
+        "{% for a in range(2000) %}{% for b in range(5000) %}{% endfor %}{% endfor %}"
+    )
+    async with world(directory, limits=LimitsConfig(deadline_s=0.05, drain_s=0.0)) as w, clients(w) as (client, _):
+        await w.announce("w3", card_entry("w3", slow, "slow"))
+        await w.ready("slow")
+        messages: Any = [{"role": "user", "content": "x" * 2000}]
+        with pytest.raises(openai.InternalServerError, match="before its prompt was tokenised") as error:
+            await client.chat.completions.create(model="slow", messages=messages)
+        assert error.value.status_code == 504
+        assert w.router.asked.all == []
