@@ -280,6 +280,8 @@ class NatsBus:
                     await asyncio.sleep(WATCH_INTERVAL_S)
                 self._client = None
                 abort(client)
+                with suppress(*FAILURES):
+                    await client.close()  # one that only stopped reading has tasks still
                 self._replies.fail(BusDown("the connection to NATS was lost"))
                 _log.warning("lost the connection to NATS at %s: %r", shown(self._config.url), client.last_error)
             await asyncio.sleep(RETRY_WAIT_S)

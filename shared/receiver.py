@@ -50,7 +50,7 @@ class Receiver:
         if self._closing:
             return
         self._received += 1
-        size = len(message.payload)
+        size = _size_bytes(message)
         if len(self._waiting) >= self._pending_limit or self._waiting_bytes + size > PENDING_LIMIT_BYTES:
             self.lost(1)
             return
@@ -86,7 +86,7 @@ class Receiver:
             raise
 
     def validate(self) -> None:
-        assert self._waiting_bytes == sum(len(message.payload) for message in self._waiting)
+        assert self._waiting_bytes == sum(_size_bytes(message) for message in self._waiting)
         assert len(self._waiting) <= self._pending_limit
         assert self._waiting_bytes <= PENDING_LIMIT_BYTES
 
@@ -95,7 +95,7 @@ class Receiver:
         while True:
             while self._waiting:
                 message = self._waiting.popleft()
-                self._waiting_bytes -= len(message.payload)
+                self._waiting_bytes -= _size_bytes(message)
                 try:
                     await self._receive(message)
                 except Exception:  # noqa: BLE001 - the subscriber's code: one bad message must not end its subscription
@@ -109,3 +109,11 @@ class Receiver:
                 return
             self._wake.clear()
             await self._wake.wait()
+
+
+def _size_bytes(message: Message) -> int:
+    """Payload and headers, either of which may be all of a message."""
+    size_bytes = len(message.payload)
+    for name, value in message.headers.items():
+        size_bytes += len(name) + len(value)
+    return size_bytes

@@ -261,6 +261,7 @@ async def test_a_connection_that_reads_no_more_is_replaced(own_nats: NatsServer)
             async with asyncio.timeout(DEADLINE_S):
                 await lost.wait()
         await wait_back(bus)
+        assert client.is_closed
         with pytest.raises(NoResponders):
             await bus.request("nobody", b"", timeout_s=DEADLINE_S)
 

@@ -31,6 +31,23 @@ async def test_waiting_messages_are_bounded_in_bytes(monkeypatch: pytest.MonkeyP
     assert receiving.statistics().pending == 0
 
 
+async def test_headers_count_towards_the_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "PENDING_LIMIT_BYTES", 100)
+    release, told = asyncio.Event(), list[int]()
+
+    async def receive(message: Message) -> None:
+        await release.wait()
+
+    receiving = Receiver("subject", receive, pending_limit=1000, dropped=told.append)
+    for _ in range(3):
+        receiving.offer(Message("subject", b"", headers={"name": "x" * 40}))
+        receiving.validate()
+    assert told == [1]
+    release.set()
+    await receiving.drain()
+    receiving.validate()
+
+
 async def test_a_cancelled_drain_ends_the_receiver_where_it_stands() -> None:
     started, ended = asyncio.Event(), asyncio.Event()
 
