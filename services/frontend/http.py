@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -44,6 +45,16 @@ CLIENT_GONE = 499
 """nginx's status for a client that went first; nobody receives it, metrics count it."""
 
 _log = logging.getLogger(__name__)
+_aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Who speaks no HTTP gets a 400 from aiohttp; a traceback each would let anyone fill the log."""
+    wrong = record.exc_info[1] if record.exc_info else None
+    return not isinstance(wrong, HttpProcessingError | web.RequestPayloadError)
+
+
+_aiohttp_log.addFilter(_is_worth_logging)
 
 
 class HttpDoor:
@@ -186,7 +197,7 @@ class HttpDoor:
 @asynccontextmanager
 async def listen(app: web.Application, config: HttpConfig) -> AsyncIterator[str]:
     """Listens while the context is open; gives the base URL. Raises ConfigError if it cannot."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_aiohttp_log, shutdown_timeout=1.0)
     await runner.setup()
     try:
         try:

@@ -149,6 +149,31 @@ async def test_a_body_that_is_not_what_its_encoding_says_is_400(directory: Path)
         assert w.metric("headrace_requests_total", operation="completions", status="400") == 1
 
 
+async def test_who_speaks_no_http_is_told_so_and_fills_no_log(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(directory) as w:
+        url = urlsplit(w.url)
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+        for sent in (
+            b"\x16\x03\x01 hello\r\n\r\n",
+            post + b"Content-Length: -5\r\n\r\n",
+            post + b"X: " + b"x" * 20_000 + b"\r\n\r\n",
+            post + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+            post + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnone",
+        ):
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(sent)
+            async with asyncio.timeout(DEADLINE_S):
+                assert b" 400 " in await reader.readline()
+                await reader.read()
+            writer.close()
+        w.say("fine")
+        async with clients(w) as (client, _):
+            assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "fine"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_a_body_that_does_not_come_is_408_and_its_place_comes_back(directory: Path) -> None:
     async with world(directory, body_timeout_s=0.05) as w:
         url = urlsplit(w.url)
