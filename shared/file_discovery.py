@@ -171,8 +171,11 @@ class FileDiscovery:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        _make(directory)
-        sweep(directory)
+        try:
+            _make(directory)
+            sweep(directory)
+        except OSError as wrong:
+            raise ConfigError(f"discovery: {directory}: {wrong.strerror}") from None
         self._closed = asyncio.Event()
 
     async def register(self, entries: Entries) -> FileRegistration:

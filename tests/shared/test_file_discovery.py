@@ -126,3 +126,10 @@ def test_the_directory_is_private(tmp_path: Path) -> None:
     (tmp_path / "d").chmod(0o777)
     with pytest.raises(ConfigError, match="writable by nobody else"):
         FileDiscovery(tmp_path / "d")
+
+
+async def test_a_directory_that_cannot_be_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="file"):
+            FileDiscovery(directory)
