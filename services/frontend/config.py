@@ -28,6 +28,10 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How long one router may take before another is asked."""
     offer_timeout_s: float = 2.0
     """How long a worker may take to accept or refuse."""
+    quiet_s: float = 1.0
+    """An attempt that nothing was heard of for so long is looked for in its worker's load reports."""
+    frozen_s: float = 10.0
+    """An attempt goes on elsewhere when its worker is silent, or its engine stands still, for so long."""
     drain_s: float = 20.0
     """How long running requests may go on after SIGTERM."""
 

@@ -4,7 +4,7 @@ Ask      ─▶ a router, then others by their id        ─▶ Selected, Select
 Offer    ─▶ Generate to the chosen worker            ─▶ Accepted, Refused, Unreachable, Unsendable
 Withdraw, Tell ─▶ the outbox
 Emit, Finish, Fail ─▶ the request's Stream
-step frames, lost instances, the deadline, a client that leaves ─▶ events
+step frames, lost instances, attempts gone quiet (load reports, Ping), the deadline, a client that leaves ─▶ events
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.outbox import Outbox
 from services.frontend.output import Output
+from services.frontend.pulses import Pulses
 from services.frontend.sessions import (
     Action,
     Ask,
@@ -30,9 +31,11 @@ from services.frontend.sessions import (
     Fail,
     Finish,
     InstanceGone,
+    Lost,
     Offer,
     Received,
     Session,
+    State,
     StopFound,
     Tell,
     Unreachable,
@@ -43,12 +46,13 @@ from services.frontend.sessions import (
 from services.frontend.stream import Job, Stream
 from shared import subjects
 from shared.directory import DirectoryChange, InstanceDown
-from shared.errors import Overloaded, PayloadTooLarge, ProtocolError, Unavailable
+from shared.errors import NoResponders, Overloaded, PayloadTooLarge, ProtocolError, Unavailable
 from shared.hashing import pack_tokens
 from shared.lifecycle import Runtime
 from shared.messages import (
     GENERATE,
     GENERATE_REPLY,
+    LOAD_REPORT,
     PING,
     SELECT,
     SELECT_REPLY,
@@ -73,6 +77,8 @@ class _Running:
         self.stream = stream
         self.started = started
         self.deadline = deadline
+        self.last_sign = started
+        """When the present attempt was last heard of."""
         self.last_tokens: float | None = None
         """When tokens came last."""
         self.timer: asyncio.TimerHandle | None = None
@@ -87,6 +93,7 @@ class Frontend:
         self._metrics = metrics
         self._outbox = Outbox(runtime.bus, runtime.namespace, metrics)
         self._running: dict[str, _Running] = {}
+        self._pulses = Pulses(quiet_s=limits.quiet_s, frozen_s=limits.frozen_s)
         self.draining = False
         """No new requests: this process is about to end."""
         self._admitted = 0
@@ -98,8 +105,10 @@ class Frontend:
         runtime = self._runtime
         subject = subjects.stream(runtime.namespace, runtime.instance)
         await runtime.bus.subscribe(subject, self._on_frame, dropped=self._on_dropped)
+        await runtime.bus.subscribe(subjects.worker(runtime.namespace, "*", "load"), self._on_report)
         runtime.directory.subscribe(self._on_change)
         runtime.tasks.create_task(self._outbox.run(), name="outbox")
+        runtime.tasks.create_task(self._look_after_the_quiet(), name="look after the quiet")
 
     @property
     def deadline_s(self) -> float:
@@ -161,6 +170,7 @@ class Frontend:
     # --- events in
 
     def _feed(self, one: _Running, event: Event) -> None:
+        one.last_sign = asyncio.get_running_loop().time()
         self._do(one, one.stream.session.on(event))
 
     async def _on_frame(self, message: Message) -> None:
@@ -175,8 +185,53 @@ class Frontend:
 
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceDown):
+            self._pulses.forget(change.instance.instance)
+            self._gone(change.instance.instance)
+
+    def _gone(self, instance: str) -> None:
+        for one in list(self._running.values()):
+            if one.stream.session.instance == instance:
+                self._feed(one, InstanceGone(instance))
+
+    async def _on_report(self, message: Message) -> None:
+        report = LOAD_REPORT.decode(message.payload)
+        if report.instance in self._runtime.directory.instances:
+            self._pulses.report(report, asyncio.get_running_loop().time())
+
+    async def _look_after_the_quiet(self) -> None:
+        """So that a lost last part, a frozen engine or a dead worker ends no request's progress until its deadline."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._limits.quiet_s / 2)
+            if not self._runtime.bus.connected:
+                self._pulses.hold(loop.time())
+            silent: set[str] = set()
             for one in list(self._running.values()):
-                self._feed(one, InstanceGone(change.instance.instance))
+                session = one.stream.session
+                if session.state is not State.STREAMING:
+                    continue
+                attempt = (session.request, session.attempt)
+                match self._pulses.judge(session.instance, attempt, one.last_sign, loop.time()):
+                    case "alive":
+                        pass
+                    case "silent":
+                        silent.add(session.instance)
+                    case "ended":
+                        self._feed(one, Lost(session.attempt, "the worker lost the end of the stream", exclude=False))
+                    case "frozen":
+                        self._feed(one, Lost(session.attempt, "the worker stands still", exclude=True))
+            await asyncio.gather(*map(self._ask_for_life, silent))
+
+    async def _ask_for_life(self, worker: str) -> None:
+        """A silent worker that nobody answers for is dead, whatever its lease says; one that is slow has `frozen_s`."""
+        subject = subjects.control(self._runtime.namespace, "worker", worker)
+        try:
+            await self._runtime.bus.request(subject, PING.encode(Ping()), timeout_s=self._limits.quiet_s)
+        except NoResponders:
+            _log.warning("worker %s is gone: nobody answers for it", worker)
+            self._gone(worker)
+        except Unavailable as why:
+            _log.warning("worker %s is silent: %s", worker, why)
 
     def _on_dropped(self, count: int) -> None:
         self._metrics.dropped_frames.inc()

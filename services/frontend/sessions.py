@@ -1,6 +1,6 @@
 """One request from the first question to its one end: events in, actions out. Pure.
 
-                   ┌────────────── lost: refused, unreachable, gone, failed, a gap ──────────────┐
+                   ┌────────── lost: refused, unreachable, gone, quiet, failed, a gap ───────────┐
                    ▼                                                                             │
     start ──▶ CHOOSING ── Selected ──▶ OFFERED ── Accepted, or its first part ──▶ STREAMING ─────┤
                    │                      │                                          │           │
@@ -87,6 +87,15 @@ class InstanceGone(Struct, frozen=True):
     instance: str
 
 
+class Lost(Struct, frozen=True):
+    """The attempt has ended unheard, or stands still: nothing more will come of it."""
+
+    attempt: int
+    reason: str
+    exclude: bool
+    """Whether its instance should not be asked again."""
+
+
 class StopFound(Struct, frozen=True):
     """The text reached a stop string."""
 
@@ -100,7 +109,7 @@ class Expired(Struct, frozen=True):
 
 
 Answer = SelectRefused | Unrouted | Accepted | Refused | Unreachable | Unsendable
-Event = Selected | Answer | Received | InstanceGone | StopFound | ClientGone | Expired
+Event = Selected | Answer | Received | InstanceGone | Lost | StopFound | ClientGone | Expired
 
 # --- actions
 
@@ -201,6 +210,9 @@ class Session:
             case InstanceGone():
                 gone = bool(self.instance) and self.instance == event.instance
                 return self._lose(Unavailable("the worker is gone"), exclude=True) if gone else []
+            case Lost():
+                lost = self.state is State.STREAMING and event.attempt == self.attempt
+                return self._lose(Unavailable(event.reason), exclude=event.exclude) if lost else []
             case SelectRefused() | Unrouted() | Accepted() | Refused() | Unreachable() | Unsendable():
                 return self._on_answer(event) if event.attempt == self.attempt else []
             case _:

@@ -33,6 +33,7 @@ from shared.messages import (
     INSTANCE,
     JSON_HEADER,
     LOAD_EVENTS,
+    LOAD_REPORT,
     MODEL_CARD,
     PING,
     PONG,
@@ -47,6 +48,7 @@ from shared.messages import (
     Instance,
     KvLayout,
     LoadEvent,
+    LoadReport,
     ModelCard,
     Overlap,
     Part,
@@ -59,7 +61,7 @@ from shared.messages import (
     StepFrame,
     TokenLogprob,
 )
-from shared.messaging import Bus, Message
+from shared.messaging import Bus, Message, Subscription
 
 NAMESPACE = "test"
 MODEL = "tiny/model-1.0"
@@ -177,10 +179,23 @@ class ScriptedWorker:
         self.generates: Seen[Generate] = Seen()
         self.cancels: Seen[Cancel] = Seen()
         self._sequence = 0
+        self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
-        await self.bus.subscribe(subjects.worker(NAMESPACE, self.instance, "generate"), self._on_generate)
-        await self.bus.subscribe(subjects.worker(NAMESPACE, self.instance, "cancel"), self._on_cancel)
+        receivers = {"generate": self._on_generate, "cancel": self._on_cancel, "control": self._on_ping}
+        for operation, receive in receivers.items():
+            subject = subjects.worker(NAMESPACE, self.instance, operation)
+            self._subscriptions.append(await self.bus.subscribe(subject, receive))
+
+    async def die(self) -> None:
+        """Nobody answers any more, and its lease is not over yet."""
+        for subscription in self._subscriptions:
+            await subscription.unsubscribe()
+
+    async def report(self, progress: int, attempts: list[tuple[str, int]]) -> None:
+        """A load report that names `attempts`."""
+        report = LoadReport(self.instance, 1, progress, 0, len(attempts), 0, 1024, 0, 0, attempts=attempts)
+        await self.bus.publish(subjects.worker(NAMESPACE, self.instance, "load"), LOAD_REPORT.encode(report))
 
     async def _on_generate(self, message: Message) -> None:
         generate = GENERATE.decode(message.payload)
@@ -211,6 +226,10 @@ class ScriptedWorker:
 
     async def _on_cancel(self, message: Message) -> None:
         self.cancels.add(CANCEL.decode(message.payload))
+
+    async def _on_ping(self, message: Message) -> None:
+        PING.decode(message.payload)
+        await self.bus.publish(message.reply, PONG.encode(Pong(self.instance, 1)))
 
 
 class World:

@@ -18,6 +18,7 @@ from services.frontend.sessions import (
     Fail,
     Finish,
     InstanceGone,
+    Lost,
     Offer,
     Received,
     Session,
@@ -193,6 +194,8 @@ class Sessions(RuleBasedStateMachine):
             self.feed(StopFound())
         elif fate == 4:
             self.feed(Expired())
+        elif fate in (6, 7):
+            self.feed(Lost(self.session.attempt, "quiet", exclude=fate == 6))
         elif fate == 5:
             self.client_gone |= self.session.state is not State.ENDED
             self.feed(ClientGone())
@@ -231,6 +234,14 @@ def test_a_request_goes_from_ask_to_finish() -> None:
     assert step(session, Received("w1", part(0, [5]))) == [Tell(Prefilled(R, 1, 0)), Emit([5], None)]
     last = step(session, Received("w1", part(1, [6, 7], "length")))
     assert last == [Emit([6, 7], None), Tell(Finished(R, 1)), Finish("length")]
+
+
+def test_an_attempt_that_was_lost_unheard_goes_on_behind_the_tokens_so_far() -> None:
+    session = streaming()
+    step(session, Received("w1", part(0, [5])))
+    assert step(session, Lost(0, "an older one", exclude=False)) == []
+    actions = step(session, Lost(1, "its end was lost", exclude=False))
+    assert actions == [Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 1, ())]
 
 
 def test_a_stop_token_counts_but_is_not_shown() -> None:

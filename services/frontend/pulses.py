@@ -1,0 +1,70 @@
+"""What workers' load reports say about attempts that have gone quiet. Pure.
+
+    an attempt's last sign of life        now
+    ──────────┼──────── quiet ─────────────┤
+              the worker's reports meanwhile:
+                name it, progress grows     it is computed (or waits): nothing to do
+                do not name it              it has ended, and its last part was lost on the way: `ended`
+                name it, progress stands    the engine is frozen: `frozen`, after `frozen_s`
+                none for `quiet_s`          the worker has to be asked: `silent`; after `frozen_s` it is `frozen` too
+
+A wrong verdict costs a new attempt elsewhere and never a token: parts of the old attempt are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.messages import LoadReport
+
+Verdict = Literal["alive", "ended", "frozen", "silent"]
+
+
+class _Pulse(Struct):
+    heard_s: float
+    """When the last report came."""
+    moved_s: float
+    """When `progress` last changed, or was first heard."""
+    progress: int
+    attempts: frozenset[tuple[str, int]]
+
+
+class Pulses:
+    """The latest report of each worker; the caller forgets those that are gone. Times are seconds on one clock."""
+
+    def __init__(self, *, quiet_s: float, frozen_s: float) -> None:
+        self._quiet_s = quiet_s
+        self._frozen_s = frozen_s
+        self._pulses: dict[str, _Pulse] = {}
+        self._held_s = float("-inf")
+
+    def report(self, report: LoadReport, now_s: float) -> None:
+        """A worker was heard."""
+        before = self._pulses.get(report.instance)
+        stands = before is not None and before.progress == report.progress
+        moved_s = before.moved_s if before is not None and stands else now_s
+        self._pulses[report.instance] = _Pulse(now_s, moved_s, report.progress, frozenset(report.attempts))
+
+    def forget(self, instance: str) -> None:
+        """The worker is gone."""
+        self._pulses.pop(instance, None)
+
+    def hold(self, now_s: float) -> None:
+        """Nothing could be heard until now: silence up to here is nobody's fault."""
+        self._held_s = now_s
+
+    def judge(self, instance: str, attempt: tuple[str, int], last_sign_s: float, now_s: float) -> Verdict:
+        """What became of an attempt at `instance` that gave its last sign of life at `last_sign_s`."""
+        since_s = max(last_sign_s, self._held_s)
+        if now_s - since_s < self._quiet_s:
+            return "alive"
+        pulse = self._pulses.get(instance)
+        heard_s = since_s if pulse is None else max(pulse.heard_s, since_s)
+        if pulse is None or now_s - heard_s >= self._quiet_s:
+            return "frozen" if now_s - heard_s >= self._frozen_s else "silent"
+        if attempt not in pulse.attempts:
+            # A report that left before the attempt came would not name it either.
+            return "ended" if pulse.heard_s - since_s >= self._quiet_s else "alive"
+        return "frozen" if now_s - max(pulse.moved_s, since_s) >= self._frozen_s else "alive"

@@ -1,0 +1,99 @@
+"""services/frontend/service.py: an attempt that goes quiet is looked for, and the request goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from services.frontend.config import LimitsConfig
+from shared.hashing import unpack_tokens
+from shared.messages import Cancel, Generate
+from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedWorker, World, clients, world
+
+QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.05, frozen_s=0.5)
+COUNT: Any = [{"role": "user", "content": "count"}]
+
+
+@asynccontextmanager
+async def reporting(worker: ScriptedWorker, progress: int, attempts: list[tuple[str, int]]) -> AsyncIterator[None]:
+    """The worker reports the same again and again."""
+
+    async def report() -> None:
+        while True:
+            await worker.report(progress, attempts)
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def halfway(w: World, then: Callable[[Generate], Awaitable[None]]) -> str:
+    """The text that a client gets while w1 streams three tokens of "one two three" and then `then` happens."""
+    tokens = w.say("one two three")
+    w.workers[0].output = None
+    async with clients(w) as (openai, _), asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(openai.chat.completions.create(model=MODEL, messages=COUNT))
+        offered = (await w.workers[0].generates.at_least(1))[0]
+        await w.workers[0].send(offered, 0, tokens[:3])
+        await then(offered)
+        async with asyncio.timeout(DEADLINE_S):
+            return (await asking).choices[0].message.content or ""
+
+
+async def test_a_request_whose_last_part_was_lost_goes_on_in_a_new_attempt(directory: Path) -> None:
+    async with world(directory, limits=QUICK) as w:
+        first = w.workers[0]
+        tokens = w.ids("one two three")
+
+        async def its_end_is_lost(_offered: Generate) -> None:
+            async with reporting(first, 7, [("another", 1)]):
+                again = (await first.generates.at_least(2))[1]
+            assert again.attempt == 2
+            assert unpack_tokens(again.tokens)[again.prompt_tokens :] == tokens[:3]
+            await first.send(again, 3, [*tokens[3:], 2], "stop")
+
+        assert await halfway(w, its_end_is_lost) == "one two three"
+
+
+async def test_a_request_whose_engine_stands_still_goes_on_at_another_worker(directory: Path) -> None:
+    async with world(directory, limits=QUICK) as w:
+
+        async def its_engine_freezes(offered: Generate) -> None:
+            async with reporting(w.workers[0], 7, [(offered.request, offered.attempt)]):
+                await w.workers[1].generates.at_least(1)
+            await w.workers[0].cancels.until(Cancel(offered.request, offered.attempt))
+
+        assert await halfway(w, its_engine_freezes) == "one two three"
+
+
+async def test_a_request_whose_worker_died_goes_on_before_its_lease_is_over(directory: Path) -> None:
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, quiet_s=0.05, frozen_s=60.0)) as w:
+
+        async def it_dies(_offered: Generate) -> None:
+            await w.workers[0].die()
+
+        assert await halfway(w, it_dies) == "one two three"
+        assert "w1" in w.registrations
+
+
+async def test_a_worker_that_computes_for_long_is_left_alone(directory: Path) -> None:
+    async with world(directory, limits=QUICK) as w:
+        first = w.workers[0]
+        tokens = w.ids("one two three")
+
+        async def it_takes_its_time(offered: Generate) -> None:
+            for progress in range(100):
+                await first.report(progress, [(offered.request, offered.attempt)])
+                await asyncio.sleep(QUICK.frozen_s / 50)
+            await first.send(offered, 3, [*tokens[3:], 2], "stop")
+
+        assert await halfway(w, it_takes_its_time) == "one two three"
+        assert len(first.generates.all) == 1
