@@ -22,6 +22,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     requests: int = 4096
     """At once; more are answered 429 with Retry-After."""
+    body_bytes: int = 512 << 20
+    """Of the bodies of all running requests; a chunked body counts as the longest allowed. More are answered 429."""
     deadline_s: float = 600.0
     """Of every request, from the moment its body is there to its last token."""
     select_timeout_s: float = 0.25

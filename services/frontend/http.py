@@ -111,7 +111,8 @@ class HttpDoor:
     async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
         """The response, and the status that its outcome amounts to."""
         try:
-            with self._frontend.admitted():
+            length = request.content_length
+            with self._frontend.admitted(BODY_LIMIT_BYTES if length is None else min(length, BODY_LIMIT_BYTES)):
                 body = await self._body(request)
                 async with self._exchange.answer(operation, body, _named(request)) as reply:
                     if reply.streams:

@@ -85,7 +85,7 @@ class NatsDoor:
     async def _serve(self, operation: Operation, message: Message) -> None:
         status = 200
         try:
-            with self._frontend.admitted():
+            with self._frontend.admitted(len(message.payload)):
                 async with self._exchange.answer(operation, message.payload, request_id()) as reply:
                     if reply.streams:
                         status = await self._stream(message.reply, reply)

@@ -97,6 +97,7 @@ class Frontend:
         self.draining = False
         """No new requests: this process is about to end."""
         self._admitted = 0
+        self._body_bytes = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -116,20 +117,25 @@ class Frontend:
         return self._limits.deadline_s
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """A place among the running requests. Raises Overloaded, or Unavailable while draining."""
+    def admitted(self, body_bytes: int) -> Iterator[None]:
+        """A place among the running requests, and for its body. Raises Overloaded, or Unavailable while draining."""
         if self.draining:
             raise Unavailable("this frontend is about to end")
         if self._admitted >= self._limits.requests:
             self._metrics.rejections.inc()
             raise Overloaded(f"{self._admitted} requests are running already")
+        if self._admitted and self._body_bytes + body_bytes > self._limits.body_bytes:
+            self._metrics.rejections.inc()
+            raise Overloaded(f"the bodies of {self._admitted} running requests fill {self._body_bytes} bytes already")
         self._admitted += 1
+        self._body_bytes += body_bytes
         self._metrics.inflight.inc()
         self._idle.clear()
         try:
             yield
         finally:
             self._admitted -= 1
+            self._body_bytes -= body_bytes
             self._metrics.inflight.dec()
             if not self._admitted:
                 self._idle.set()

@@ -36,7 +36,7 @@ class FrameLog:
 
     EPOCH = 1
 
-    def __init__(self, instance: str, *, most_frontends: int = 256, most_frames: int = 8192, most_bytes: int = 8 << 20):
+    def __init__(self, instance: str, *, most_frontends: int = 64, most_frames: int = 8192, most_bytes: int = 4 << 20):
         self._instance = instance
         self._most_frontends = most_frontends
         self._most_frames = most_frames

@@ -463,8 +463,10 @@ async def test_a_frozen_router_is_passed_over(directory: Path) -> None:
         assert "no router" in error.value.message
 
 
-async def test_more_requests_than_the_bound_are_429_and_places_come_back(directory: Path) -> None:
-    limits = LimitsConfig(requests=1, drain_s=0.0)
+@pytest.mark.parametrize("limits", [LimitsConfig(requests=1, drain_s=0.0), LimitsConfig(body_bytes=100, drain_s=0.0)])
+async def test_more_requests_or_bytes_than_the_bound_are_429_and_places_come_back(
+    directory: Path, limits: LimitsConfig
+) -> None:
     async with world(directory, limits=limits) as w, clients(w) as (client, _):
         w.workers[0].output = None
         first = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
