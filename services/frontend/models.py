@@ -25,6 +25,8 @@ from shared.messages import ModelCard
 RETRY_S = 5.0
 MODELS_LIMIT = 256
 """Names kept, living or not; cards of further models are left out, loudly."""
+NAMES_TOLD = 8
+"""Of the models that are there, when one is not."""
 
 _LOADING = "its tokenizer is being loaded"
 
@@ -71,9 +73,9 @@ class Models:
         if entry is None:
             if not self._entries or name in self._directories:
                 raise Unavailable(f"no worker serves the model {name!r} yet")
-            raise InvalidRequest(
-                f"the model {name!r} does not exist", param="model", code="model_not_found", status=404
-            )
+            known = ", ".join(sorted(self._entries)[:NAMES_TOLD])
+            wrong = f"the model {name!r} does not exist; there is {known}"
+            raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
         if not entry.cards:
             raise Unavailable(f"no worker serves the model {name!r} now")
         if entry.model is None:

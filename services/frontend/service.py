@@ -319,7 +319,8 @@ class Frontend:
                 _log.warning("request %s: router %s: %s", job.request, addressee, why)
             except ProtocolError as wrong:
                 _log.error("request %s: router %s: %s", job.request, addressee, wrong)
-        self._feed(one, Unrouted(ask.attempt))
+        away = not self._runtime.bus.connected
+        self._feed(one, Unrouted(ask.attempt, "NATS is not connected") if away else Unrouted(ask.attempt))
 
     async def _offer(self, one: _Running, offer: Offer) -> None:
         job = one.stream.job

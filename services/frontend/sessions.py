@@ -58,6 +58,7 @@ class Unrouted(Struct, frozen=True):
     """No router answered."""
 
     attempt: int
+    reason: str = "no router answered"
 
 
 class Unreachable(Struct, frozen=True):
@@ -336,7 +337,7 @@ class Session:
 
     def _no_choice(self, answer: SelectRefused | Unrouted) -> HeadraceError:
         if isinstance(answer, Unrouted):
-            return Unavailable("no router answered")
+            return Unavailable(answer.reason)
         if answer.code == "bad_request":
             return InvalidRequest(f"the router refused: {answer.reason}")
         if answer.code == "all_excluded" and self._why is not None:

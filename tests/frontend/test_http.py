@@ -488,6 +488,8 @@ async def test_the_models_are_listed_and_looked_up(directory: Path) -> None:
         with pytest.raises(openai.NotFoundError) as error:
             await client.models.retrieve("other")
         assert error.value.code == "model_not_found"
+        assert error.value.body is not None
+        assert f"there is {MODEL}" in str(error.value.body)
 
 
 async def test_without_workers_it_is_503_with_reasons_and_heals(directory: Path) -> None:
