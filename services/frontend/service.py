@@ -208,8 +208,10 @@ class Frontend:
         """So that a lost last part, a frozen engine or a dead worker ends no request's progress until its deadline."""
         loop = asyncio.get_running_loop()
         while True:
+            slept_from = loop.time()
             await asyncio.sleep(self._limits.quiet_s / 2)
-            if not self._runtime.bus.connected:
+            stopped = loop.time() - slept_from > self._limits.quiet_s  # this process itself, by a signal or a long task
+            if stopped or not self._runtime.bus.connected:
                 self._pulses.hold(loop.time())
             silent: set[str] = set()
             for one in list(self._running.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from shared.hashing import unpack_tokens
 from shared.messages import Cancel, Generate
 from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedWorker, World, clients, world
 
-QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.05, frozen_s=0.5)
+QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.05, frozen_s=1.0)
 COUNT: Any = [{"role": "user", "content": "count"}]
 
 
@@ -96,4 +97,20 @@ async def test_a_worker_that_computes_for_long_is_left_alone(directory: Path) ->
             await first.send(offered, 3, [*tokens[3:], 2], "stop")
 
         assert await halfway(w, it_takes_its_time) == "one two three"
-        assert len(first.generates.all) == 1
+        assert (len(first.generates.all), len(w.workers[1].generates.all)) == (1, 0)
+
+
+async def test_a_frontend_that_stood_still_itself_blames_no_worker(directory: Path) -> None:
+    async with world(directory, limits=QUICK) as w:
+        first = w.workers[0]
+        tokens = w.ids("one two three")
+
+        async def the_frontend_stands_still(offered: Generate) -> None:
+            async with reporting(first, 7, [(offered.request, offered.attempt)]):
+                await w.counted("headrace_time_to_first_token_seconds_count", 1)
+                time.sleep(QUICK.frozen_s * 1.2)  # noqa: ASYNC251 stopping the loop is the point
+                await w.counted("headrace_inflight_requests", 1)
+            await first.send(offered, 3, [*tokens[3:], 2], "stop")
+
+        assert await halfway(w, the_frontend_stands_still) == "one two three"
+        assert (len(first.generates.all), len(w.workers[1].generates.all)) == (1, 0)
