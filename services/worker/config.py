@@ -37,6 +37,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Uncomputed tokens in the queue."""
     threads: Natural = 0
     """Of the engine's arithmetic; 0: one a core. Workers that share a machine share its cores: set cores ÷ workers."""
+    stall_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0
+    """An engine that makes no step for half to all of this time while requests wait is killed and started again."""
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """How long running attempts may go on after SIGTERM."""
     nats: NatsConfig = NatsConfig()

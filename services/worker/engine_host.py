@@ -3,7 +3,7 @@
                  Ready
     starting ──────────▶ serving          `epoch` counts the starts; `facts` are there while it serves
        ▲                    │
-       │ after a back-off   │ Failed, or the process died
+       │ after a back-off   │ Failed, the process died, or it stood still and was killed
        └────── lost ◀───────┘ (told once; from starting too)
 
 An engine that says that the model cannot be served is not started again: `run` raises ModelError.
@@ -43,13 +43,18 @@ class EngineHost:
         ready: Callable[[Ready], Awaitable[None]],
         stepped: Callable[[Stepped], None],
         lost: Callable[[str], None],
+        busy: Callable[[], bool],
     ) -> None:
+        """`busy` tells whether attempts wait for the engine."""
         self._config = config
         self._model_name = model_name
         self._loading = loading
         self._ready = ready
         self._stepped = stepped
         self._lost = lost
+        self._busy = busy
+        self._heard = 0
+        """Reports of all engines so far."""
         self._engine: EngineClient | None = None
         self._tickets = 0
         self._snapshots: dict[int, asyncio.Future[Snapshot]] = {}
@@ -112,9 +117,11 @@ class EngineHost:
             raise
         self._engine = engine
         _log.info("engine %d started, process %d", self.epoch, engine.pid)
+        watch = asyncio.ensure_future(self._kill_if_it_stands_still(engine))
         try:
             return await self._follow(engine)
         finally:
+            watch.cancel()
             # An engine that is still loading does not hear a Shutdown.
             limit_s = 0.0 if self.facts is None else END_LIMIT_S
             self._engine, self.facts = None, None
@@ -129,6 +136,7 @@ class EngineHost:
                 report = await engine.receive()
             except (PeerGone, ProtocolError) as wrong:
                 return Failed(reason=str(wrong))
+            self._heard += 1
             match report:
                 case Loading():
                     self._loading(report)
@@ -145,3 +153,16 @@ class EngineHost:
                     return report
                 case _:
                     assert_never(report)
+
+    async def _kill_if_it_stands_still(self, engine: EngineClient) -> None:
+        """At two looks in a row attempts waited, and between them nothing was heard. Loading may take as long as it
+        takes. What follows is what follows any engine's death."""
+        waited_at: int | None = None
+        while True:
+            await asyncio.sleep(self._config.stall_s / 2)
+            waits = self.facts is not None and self._busy()
+            if waits and waited_at == self._heard:
+                _log.error("the engine has made no step in %g s while requests wait: killed", self._config.stall_s / 2)
+                engine.process.kill()
+                return
+            waited_at = self._heard if waits else None

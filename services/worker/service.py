@@ -95,6 +95,7 @@ class Worker:
             ready=self._engine_ready,
             stepped=self._engine_stepped,
             lost=self._engine_lost,
+            busy=lambda: bool(self._attempts.names),
         )
         self._publisher = runtime.events.open_publisher()
         self._announcement = Announcement(runtime, self.event_source)

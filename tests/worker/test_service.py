@@ -282,6 +282,31 @@ async def test_a_killed_engine_ends_its_attempts_and_comes_back_with_an_empty_ca
         assert shell.peer.parts("after")[-1].cached_tokens == 0
 
 
+async def test_an_engine_that_stands_still_while_attempts_wait_is_killed_and_started_again(
+    config: WorkerConfig,
+) -> None:
+    async with running_worker(msgspec.structs.replace(config, stall_s=1.0)) as shell:
+        await serving(shell)
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await shell.peer.generate(endless("r"))
+        assert await shell.peer.ended("r") == "error"
+        await shell.peer.until(lambda: shell.worker.engine.facts is not None and shell.worker.engine.pid != pid)
+        await serving(shell)
+        await shell.peer.generate(request("after", PROMPT))
+        assert await shell.peer.ended("after") == "stop"
+
+
+async def test_an_idle_engine_is_left_alone(config: WorkerConfig) -> None:
+    async with running_worker(msgspec.structs.replace(config, stall_s=0.2)) as shell:
+        await serving(shell)
+        pid = shell.worker.engine.pid
+        heard = len(shell.peer.reports)
+        await shell.peer.until(lambda: len(shell.peer.reports) >= heard + 4)
+        assert shell.worker.engine.pid == pid
+
+
 async def test_without_an_engine_generate_is_refused_as_not_ready(config: WorkerConfig) -> None:
     async with running_worker(config) as shell:
         await serving(shell)
