@@ -22,6 +22,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -37,11 +38,12 @@ from shared.directory import Directory
 from shared.discovery import Discovery
 from shared.discovery_backends import open_discovery
 from shared.errors import ConfigError, ModelError
-from shared.messages import PING, PONG, Pong, ServiceName
+from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, EventSource, Instance, Pong, ServiceName
 from shared.messaging import Bus, Events, Message
 from shared.metrics import process_registry
 from shared.nats_bus import connect
 from shared.observe import Vitals
+from shared.version import VERSION
 from shared.zmq_events import ZmqEvents
 
 EXIT_FAILED = 1
@@ -72,6 +74,27 @@ class Runtime:
     vitals: Vitals = field(default_factory=Vitals)
     http: str = ""
     """Base URL of this process's /live, /health and /metrics, for the address book; empty: none of lifecycle's."""
+    started: float = field(default_factory=time.time)
+
+    def address(
+        self, epoch: int, subjects_by_operation: dict[str, str], *, events: EventSource | None = None, http: str = ""
+    ) -> dict[str, bytes]:
+        """This process's address book entry under the lease of `epoch`, as the key and value to publish."""
+        entry = Instance(
+            namespace=self.namespace,
+            service=self.service,
+            instance=self.instance,
+            epoch=epoch,
+            machine=self.machine,
+            pid=os.getpid(),
+            started=self.started,
+            version=VERSION,
+            subjects=subjects_by_operation,
+            events=events,
+            http=http or self.http,
+        )
+        key = subjects.instance_key(self.namespace, self.service, self.instance)
+        return {key: INSTANCE.encode(entry, JSON_HEADER)}
 
 
 @dataclass(frozen=True)

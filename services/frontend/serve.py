@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -24,8 +22,6 @@ from services.frontend.service import Frontend
 from shared import subjects
 from shared.discovery import Registration
 from shared.lifecycle import Runtime
-from shared.messages import INSTANCE, JSON_HEADER, Instance
-from shared.version import VERSION
 
 _THREADS = 2
 """For loading and for long prompts; the tokenizer has threads of its own beside them."""
@@ -72,27 +68,9 @@ async def serve(runtime: Runtime, config: FrontendConfig) -> None:
 
 
 async def _register(runtime: Runtime, url: str) -> Registration:
-    return await runtime.discovery.register(lambda epoch: _entries(runtime, url, epoch))
-
-
-def _entries(runtime: Runtime, url: str, epoch: int) -> dict[str, bytes]:
     namespace, instance = runtime.namespace, runtime.instance
-    entry = Instance(
-        namespace=namespace,
-        service="frontend",
-        instance=instance,
-        epoch=epoch,
-        machine=runtime.machine,
-        pid=os.getpid(),
-        started=_STARTED,
-        version=VERSION,
-        subjects={
-            "control": subjects.control(namespace, "frontend", instance),
-            "stream": subjects.stream(namespace, instance),
-        },
-        http=url,
-    )
-    return {subjects.instance_key(namespace, "frontend", instance): INSTANCE.encode(entry, JSON_HEADER)}
-
-
-_STARTED = time.time()
+    operations = {
+        "control": subjects.control(namespace, "frontend", instance),
+        "stream": subjects.stream(namespace, instance),
+    }
+    return await runtime.discovery.register(lambda epoch: runtime.address(epoch, operations, http=url))

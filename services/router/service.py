@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -33,23 +32,21 @@ from shared.discovery import Registration
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError
 from shared.lifecycle import Runtime
 from shared.messages import (
-    INSTANCE,
     JSON_HEADER,
     LOAD_EVENTS,
     LOAD_REPORT,
     SELECT,
     SELECT_REPLY,
     EventSource,
-    Instance,
     LoadEvents,
     ModelCard,
     Reserved,
     Select,
     SelectRefused,
     SelectReply,
+    is_json,
 )
 from shared.messaging import Message, Receive, Subscription
-from shared.version import VERSION
 
 QUEUE = "router"
 EXPLAINED_AT_ONCE = 20
@@ -95,7 +92,6 @@ class Router:
         self._registration: Registration | None = None
         self._clearings: deque[Clearing] = deque()
         self._tasks: list[asyncio.Task[None]] = []
-        self._started = time.time()
 
     async def start(self) -> None:
         """Learn who is there, then answer, then say so."""
@@ -248,7 +244,9 @@ class Router:
     async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
         payload = SELECT_REPLY.encode(reply, message.headers)
         try:
-            await self._runtime.bus.publish(message.reply, payload, headers=_content_type(message))
+            await self._runtime.bus.publish(
+                message.reply, payload, headers=JSON_HEADER if is_json(message.headers) else None
+            )
         except (BusDown, PayloadTooLarge) as wrong:
             self._seldom.warn("select", wrong)
             return False
@@ -353,26 +351,9 @@ class Router:
             self._metrics.sources.labels(state).set(states.count(state))
 
     def _entries(self, epoch: int) -> dict[str, bytes]:
-        runtime = self._runtime
-        instance = Instance(
-            namespace=runtime.namespace,
-            service="router",
-            instance=runtime.instance,
-            epoch=epoch,
-            machine=runtime.machine,
-            pid=os.getpid(),
-            started=self._started,
-            version=VERSION,
-            subjects={
-                "control": subjects.control(runtime.namespace, "router", runtime.instance),
-                "select": subjects.select(runtime.namespace, runtime.instance),
-            },
-            http=runtime.http,
-        )
-        key = subjects.instance_key(runtime.namespace, "router", runtime.instance)
-        return {key: INSTANCE.encode(instance, JSON_HEADER)}
-
-
-def _content_type(message: Message) -> dict[str, str] | None:
-    """JSON is answered in JSON."""
-    return dict(JSON_HEADER) if "application/json" in message.headers.get("Content-Type", "") else None
+        namespace, instance = self._runtime.namespace, self._runtime.instance
+        operations = {
+            "control": subjects.control(namespace, "router", instance),
+            "select": subjects.select(namespace, instance),
+        }
+        return self._runtime.address(epoch, operations)

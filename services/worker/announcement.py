@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 
 from shared import subjects
 from shared.discovery import Registration
 from shared.errors import DiscoveryDown
 from shared.lifecycle import Runtime
-from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, EventSource, Instance, ModelCard
-from shared.version import VERSION
+from shared.messages import JSON_HEADER, MODEL_CARD, EventSource, ModelCard
 
 OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "control")
 AGAIN_AFTER_S = 1.0
@@ -26,7 +23,6 @@ class Announcement:
     def __init__(self, runtime: Runtime, source: EventSource) -> None:
         self._runtime = runtime
         self._source = source
-        self._started = time.time()
         self._registration: Registration | None = None
         self._changed = asyncio.Event()
         self.card: ModelCard | None = None
@@ -63,21 +59,8 @@ class Announcement:
 
     def _entries(self, epoch: int) -> dict[str, bytes]:
         runtime = self._runtime
-        instance = Instance(
-            namespace=runtime.namespace,
-            service="worker",
-            instance=runtime.instance,
-            epoch=epoch,
-            machine=runtime.machine,
-            pid=os.getpid(),
-            started=self._started,
-            version=VERSION,
-            subjects={name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS},
-            events=self._source,
-            http=runtime.http,
-        )
-        key = subjects.instance_key(runtime.namespace, "worker", runtime.instance)
-        entries = {key: INSTANCE.encode(instance, JSON_HEADER)}
+        operations = {name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS}
+        entries = runtime.address(epoch, operations, events=self._source)
         if self.card is not None:
             card_key = subjects.model_key(runtime.namespace, self.card.model, runtime.instance)
             entries[card_key] = MODEL_CARD.encode(self.card, JSON_HEADER)
