@@ -5,6 +5,7 @@ Channels, each with its union and its codec at the end of the file:
     discovery            Instance, ModelCard                     JSON under a lease
     frontend → router    Select → Selected | SelectRefused       request and reply
     → all routers        Reserved | Prefilled | Finished         published in batches
+    router → router      ReservationsRequest → Reservations      request and reply
     frontend → worker    Generate → Accepted | Refused           request and reply
                          Cancel                                  published
                          ResendRequest → Resent                  request and reply
@@ -214,6 +215,7 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     """Blocks the prompt will occupy."""
     router: str = ""
     """The router that reserved; it ignores its own message."""
+    priority: int = 0
 
 
 class Prefilled(Struct, frozen=True, tag="prefilled"):
@@ -222,6 +224,8 @@ class Prefilled(Struct, frozen=True, tag="prefilled"):
     request: str
     attempt: int
     cached_tokens: int
+    first_token_s: float = 0.0
+    """From the request's arrival at the frontend, as its client saw it; 0: not told."""
 
 
 class Finished(Struct, frozen=True, tag="finished"):
@@ -239,6 +243,24 @@ class LoadEvents(Struct, frozen=True):
 
     model: str
     events: list[LoadEvent]
+
+
+# --- router → router: what a replica that starts has missed
+
+
+class ReservationsRequest(Struct, frozen=True, tag="reservations_request"):
+    """All reservations of a model that have not ended, please."""
+
+    model: str
+
+
+class Reservations(Struct, frozen=True, tag="reservations"):
+    """As one router knows them; what is told meanwhile comes by the load subject."""
+
+    model: str
+    reserved: list[Reserved]
+    prefilled: list[tuple[str, int]]
+    """(request, attempt) of those whose first token has come."""
 
 
 # --- frontend → worker
@@ -433,6 +455,9 @@ class LoadReport(Struct, frozen=True):
     cached_blocks: int
     """Blocks with reusable content that nobody uses now."""
     prefill_tokens_per_s: float = 0.0
+    """As measured lately; 0: not yet."""
+    step_s: float = 0.0
+    """What a step that only decodes takes, as measured lately; 0: not yet."""
     kv: list[KvState] = []
     frames: dict[str, int] = {}
     """Frontend → sequence of the last step frame sent to it."""
@@ -552,6 +577,8 @@ MODEL_CARD: Codec[ModelCard] = Codec(ModelCard, "model card")
 SELECT: Codec[Select] = Codec(Select, "select")
 SELECT_REPLY: Codec[SelectReply] = Codec(SelectReply, "select reply")
 LOAD_EVENTS: Codec[LoadEvents] = Codec(LoadEvents, "load events")
+RESERVATIONS_REQUEST: Codec[ReservationsRequest] = Codec(ReservationsRequest, "reservations request")
+RESERVATIONS: Codec[Reservations] = Codec(Reservations, "reservations")
 GENERATE: Codec[Generate] = Codec(Generate, "generate")
 GENERATE_REPLY: Codec[GenerateReply] = Codec(GenerateReply, "generate reply")
 CANCEL: Codec[Cancel] = Codec(Cancel, "cancel")

@@ -74,9 +74,14 @@ def router_load(namespace: str, model: str) -> str:
     return f"{ROOT}.{namespace}.router.{escape(model)}.load"
 
 
-def explain(namespace: str, model: str) -> str:
-    """The candidate table of a request, for people."""
-    return f"{ROOT}.{namespace}.router.{escape(model)}.explain"
+def explain(namespace: str, model_or_router: str) -> str:
+    """The candidate table of a request, for people: at every router of a model, or at one router by its id."""
+    return f"{ROOT}.{namespace}.router.{escape(model_or_router)}.explain"
+
+
+def reservations(namespace: str, router: str) -> str:
+    """Where one router tells the reservations it knows to another that starts."""
+    return f"{ROOT}.{namespace}.router.{router}.reservations"
 
 
 # --- worker

@@ -19,7 +19,7 @@ from services.router.config import RouterConfig
 from services.router.index import CandidateId, Index
 from services.router.load import Load
 from services.router.policies.kv import KvPolicy
-from services.router.policy import Policy
+from services.router.policy import Policy, reason
 from services.router.question import Facts, Question, Scored
 from services.router.speculation import Speculation
 from shared.errors import ProtocolError
@@ -161,8 +161,8 @@ class ModelRouter:
             for load in (self.load.of((card.instance, rank)),)
         ]
         question = Question(ask.prompt_tokens, block_size, ask.session, ask.priority)
-        scored, chosen = self._decide(question, facts)
-        return self._reserve(ask, hashes, question, scored, chosen, now_s)
+        policy, scored, chosen = self._decide(question, facts)
+        return self._reserve(ask, hashes, question, policy, scored, chosen, now_s)
 
     def _checked(self, ask: Select) -> list[int]:
         """The prompt's hashes. Raises ProtocolError, naming the field."""
@@ -185,19 +185,20 @@ class ModelRouter:
             raise ProtocolError("hashes repeat: those of one prompt are all different")
         return hashes
 
-    def _decide(self, question: Question, facts: Sequence[Facts]) -> tuple[Sequence[Scored], Scored]:
+    def _decide(self, question: Question, facts: Sequence[Facts]) -> tuple[Policy, Sequence[Scored], Scored]:
         try:
-            return _ask(self._policy, question, facts, self._draw)
+            return self._policy, *_ask(self._policy, question, facts, self._draw)
         except Exception as wrong:  # noqa: BLE001 - a policy is a plug-in: whatever it does, the request is routed
             self.policy_errors += 1
             self.policy_error = f"{type(wrong).__name__}: {wrong}"[:200]
-            return _ask(self._fallback, question, facts, self._draw)
+            return self._fallback, *_ask(self._fallback, question, facts, self._draw)
 
     def _reserve(
         self,
         ask: Select,
         hashes: Sequence[int],
         question: Question,
+        policy: Policy,
         scored: Sequence[Scored],
         chosen: Scored,
         now_s: float,
@@ -230,8 +231,8 @@ class ModelRouter:
             rank=rank,
             router=self._router,
             overlap=facts.overlap,
-            reason=str(chosen.reason),
-            candidates=tuple(_row(each) for each in scored[:ROWS]),
+            reason=reason(policy, question, chosen.facts),
+            candidates=tuple(_row(each, reason(policy, question, each.facts)) for each in scored[:ROWS]),
         )
         self._keep(Decision(selected, ask.prompt_tokens, cached))
         return Choice(selected, reserved)
@@ -296,14 +297,14 @@ class ModelRouter:
 def _ask(policy: Policy, question: Question, facts: Sequence[Facts], draw: Random) -> tuple[Sequence[Scored], Scored]:
     """Those scored, best first, and the choice."""
     left = policy.filter(question, facts) or facts
-    scored = [policy.score(question, candidate) for candidate in left]
+    scored = [Scored(candidate, policy.score(question, candidate)) for candidate in left]
     chosen = policy.pick(question, scored, draw)
     if not any(chosen.facts.candidate == candidate.candidate for candidate in facts):
         raise ProtocolError(f"the policy picked {chosen.facts.candidate}, which is no candidate")
     return sorted(scored, key=lambda each: 0.0 + each.score), chosen  # a score that is no number fails here
 
 
-def _row(scored: Scored) -> Candidate:
+def _row(scored: Scored, why: str) -> Candidate:
     facts = scored.facts
     return Candidate(
         instance=facts.candidate[0],
@@ -312,7 +313,7 @@ def _row(scored: Scored) -> Candidate:
         score=float(scored.score),
         active_blocks=facts.load.active_blocks,
         queued_tokens=facts.load.queued_tokens,
-        reason=str(scored.reason),
+        reason=why,
     )
 
 

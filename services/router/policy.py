@@ -3,7 +3,8 @@
     candidates ──filter──▶ those that may ──score──▶ lower is better ──pick──▶ the choice
 
 A policy of your own is a class with these three methods, named in the config as `module:attribute`. It is made once
-per model, without arguments, and may keep state.
+per model, without arguments, and may keep state. A fourth method, `reason`, is asked for nothing but explanations, and
+only of the candidates that are told: words are dear where every request scores every candidate.
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ class Policy(Protocol):
         """Those worth scoring. None left means that all stay."""
         ...
 
-    def score(self, question: Question, candidate: Facts) -> Scored:
-        """How good a candidate is, and why."""
+    def score(self, question: Question, candidate: Facts) -> float:
+        """What the candidate would cost; lower is better."""
         ...
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         """One of `scored`, which is not empty."""
         ...
+
+
+def reason(policy: Policy, question: Question, candidate: Facts) -> str:
+    """Why `policy` scores the candidate as it does, in words; empty where it does not say."""
+    tell: Callable[[Question, Facts], object] | None = getattr(policy, "reason", None)
+    return "" if tell is None else str(tell(question, candidate))
 
 
 BUILT_IN: dict[str, Callable[[], Policy]] = {

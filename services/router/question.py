@@ -24,6 +24,17 @@ class Question(Struct, frozen=True):
     priority: int = 0
 
 
+class Speed(Struct, frozen=True):
+    """How fast one candidate is, as its worker reports it; 0: not told."""
+
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    """A step that only decodes, with what runs there now."""
+
+
+UNTOLD = Speed()
+
+
 class Facts(Struct, frozen=True):
     """What is known of one candidate."""
 
@@ -33,14 +44,16 @@ class Facts(Struct, frozen=True):
     load: CandidateLoad
     total_blocks: int
     """Its capacity."""
+    speed: Speed = UNTOLD
+    age_s: float = 1e9
+    """Since it began to serve: one that has just joined ramps up."""
 
 
 class Scored(Struct, frozen=True):
-    """A candidate with its score, lower is better, and the reason in words."""
+    """A candidate with its score; lower is better."""
 
     facts: Facts
     score: float
-    reason: str
 
 
 def best(question: Question, scored: Sequence[Scored], draw: Random) -> Scored:

@@ -88,6 +88,8 @@ class EngineLoad(Struct, frozen=True):
     held_blocks: int = 0
     cached_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    """What a step that only decodes takes, as measured lately; 0: not yet."""
     preemptions: int = 0
     """Since the engine started."""
 

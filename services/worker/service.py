@@ -345,6 +345,7 @@ class Worker:
             held_blocks=load.held_blocks,
             cached_blocks=load.cached_blocks,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
+            step_s=load.step_s,
             kv=[
                 KvState(
                     rank=0,

@@ -26,7 +26,7 @@ def facts(
 
 def choose(policy: Policy, candidates: list[Facts], tokens: int = 320, *, session: str = "", seed: int = 0) -> str:
     question = Question(tokens, BLOCK, session)
-    scored = [policy.score(question, candidate) for candidate in policy.filter(question, candidates)]
+    scored = [Scored(each, policy.score(question, each)) for each in policy.filter(question, candidates)]
     return policy.pick(question, scored, Random(seed)).facts.candidate[0]
 
 

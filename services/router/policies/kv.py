@@ -35,22 +35,28 @@ class KvPolicy:
         """All may."""
         return candidates
 
-    def score(self, question: Question, candidate: Facts) -> Scored:
+    def score(self, question: Question, candidate: Facts) -> float:
         """The cost above, in tokens."""
-        size = question.block_size
-        overlap, load = candidate.overlap, candidate.load
-        uncached = question.prompt_tokens - overlap.blocks * size
-        fetched = size * (HOST_FETCH * overlap.host + DISK_FETCH * overlap.disk)
-        waiting = WAITING * load.queued_tokens
-        needed = load.active_blocks + -(-question.prompt_tokens // size) - overlap.device
-        overflow = max(needed - candidate.total_blocks, 0) * size if load.active_blocks else 0
-        running = STEP_TOKENS * load.requests + IN_USE * size * load.active_blocks + overflow
-        return Scored(
-            candidate,
-            uncached + fetched + waiting + running,
-            f"uncached {uncached} + fetch {fetched:.0f} + waiting {waiting:.0f} + running {running:.0f}",
-        )
+        return sum(_costs(question, candidate))
+
+    def reason(self, question: Question, candidate: Facts) -> str:
+        """The terms of the cost."""
+        uncached, fetched, waiting, running = _costs(question, candidate)
+        return f"uncached {uncached} + fetch {fetched:.0f} + waiting {waiting:.0f} + running {running:.0f}"
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         """The cheapest."""
         return best(question, scored, draw)
+
+
+def _costs(question: Question, candidate: Facts) -> tuple[int, float, float, float]:
+    """(uncached, fetched, waiting, running), in prompt tokens."""
+    size = question.block_size
+    overlap, load = candidate.overlap, candidate.load
+    uncached = question.prompt_tokens - overlap.blocks * size
+    fetched = size * (HOST_FETCH * overlap.host + DISK_FETCH * overlap.disk)
+    waiting = WAITING * load.queued_tokens
+    needed = load.active_blocks + -(-question.prompt_tokens // size) - overlap.device
+    overflow = max(needed - candidate.total_blocks, 0) * size if load.active_blocks else 0
+    running = STEP_TOKENS * load.requests + IN_USE * size * load.active_blocks + overflow
+    return uncached, fetched, waiting, running

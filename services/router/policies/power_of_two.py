@@ -19,10 +19,13 @@ class PowerOfTwoPolicy:
         """All may."""
         return candidates
 
-    def score(self, question: Question, candidate: Facts) -> Scored:
+    def score(self, question: Question, candidate: Facts) -> float:
         """Tokens in hand."""
-        tokens = tokens_in_hand(question, candidate)
-        return Scored(candidate, tokens, f"{tokens} tokens in hand")
+        return tokens_in_hand(question, candidate)
+
+    def reason(self, question: Question, candidate: Facts) -> str:
+        """The same in words."""
+        return f"{tokens_in_hand(question, candidate)} tokens in hand"
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         """The better of two."""

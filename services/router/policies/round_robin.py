@@ -19,9 +19,9 @@ class RoundRobinPolicy:
         """All may."""
         return candidates
 
-    def score(self, question: Question, candidate: Facts) -> Scored:
+    def score(self, question: Question, candidate: Facts) -> float:
         """All are equal."""
-        return Scored(candidate, 0.0, "takes turns")
+        return 0.0
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         """The first after the last one chosen."""

@@ -15,9 +15,9 @@ class UniformPolicy:
         """All may."""
         return candidates
 
-    def score(self, question: Question, candidate: Facts) -> Scored:
+    def score(self, question: Question, candidate: Facts) -> float:
         """All are equal."""
-        return Scored(candidate, 0.0, "drawn at random")
+        return 0.0
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         """Any."""
