@@ -5,7 +5,9 @@ Channels, each with its union and its codec at the end of the file:
     discovery            Instance, ModelCard                     JSON under a lease
     frontend → router    Select → Selected | SelectRefused       request and reply
     → all routers        Reserved | Prefilled | Finished         published in batches
-    router → router      ReservationsRequest → Reservations      request and reply
+    router → router      ReservationsRequest → Reservations …    request, streamed replies
+    people → router      a request id → Explanations             request and reply, JSON
+                         nothing → RouterState                   request and reply, JSON
     frontend → worker    Generate → Accepted | Refused           request and reply
                          Cancel                                  published
                          ResendRequest → Resent                  request and reply
@@ -172,6 +174,8 @@ class Candidate(Struct, frozen=True):
     active_blocks: int
     queued_tokens: int
     reason: str
+    predicted_s: float = 0.0
+    """Until the first token, if chosen; 0: how fast the worker is has not been heard."""
 
 
 class Selected(Struct, frozen=True, tag="selected"):
@@ -255,12 +259,78 @@ class ReservationsRequest(Struct, frozen=True, tag="reservations_request"):
 
 
 class Reservations(Struct, frozen=True, tag="reservations"):
-    """As one router knows them; what is told meanwhile comes by the load subject."""
+    """Some of those that one router knows, oldest first; what is told meanwhile comes by the load subject."""
 
     model: str
     reserved: list[Reserved]
     prefilled: list[tuple[str, int]]
     """(request, attempt) of those whose first token has come."""
+
+
+# --- people → router: why, and how are you
+
+
+class Explanation(Struct, frozen=True):
+    """One choice, and what came of it."""
+
+    model: str
+    router: str
+    """Who chose."""
+    request: str
+    attempt: int
+    age_s: float
+    """Since the choice."""
+    instance: str
+    """The one chosen."""
+    rank: int
+    reason: str
+    candidates: tuple[Candidate, ...]
+    """The best few, best first."""
+    prompt_tokens: int
+    predicted_cached_tokens: int
+    actual_cached_tokens: int | None = None
+    """As the worker counted; None: its first token was not told yet."""
+    first_token_s: float | None = None
+    """As the client saw it; None: not told yet, or an attempt before this one brought it."""
+    ended_s: float | None = None
+    """From the choice until its end was told; None: not yet."""
+
+
+class Explanations(Struct, frozen=True):
+    """What one router remembers of a request, or of its latest ones; oldest first."""
+
+    router: str
+    decisions: list[Explanation]
+
+
+class ModelState(Struct, frozen=True):
+    """What a router knows of one model."""
+
+    model: str
+    instances: int
+    reservations: int
+    index_blocks: int
+    """Distinct ones."""
+    index_bytes: int
+
+
+class SourceState(Struct, frozen=True):
+    """How one worker's event stream is followed."""
+
+    instance: str
+    state: str
+    """live, syncing, …: services/router/sources.py draws them; refused."""
+    reason: str = ""
+    """Why it is refused."""
+
+
+class RouterState(Struct, frozen=True):
+    """One router's own account of itself."""
+
+    router: str
+    policy: str
+    models: list[ModelState]
+    sources: list[SourceState]
 
 
 # --- frontend → worker
@@ -579,6 +649,8 @@ SELECT_REPLY: Codec[SelectReply] = Codec(SelectReply, "select reply")
 LOAD_EVENTS: Codec[LoadEvents] = Codec(LoadEvents, "load events")
 RESERVATIONS_REQUEST: Codec[ReservationsRequest] = Codec(ReservationsRequest, "reservations request")
 RESERVATIONS: Codec[Reservations] = Codec(Reservations, "reservations")
+EXPLANATIONS: Codec[Explanations] = Codec(Explanations, "explanations")
+ROUTER_STATE: Codec[RouterState] = Codec(RouterState, "router state")
 GENERATE: Codec[Generate] = Codec(Generate, "generate")
 GENERATE_REPLY: Codec[GenerateReply] = Codec(GenerateReply, "generate reply")
 CANCEL: Codec[Cancel] = Codec(Cancel, "cancel")

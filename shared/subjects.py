@@ -84,6 +84,11 @@ def reservations(namespace: str, router: str) -> str:
     return f"{ROOT}.{namespace}.router.{router}.reservations"
 
 
+def router_state(namespace: str, router: str) -> str:
+    """One router's account of its models and of the event streams it follows, for people."""
+    return f"{ROOT}.{namespace}.router.{router}.state"
+
+
 # --- worker
 
 

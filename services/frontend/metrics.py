@@ -57,7 +57,3 @@ class Metrics:
         self.unanswerable = counter(
             registry, "headrace_unanswerable_requests", "Requests over NATS without a usable reply subject"
         )
-        self.unsent = counter(registry, "headrace_unsent_load_events", "Load events dropped while NATS was away")
-        self.unsendable = counter(
-            registry, "headrace_unsendable_messages", "Cancels and load events that no bus would take"
-        )

@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import assert_never
 
+import msgspec
+
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
-from services.frontend.outbox import Outbox
 from services.frontend.output import Output
 from services.frontend.pulses import Pulses
 from services.frontend.sessions import (
@@ -50,6 +51,7 @@ from shared.errors import NoResponders, Overloaded, PayloadTooLarge, ProtocolErr
 from shared.hashing import pack_tokens
 from shared.lifecycle import Runtime
 from shared.messages import (
+    CANCEL,
     GENERATE,
     GENERATE_REPLY,
     LOAD_REPORT,
@@ -57,15 +59,20 @@ from shared.messages import (
     SELECT,
     SELECT_REPLY,
     STEP_FRAME,
+    Cancel,
     Generate,
+    LoadEvent,
     Ping,
     Prefilled,
     Select,
 )
 from shared.messaging import Message
+from shared.outbox import Outbox
 
 ROUTERS_TRIED = 3
 """By their id, after the queue group did not answer."""
+BATCH_S = 0.005
+"""Load events and Cancels that come up within it go out together."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +98,7 @@ class Frontend:
         self._runtime = runtime
         self._limits = limits
         self._metrics = metrics
-        self._outbox = Outbox(runtime.bus, runtime.namespace, metrics)
+        self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
         self._running: dict[str, _Running] = {}
         self._pulses = Pulses(quiet_s=limits.quiet_s, frozen_s=limits.frozen_s)
         self.draining = False
@@ -187,7 +194,7 @@ class Frontend:
                 self._feed(one, Received(frame.instance, part))
             elif part.finish is None:
                 self._metrics.stray_parts.inc()
-                self._outbox.cancel(frame.instance, part.request, part.attempt)
+                self._cancel(frame.instance, Cancel(part.request, part.attempt))
 
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceDown):
@@ -260,16 +267,27 @@ class Frontend:
                 case Offer():
                     tasks.create_task(self._offer(one, action), name=f"generate {one.stream.job.request}")
                 case Withdraw():
-                    self._outbox.cancel(action.instance, one.stream.job.request, action.attempt)
+                    self._cancel(action.instance, Cancel(one.stream.job.request, action.attempt))
                 case Tell():
-                    if isinstance(action.event, Prefilled):
-                        self._metrics.cached_tokens.inc(action.event.cached_tokens)
-                    self._outbox.tell(one.stream.job.model, action.event)
+                    self._tell(one, action.event)
                 case Finish() | Fail():
                     one.stream.end(action)
                     self._close(one)
                 case _:
                     assert_never(action)
+
+    def _cancel(self, worker: str, attempt: Cancel) -> None:
+        """While NATS is away it is dropped: a worker that streams on is cancelled again by its own parts."""
+        self._metrics.cancellations.inc()
+        self._outbox.post(subjects.worker(self._runtime.namespace, worker, "cancel"), CANCEL.encode(attempt))
+
+    def _tell(self, one: _Running, event: LoadEvent) -> None:
+        if isinstance(event, Prefilled):
+            self._metrics.cached_tokens.inc(event.cached_tokens)
+            if one.last_tokens is None:  # else the client has had its first token from an attempt before this one
+                first_token_s = asyncio.get_running_loop().time() - one.started
+                event = msgspec.structs.replace(event, first_token_s=first_token_s)
+        self._outbox.tell(one.stream.job.model, event)
 
     def _emit(self, one: _Running, action: Emit) -> None:
         now = asyncio.get_running_loop().time()

@@ -1,8 +1,10 @@
-"""What the frontend tells without waiting for an answer: Cancel to workers, load events to routers.
+"""What a service tells without waiting for an answer: load events to the routers of a model, and single messages.
 
-What comes up within BATCH_S goes out together, load events as one message a model. While NATS is away load events wait,
-up to a bound (a lost Finished would leave load at a router until a lease ends); Cancels are dropped, because a worker
-that streams on is cancelled again by its own parts.
+    tell, post ──▶ [ waiting, bounded ] ──▶ at once if nothing went lately, else once `batch_s` is over
+
+What comes up within `batch_s` goes out together, load events as one message a model. While NATS is away load events
+wait, up to a bound (a lost Finished would leave load at a router until a lease ends); single messages are dropped, so
+they must be such as come up again by themselves.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.frontend.metrics import Metrics
+from prometheus_client import CollectorRegistry
+
 from shared import subjects
 from shared.errors import BusDown, ProtocolError
-from shared.messages import CANCEL, LOAD_EVENTS, Cancel, LoadEvent, LoadEvents
+from shared.messages import LOAD_EVENTS, LoadEvent, LoadEvents
 from shared.messaging import Bus
+from shared.metrics import counter
 
-BATCH_S = 0.005
 BUS_DOWN_S = 0.5
 EVENTS_LIMIT = 65_536
 """Load events waiting, of one model."""
@@ -28,18 +31,21 @@ _log = logging.getLogger(__name__)
 class Outbox:
     """Collects, and publishes in `run`."""
 
-    def __init__(self, bus: Bus, namespace: str, metrics: Metrics) -> None:
+    def __init__(self, bus: Bus, namespace: str, registry: CollectorRegistry, *, batch_s: float) -> None:
         self._bus = bus
         self._namespace = namespace
-        self._metrics = metrics
-        self._cancels: list[tuple[str, Cancel]] = []
+        self._batch_s = batch_s
+        self._posted: list[tuple[str, bytes]] = []
         self._events: dict[str, list[LoadEvent]] = {}
         self._wake = asyncio.Event()
+        self._unsent = counter(registry, "headrace_unsent_load_events", "Load events dropped while NATS was away")
+        self._unsendable = counter(
+            registry, "headrace_unsendable_messages", "Messages told to others that no bus would take"
+        )
 
-    def cancel(self, instance: str, request: str, attempt: int) -> None:
-        """Tell a worker to free an attempt."""
-        self._metrics.cancellations.inc()
-        self._cancels.append((instance, Cancel(request, attempt)))
+    def post(self, subject: str, payload: bytes) -> None:
+        """One message; dropped while NATS is away."""
+        self._posted.append((subject, payload))
         self._wake.set()
 
     def tell(self, model: str, event: LoadEvent) -> None:
@@ -47,7 +53,7 @@ class Outbox:
         waiting = self._events.setdefault(model, [])
         if len(waiting) >= EVENTS_LIMIT:
             del waiting[: EVENTS_LIMIT // 2]
-            self._metrics.unsent.inc(EVENTS_LIMIT // 2)
+            self._unsent.inc(EVENTS_LIMIT // 2)
             _log.error("dropped %d load events of model %s: NATS is away", EVENTS_LIMIT // 2, model)
         waiting.append(event)
         self._wake.set()
@@ -58,14 +64,14 @@ class Outbox:
             await self._wake.wait()
             self._wake.clear()
             sent = await self.flush()
-            await asyncio.sleep(BATCH_S if sent else BUS_DOWN_S)
+            await asyncio.sleep(self._batch_s if sent else BUS_DOWN_S)
 
     async def flush(self) -> bool:
         """Publish all that waits; whether NATS took it. Several may run at once: each takes out what it sends."""
-        cancels, self._cancels = self._cancels, []
+        posted, self._posted = self._posted, []
         try:
-            for instance, cancel in cancels:
-                await self._publish(subjects.worker(self._namespace, instance, "cancel"), CANCEL.encode(cancel))
+            for subject, payload in posted:
+                await self._publish(subject, payload)
             while self._events:
                 await self._publish_events(*next(iter(self._events.items())))
         except BusDown:
@@ -90,5 +96,5 @@ class Outbox:
         try:
             await self._bus.publish(subject, payload)
         except ProtocolError as wrong:
-            self._metrics.unsendable.inc()
+            self._unsendable.inc()
             _log.error("not sent: %s", wrong)

@@ -1,3 +1,5 @@
+"""Events and messages that go out together, wait while NATS is away, and are bounded."""
+
 from __future__ import annotations
 
 import asyncio
@@ -6,19 +8,18 @@ from collections.abc import Callable, Mapping
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.frontend import outbox
-from services.frontend.metrics import Metrics
-from services.frontend.outbox import Outbox
-from shared import subjects
+from shared import outbox, subjects
 from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import CANCEL, LOAD_EVENTS, Cancel, Finished, LoadEvents
 from shared.messaging import Message
+from shared.outbox import Outbox
 
 MODEL = "m"
+CANCEL_W1 = subjects.worker("n", "w1", "cancel")
 
 
 class Heard:
-    """Both kinds of messages that an outbox sends."""
+    """Load events, and Cancels as an example of other messages."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.bus = MemoryBus(broker)
@@ -28,7 +29,7 @@ class Heard:
     async def listen(self) -> None:
         self.subscriptions = [
             await self.bus.subscribe(subjects.router_load("n", MODEL), self._on_load),
-            await self.bus.subscribe(subjects.worker("n", "w1", "cancel"), self._on_cancel),
+            await self.bus.subscribe(CANCEL_W1, self._on_cancel),
         ]
 
     async def _on_load(self, message: Message) -> None:
@@ -47,7 +48,7 @@ async def opened() -> tuple[Outbox, Heard, MemoryBus, CollectorRegistry]:
     heard = Heard(broker)
     await heard.listen()
     bus = MemoryBus(broker)
-    return Outbox(bus, "n", Metrics(registry)), heard, bus, registry
+    return Outbox(bus, "n", registry, batch_s=0.005), heard, bus, registry
 
 
 async def test_load_events_go_out_in_order_as_one_message() -> None:
@@ -55,7 +56,7 @@ async def test_load_events_go_out_in_order_as_one_message() -> None:
     events = [Finished("a", 1), Finished("b", 1)]
     for event in events:
         box.tell(MODEL, event)
-    box.cancel("w1", "a", 1)
+    box.post(CANCEL_W1, CANCEL.encode(Cancel("a", 1)))
     assert await box.flush()
     await heard.all()
     assert heard.load == [LoadEvents(MODEL, list(events))]
@@ -87,8 +88,8 @@ async def test_at_the_bound_the_oldest_half_is_dropped_and_counted(monkeypatch: 
 
 async def test_an_address_that_is_no_subject_costs_only_its_own_message() -> None:
     box, heard, _, registry = await opened()
-    box.cancel("no worker's id", "a", 1)
-    box.cancel("w1", "b", 1)
+    box.post("no worker's id", CANCEL.encode(Cancel("a", 1)))
+    box.post(CANCEL_W1, CANCEL.encode(Cancel("b", 1)))
     box.tell("", Finished("a", 1))
     box.tell(MODEL, Finished("b", 1))
     assert await box.flush()
@@ -123,7 +124,7 @@ async def test_what_is_told_while_two_flushes_wait_goes_out_once(lost: bool) -> 
     heard = Heard(broker)
     await heard.listen()
     bus = CongestedBus(broker)
-    box = Outbox(bus, "n", Metrics(CollectorRegistry()))
+    box = Outbox(bus, "n", CollectorRegistry(), batch_s=0.005)
     box.tell(MODEL, Finished("a", 1))
     first = asyncio.create_task(box.flush())
     await asyncio.sleep(0)
