@@ -62,3 +62,21 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     threads: int
     parent_pid: int
     """The shell; the engine does not outlive it."""
+
+    @staticmethod
+    def of(config: WorkerConfig, model_name: str, *, parent_pid: int) -> EngineConfig:
+        """The engine's part of a worker's settings."""
+        return EngineConfig(
+            engine=config.engine,
+            model=config.model,
+            model_name=model_name,
+            cache=config.cache,
+            block_size=config.block_size,
+            capacity_blocks=config.capacity_blocks,
+            capacity_bytes=config.capacity_bytes,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
+            threads=config.threads,
+            parent_pid=parent_pid,
+        )

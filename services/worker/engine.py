@@ -130,6 +130,36 @@ class Failed(Struct, frozen=True, tag="failed"):
 
 EngineReport = Loading | Ready | Stepped | Snapshot | Failed
 
+# --- an engine as the shell sees it, wherever it runs
+
+
+class Engine(Protocol):
+    """One engine: a process of its own (EngineClient), or simulated in this one (SimulatedEngine)."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process it runs in."""
+        ...
+
+    def submit(self, command: Submit) -> bool:
+        """False: the engine does not read, and nothing was sent."""
+        ...
+
+    def send(self, command: CancelAttempt | TakeSnapshot) -> None: ...
+
+    async def receive(self) -> EngineReport:
+        """The next report. Raises PeerGone."""
+        ...
+
+    def kill(self) -> None:
+        """It ends at once; `receive` will say so."""
+        ...
+
+    async def end(self, limit_s: float) -> int:
+        """Shutdown, and after `limit_s` a kill; returns the exit status."""
+        ...
+
+
 # --- engine loop → runner: what computes a step, whatever the arithmetic
 
 

@@ -31,7 +31,8 @@ class EngineClient:
         """Returns when the process runs; it tells Loading and Ready by itself."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = _spawn(_engine_config(config, model_name), theirs.fileno(), _child_environment(config.threads))
+            engine_config = EngineConfig.of(config, model_name, parent_pid=os.getpid())
+            process = _spawn(engine_config, theirs.fileno(), _child_environment(config.threads))
         return EngineClient(process, await ShellEnd.open(ours))
 
     @property
@@ -52,6 +53,10 @@ class EngineClient:
     async def receive(self) -> EngineReport:
         """The next report. Raises PeerGone."""
         return await self.channel.receive()
+
+    def kill(self) -> None:
+        """It ends at once; `receive` will say so."""
+        self.process.kill()
 
     async def end(self, limit_s: float) -> int:
         """Shutdown, and after `limit_s` SIGKILL; returns the exit status. What it reports meanwhile is dropped."""
@@ -79,23 +84,6 @@ def _spawn(config: EngineConfig, channel: int, environ: dict[str, str]) -> subpr
         str(channel),
     ]
     return subprocess.Popen(command, pass_fds=(channel,), env=environ, stdin=subprocess.DEVNULL)
-
-
-def _engine_config(config: WorkerConfig, model_name: str) -> EngineConfig:
-    return EngineConfig(
-        engine=config.engine,
-        model=config.model,
-        model_name=model_name,
-        cache=config.cache,
-        block_size=config.block_size,
-        capacity_blocks=config.capacity_blocks,
-        capacity_bytes=config.capacity_bytes,
-        max_running=config.max_running,
-        max_waiting=config.max_waiting,
-        max_waiting_tokens=config.max_waiting_tokens,
-        threads=config.threads,
-        parent_pid=os.getpid(),
-    )
 
 
 def _child_environment(threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Keeps one engine process going: starts it, follows its reports, starts it again.
+"""Keeps one engine going: starts it, follows its reports, starts it again.
 
                  Ready
     starting ──────────▶ serving          `epoch` counts the starts; `facts` are there while it serves
@@ -18,8 +18,17 @@ from typing import assert_never
 
 from services.worker.channel import PeerGone
 from services.worker.config import WorkerConfig
-from services.worker.engine import CancelAttempt, Failed, Loading, Ready, Snapshot, Stepped, Submit, TakeSnapshot
-from services.worker.engine_client import EngineClient
+from services.worker.engine import (
+    CancelAttempt,
+    Engine,
+    Failed,
+    Loading,
+    Ready,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeSnapshot,
+)
 from shared.errors import ModelError, ProtocolError, Unavailable
 
 BACK_OFF_FIRST_S = 0.25
@@ -27,6 +36,9 @@ BACK_OFF_MOST_S = 10.0
 STABLE_AFTER_S = 60.0
 """An engine that lived this long starts the back-off anew."""
 END_LIMIT_S = 2.0
+
+StartEngine = Callable[[WorkerConfig, str], Awaitable[Engine]]
+"""From the settings and the model's name; the engine tells Loading and Ready by itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +50,10 @@ class EngineHost:
         self,
         config: WorkerConfig,
         model_name: str,
+        start: StartEngine,
         *,
         loading: Callable[[Loading], None],
-        ready: Callable[[Ready], Awaitable[None]],
+        ready: Callable[[Ready], None],
         stepped: Callable[[Stepped], None],
         lost: Callable[[str], None],
         busy: Callable[[], bool],
@@ -48,6 +61,7 @@ class EngineHost:
         """`busy` tells whether attempts wait for the engine."""
         self._config = config
         self._model_name = model_name
+        self._start = start
         self._loading = loading
         self._ready = ready
         self._stepped = stepped
@@ -55,7 +69,7 @@ class EngineHost:
         self._busy = busy
         self._heard = 0
         """Reports of all engines so far."""
-        self._engine: EngineClient | None = None
+        self._engine: Engine | None = None
         self._tickets = 0
         self._snapshots: dict[int, asyncio.Future[Snapshot]] = {}
         self.facts: Ready | None = None
@@ -63,11 +77,11 @@ class EngineHost:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, while there is one."""
+        """Of the engine's process, while there is one."""
         return None if self._engine is None else self._engine.pid
 
     async def run(self) -> None:
-        """Until cancelled; the engine process has ended when this returns. Raises ModelError."""
+        """Until cancelled; the engine has ended when this returns. Raises ModelError."""
         loop = asyncio.get_running_loop()
         delay_s = BACK_OFF_FIRST_S
         while True:
@@ -109,7 +123,7 @@ class EngineHost:
 
     async def _live(self) -> Failed:
         """One engine's life; why it ended."""
-        starting = asyncio.ensure_future(EngineClient.start(self._config, self._model_name))
+        starting = asyncio.ensure_future(self._start(self._config, self._model_name))
         try:
             engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -130,7 +144,7 @@ class EngineHost:
                     waiting.set_exception(Unavailable("the engine is lost"))
             await engine.end(limit_s)
 
-    async def _follow(self, engine: EngineClient) -> Failed:
+    async def _follow(self, engine: Engine) -> Failed:
         while True:
             try:
                 report = await engine.receive()
@@ -142,7 +156,7 @@ class EngineHost:
                     self._loading(report)
                 case Ready():
                     self.facts = report
-                    await self._ready(report)
+                    self._ready(report)
                 case Stepped():
                     self._stepped(report)
                 case Snapshot(ticket):
@@ -154,7 +168,7 @@ class EngineHost:
                 case _:
                     assert_never(report)
 
-    async def _kill_if_it_stands_still(self, engine: EngineClient) -> None:
+    async def _kill_if_it_stands_still(self, engine: Engine) -> None:
         """At two looks in a row attempts waited, and between them nothing was heard. Loading may take as long as it
         takes. What follows is what follows any engine's death."""
         waited_at: int | None = None
@@ -163,6 +177,6 @@ class EngineHost:
             waits = self.facts is not None and self._busy()
             if waits and waited_at == self._heard:
                 _log.error("the engine has made no step in %g s while requests wait: killed", self._config.stall_s / 2)
-                engine.process.kill()
+                engine.kill()
                 return
             waited_at = self._heard if waits else None

@@ -22,9 +22,9 @@ import msgspec
 
 from services.worker.channel import EngineEnd, PeerGone
 from services.worker.config import EngineConfig
+from services.worker.core import EngineCore
 from services.worker.engine import Failed, Loading, Runner
 from services.worker.loop import EngineLoop
-from services.worker.scheduler import Limits, Scheduler
 from shared.errors import ModelError
 
 _PR_SET_PDEATHSIG = 1
@@ -95,21 +95,9 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
 
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner) -> None:
-    facts = runner.facts
-    scheduler = Scheduler(
-        Limits(
-            model=config.model_name,
-            context_length=facts.context_length,
-            eos_token_ids=frozenset(facts.eos_token_ids),
-            block_size=facts.block_size,
-            capacity_blocks=facts.capacity_blocks,
-            max_running=config.max_running,
-            max_waiting=config.max_running + config.max_waiting,  # none is running yet when a burst arrives
-            max_waiting_tokens=config.max_waiting_tokens,
-        )
-    )
-    channel.send(facts)
-    EngineLoop(channel, scheduler, runner, time.monotonic).run()
+    core = EngineCore.of(config, runner.facts)
+    channel.send(runner.facts)
+    EngineLoop(channel, core, runner, time.monotonic).run()
 
 
 def _die_with(parent_pid: int) -> None:

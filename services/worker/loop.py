@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, assert_never
+from typing import Protocol
 
-from services.worker.engine import (
-    CancelAttempt,
-    EngineCommand,
-    EngineReport,
-    Runner,
-    Shutdown,
-    Snapshot,
-    Stepped,
-    Submit,
-    TakeSnapshot,
-)
-from services.worker.kv_events import to_kv_events, to_snapshot
-from services.worker.scheduler import Outcome, Scheduler
-from shared.messages import AllBlocksCleared, KvEvent
+from services.worker.core import EngineCore
+from services.worker.engine import EngineCommand, EngineReport, Runner, Shutdown
 
 
 class Channel(Protocol):
@@ -30,63 +18,33 @@ class Channel(Protocol):
 
 
 class EngineLoop:
-    """Numbers the steps and the KV event batches. Batch 0 of every engine says that its cache is empty."""
+    """Drives a core with a runner and a clock."""
 
-    def __init__(self, channel: Channel, scheduler: Scheduler, runner: Runner, clock: Callable[[], float]) -> None:
+    def __init__(self, channel: Channel, core: EngineCore, runner: Runner, clock: Callable[[], float]) -> None:
         self._channel = channel
-        self._scheduler = scheduler
+        self._core = core
         self._runner = runner
         self._clock = clock
-        self._progress = 0
-        self._event_sequence = -1
 
     def run(self) -> None:
         """Returns on Shutdown. Whatever the runner raises comes out of here."""
-        self._report(Outcome(), [AllBlocksCleared()])
+        self._channel.send(self._core.opening())
         while self._obey():
-            if self._scheduler.busy:
-                self._step()
+            self._step()
 
     def _obey(self) -> bool:
         """Takes the commands that have come; False: the last one was Shutdown."""
-        for command in self._channel.receive(wait=not self._scheduler.busy):
-            match command:
-                case Submit():
-                    self._scheduler.submit(command, self._clock())
-                case CancelAttempt(request, attempt):
-                    self._scheduler.cancel(request, attempt)
-                case TakeSnapshot(ticket):
-                    blocks = to_snapshot(self._scheduler.snapshot())
-                    self._channel.send(Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks))
-                case Shutdown():
-                    return False
-                case _:
-                    assert_never(command)
+        for command in self._channel.receive(wait=not self._core.busy):
+            if isinstance(command, Shutdown):
+                return False
+            answer = self._core.obey(command, self._clock())
+            if answer is not None:
+                self._channel.send(answer)
         return True
 
     def _step(self) -> None:
-        works = self._scheduler.schedule(self._clock())
-        begun_s = self._clock()
-        drawn = self._runner.step(works) if works else []
-        elapsed_s = self._clock() - begun_s
-        outcome = self._scheduler.advance(drawn, elapsed_s)
-        self._progress += 1
-        tokens = sum(len(work.tokens) for work in works)
-        events = to_kv_events(outcome.events, self._runner.facts.block_size)
-        self._report(outcome, events, tokens=tokens, elapsed_s=elapsed_s)
-
-    def _report(self, outcome: Outcome, events: list[KvEvent], *, tokens: int = 0, elapsed_s: float = 0.0) -> None:
-        if events:
-            self._event_sequence += 1
-        self._channel.send(
-            Stepped(
-                progress=self._progress,
-                parts=outcome.parts,
-                events=events,
-                event_sequence=self._event_sequence,
-                digest=self._scheduler.digest,
-                load=self._scheduler.load(),
-                tokens=tokens,
-                elapsed_s=elapsed_s,
-            )
-        )
+        works = self._core.begin(self._clock())
+        if works is not None:
+            begun_s = self._clock()
+            drawn = self._runner.step(works) if works else []
+            self._channel.send(self._core.finish(drawn, self._clock() - begun_s))

@@ -26,7 +26,8 @@ from services.worker.announcement import Announcement
 from services.worker.attempts import Attempts
 from services.worker.config import WorkerConfig
 from services.worker.engine import EngineLoad, Loading, Ready, Stepped, Submit
-from services.worker.engine_host import EngineHost
+from services.worker.engine_client import EngineClient
+from services.worker.engine_host import EngineHost, StartEngine
 from services.worker.frame_log import FrameLog
 from services.worker.frame_sender import FrameSender
 from services.worker.kv_events import in_chunks
@@ -75,9 +76,9 @@ async def serve(runtime: Runtime, config: WorkerConfig) -> None:
 
 
 class Worker:
-    """One worker process, engine process included."""
+    """One worker process, engine process included. `start_engine`: in simulations the engine runs in this process."""
 
-    def __init__(self, runtime: Runtime, config: WorkerConfig) -> None:
+    def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = EngineClient.start) -> None:
         self._runtime = runtime
         self._config = config
         self._model_name = config.model_name or _name_of(Path(config.model))
@@ -91,6 +92,7 @@ class Worker:
         self.engine = EngineHost(
             config,
             self._model_name,
+            start_engine,
             loading=self._engine_loading,
             ready=self._engine_ready,
             stepped=self._engine_stepped,
@@ -172,8 +174,8 @@ class Worker:
 
     # --- what the engine says
 
-    async def _engine_ready(self, facts: Ready) -> None:
-        path, digest = await asyncio.to_thread(_tokenizer, Path(facts.path or self._config.model))
+    def _engine_ready(self, facts: Ready) -> None:
+        path, digest = _tokenizer(Path(facts.path or self._config.model))  # some MB, once, while nothing is served
         self._metrics.engine_started()
         card = ModelCard(
             model=self._model_name,

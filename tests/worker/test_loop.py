@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from services.worker.core import EngineCore
 from services.worker.engine import (
     CancelAttempt,
     Drawn,
@@ -70,7 +71,7 @@ def run(*lines: Sequence[EngineCommand], runner: FakeRunner | None = None) -> Sc
     )
     script = Script(*lines)
     ticks = iter(range(1_000_000))
-    EngineLoop(script, scheduler, runner, lambda: next(ticks) / 1000).run()
+    EngineLoop(script, EngineCore(scheduler, 2), runner, lambda: next(ticks) / 1000).run()
     return script
 
 

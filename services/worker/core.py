@@ -1,0 +1,104 @@
+"""EngineCore: one engine's life without the channel, the clock and the arithmetic (pure).
+
+    opening ─▶ ┌─▶ obey a command …  ─▶ begin ── works ──▶ (somebody computes them) ──▶ finish ─┐
+               └──────────────◀──────────┘ None: nothing to do                  ◀────────────────┘
+
+Numbers the steps and the KV event batches. Batch 0 of every engine, its opening, says that its cache is empty.
+The engine process drives it with a runner and a real clock, simulated engines with a model of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from services.worker.config import EngineConfig
+from services.worker.engine import CancelAttempt, Drawn, Ready, Snapshot, Stepped, Submit, TakeSnapshot, Work
+from services.worker.kv_events import to_kv_events, to_snapshot
+from services.worker.scheduler import Limits, Outcome, Scheduler
+from shared.messages import AllBlocksCleared, KvEvent
+
+
+class EngineCore:
+    """Between `begin` and `finish` a step is under way; commands come outside of it."""
+
+    def __init__(self, scheduler: Scheduler, block_size: int) -> None:
+        self._scheduler = scheduler
+        self._block_size = block_size
+        self._progress = 0
+        self._event_sequence = -1
+        self._step_tokens = 0
+        """Of the step under way."""
+
+    @staticmethod
+    def of(config: EngineConfig, facts: Ready) -> EngineCore:
+        """With the bounds that the settings give."""
+        limits = Limits(
+            model=config.model_name,
+            context_length=facts.context_length,
+            eos_token_ids=frozenset(facts.eos_token_ids),
+            block_size=facts.block_size,
+            capacity_blocks=facts.capacity_blocks,
+            max_running=config.max_running,
+            max_waiting=config.max_running + config.max_waiting,  # none is running yet when a burst arrives
+            max_waiting_tokens=config.max_waiting_tokens,
+        )
+        return EngineCore(Scheduler(limits), facts.block_size)
+
+    def opening(self) -> Stepped:
+        """The first thing to report, once."""
+        assert self._event_sequence == -1
+        return self._stepped(Outcome(), [AllBlocksCleared()])
+
+    @property
+    def busy(self) -> bool:
+        """Whether `begin` would give a step."""
+        return self._scheduler.busy
+
+    def obey(self, command: Submit | CancelAttempt | TakeSnapshot, now_s: float) -> Snapshot | None:
+        """Take a command; a snapshot is there at once."""
+        match command:
+            case Submit():
+                self._scheduler.submit(command, now_s)
+            case CancelAttempt(request, attempt):
+                self._scheduler.cancel(request, attempt)
+            case TakeSnapshot(ticket):
+                blocks = to_snapshot(self._scheduler.snapshot())
+                return Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)
+            case _:
+                assert_never(command)
+        return None
+
+    def begin(self, now_s: float) -> list[Work] | None:
+        """What to compute now; empty where there is only something to tell, None where there is nothing to do."""
+        if not self._scheduler.busy:
+            return None
+        works = self._scheduler.schedule(now_s)
+        self._step_tokens = sum(len(work.tokens) for work in works)
+        return works
+
+    def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> Stepped:
+        """The step was computed: one entry of `drawn` per work."""
+        outcome = self._scheduler.advance(drawn, elapsed_s)
+        self._progress += 1
+        return self._stepped(outcome, to_kv_events(outcome.events, self._block_size), self._step_tokens, elapsed_s)
+
+    def _stepped(self, outcome: Outcome, events: list[KvEvent], tokens: int = 0, elapsed_s: float = 0.0) -> Stepped:
+        if events:
+            self._event_sequence += 1
+        return Stepped(
+            progress=self._progress,
+            parts=outcome.parts,
+            events=events,
+            event_sequence=self._event_sequence,
+            digest=self._scheduler.digest,
+            load=self._scheduler.load(),
+            tokens=tokens,
+            elapsed_s=elapsed_s,
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError where the engine contradicts itself. O(everything); call it between steps."""
+        self._scheduler.validate()
+        assert self._progress >= 0
+        assert self._event_sequence >= -1
