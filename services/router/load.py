@@ -210,6 +210,10 @@ class Load:
         """Counts, in constant time."""
         return LoadStatistics(len(self._reservations), len(self._early), self._forgotten)
 
+    def living(self) -> list[Reservation]:
+        """All reservations as of now, oldest first; for a router that starts. Linear."""
+        return list(self._reservations.values())
+
     # --- changes
 
     def _remember(self, attempt: AttemptId, *, ended: bool) -> None:

@@ -49,10 +49,15 @@ class Decision(Struct):
     """A choice, and what came of it; kept for `explain`."""
 
     selected: Selected
+    at_s: float
     prompt_tokens: int
     predicted_cached_tokens: int
     actual_cached_tokens: int | None = None
     """As the worker counted; None: not told yet."""
+    first_token_s: float | None = None
+    """As the client saw it; None: not told yet, or an earlier attempt brought it."""
+    ended_s: float | None = None
+    """From the choice until its end was told; None: not yet."""
 
 
 class Choice(Struct, frozen=True):
@@ -234,7 +239,7 @@ class ModelRouter:
             reason=reason(policy, question, chosen.facts),
             candidates=tuple(_row(each, reason(policy, question, each.facts)) for each in scored[:ROWS]),
         )
-        self._keep(Decision(selected, ask.prompt_tokens, cached))
+        self._keep(Decision(selected, now_s, ask.prompt_tokens, cached))
         return Choice(selected, reserved)
 
     def _keep(self, decision: Decision) -> None:
@@ -257,6 +262,9 @@ class ModelRouter:
                 return self._compared(event)
             case Finished():
                 self.load.finished((event.request, event.attempt))
+                decision = self._decisions.get((event.request, event.attempt))
+                if decision is not None and decision.ended_s is None:
+                    decision.ended_s = now_s - decision.at_s
             case _:
                 assert_never(event)
         return None
@@ -276,6 +284,7 @@ class ModelRouter:
         if decision is None or decision.actual_cached_tokens is not None:
             return None
         decision.actual_cached_tokens = min(max(event.cached_tokens, 0), decision.prompt_tokens)
+        decision.first_token_s = event.first_token_s if event.first_token_s > 0 else None
         return Prediction(decision.prompt_tokens, decision.predicted_cached_tokens, decision.actual_cached_tokens)
 
     def explain(self, request: str) -> list[Decision]:

@@ -45,6 +45,35 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
             ],
         ),
     ),
+    (messages.RESERVATIONS_REQUEST, messages.ReservationsRequest("m")),
+    (
+        messages.RESERVATIONS,
+        messages.Reservations("m", [messages.Reserved("r", 1, "f", "0a", 0, 40, 3, router="0b")], [("r", 1)]),
+    ),
+    (
+        messages.EXPLANATIONS,
+        messages.Explanations(
+            "0b",
+            [
+                messages.Explanation(
+                    *("m", "0b", "r", 1, 12.5, "0a", 0, "most cached"),
+                    candidates=(messages.Candidate("0a", 0, messages.Overlap(3), 1.5, 7, 80, "best", 0.25),),
+                    prompt_tokens=64,
+                    predicted_cached_tokens=48,
+                    actual_cached_tokens=32,
+                    first_token_s=0.5,
+                )
+            ],
+        ),
+    ),
+    (
+        messages.ROUTER_STATE,
+        messages.RouterState(
+            *("0b", "kv"),
+            models=[messages.ModelState("m", 2, 1, 10, 900)],
+            sources=[messages.SourceState("0a", "refused", "blocks of 8 tokens")],
+        ),
+    ),
     (messages.GENERATE, messages.Generate("r", 1, "m", "f", b"\1\0\0\0", 1, messages.Sampling(8, seed=2**64 - 1), 9.5)),
     (messages.GENERATE_REPLY, messages.Accepted("r", 1)),
     (messages.GENERATE_REPLY, messages.Refused("r", 1, "draining", "ends")),
