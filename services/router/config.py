@@ -38,9 +38,13 @@ class SourceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How event streams are followed."""
 
     held_limit_batches: int = 10_000
-    """Batches kept while a replay or snapshot is on its way."""
+    """Batches kept while a replay or snapshot is on its way, and batches that wait to be applied."""
     replay_timeout_s: float = 5.0
     snapshot_idle_timeout_s: float = 5.0
+    digest_s: float = 60.0
+    """How often a source's digest is compared with what we made of its events; 0: never."""
+    silence_s: float = 60.0
+    """Alarm after requests computed new blocks for so long and no batch was heard; 0: never."""
 
 
 class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from services.router.index import IndexStatistics
+from services.router.load import LoadStatistics
 from shared.messages import SelectRefused, SelectReply
 from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram
 
@@ -35,7 +36,8 @@ class Metrics:
         self.events = counter(
             registry,
             "headrace_kv_events",
-            "KV event batches: applied, ignored (a tier or rank we do not know), rejected (malformed)",
+            "KV event batches: applied, ignored (a tier or rank we do not know), rejected (malformed), torn (no batch at "
+            "all), dropped (more than fit waited to be applied)",
             ["outcome"],
         )
         self.gaps = counter(registry, "headrace_kv_event_gaps", "Gaps in event streams")
@@ -49,8 +51,27 @@ class Metrics:
             registry, "headrace_kv_sources_refused", "Event sources that contradict their model card"
         )
         self.sources = gauge(registry, "headrace_kv_sources", "Event sources now, by state", ["state"])
+        self.silent_sources = gauge(
+            registry, "headrace_kv_sources_silent", "Event sources of which nothing is heard while requests flow"
+        )
+        self.digests = counter(
+            registry,
+            "headrace_kv_digests",
+            "Comparisons of a source's digest with ours: agreed, differed (asked for everything again), exempt (blocks "
+            "were left out)",
+            ["outcome"],
+        )
         self.malformed = counter(
             registry, "headrace_malformed_messages", "Messages that could not be read, by channel", ["channel"]
+        )
+        self.dropped = gauge(
+            registry, "headrace_dropped_messages", "Messages that came faster than they were read, of what is heard now"
+        )
+        self.joins = counter(
+            registry,
+            "headrace_router_joins",
+            "Models for which another router was asked what is reserved: told, failed, or alone (there was none)",
+            ["outcome"],
         )
         self.policy_errors = counter(registry, "headrace_policy_errors", "Times the policy failed and kv chose instead")
         self.index_blocks = gauge(registry, "headrace_index_blocks", "Distinct blocks in the index")
@@ -77,6 +98,11 @@ class Metrics:
         for kind, tokens in (("predicted", predicted_tokens), ("actual", actual_tokens)):
             self.cached_tokens.labels(kind).inc(tokens)
             self.hit_rate.labels(kind).observe(tokens / prompt_tokens)
+
+    def loaded(self, statistics: list[LoadStatistics]) -> None:
+        """The reservations of all models."""
+        self.reservations.set(sum(each.reservations for each in statistics))
+        self.forgotten.set(sum(each.forgotten for each in statistics))
 
     def indexed(self, statistics: list[IndexStatistics]) -> None:
         """The sizes of all models' indexes."""
