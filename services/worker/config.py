@@ -8,9 +8,38 @@ from msgspec import Meta, Struct
 
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
-EngineName = Literal["native", "echo"]
+EngineName = Literal["native", "simulated", "echo"]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+
+
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long the simulated engine takes; `timing.py` has the formula, and where its default numbers come from."""
+
+    fixed_s: Seconds = 0.5e-3
+    """Each step."""
+    weights_s: Seconds = 3.92e-3
+    """Each step, for reading the weights …"""
+    row_s: Seconds = 5.1e-6
+    """… and a token computed beside; or, where that is more:"""
+    token_s: Seconds = 24.4e-6
+    """A token's arithmetic but for attention."""
+    pair_s: Seconds = 1.31e-9
+    """A prefilled token's attention to one token."""
+    kv_token_s: Seconds = 28e-9
+    """A decode's reading of one token's KV."""
+    speed: Annotated[float, Meta(gt=0)] = 1.0
+    """Everything takes its time ÷ this."""
+    table: str = ""
+    """A TOML file with measured times, instead of the formula."""
+    output_tokens: Natural = 200
+    """An answer ends by itself after this many tokens in the mean (half to one and a half times, by prompt); 0: only
+    at its limits."""
+    context_length: Natural = 0
+    """0: the model's."""
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,6 +64,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Attempts in the queue; beyond, Generate is refused as overloaded."""
     max_waiting_tokens: Positive = 1 << 20
     """Uncomputed tokens in the queue."""
+    simulated: SimulatedConfig = SimulatedConfig()
     threads: Natural = 0
     """Of the engine's arithmetic; 0: one a core. Workers that share a machine share its cores: set cores ÷ workers."""
     stall_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0
@@ -59,6 +89,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_running: int
     max_waiting: int
     max_waiting_tokens: int
+    simulated: SimulatedConfig
     threads: int
     parent_pid: int
     """The shell; the engine does not outlive it."""
@@ -77,6 +108,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             max_waiting_tokens=config.max_waiting_tokens,
+            simulated=config.simulated,
             threads=config.threads,
             parent_pid=parent_pid,
         )

@@ -155,7 +155,7 @@ class Engine(Protocol):
         """It ends at once; `receive` will say so."""
         ...
 
-    async def end(self, limit_s: float) -> int:
+    async def end(self, limit_s: float, /) -> int:
         """Shutdown, and after `limit_s` a kill; returns the exit status."""
         ...
 

@@ -23,9 +23,10 @@ import msgspec
 from services.worker.channel import EngineEnd, PeerGone
 from services.worker.config import EngineConfig
 from services.worker.core import EngineCore
-from services.worker.engine import Failed, Loading, Runner
+from services.worker.engine import Failed, Loading, Ready, Runner
 from services.worker.loop import EngineLoop
-from shared.errors import ModelError
+from services.worker.model_facts import facts_of
+from shared.errors import ConfigError, ModelError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -49,7 +50,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     """The engine's life; why it failed, or None after Shutdown. Raises PeerGone."""
     try:
         runner = _load(config, channel.send)
-    except ModelError as wrong:
+    except (ModelError, ConfigError) as wrong:
         return Failed(reason=str(wrong), model=True)
     except PeerGone:
         raise
@@ -68,23 +69,22 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
 
 
 def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
-    """Raises ModelError."""
-    source, cache = Path(config.model), Path(config.cache)
+    """Raises ModelError, ConfigError."""
     match config.engine:
         case "echo":
             from services.worker.echo import EchoRunner
 
-            if not source.is_dir():
-                from services.worker.native.prepare import prepare
+            return EchoRunner(_facts(config, tell))
+        case "simulated":
+            from services.worker.simulated_runner import SimulatedRunner, simulated_model
 
-                source = prepare(source, cache, tell)
-            return EchoRunner.of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
+            return SimulatedRunner(simulated_model(_facts(config, tell), config.simulated))
         case "native":
             from services.worker.native.runner import load_native
 
             load = load_native(
-                source,
-                cache,
+                Path(config.model),
+                Path(config.cache),
                 capacity_bytes=config.capacity_bytes,
                 capacity_blocks=config.capacity_blocks,
                 block_size=config.block_size,
@@ -92,6 +92,16 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
             return load(tell)
         case _:
             assert_never(config.engine)
+
+
+def _facts(config: EngineConfig, tell: Callable[[Loading], None]) -> Ready:
+    """Of a model that is not computed. Raises ModelError."""
+    source = Path(config.model)
+    if not source.is_dir():
+        from services.worker.native.prepare import prepare
+
+        source = prepare(source, Path(config.cache), tell)
+    return facts_of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
 
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner) -> None:

@@ -1,0 +1,57 @@
+"""SimulatedModel: takes a model's time and says something, without its arithmetic (pure).
+
+The output says the prompt's tokens again, from the first to the last and then from the start, without ends of sequence.
+So it is text where the prompt is, and a continuation elsewhere draws the same tokens. An answer ends by itself at a
+length that follows from the end of its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from services.worker.engine import Drawn, Ready, Work
+from services.worker.timing import Timing
+from shared.hashing import pack_tokens
+from shared.messages import TokenLogprob
+
+_TELLING_TOKENS = 64
+"""Of the prompt's end: they decide how long the answer is. Templates end all prompts alike, but not with so many."""
+
+
+class SimulatedModel:
+    """What the scheduler's works become."""
+
+    def __init__(self, facts: Ready, timing: Timing, *, output_tokens: int) -> None:
+        """`output_tokens`: an answer's mean length; 0: it ends only at its limits."""
+        self.facts = facts
+        self._timing = timing
+        self._output_tokens = output_tokens
+        self._eos = frozenset(facts.eos_token_ids)
+        self._plain = next(token for token in range(facts.vocab_size + 1) if token not in self._eos)
+
+    def step_s(self, works: Sequence[Work]) -> float:
+        """What a step of these works takes."""
+        return self._timing.step_s(works)
+
+    def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
+        """One entry per work, None where nothing is drawn."""
+        return [self._draw(work) if work.draws else None for work in works]
+
+    def _draw(self, work: Work) -> Drawn:
+        token = self._next_token(work)
+        return Drawn(token, TokenLogprob(0.0) if work.sampling.logprobs >= 0 else None)
+
+    def _next_token(self, work: Work) -> int:
+        index = work.draw_index
+        if self._eos and not work.sampling.ignore_eos and index == self._length(work):
+            return self.facts.eos_token_ids[0]
+        token = work.history[index % work.prompt_tokens]
+        return self._plain if token in self._eos else token
+
+    def _length(self, work: Work) -> int:
+        """Tokens before the end of sequence; -1: no such end."""
+        if not self._output_tokens:
+            return -1
+        end = pack_tokens(work.history[max(0, work.prompt_tokens - _TELLING_TOKENS) : work.prompt_tokens])
+        return self._output_tokens // 2 + crc32(end) % (self._output_tokens + 1)

@@ -1,0 +1,47 @@
+"""SimulatedRunner: a simulated model in the engine process, which sleeps as long as a step would take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from services.worker.config import SimulatedConfig
+from services.worker.engine import Drawn, Ready, Work
+from services.worker.simulated import SimulatedModel
+from services.worker.timing import Table, Timing
+from shared.errors import ConfigError
+
+
+class SimulatedRunner:
+    """A Runner."""
+
+    def __init__(self, model: SimulatedModel) -> None:
+        self.facts = model.facts
+        self._model = model
+
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        ends_s = time.monotonic() + self._model.step_s(works)
+        drawn = self._model.draw(works)
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+        return drawn
+
+    def close(self) -> None:
+        pass
+
+
+def simulated_model(facts: Ready, config: SimulatedConfig) -> SimulatedModel:
+    """Reads the table of times, if there is one. Raises ConfigError."""
+    table = Table.parse(_read(Path(config.table)), config.table) if config.table else None
+    if config.context_length:
+        facts = msgspec.structs.replace(facts, context_length=config.context_length)
+    return SimulatedModel(facts, Timing(config, table), output_tokens=config.output_tokens)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as wrong:
+        raise ConfigError(f"{file}: {wrong.strerror}") from None
