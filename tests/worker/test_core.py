@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from services.worker.core import EngineCore
+from services.worker.engine import CancelAttempt, Snapshot, Stepped, Submit, TakeSnapshot
+from services.worker.scheduler import Limits, Scheduler
+from shared.hashing import pack_tokens, unpack_tokens
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Sampling
+from tests.worker.fake_runner import EOS, FakeRunner, continuation
+
+CONTEXT = 32
+
+
+class Engine:
+    """A core driven by hand, at one step a second; what it told is kept, and what it says of its cache is checked."""
+
+    def __init__(self, capacity_blocks: int = 8) -> None:
+        self.runner = FakeRunner(block_size=2, capacity_blocks=capacity_blocks, context_length=CONTEXT)
+        limits = Limits(
+            model="model",
+            context_length=CONTEXT,
+            eos_token_ids=frozenset((EOS,)),
+            block_size=2,
+            capacity_blocks=capacity_blocks,
+        )
+        self.core = EngineCore(Scheduler(limits), 2)
+        self.now_s = 0.0
+        self.cached: set[int | bytes] = set()
+        self.told: list[Stepped] = []
+        self.take(self.core.opening())
+
+    def submit(self, request: str, prompt: list[int], max_tokens: int = 4, time_left_s: float = 60.0) -> None:
+        submit = Submit(
+            request=request,
+            attempt=1,
+            frontend="f",
+            tokens=pack_tokens(prompt),
+            prompt_tokens=len(prompt),
+            sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+            time_left_s=time_left_s,
+        )
+        assert self.core.obey(submit, self.now_s) is None
+
+    def step(self) -> bool:
+        """Whether there was something to do."""
+        works = self.core.begin(self.now_s)
+        if works is None:
+            return False
+        self.now_s += 1.0
+        self.take(self.core.finish(self.runner.step(works), 1.0))
+        assert self.told[-1].tokens == sum(len(work.tokens) for work in works)
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def snapshot(self) -> Snapshot:
+        taken = self.core.obey(TakeSnapshot(ticket=7), self.now_s)
+        assert taken is not None
+        assert taken.ticket == 7
+        return taken
+
+    def take(self, step: Stepped) -> None:
+        self.core.validate()
+        assert step.progress == len(self.told)
+        before = self.told[-1].event_sequence if self.told else -1
+        assert step.event_sequence == before + bool(step.events)
+        self.told.append(step)
+        for event in step.events:
+            match event:
+                case AllBlocksCleared():
+                    self.cached.clear()
+                case BlockStored(block_hashes=hashes):
+                    self.cached.update(hashes)
+                case BlockRemoved(block_hashes=hashes):
+                    self.cached.difference_update(hashes)
+
+    def tokens(self, request: str) -> list[int]:
+        parts = [part for step in self.told for part in step.parts.get("f", []) if part.request == request]
+        return [token for part in parts for token in unpack_tokens(part.tokens)]
+
+
+def test_its_opening_says_that_the_cache_is_empty() -> None:
+    engine = Engine()
+    (opening,) = engine.told
+    assert (opening.event_sequence, opening.progress, opening.digest) == (0, 0, 0)
+    assert opening.events == [AllBlocksCleared()]
+
+
+def test_without_attempts_there_is_nothing_to_do() -> None:
+    engine = Engine()
+    assert not engine.core.busy
+    assert engine.core.begin(0.0) is None
+
+
+def test_an_attempt_is_computed_step_by_step_and_every_step_is_numbered() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3])
+    assert engine.core.busy
+    engine.run()
+    assert engine.tokens("r")[:1] == continuation([1, 2, 3], 1, CONTEXT)
+    assert len(engine.tokens("r")) == 4
+    assert engine.told[-1].load.running == 0
+
+
+def test_what_is_only_to_be_told_is_a_step_without_work() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3])
+    assert engine.core.obey(CancelAttempt("r", 1), 0.0) is None
+    assert engine.core.begin(0.0) == []
+    engine.take(engine.core.finish([], 0.0))
+    (part,) = engine.told[-1].parts["f"]
+    assert part.finish == "cancelled"
+    assert engine.told[-1].tokens == 0
+
+
+def test_a_snapshot_is_what_the_events_up_to_its_sequence_say() -> None:
+    engine = Engine(capacity_blocks=6)  # fewer than the three prompts need: blocks are evicted too
+    for number in range(3):
+        engine.submit(f"r{number}", [number, 1, 2, 3, 4])
+        engine.run()
+        taken = engine.snapshot()
+        assert {block.hash for block in taken.blocks} == engine.cached
+        assert taken.event_sequence == engine.told[-1].event_sequence
+    assert any(isinstance(event, BlockRemoved) for step in engine.told for event in step.events)
+
+
+def test_deadlines_are_read_against_the_time_that_steps_begin() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3], max_tokens=20, time_left_s=2.5)
+    engine.run()
+    assert engine.told[-1].parts["f"][-1].finish == "deadline"
+    assert len(engine.tokens("r")) == 3
