@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Callable
 
 _EVERY_S = 60.0
 _SUBJECTS = 1024
@@ -12,18 +12,19 @@ _log = logging.getLogger(__name__)
 
 
 class Seldom:
-    """Remembers what was said lately, of a bounded number of subjects."""
+    """Remembers what was said lately, of a bounded number of subjects. `now` is a clock that only grows, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._said: dict[str, float] = {}
 
     def warn(self, subject: str, problem: object) -> None:
         """Log `problem` of `subject`, unless one was logged within the last minute."""
-        now = time.monotonic()
-        if now - self._said.get(subject, -_EVERY_S) < _EVERY_S:
+        now_s = self._now()
+        if now_s - self._said.get(subject, -_EVERY_S) < _EVERY_S:
             return
         self._said.pop(subject, None)
-        self._said[subject] = now
+        self._said[subject] = now_s
         if len(self._said) > _SUBJECTS:
             del self._said[next(iter(self._said))]
         _log.warning("%s: %s (said once a minute)", subject, problem)

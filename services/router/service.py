@@ -1,61 +1,64 @@
-"""The router's shell: answers questions, hears load and events, and keeps one ModelRouter a model.
+"""The router's shell: answers questions, hears load events and reports, and tells the other routers what it reserved.
 
-    select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer, then Reserved to all routers
-    load events, load reports, directory changes   ─▶ ModelRouter, Feed
-    explain                                        ─▶ the decisions kept
+    select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer; Reserved into the outbox
+    load events, load reports                      ─▶ ModelRouter, Feed
+    explain, state                                 ─▶ what is kept, as JSON
+    reservations                                   ─▶ those living, to a router that starts: joining.py
+    directory changes                              ─▶ models and feeds: following.py
 
+A model is answered for once its load events are heard and another router has told what was reserved before.
 Whatever cannot be read is counted, logged once a minute, and answered where there is someone to answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from random import Random
+from functools import partial
 
-import msgspec
-
-from services.router.chains import Chains, Clearing
+from services.router import joining
 from services.router.config import RouterConfig
-from services.router.feed import Feed
+from services.router.explaining import asked_for, explain, model_states
+from services.router.following import Following
 from services.router.metrics import Metrics
 from services.router.model_router import ModelRouter
-from services.router.policy import load_policy
 from services.router.seldom import Seldom
 from shared import subjects
-from shared.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.discovery import Registration
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError
 from shared.lifecycle import Runtime
 from shared.messages import (
+    EXPLANATIONS,
     JSON_HEADER,
     LOAD_EVENTS,
     LOAD_REPORT,
+    RESERVATIONS_REQUEST,
+    ROUTER_STATE,
     SELECT,
     SELECT_REPLY,
-    EventSource,
-    LoadEvents,
-    ModelCard,
     Reserved,
+    RouterState,
     Select,
     SelectRefused,
     SelectReply,
+    SourceState,
     is_json,
 )
 from shared.messaging import Message, Receive, Subscription
+from shared.outbox import Outbox
 
 QUEUE = "router"
-EXPLAINED_AT_ONCE = 20
-MODELS_LIMIT = 256
-"""Names kept, served or not: each has an index. Cards of further models are left out, loudly."""
-_SLICE_BLOCKS = 1024
+BATCH_S = 0.001
+"""Reservations made within it go out together."""
+JOIN_LIMIT_S = 4.0
+"""A router that starts says that it is there after so long, whatever it still waits for."""
+UNKNOWN_PAUSE_S = 0.3
+"""A router that cannot explain a request lets the one that can be first."""
+PAUSES_LIMIT = 64
+"""Beyond, the answer comes at once."""
 _TICK_S = 0.1
-
-_log = logging.getLogger(__name__)
 
 
 async def serve(runtime: Runtime, config: RouterConfig) -> None:
@@ -76,137 +79,100 @@ async def router(runtime: Runtime, config: RouterConfig) -> AsyncIterator[Router
 
 
 class Router:
-    """One router process."""
+    """One router process. `now` is the loop's clock."""
 
     def __init__(self, runtime: Runtime, config: RouterConfig) -> None:
         self._runtime = runtime
         self._config = config
-        self._make_policy = load_policy(config.policy)
-        self._draw = Random()  # noqa: S311 - spreads ties, keeps no secret
+        self._now = asyncio.get_running_loop().time
         self._metrics = Metrics(runtime.registry)
-        self._seldom = Seldom()
-        self.models: dict[str, ModelRouter] = {}
-        self.feeds: dict[str, Feed] = {}
-        """By instance; each feeds the chains of one model."""
+        self._seldom = Seldom(self._now)
+        self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
+        self._following = Following(
+            *(runtime, config, self._metrics, self._seldom),
+            appeared=self._appeared,
+            forgotten=self._forgotten,
+        )
+        self.models = self._following.models
+        self.feeds = self._following.feeds
         self._subscriptions: list[Subscription] = []
+        self._answering: dict[str, list[Subscription]] = {}
+        """By model."""
+        self._joining: set[asyncio.Task[None]] = set()
+        """One for each model that is not answered for yet."""
         self._registration: Registration | None = None
-        self._clearings: deque[Clearing] = deque()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pausing = 0
+        self._dropped = 0
 
     async def start(self) -> None:
-        """Learn who is there, then answer, then say so."""
+        """Learn who is there and what is reserved, then answer, then say so."""
         runtime = self._runtime
+        namespace, instance = runtime.namespace, runtime.instance
         await runtime.directory.synced()
-        await self._subscribe(subjects.worker(runtime.namespace, "*", "load"), self._load_report)
-        runtime.directory.subscribe(self._directory_changed)
-        await self._subscribe(subjects.select(runtime.namespace, runtime.instance), self._select)
-        self._tasks.append(runtime.tasks.create_task(self._tick()))
+        own: dict[str, Receive] = {
+            subjects.worker(namespace, "*", "load"): self._load_report,
+            subjects.select(namespace, instance): self._select,
+            subjects.reservations(namespace, instance): self._tell_reservations,
+            subjects.explain(namespace, instance): partial(self._explain, self.models, 0.0),
+            subjects.router_state(namespace, instance): self._tell_state,
+        }
+        for subject, receive in own.items():
+            self._subscriptions.append(await runtime.bus.subscribe(subject, receive))
+        self._own(self._outbox.run())
+        self._following.start()
+        if self._joining:
+            await asyncio.wait(self._joining, timeout=JOIN_LIMIT_S)
+        self._own(self._tick())
         self._registration = await runtime.discovery.register(self._entries)
 
     async def stop(self) -> None:
-        """The address book goes first, so that nobody new asks; then what is asked is answered."""
+        """The address book goes first, so that nobody new asks; then what is asked is answered, and told."""
         if self._registration is not None:
             await self._registration.close()
-        for subscription in self._subscriptions:
+        for subscription in [*self._subscriptions, *(each for those in self._answering.values() for each in those)]:
             await subscription.unsubscribe()
-        for feed in self.feeds.values():
-            feed.close()
+        self._following.close()
+        await self._outbox.flush()
         for task in self._tasks:
             task.cancel()
 
-    async def _subscribe(self, subject: str, receive: Receive, queue: str = "") -> None:
-        self._subscriptions.append(await self._runtime.bus.subscribe(subject, receive, queue=queue))
+    def _own(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._runtime.tasks.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-    # --- who is there
+    def _appeared(self, model: str) -> None:
+        task = self._own(self._answer_for(model))
+        self._joining.add(task)
+        task.add_done_callback(self._joining.discard)
 
-    def _directory_changed(self, change: DirectoryChange) -> None:
-        if isinstance(change, InstanceUp | InstanceDown):
-            instance = change.instance
-            if instance.service == "worker":
-                self._refresh(instance.instance)
-            elif instance.service == "frontend" and isinstance(change, InstanceDown):
-                for model in self.models.values():
-                    model.frontend_gone(instance.instance)
-        else:
-            self._refresh(change.card.instance)
-
-    def _refresh(self, worker: str) -> None:
-        """Make what we route to agree with the directory, for one worker: it needs an address and a card."""
-        directory = self._runtime.directory
-        address = directory.instances.get(worker)
-        cards = {
-            model: card
-            for (model, instance), card in directory.cards.items()
-            if instance == worker and address is not None
-        }
-        self._leave_out(cards)
-        changed = False
-        for name, model in self.models.items():
-            if worker in model.cards and model.cards[worker] != cards.get(name):
-                changed = True
-                self._clear_later(model.card_down(worker))
-        for name, card in cards.items():
-            self._model(name).card_up(card)
-            self.models[name].sends_events(worker, address is not None and address.events is not None)
-        stream = address.events if address is not None and cards else None
-        feed = self.feeds.get(worker)
-        if feed is not None and (changed or feed.stream != stream):
-            feed.close()
-            del self.feeds[worker]
-            for name in cards:
-                # A stream that begins anew: what the old one told is not kept under the new one.
-                self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
-        if stream is not None and worker not in self.feeds:
-            self._follow(worker, stream, min(cards))
-
-    def _leave_out(self, cards: dict[str, ModelCard]) -> None:
-        """Takes those out of `cards` that are of models beyond MODELS_LIMIT."""
-        new = [name for name in cards if name not in self.models]
-        for name in new[max(0, MODELS_LIMIT - len(self.models)) :]:
-            del cards[name]
-            self._seldom.warn("models", f"{name} is left out: {MODELS_LIMIT} are known already")
-
-    def _follow(self, worker: str, stream: EventSource, model: str) -> None:
-        try:
-            self.feeds[worker] = Feed(
-                self._runtime,
-                worker,
-                stream,
-                self._chains(model, worker),
-                self._config.source,
-                self._metrics,
-                self._seldom,
-                lambda clearing: self._clear_later([clearing]),
-            )
-        except ProtocolError as wrong:
-            self._malformed("event source", wrong)
-            self.models[model].sends_events(worker, False)
-
-    def _chains(self, model: str, worker: str) -> dict[int, Chains]:
-        chains = self.models[model].chains
-        return {rank: chains[worker, rank] for instance, rank in chains if instance == worker}
-
-    def _model(self, name: str) -> ModelRouter:
-        if name not in self.models:
-            self.models[name] = ModelRouter(name, self._runtime.instance, self._config, self._make_policy(), self._draw)
-            self._tasks.append(self._runtime.tasks.create_task(self._answer_for(name)))
-        return self.models[name]
+    def _forgotten(self, model: str) -> None:
+        self._own(self._answer_no_more(self._answering.pop(model, [])))
 
     async def _answer_for(self, model: str) -> None:
         """From the first worker on; the model stays ours without workers, to answer that there are none."""
-        namespace = self._runtime.namespace
+        namespace, bus = self._runtime.namespace, self._runtime.bus
+        receivers: list[tuple[str, Receive, str]] = [
+            (subjects.router_load(namespace, model), self._load_events, ""),
+            (subjects.explain(namespace, model), partial(self._explain, [model], UNKNOWN_PAUSE_S), ""),
+            (subjects.select(namespace, model), self._select, QUEUE),
+        ]
+        answering = self._answering[model] = []
+        for subject, receive, queue in receivers:
+            while True:
+                try:
+                    answering.append(await bus.subscribe(subject, receive, queue=queue))
+                    break
+                except BusDown:
+                    await asyncio.sleep(_TICK_S)
+            if len(answering) == 1:  # it hears what is reserved and ended from now on
+                await joining.join(self._runtime, self.models[model], self._metrics)
 
-        async def explain(message: Message) -> None:
-            await self._explain(model, message)
-
-        while True:
-            try:
-                await self._subscribe(subjects.router_load(namespace, model), self._load_events)
-                await self._subscribe(subjects.explain(namespace, model), explain)
-                await self._subscribe(subjects.select(namespace, model), self._select, QUEUE)
-                return
-            except BusDown:
-                await asyncio.sleep(_TICK_S)
+    async def _answer_no_more(self, answering: list[Subscription]) -> None:
+        for subscription in answering:
+            await subscription.unsubscribe()
 
     # --- questions
 
@@ -222,12 +188,13 @@ class Router:
             await self._answer(message, SelectRefused("", 0, "bad_request", str(wrong)), arrived)
             return
         reply, reserved = self._choose(ask)
-        if not await self._answer(message, reply, arrived):
-            if reserved is not None:
-                self.models[ask.model].load.finished((ask.request, ask.attempt))
+        answered = await self._answer(message, reply, arrived)
+        if reserved is None:
             return
-        if reserved is not None:
-            await self._tell(ask.model, reserved)
+        if answered:
+            self._outbox.tell(ask.model, reserved)  # a router that misses it sees the attempt in the worker's report
+        else:
+            self.models[ask.model].load.finished((ask.request, ask.attempt))
 
     def _choose(self, ask: Select) -> tuple[SelectReply, Reserved | None]:
         model = self.models.get(ask.model)
@@ -235,57 +202,82 @@ class Router:
             reason = f"no worker has served the model {ask.model[:200]} since this router started"
             return SelectRefused(ask.request[:256], ask.attempt, "unknown_model", reason), None
         errors = model.policy_errors
-        choice = model.select(ask, time.monotonic())
+        choice = model.select(ask, self._now())
         if model.policy_errors > errors:
             self._metrics.policy_errors.inc()
             self._seldom.warn(f"policy {self._config.policy}", model.policy_error)
         return choice.reply, choice.reserved
 
     async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
-        payload = SELECT_REPLY.encode(reply, message.headers)
-        try:
-            await self._runtime.bus.publish(
-                message.reply, payload, headers=JSON_HEADER if is_json(message.headers) else None
-            )
-        except (BusDown, PayloadTooLarge) as wrong:
-            self._seldom.warn("select", wrong)
+        headers = JSON_HEADER if is_json(message.headers) else None
+        if not await self._reply("select", message, SELECT_REPLY.encode(reply, headers), headers):
             return False
         self._metrics.answered(reply, time.perf_counter() - arrived)
         return True
 
-    async def _tell(self, model: str, reserved: Reserved) -> None:
-        """To the other routers; one that misses it sees the attempt in the worker's report."""
-        payload = LOAD_EVENTS.encode(LoadEvents(model, [reserved]))
+    async def _reply(self, channel: str, message: Message, payload: bytes, headers: dict[str, str] | None) -> bool:
         try:
-            await self._runtime.bus.publish(subjects.router_load(self._runtime.namespace, model), payload)
-        except BusDown as wrong:
-            self._seldom.warn("reserved", wrong)
+            await self._runtime.bus.publish(message.reply, payload, headers=headers)
+        except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
+            self._seldom.warn(channel, wrong)
+            return False
+        return True
 
-    async def _explain(self, model: str, message: Message) -> None:
-        """The payload is a request id, as an answer's `id` has it too, or empty for the last decisions; JSON comes."""
+    # --- what people and other routers ask
+
+    async def _explain(self, names: Iterable[str], pause_s: float, message: Message) -> None:
+        """The payload is a request id, or empty for the latest decisions."""
+        request = asked_for(message.payload)
+        models = [self.models[name] for name in names if name in self.models]
+        found = explain(self._runtime.instance, models, request, self._now())
+        answer = self._reply("explain", message, EXPLANATIONS.encode(found, JSON_HEADER), JSON_HEADER)
         if not message.reply:
-            return
-        request = message.payload.decode("utf-8", "replace").strip().strip('"')
-        request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        decisions = self.models[model].explain(request)[-EXPLAINED_AT_ONCE:]
-        answer = {"model": model, "router": self._runtime.instance, "decisions": decisions}
+            answer.close()
+        elif found.decisions or self._pausing >= PAUSES_LIMIT:
+            await answer
+        else:
+            self._own(self._after(pause_s, answer))
+
+    async def _after(self, pause_s: float, answer: Coroutine[None, None, bool]) -> None:
+        self._pausing += 1
         try:
-            await self._runtime.bus.publish(message.reply, msgspec.json.encode(answer), headers=JSON_HEADER)
-        except (BusDown, PayloadTooLarge) as wrong:
-            self._seldom.warn("explain", wrong)
+            await asyncio.sleep(pause_s)
+            await answer
+        finally:
+            self._pausing -= 1
+            answer.close()
+
+    async def _tell_state(self, message: Message) -> None:
+        sources = [
+            SourceState(worker, "refused" if feed.refused else feed.source.state, feed.refused)
+            for worker, feed in sorted(self.feeds.items())
+        ]
+        state = RouterState(self._runtime.instance, self._config.policy, model_states(self.models), sources)
+        if message.reply:
+            await self._reply("state", message, ROUTER_STATE.encode(state, JSON_HEADER), JSON_HEADER)
+
+    async def _tell_reservations(self, message: Message) -> None:
+        try:
+            name = RESERVATIONS_REQUEST.decode(message.payload, message.headers).model
+            if message.reply:
+                await joining.tell(self._runtime, message, self.models.get(name), name)
+        except ProtocolError as wrong:
+            self._malformed("reservations", wrong)
+        except BusDown as wrong:
+            self._seldom.warn("reservations", wrong)
 
     # --- what others tell
 
     async def _load_events(self, message: Message) -> None:
         try:
             batch = LOAD_EVENTS.decode(message.payload, message.headers)
+            model = self.models.get(batch.model)
+            if model is None:
+                raise ProtocolError(f"load events of {batch.model[:200]}, a model that is not known")
         except ProtocolError as wrong:
             self._malformed("load events", wrong)
             return
-        model = self.models.get(batch.model)
-        if model is None:
-            return
-        now_s = time.monotonic()
+        now_s = self._now()
         for event in batch.events:
             try:
                 prediction = model.told(event, now_s)
@@ -301,7 +293,7 @@ class Router:
         except ProtocolError as wrong:
             self._malformed("load report", wrong)
             return
-        now_s = time.monotonic()
+        now_s = self._now()
         for model in self.models.values():
             model.reported(report, now_s)
         feed = self.feeds.get(report.instance)
@@ -314,24 +306,11 @@ class Router:
 
     # --- by and by
 
-    def _clear_later(self, clearings: list[Clearing]) -> None:
-        self._clearings.extend(clearing for clearing in clearings if clearing.step(_SLICE_BLOCKS))
-
     async def _tick(self) -> None:
-        """Work that waits for nobody: clearing, expiring, gauges. In slices, so that no choice waits for it."""
+        """Work that waits for nobody: clearing, expiring, gauges."""
         while True:
             await asyncio.sleep(_TICK_S)
-            while self._clearings:
-                if not self._clearings[0].step(_SLICE_BLOCKS):
-                    self._clearings.popleft()
-                await asyncio.sleep(0)
-            for model in list(self.models.values()):
-                now_s = time.monotonic()
-                for entries in (model.speculation, model.history):
-                    more = True
-                    while more:
-                        more = entries.expire(now_s, blocks=_SLICE_BLOCKS)
-                        await asyncio.sleep(0)
+            await self._following.tidy()
             self._show()
             if self._runtime.stopping.is_set():
                 continue
@@ -341,19 +320,26 @@ class Router:
                 self._runtime.vitals.unready("NATS cannot be reached")
 
     def _show(self) -> None:
-        models = list(self.models.values())
+        models: list[ModelRouter] = list(self.models.values())
         self._metrics.indexed([model.index.statistics() for model in models])
-        load = [model.load.statistics() for model in models]
-        self._metrics.reservations.set(sum(each.reservations for each in load))
-        self._metrics.forgotten.set(sum(each.forgotten for each in load))
+        self._metrics.loaded([model.load.statistics() for model in models])
         states = ["refused" if feed.refused else feed.source.state for feed in self.feeds.values()]
         for state in ("syncing", "live", "replaying", "refused"):
             self._metrics.sources.labels(state).set(states.count(state))
+        subscriptions = [*self._subscriptions, *(each for those in self._answering.values() for each in those)]
+        dropped = sum(each.statistics().dropped for each in subscriptions)
+        if dropped > self._dropped:
+            self._seldom.warn("messages", f"they come faster than they are read: {dropped} lost so far")
+        self._dropped = dropped
+        self._metrics.dropped.set(dropped)
 
     def _entries(self, epoch: int) -> dict[str, bytes]:
         namespace, instance = self._runtime.namespace, self._runtime.instance
         operations = {
             "control": subjects.control(namespace, "router", instance),
             "select": subjects.select(namespace, instance),
+            "explain": subjects.explain(namespace, instance),
+            "reservations": subjects.reservations(namespace, instance),
+            "state": subjects.router_state(namespace, instance),
         }
         return self._runtime.address(epoch, operations)

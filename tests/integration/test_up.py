@@ -67,7 +67,7 @@ def explained(up: Up, request: str) -> dict[str, Any]:
 
 
 def worker_of(up: Up, request: str) -> str:
-    return str(explained(up, request)["decisions"][-1]["selected"]["instance"])
+    return str(explained(up, request)["decisions"][-1]["instance"])
 
 
 def test_a_streamed_answer_knows_the_capital_of_france_and_the_cache_remembers_the_question(client: OpenAI) -> None:

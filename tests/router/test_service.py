@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router import service
+from services.router import following
 from services.router.config import RouterConfig
 from shared import subjects
 from shared.errors import NoResponders
@@ -354,7 +354,7 @@ async def test_a_decision_can_be_explained_with_what_came_of_it() -> None:
         await until(lambda: world.metric("headrace_prompt_tokens_total") == 21)
         answer = await world.bus.request(subjects.explain(NAMESPACE, MODEL), b"chatcmpl-why", timeout_s=LIMIT_S)
         (decision,) = msgspec.json.decode(answer.payload)["decisions"]
-        assert decision["selected"]["instance"] == "a"
+        assert decision["instance"] == "a"
         assert decision["predicted_cached_tokens"] == 5 * BLOCK_SIZE
         assert decision["actual_cached_tokens"] == 4 * BLOCK_SIZE
         assert world.metric("headrace_cached_tokens_total", kind="predicted") == 20
@@ -371,7 +371,7 @@ async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted(poli
 
 
 async def test_models_beyond_the_bound_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MODELS_LIMIT", 1)
+    monkeypatch.setattr(following, "MODELS_LIMIT", 1)
     async with fleet() as world:
         worker = await world.worker("a")
         card = world.router.models[MODEL].cards["a"]

@@ -1,0 +1,60 @@
+"""What a router tells people: why it chose as it did and what came of it, and how it is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from services.router.index import IndexStatistics
+from services.router.model_router import Decision, ModelRouter
+from shared.messages import Explanation, Explanations, ModelState
+
+AT_ONCE = 20
+"""Decisions in one answer: the latest."""
+
+
+def asked_for(payload: bytes) -> str:
+    """The request that a question names, as an answer's `id` has it or bare; empty: the latest ones."""
+    request = payload.decode("utf-8", "replace").strip().strip('"')
+    return request.removeprefix("chatcmpl-").removeprefix("cmpl-")
+
+
+def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:
+    """The decisions kept of a request, or of all requests where it is empty."""
+    found = [(decision.at_s, model.model, decision) for model in models for decision in model.explain(request)]
+    found.sort(key=lambda each: each[0])
+    return Explanations(router, [_explained(name, decision, now_s) for _, name, decision in found[-AT_ONCE:]])
+
+
+def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
+    selected = decision.selected
+    return Explanation(
+        model=model,
+        router=selected.router,
+        request=selected.request,
+        attempt=selected.attempt,
+        age_s=now_s - decision.at_s,
+        instance=selected.instance,
+        rank=selected.rank,
+        reason=selected.reason,
+        candidates=selected.candidates,
+        prompt_tokens=decision.prompt_tokens,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        actual_cached_tokens=decision.actual_cached_tokens,
+        first_token_s=decision.first_token_s,
+        ended_s=decision.ended_s,
+    )
+
+
+def model_states(models: Mapping[str, ModelRouter]) -> list[ModelState]:
+    """The sizes of what is known of each model."""
+    return [_model_state(model, model.index.statistics()) for model in models.values()]
+
+
+def _model_state(model: ModelRouter, index: IndexStatistics) -> ModelState:
+    return ModelState(
+        model=model.model,
+        instances=len(model.cards),
+        reservations=model.load.statistics().reservations,
+        index_blocks=index.blocks,
+        index_bytes=index.bytes,
+    )

@@ -1,0 +1,180 @@
+"""What the directory says, carried out: one ModelRouter a model, one Feed a worker that sends events.
+
+    card and address up ─▶ the model's candidates ─▶ a feed of the worker's events
+    card or address gone, or changed ─▶ cleared, in slices; followed anew
+
+Names of models are kept when nobody serves them any more, to answer that there are no instances. At MODELS_LIMIT those
+that nobody has served for FORGOTTEN_S make room; where there is none, cards of new models are left out, loudly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from random import Random
+
+from services.router.chains import Chains, Clearing
+from services.router.config import RouterConfig
+from services.router.feed import Feed
+from services.router.metrics import Metrics
+from services.router.model_router import ModelRouter
+from services.router.policy import load_policy
+from services.router.seldom import Seldom
+from shared.directory import DirectoryChange, InstanceDown, InstanceUp
+from shared.errors import ProtocolError
+from shared.lifecycle import Runtime
+from shared.messages import EventSource, ModelCard
+
+MODELS_LIMIT = 256
+"""Names kept, served or not: each has an index."""
+FORGOTTEN_S = 3600.0
+_SLICE_BLOCKS = 1024
+
+
+class Following:
+    """Owns the models and the feeds of one router."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: RouterConfig,
+        metrics: Metrics,
+        seldom: Seldom,
+        *,
+        appeared: Callable[[str], None],
+        forgotten: Callable[[str], None],
+    ) -> None:
+        """`appeared` and `forgotten` hear models' names. Raises ConfigError where the policy is not one."""
+        self._runtime = runtime
+        self._config = config
+        self._metrics = metrics
+        self._seldom = seldom
+        self._appeared = appeared
+        self._forgotten = forgotten
+        self._make_policy = load_policy(config.policy)
+        self._draw = Random()  # noqa: S311 - spreads ties, keeps no secret
+        self.models: dict[str, ModelRouter] = {}
+        self.feeds: dict[str, Feed] = {}
+        """By instance; each feeds the chains of one model."""
+        self._unserved: dict[str, float] = {}
+        """Models without instances → since when; longest first."""
+        self._clearings: deque[Clearing] = deque()
+
+    def start(self) -> None:
+        """Take on what is there, and what comes."""
+        self._runtime.directory.subscribe(self._changed)
+
+    def close(self) -> None:
+        for feed in self.feeds.values():
+            feed.close()
+
+    async def tidy(self) -> None:
+        """Clear and expire what is due. In slices, so that no choice waits for it."""
+        while self._clearings:
+            if not self._clearings[0].step(_SLICE_BLOCKS):
+                self._clearings.popleft()
+            await asyncio.sleep(0)
+        for model in list(self.models.values()):
+            now_s = asyncio.get_running_loop().time()
+            for entries in (model.speculation, model.history):
+                while entries.expire(now_s, blocks=_SLICE_BLOCKS):
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    # --- the directory
+
+    def _changed(self, change: DirectoryChange) -> None:
+        if isinstance(change, InstanceUp | InstanceDown):
+            instance = change.instance
+            if instance.service == "worker":
+                self._refresh(instance.instance)
+            elif instance.service == "frontend" and isinstance(change, InstanceDown):
+                for model in self.models.values():
+                    model.frontend_gone(instance.instance)
+        else:
+            self._refresh(change.card.instance)
+
+    def _refresh(self, worker: str) -> None:
+        """Make what we route to agree with the directory, for one worker: it needs an address and a card."""
+        directory = self._runtime.directory
+        address = directory.instances.get(worker)
+        cards = {
+            model: card
+            for (model, instance), card in directory.cards.items()
+            if instance == worker and address is not None
+        }
+        self._leave_out(cards)
+        changed = False
+        for name, model in self.models.items():
+            if worker in model.cards and model.cards[worker] != cards.get(name):
+                changed = True
+                self._clear_later(model.card_down(worker))
+                if not model.cards:
+                    self._unserved[name] = asyncio.get_running_loop().time()
+        for name, card in cards.items():
+            self._model(name).card_up(card)
+            self._unserved.pop(name, None)
+            self.models[name].sends_events(worker, address is not None and address.events is not None)
+        stream = address.events if address is not None and cards else None
+        feed = self.feeds.get(worker)
+        if feed is not None and (changed or feed.stream != stream):
+            feed.close()
+            del self.feeds[worker]
+            for name in cards:
+                # A stream that begins anew: what the old one told is not kept under the new one.
+                self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
+        if stream is not None and worker not in self.feeds:
+            self._follow(worker, stream, min(cards))
+
+    def _leave_out(self, cards: dict[str, ModelCard]) -> None:
+        """Takes those out of `cards` that are of models for which there is no room."""
+        for name in [name for name in cards if name not in self.models]:
+            if len(self.models) >= MODELS_LIMIT and not self._forget_one():
+                del cards[name]
+                self._seldom.warn("models", f"{name} is left out: {MODELS_LIMIT} are known already")
+            else:
+                self._model(name)
+
+    def _forget_one(self) -> bool:
+        """Drop the model that was unserved longest, if that is long enough; whether it was."""
+        for name, since_s in self._unserved.items():
+            if asyncio.get_running_loop().time() - since_s < FORGOTTEN_S:
+                return False
+            del self._unserved[name]
+            del self.models[name]
+            self._forgotten(name)
+            return True
+        return False
+
+    def _model(self, name: str) -> ModelRouter:
+        if name not in self.models:
+            self.models[name] = ModelRouter(name, self._runtime.instance, self._config, self._make_policy(), self._draw)
+            self._appeared(name)
+        return self.models[name]
+
+    # --- events
+
+    def _follow(self, worker: str, stream: EventSource, model: str) -> None:
+        try:
+            self.feeds[worker] = Feed(
+                self._runtime,
+                worker,
+                stream,
+                self._chains(model, worker),
+                self._config.source,
+                self._metrics,
+                self._seldom,
+                lambda clearing: self._clear_later([clearing]),
+            )
+        except ProtocolError as wrong:
+            self._metrics.malformed.labels("event source").inc()
+            self._seldom.warn("event source", wrong)
+            self.models[model].sends_events(worker, False)
+
+    def _chains(self, model: str, worker: str) -> dict[int, Chains]:
+        chains = self.models[model].chains
+        return {rank: chains[worker, rank] for instance, rank in chains if instance == worker}
+
+    def _clear_later(self, clearings: list[Clearing]) -> None:
+        self._clearings.extend(clearing for clearing in clearings if clearing.step(_SLICE_BLOCKS))
