@@ -26,6 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from random import Random
 from typing import NoReturn, TypeVar
 
 import uvloop
@@ -75,6 +76,10 @@ class Runtime:
     http: str = ""
     """Base URL of this process's /live, /health and /metrics, for the address book; empty: none of lifecycle's."""
     started: float = field(default_factory=time.time)
+    wall: Callable[[], float] = time.time
+    """The wall clock, seconds since 1970; time that passes is the loop's."""
+    draw: Random = field(default_factory=Random)
+    """Spreads ties and keeps no secret; a simulation seeds it."""
 
     def address(
         self, epoch: int, subjects_by_operation: dict[str, str], *, events: EventSource | None = None, http: str = ""
@@ -236,14 +241,14 @@ async def _serve(
                     vitals=vitals,
                     http=url,
                 )
-                await _answer_pings(runtime)
+                await answer_pings(runtime)
                 await serve(runtime)
                 raise _Served
         except* _Served:
             pass
 
 
-async def _answer_pings(runtime: Runtime) -> None:
+async def answer_pings(runtime: Runtime) -> None:
     """Ping on this process's `control` subject gets Pong, with the epoch that discovery shows of it."""
 
     async def pong(message: Message) -> None:

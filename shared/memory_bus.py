@@ -5,6 +5,7 @@
     └── MemoryEvents  publishers by endpoint; `mute` and `unmute` lose batches as a high-water mark does
 
 Deterministic: queue groups take turns, nothing is random, and receivers run in the order in which the loop wakes them.
+A simulation gives the broker another Weather, which may deliver later, twice or never.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import Literal
 
@@ -22,6 +24,7 @@ from shared.messages import EventSource
 from shared.messaging import Message, Receive, SubscriptionStatistics
 from shared.receiver import Receiver
 from shared.replies import NO_RESPONDERS, Replies
+from shared.weather import Weather, calm
 
 
 def matches(pattern: str, subject: str) -> bool:
@@ -47,6 +50,11 @@ class MemorySubscription:
     def statistics(self) -> SubscriptionStatistics:
         return self.receiver.statistics()
 
+    def take(self, message: Message) -> None:
+        """It has arrived; on a connection that was lost meanwhile, it has not."""
+        if self.bus.connected:
+            self.receiver.offer(message)
+
     async def unsubscribe(self) -> None:
         self.bus.broker.remove(self)
         await self.receiver.drain()
@@ -55,7 +63,8 @@ class MemorySubscription:
 class MemoryBroker:
     """Delivers to every connected subscription that matches, and to one of each queue group."""
 
-    def __init__(self) -> None:
+    def __init__(self, weather: Weather = calm) -> None:
+        self.weather = weather
         self._subscriptions: list[MemorySubscription] = []
         self._inboxes: dict[str, tuple[MemoryBus, Callable[[Message], None]]] = {}
         self._turns: dict[tuple[str, str], int] = {}
@@ -82,19 +91,19 @@ class MemoryBroker:
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
 
-    def publish(self, message: Message) -> None:
+    def publish(self, message: Message, sender: MemoryBus) -> None:
         """Deliver; where nobody listens and an answer is wanted, the answer is NATS's `Status: 503`."""
-        found = self._inboxes.get(message.subject) or self._inboxes.get(
-            message.subject[: message.subject.rfind(".") + 1]
-        )
+        subject = message.subject
+        found = self._inboxes.get(subject) or self._inboxes.get(subject[: subject.rfind(".") + 1])
         if found is not None and found[0].connected:
-            asyncio.get_running_loop().call_soon(found[1], message)
+            bus, take = found
+            self.weather(sender.name, bus.name, subject, partial(_answer, bus, take, message))
             return
-        receivers = self._receivers(message.subject)
+        receivers = self._receivers(subject)
         for subscription in receivers:
-            subscription.receiver.offer(message)
+            self.weather(sender.name, subscription.bus.name, subject, partial(subscription.take, message))
         if not receivers and message.reply:
-            self.publish(Message(message.reply, b"", "", NO_RESPONDERS))
+            self.publish(Message(message.reply, b"", "", NO_RESPONDERS), sender)
 
     def disconnect(self, bus: MemoryBus) -> None:
         """Take NATS away from `bus`: it hears nothing, its calls raise BusDown, and so does what waits for answers."""
@@ -122,10 +131,10 @@ class MemoryBroker:
 
     # --- KV events
 
-    def open(self, topic: str, ring_batches: int) -> MemoryEventPublisher:
+    def open(self, topic: str, ring_batches: int, owner: str) -> MemoryEventPublisher:
         """A new publisher with an endpoint of its own."""
         endpoint = f"memory://{next(self._names)}"
-        publisher = MemoryEventPublisher(self, endpoint, topic, EventRing(ring_batches))
+        publisher = MemoryEventPublisher(self, endpoint, topic, EventRing(ring_batches), owner)
         self._publishers[endpoint] = publisher
         return publisher
 
@@ -144,11 +153,18 @@ class MemoryBroker:
         self._publishers[source.publish].muted = False
 
 
-class MemoryBus:
-    """One endpoint of a MemoryBroker; see `shared.messaging.Bus`."""
+def _answer(bus: MemoryBus, take: Callable[[Message], None], message: Message) -> None:
+    """An answer has arrived; its taker has the next turn, because who asked may still be at it."""
+    if bus.connected:
+        _next_turn(take, message)
 
-    def __init__(self, broker: MemoryBroker, *, payload_limit_bytes: int = 4 << 20) -> None:
+
+class MemoryBus:
+    """One endpoint of a MemoryBroker; see `shared.messaging.Bus`. `name` is for the weather."""
+
+    def __init__(self, broker: MemoryBroker, name: str = "", *, payload_limit_bytes: int = 4 << 20) -> None:
         self.broker = broker
+        self.name = name
         self.replies = Replies()
         self._payload_limit_bytes = payload_limit_bytes
         self._state: Literal["connected", "away", "closed"] = "connected"
@@ -246,17 +262,18 @@ class MemoryBus:
 
     def _send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
         subjects.check(subject)
-        self.broker.publish(Message(subject, payload, reply, dict(headers or {})))
+        self.broker.publish(Message(subject, payload, reply, dict(headers or {})), self)
 
 
 class MemoryEventPublisher:
     """The sending end of one source, with its listeners."""
 
-    def __init__(self, broker: MemoryBroker, endpoint: str, topic: str, ring: EventRing) -> None:
+    def __init__(self, broker: MemoryBroker, endpoint: str, topic: str, ring: EventRing, owner: str) -> None:
         self._broker = broker
         self.ring = ring
+        self.owner = owner
         self.muted = False
-        self.listeners: list[Callable[[int, bytes], None]] = []
+        self.listeners: list[MemoryEventSubscription] = []
         self._source = EventSource(publish=endpoint, replay=endpoint, topic=topic, epoch=True, digest=True)
 
     @property
@@ -268,7 +285,8 @@ class MemoryEventPublisher:
         if self.muted:
             return
         for listener in self.listeners:
-            asyncio.get_running_loop().call_soon(listener, sequence, payload)
+            batch = partial(_next_turn, listener.take, sequence, payload)
+            self._broker.weather(self.owner, listener.owner, "events", batch)
 
     def close(self) -> None:
         self._broker.close(self._source.publish)
@@ -278,41 +296,70 @@ class MemoryEventPublisher:
 class MemoryEventSubscription:
     """The receiving end of one source."""
 
-    def __init__(self, broker: MemoryBroker, source: EventSource, receive: Callable[[int, bytes], None]) -> None:
+    malformed = 0
+
+    def __init__(
+        self, broker: MemoryBroker, source: EventSource, receive: Callable[[int, bytes], None], owner: str
+    ) -> None:
         self._broker = broker
         self._source = source
         self._receive = receive
+        self.owner = owner
         self._open = True
         publisher = broker.publisher(source.publish)
         if publisher is not None:
-            publisher.listeners.append(self._take)
+            publisher.listeners.append(self)
 
     async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
         publisher = self._broker.publisher(self._source.replay)
         if publisher is None or not self._open:
             raise RequestTimeout(f"no replay from {self._source.replay} in {timeout_s:g} s")
-        await asyncio.sleep(0)
-        return publisher.ring.since(first)
+        answer: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
+        question = partial(self._replay, publisher, first, answer)
+        self._broker.weather(self.owner, publisher.owner, "replay", partial(_next_turn, question))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise RequestTimeout(f"no replay from {self._source.replay} in {timeout_s:g} s") from None
+
+    def _replay(
+        self, publisher: MemoryEventPublisher, first: int, answer: asyncio.Future[list[tuple[int, bytes]]]
+    ) -> None:
+        """At the publisher's: the answer goes back the same way."""
+
+        def arrived(batches: list[tuple[int, bytes]]) -> None:
+            if not answer.done():
+                answer.set_result(batches)
+
+        self._broker.weather(publisher.owner, self.owner, "replay", partial(arrived, publisher.ring.since(first)))
 
     def close(self) -> None:
         self._open = False
         publisher = self._broker.publisher(self._source.publish)
-        if publisher is not None and self._take in publisher.listeners:
-            publisher.listeners.remove(self._take)
+        if publisher is not None and self in publisher.listeners:
+            publisher.listeners.remove(self)
 
-    def _take(self, sequence: int, payload: bytes) -> None:
+    def take(self, sequence: int, payload: bytes) -> None:
+        """A batch has arrived."""
         if self._open:
             self._receive(sequence, payload)
 
 
-class MemoryEvents:
-    """One process's way to KV events; see `shared.messaging.Events`."""
+def _next_turn(callback: Callable[..., None], *arguments: object) -> None:
+    """As a descriptor that became readable does."""
+    asyncio.get_running_loop().call_soon(callback, *arguments)
 
-    def __init__(self, broker: MemoryBroker) -> None:
+
+class MemoryEvents:
+    """One process's way to KV events; see `shared.messaging.Events`. `name` is for the weather."""
+
+    def __init__(self, broker: MemoryBroker, name: str = "") -> None:
         self._broker = broker
+        self._name = name
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> MemoryEventPublisher:
-        return self._broker.open(topic, ring_batches)
+        return self._broker.open(topic, ring_batches, self._name)
 
     def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> MemoryEventSubscription:
-        return MemoryEventSubscription(self._broker, source, receive)
+        return MemoryEventSubscription(self._broker, source, receive, self._name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from shared.discovery import Alive, Change, Entries
 from shared.errors import DiscoveryDown
 from shared.sight import Sight, changes
+from shared.weather import Weather, calm
 
 
 class MemoryStore:
@@ -20,12 +22,15 @@ class MemoryStore:
     outage      nothing can be read or written, nothing is seen; until `recover`
     """
 
-    def __init__(self, *, ttl_s: float = 0.05) -> None:
+    def __init__(self, *, ttl_s: float = 0.05, weather: Weather = calm) -> None:
         self.ttl_s = ttl_s
         """How long watchers keep a key that is missing after an outage, and how soon a lost lease is granted anew."""
-        self.sights: dict[Sight, str] = {}
+        self.weather = weather
+        """Watches are streams: it may show late, and must not lose or reorder."""
+        self._sights: dict[Sight, tuple[str, str]] = {}
+        """Who watches → its name, and the prefix."""
         self._keys: dict[str, tuple[bytes, MemoryRegistration]] = {}
-        self._registrations: set[MemoryRegistration] = set()
+        self._registrations: dict[MemoryRegistration, None] = {}
         self._up = asyncio.Event()
         self._up.set()
 
@@ -38,13 +43,12 @@ class MemoryStore:
         registration.lost()
 
     def kill(self, registration: MemoryRegistration) -> None:
-        self._registrations.discard(registration)
+        self._registrations.pop(registration, None)
         registration.end()
         self._drop(registration)
 
     def wipe(self) -> None:
-        for sight in self.sights:
-            sight.lose()
+        self._blind()
         self._keys.clear()
         for registration in self._registrations:
             registration.lost()
@@ -52,8 +56,7 @@ class MemoryStore:
 
     def outage(self) -> None:
         self._up.clear()
-        for sight in self.sights:
-            sight.lose()
+        self._blind()
 
     def recover(self) -> None:
         self._up.set()
@@ -68,24 +71,37 @@ class MemoryStore:
 
     def put(self, registration: MemoryRegistration, wanted: dict[str, bytes]) -> None:
         """Make `wanted` all that stands under this registration's lease."""
-        self._registrations.add(registration)
+        self._registrations[registration] = None
         for key in [key for key, (_, owner) in self._keys.items() if owner is registration and key not in wanted]:
             del self._keys[key]
         self._keys.update({key: (value, registration) for key, value in wanted.items()})
         self._show()
 
     def revoke(self, registration: MemoryRegistration) -> None:
-        self._registrations.discard(registration)
+        self._registrations.pop(registration, None)
         self._drop(registration)
 
     def _drop(self, registration: MemoryRegistration) -> None:
         self._keys = {key: entry for key, entry in self._keys.items() if entry[1] is not registration}
         self._show()
 
+    def watch(self, sight: Sight, prefix: str, name: str) -> None:
+        """Show `sight` what is below `prefix`, from now on."""
+        self._sights[sight] = (prefix, name)
+        if not self.away:
+            sight.show(self.found(prefix))
+
+    def unwatch(self, sight: Sight) -> None:
+        self._sights.pop(sight, None)
+
     def _show(self) -> None:
         if not self.away:
-            for sight, prefix in self.sights.items():
-                sight.show(self.found(prefix))
+            for sight, (prefix, name) in self._sights.items():
+                self.weather("discovery", name, "watch", partial(sight.show, self.found(prefix)))
+
+    def _blind(self) -> None:
+        for sight, (_, name) in self._sights.items():
+            self.weather("discovery", name, "watch", sight.lose)
 
 
 class MemoryRegistration:
@@ -134,30 +150,32 @@ class MemoryRegistration:
 
 
 class MemoryDiscovery:
-    """One process's endpoint at a shared store."""
+    """One process's endpoint at a shared store. `name` is for the weather."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: MemoryStore, name: str = "") -> None:
         self._store = store
+        self._name = name
+        self.registrations: list[MemoryRegistration] = []
+        """All that were made here."""
         self._sights: set[Sight] = set()
 
     async def register(self, entries: Entries) -> MemoryRegistration:
         registration = MemoryRegistration(self._store, entries)
+        self.registrations.append(registration)
         await registration.publish()
         return registration
 
     async def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncGenerator[Change]:
         sight = Sight()
         self._sights.add(sight)
-        self._store.sights[sight] = prefix
-        if not self._store.away:
-            sight.show(self._store.found(prefix))
+        self._store.watch(sight, prefix, self._name)
         try:
             async with aclosing(changes(sight, ttl_s=self._store.ttl_s, alive=alive)) as told:
                 async for change in told:
                     yield change
         finally:
             self._sights.discard(sight)
-            self._store.sights.pop(sight, None)
+            self._store.unwatch(sight)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         if self._store.away:

@@ -6,7 +6,6 @@ A watcher that is slow skips states, so what waits for it is never more than one
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Mapping
 
 from shared.discovery import Alive, Change
@@ -68,20 +67,21 @@ class Sight:
 async def changes(sight: Sight, *, ttl_s: float, alive: Alive | None) -> AsyncGenerator[Change]:
     """What `Discovery.watch` yields, until the sight is closed."""
     view = KeyView(ttl_s)
+    clock = asyncio.get_running_loop().time
     while True:
         due_at = view.next_due
-        await sight.wait(None if due_at is None else max(0.0, due_at - time.monotonic()))
+        await sight.wait(None if due_at is None else max(0.0, due_at - clock()))
         if sight.closed:
             return
         found, losses = sight.state
         if found is None:
             view.lost()
         else:
-            for change in view.seen(time.monotonic(), found, losses):
+            for change in view.seen(clock(), found, losses):
                 yield change
-        due = view.due(time.monotonic())
+        due = view.due(clock())
         answering = await _answering(due, alive) if due and alive is not None else []
-        for change in view.judged(time.monotonic(), due, answering):
+        for change in view.judged(clock(), due, answering):
             yield change
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import assert_never
@@ -220,7 +219,7 @@ class Frontend:
             stopped = loop.time() - slept_from > self._limits.quiet_s  # this process itself, by a signal or a long task
             if stopped or not self._runtime.bus.connected:
                 self._pulses.hold(loop.time())
-            silent: set[str] = set()
+            silent: dict[str, None] = {}
             for one in list(self._running.values()):
                 session = one.stream.session
                 if session.state is not State.STREAMING:
@@ -230,7 +229,7 @@ class Frontend:
                     case "alive":
                         pass
                     case "silent":
-                        silent.add(session.instance)
+                        silent[session.instance] = None
                     case "ended":
                         self._feed(one, Lost(session.attempt, "the worker lost the end of the stream", exclude=False))
                     case "frozen":
@@ -373,7 +372,7 @@ class Frontend:
     def _routers(self) -> list[str]:
         """A few routers, in random order: nobody knows which of them is frozen."""
         routers = [one.instance for one in self._runtime.directory.instances.values() if one.service == "router"]
-        return random.sample(routers, min(ROUTERS_TRIED, len(routers)))
+        return self._runtime.draw.sample(routers, min(ROUTERS_TRIED, len(routers)))
 
     async def _answers(self, router: str) -> bool:
         subject = subjects.control(self._runtime.namespace, "router", router)

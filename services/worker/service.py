@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -206,7 +205,7 @@ class Worker:
         self._last = step
         self._runtime.vitals.progress = self._progress_before + step.progress
         if step.events:
-            batch = EventBatch(ts=time.time(), events=step.events, data_parallel_rank=0)
+            batch = EventBatch(ts=self._runtime.wall(), events=step.events, data_parallel_rank=0)
             self._publisher.publish(step.event_sequence, EVENT_BATCH.encode(batch))
         for frontend, parts in step.parts.items():
             self._append(frontend, [part for part in parts if self._attempts.tell(part)])
