@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import xor
 
 from msgspec import Struct
 
@@ -25,6 +27,7 @@ from shared.hashing import SEED, block_hash, next_sequence_hash, seed_of, unpack
 from shared.messages import SnapshotBlock
 
 _VOCABULARY_CHECKS = 64
+_LOW_BITS = (1 << 64) - 1
 
 
 class Mismatch(ProtocolError):
@@ -119,6 +122,9 @@ class Chains:
         self._vocabulary_checks = _VOCABULARY_CHECKS
         self._ignored_blocks = 0
         self._unknown_removals = 0
+        self._digests = [0] * len(TIERS)
+        self.exact = True
+        """Nothing that the source told of was left out since the last clear: our digest can be compared with its own."""
 
     def apply(self, event: CacheEvent) -> Clearing | None:
         """One event. Raises Mismatch where it contradicts the model card. A Clearing is work left to do."""
@@ -153,6 +159,8 @@ class Chains:
         self._orphaned.clear()
         self._orphan_blocks = 0
         self._vocabulary_checks = _VOCABULARY_CHECKS
+        self._digests = [0] * len(TIERS)
+        self.exact = True
         return clearing
 
     # --- stored
@@ -182,12 +190,13 @@ class Chains:
 
     def _follows(self, event: Stored) -> bool:
         """Whether the event is about the one group of KV caches that we follow."""
-        if event.windowed:
-            return False
-        if not self._followed:
+        if not self._followed and not event.windowed:
             self._followed = True
             self._group = event.group
-        return event.group == self._group
+        if event.windowed or event.group != self._group:
+            self.exact = False
+            return False
+        return True
 
     def _tier_of(self, block: EngineHash, first: int) -> _Known | None:
         """A tier that has the block, preferably `first`."""
@@ -215,6 +224,7 @@ class Chains:
             home = self._tier_of(parent, number)
             if home is None:
                 self._ignored_blocks += len(names)
+                self.exact = False
                 return
             above = home.hashes[parent]
             seed = home.seeds.get(parent, SEED)
@@ -233,9 +243,11 @@ class Chains:
                 tier.repeats[name] = tier.repeats.get(name, 0) + 1
             elif len(known) >= self._limit_blocks:
                 self._ignored_blocks += len(names) - position
+                self.exact = False
                 break
             else:
                 known[name] = sequence
+                self._digests[number] ^= _low_bits(name)
                 if seed != SEED:
                     tier.seeds[name] = seed
             if sequence is not None:
@@ -260,6 +272,7 @@ class Chains:
                     del tier.repeats[name]
             else:
                 del tier.hashes[name]
+                self._digests[event.tier] ^= _low_bits(name)
                 tier.seeds.pop(name, None)
             if sequence is not None:
                 gone.append(sequence)
@@ -272,11 +285,14 @@ class Chains:
         orphan = _Orphan(run)
         self._orphans.setdefault(run.parent, []).append(orphan)
         for name in run.hashes:
+            if not self._holds(run.tier, name):
+                self._digests[run.tier] ^= _low_bits(name)
             self._orphaned.setdefault((run.tier, name), []).append(orphan)
         self._orphan_blocks += len(run.hashes)
         while self._orphan_blocks > self._orphan_limit_blocks:
             oldest = next(iter(self._orphans.values()))[0]
             self._ignored_blocks += len(oldest.run.hashes) - len(oldest.removed)
+            self.exact = False
             self._forget_orphan(oldest)
 
     def _remove_orphan(self, tier: int, name: EngineHash) -> None:
@@ -287,6 +303,7 @@ class Chains:
         orphan = runs.pop()
         if not runs:
             del self._orphaned[tier, name]
+            self._digests[tier] ^= _low_bits(name)
         orphan.removed.append(name)
         if len(orphan.removed) == len(orphan.run.hashes):
             self._forget_orphan(orphan)
@@ -306,6 +323,8 @@ class Chains:
             runs.remove(orphan)
             if not runs:
                 del self._orphaned[run.tier, name]
+                if not self._holds(run.tier, name):
+                    self._digests[run.tier] ^= _low_bits(name)
         self._orphan_blocks -= len(run.hashes)
 
     def _joined(self, names: Sequence[EngineHash], late: list[Removed]) -> list[Stored]:
@@ -320,7 +339,15 @@ class Chains:
                     late.append(Removed(orphan.removed, orphan.run.tier, orphan.run.group))
         return runs
 
+    def _holds(self, tier: int, name: EngineHash) -> bool:
+        return name in self._tiers[tier].hashes or (tier, name) in self._orphaned
+
     # --- for people and tests
+
+    def digest(self, tier: int) -> int:
+        """XOR of the low 64 bits of the engine hashes of all blocks that the source holds in a tier, as it tells:
+        orphans and blocks that cannot be routed to included."""
+        return self._digests[tier]
 
     def statistics(self) -> ChainStatistics:
         """Counts, in constant time."""
@@ -348,3 +375,11 @@ class Chains:
         assert all(len(orphan.removed) < len(orphan.run.hashes) for orphan in runs)
         listed = sum(len(orphans) for orphans in self._orphaned.values())
         assert listed == sum(len(orphan.run.hashes) - len(orphan.removed) for orphan in runs)
+        for number, tier in enumerate(self._tiers):
+            held = tier.hashes.keys() | {name for at, name in self._orphaned if at == number}
+            assert self._digests[number] == reduce(xor, map(_low_bits, held), 0)
+
+
+def _low_bits(name: EngineHash) -> int:
+    """64 of them; of bytes the last eight, big-endian."""
+    return name & _LOW_BITS if isinstance(name, int) else int.from_bytes(name[-8:], "big")
