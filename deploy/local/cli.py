@@ -66,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--discovery", choices=("etcd", "file"), default="etcd", help="who is alive (%(default)s)")
     up.add_argument(
-        "--engine", choices=("native", "echo"), default="native", help="%(default)s; echo needs no arithmetic"
+        "--engine",
+        choices=("native", "simulated", "echo"),
+        default="native",
+        help="%(default)s; simulated takes a GPU's time and needs none, echo says the prompt back",
     )
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")

@@ -12,6 +12,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
+from services.worker.engine_client import EngineClient
+from services.worker.engine_host import StartEngine
 from services.worker.service import Worker
 from shared import subjects
 from shared.directory import Directory
@@ -154,7 +156,9 @@ def endless(name: str) -> Generate:
 
 
 @asynccontextmanager
-async def running_worker(config: WorkerConfig, *, bus: Bus | None = None) -> AsyncIterator[Shell]:
+async def running_worker(
+    config: WorkerConfig, *, bus: Bus | None = None, start_engine: StartEngine = EngineClient.start
+) -> AsyncIterator[Shell]:
     """A worker that is served on leaving: stopped, drained, its engine ended."""
     broker, store = MemoryBroker(), MemoryStore()
     worker_bus = bus or MemoryBus(broker)
@@ -180,7 +184,7 @@ async def running_worker(config: WorkerConfig, *, bus: Bus | None = None) -> Asy
         peer = Peer(bus or MemoryBus(broker))
         await peer.open()
         directory.subscribe(peer.wake)
-        worker = Worker(runtime, config)
+        worker = Worker(runtime, config, start_engine)
         MemoryEvents(broker).subscribe(worker.event_source, peer.take_batch)
         serving = tasks.create_task(worker.run())
         try:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from services.worker.channel import PeerGone
-from services.worker.config import WorkerConfig
+from services.worker.config import SimulatedConfig, WorkerConfig
 from services.worker.engine import EngineReport, Failed, Loading, Ready, Stepped, Submit
 from services.worker.engine_client import EngineClient
 from shared.hashing import pack_tokens, unpack_tokens
@@ -27,6 +27,12 @@ def echo(tmp_path: Path) -> WorkerConfig:
     return WorkerConfig(model=str(write_model(tmp_path / "model")), engine="echo", capacity_blocks=64)
 
 
+def simulated(tmp_path: Path, **times: float | str) -> WorkerConfig:
+    model = str(write_model(tmp_path / "model"))
+    settings = msgspec.convert(times, SimulatedConfig)
+    return WorkerConfig(model=model, engine="simulated", capacity_blocks=64, simulated=settings)
+
+
 async def ready(engine: EngineClient) -> Ready:
     async with asyncio.timeout(LIMIT_S):
         report: EngineReport = Loading("", 0.0)
@@ -36,7 +42,9 @@ async def ready(engine: EngineClient) -> Ready:
     return report
 
 
-async def answer(engine: EngineClient, prompt: list[int], max_tokens: int) -> list[Part]:
+async def answer(
+    engine: EngineClient, prompt: list[int], max_tokens: int, steps: list[Stepped] | None = None
+) -> list[Part]:
     submit = Submit(
         request="r",
         attempt=1,
@@ -53,6 +61,8 @@ async def answer(engine: EngineClient, prompt: list[int], max_tokens: int) -> li
             report = await engine.receive()
             assert isinstance(report, Stepped), report
             parts += report.parts.get("f", [])
+            if steps is not None:
+                steps.append(report)
     return parts
 
 
@@ -64,6 +74,27 @@ async def test_it_gets_ready_answers_and_ends_on_shutdown(tmp_path: Path) -> Non
     parts = await answer(engine, [5, 6, 7], 3)
     assert [token for part in parts for token in unpack_tokens(part.tokens)] == [5, 6, 7]
     assert await engine.end(LIMIT_S) == 0
+
+
+async def test_a_simulated_engine_takes_its_time_and_says_the_prompt(tmp_path: Path) -> None:
+    engine = await EngineClient.start(simulated(tmp_path, weights_s=0.01, context_length=100), "model")
+    assert (await ready(engine)).context_length == 100
+    steps: list[Stepped] = []
+    parts = await answer(engine, [5, 6, 7], 4, steps)
+    assert [token for part in parts for token in unpack_tokens(part.tokens)] == [5, 6, 7, 5]
+    assert all(step.elapsed_s >= 0.01 for step in steps if step.tokens)
+    assert await engine.end(LIMIT_S) == 0
+
+
+async def test_a_bad_table_of_times_is_named(tmp_path: Path) -> None:
+    table = tmp_path / "times.toml"
+    table.write_text("decode = []", encoding="utf-8")
+    engine = await EngineClient.start(simulated(tmp_path, table=str(table)), "model")
+    report = await engine.receive()
+    assert isinstance(report, Failed)
+    assert report.model
+    assert "times.toml" in report.reason
+    assert await engine.end(LIMIT_S) == 1
 
 
 async def test_a_stopped_engine_is_killed_at_the_limit(tmp_path: Path) -> None:

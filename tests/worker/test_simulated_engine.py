@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+
+import pytest
+
+from services.worker.channel import PeerGone
+from services.worker.config import SimulatedConfig, WorkerConfig
+from services.worker.engine import CancelAttempt, Ready, Snapshot, Stepped, Submit, TakeSnapshot
+from services.worker.simulated_engine import SimulatedEngine
+from shared.errors import ConfigError
+from shared.hashing import pack_tokens, unpack_tokens
+from shared.messages import AllBlocksCleared, KvState, Part, Sampling
+from tests.simulation.clock import SimulatedLoop
+from tests.worker.shell import LIMIT_S, endless, request, running_worker, write_model
+
+TIMES = SimulatedConfig(fixed_s=0.0, weights_s=1.0, row_s=0.0, token_s=0.1, pair_s=0.0, kv_token_s=0.0)
+"""A step takes a second, or a tenth of one for each of its tokens."""
+
+
+def config(tmp_path: Path, simulated: SimulatedConfig = TIMES) -> WorkerConfig:
+    model = str(write_model(tmp_path / "model"))
+    return WorkerConfig(
+        model=model, model_name="model", engine="simulated", capacity_blocks=64, stall_s=20.0, simulated=simulated
+    )
+
+
+def simulate(scenario: Coroutine[object, object, None]) -> None:
+    """Runs it on a clock of its own."""
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        runner.run(scenario)
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def submit(name: str, prompt: list[int], max_tokens: int) -> Submit:
+    return Submit(
+        request=name,
+        attempt=1,
+        frontend="f",
+        tokens=pack_tokens(prompt),
+        prompt_tokens=len(prompt),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+        time_left_s=600.0,
+    )
+
+
+async def opened(tmp_path: Path) -> SimulatedEngine:
+    """Ready and its opening heard."""
+    engine = await SimulatedEngine.start(config(tmp_path), "model")
+    assert isinstance(await engine.receive(), Ready)
+    opening = await engine.receive()
+    assert isinstance(opening, Stepped)
+    assert opening.events == [AllBlocksCleared()]
+    return engine
+
+
+async def next_step(engine: SimulatedEngine) -> Stepped:
+    report = await engine.receive()
+    assert isinstance(report, Stepped), report
+    return report
+
+
+async def ended(engine: SimulatedEngine) -> list[Part]:
+    parts: list[Part] = []
+    while not parts or parts[-1].finish is None:
+        parts += (await next_step(engine)).parts.get("f", [])
+    return parts
+
+
+def test_steps_take_the_time_that_the_model_says(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = await opened(tmp_path)
+        assert engine.submit(submit("r", list(range(5, 25)), 3))
+        ends_s = []
+        for _ in range(3):
+            step = await next_step(engine)
+            ends_s.append((now_s(), step.elapsed_s, step.tokens))
+        assert ends_s == [(2.0, 2.0, 20), (3.0, 1.0, 1), (4.0, 1.0, 1)]
+
+    simulate(scenario())
+
+
+def test_it_says_the_prompt_and_finds_it_in_its_cache_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = await opened(tmp_path)
+        prompt = list(range(5, 25))
+        for name, cached in (("first", 0), ("second", 16)):
+            engine.submit(submit(name, prompt, 3))
+            parts = await ended(engine)
+            assert [token for part in parts for token in unpack_tokens(part.tokens)] == [5, 6, 7]
+            assert parts[-1].cached_tokens == cached
+
+    simulate(scenario())
+
+
+def test_what_comes_during_a_step_is_taken_behind_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = await opened(tmp_path)
+        engine.submit(submit("a", [5, 6], 9))
+        following = asyncio.ensure_future(next_step(engine))
+        await asyncio.sleep(0.5)
+        engine.submit(submit("b", [7, 8], 9))
+        engine.send(CancelAttempt("a", 1))
+        step = await following
+        assert now_s() == 1.0
+        assert [part.request for part in step.parts["f"]] == ["a"]
+        step = await next_step(engine)
+        assert [(part.request, part.finish) for part in step.parts["f"]] == [("a", "cancelled"), ("b", None)]
+
+    simulate(scenario())
+
+
+def test_a_snapshot_is_answered_while_idle(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = await opened(tmp_path)
+        engine.submit(submit("r", list(range(5, 25)), 1))
+        await ended(engine)
+        engine.send(TakeSnapshot(3))
+        taken = await engine.receive()
+        assert isinstance(taken, Snapshot)
+        assert (taken.ticket, taken.event_sequence, len(taken.blocks)) == (3, 1, 1)
+
+    simulate(scenario())
+
+
+def test_nothing_comes_of_a_frozen_engine_until_it_is_thawed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = await opened(tmp_path)
+        engine.submit(submit("r", [5, 6], 2))
+        asyncio.get_running_loop().call_later(0.5, engine.freeze)
+        asyncio.get_running_loop().call_later(100.0, engine.thaw)
+        step = await next_step(engine)
+        assert (now_s(), step.elapsed_s) == (100.0, 100.0)
+        await next_step(engine)
+        assert now_s() == 101.0
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_killed_engine_is_gone_at_once(tmp_path: Path, frozen: bool) -> None:
+    async def scenario() -> None:
+        engine = await opened(tmp_path)
+        engine.submit(submit("r", [5, 6], 2))
+        if frozen:
+            engine.freeze()
+        asyncio.get_running_loop().call_later(0.5, engine.kill)
+        with pytest.raises(PeerGone):
+            await engine.receive()
+        assert now_s() == 0.5
+        assert await engine.end(LIMIT_S) == 0
+
+    simulate(scenario())
+
+
+def test_a_table_that_is_not_there_is_an_error_of_the_settings(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match=r"none\.toml"):
+            await SimulatedEngine.start(config(tmp_path, SimulatedConfig(table=str(tmp_path / "none.toml"))), "model")
+
+    simulate(scenario())
+
+
+class Engines:
+    """Starts them, and knows the latest."""
+
+    latest: SimulatedEngine
+
+    async def start(self, config: WorkerConfig, model_name: str) -> SimulatedEngine:
+        self.latest = await SimulatedEngine.start(config, model_name)
+        return self.latest
+
+
+def test_a_worker_serves_with_it_and_starts_another_when_it_is_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engines = Engines()
+        async with running_worker(config(tmp_path), start_engine=engines.start) as shell:
+            await shell.peer.until(lambda: len(shell.directory.cards) == 1)
+            await shell.peer.generate(endless("lost"))
+            await shell.peer.until(lambda: bool(shell.peer.tokens("lost")))
+            engines.latest.kill()
+            assert await shell.peer.ended("lost") == "error"
+            await shell.peer.until(lambda: shell.worker.engine.facts is not None)
+            await shell.peer.generate(request("kept", [5, 6, 7], max_tokens=4))
+            assert await shell.peer.ended("kept") == "length"
+            assert shell.peer.tokens("kept") == [5, 6, 7, 5]
+            await shell.peer.until(lambda: shell.peer.reports[-1].kv == [KvState(0, 2, 0, 0)])
+
+    simulate(scenario())
+
+
+def test_one_that_stays_frozen_while_requests_wait_is_killed_by_its_worker(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engines = Engines()
+        async with running_worker(config(tmp_path), start_engine=engines.start) as shell:
+            await shell.peer.until(lambda: len(shell.directory.cards) == 1)
+            await shell.peer.generate(endless("stuck"))
+            engines.latest.freeze()
+            assert await shell.peer.ended("stuck") == "error"
+            assert 10.0 <= now_s() <= 25.0
+
+    simulate(scenario())
