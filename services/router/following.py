@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from random import Random
 
 from services.router.chains import Chains, Clearing
 from services.router.config import RouterConfig
@@ -53,7 +52,7 @@ class Following:
         self._appeared = appeared
         self._forgotten = forgotten
         self._make_policy = load_policy(config.policy)
-        self._draw = Random()  # noqa: S311 - spreads ties, keeps no secret
+        self._draw = runtime.draw
         self.models: dict[str, ModelRouter] = {}
         self.feeds: dict[str, Feed] = {}
         """By instance; each feeds the chains of one model."""
@@ -78,9 +77,10 @@ class Following:
         for model in list(self.models.values()):
             now_s = asyncio.get_running_loop().time()
             for entries in (model.speculation, model.history):
-                while entries.expire(now_s, blocks=_SLICE_BLOCKS):
+                more = True
+                while more:
+                    more = entries.expire(now_s, blocks=_SLICE_BLOCKS)
                     await asyncio.sleep(0)
-            await asyncio.sleep(0)
 
     # --- the directory
 
