@@ -149,6 +149,8 @@ class Select(Struct, frozen=True, tag="select"):
     priority: int = 0
     session: str = ""
     """Requests with the same non-empty session prefer the same instance, all else equal."""
+    explain: bool = False
+    """Whether the answer shall name the candidates that were not chosen."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):
@@ -189,6 +191,7 @@ class Selected(Struct, frozen=True, tag="selected"):
     overlap: Overlap
     reason: str
     candidates: tuple[Candidate, ...] = ()
+    """The best few, best first; none where nobody asked."""
 
 
 class SelectRefused(Struct, frozen=True, tag="refused"):
@@ -322,6 +325,28 @@ class SourceState(Struct, frozen=True):
     """live, syncing, …: services/router/sources.py draws them; refused."""
     reason: str = ""
     """Why it is refused."""
+    partial: bool = False
+    """Blocks that it told of may be unknown here: it has no snapshots, and its replay does not reach back."""
+    exact: bool = True
+    """Nothing that it told of was left out at a limit."""
+    silent: bool = False
+    """Requests compute new blocks there, and nothing is heard."""
+    epoch: int | None = None
+    applied: int = -1
+    """Sequence of the last batch applied; -1: none."""
+    gaps: int = 0
+    resyncs: int = 0
+    """How often everything was asked for."""
+    rejected: int = 0
+    """Batches that could not be read."""
+    torn: int = 0
+    """Messages that were no batches at all."""
+    dropped: int = 0
+    """Batches that came while too many waited to be applied."""
+    digests: dict[str, int] = {}
+    """Comparisons so far: agreed, differed, exempt."""
+    heard_s_ago: float | None = None
+    """Since the last batch came by itself; None: none yet."""
 
 
 class RouterState(Struct, frozen=True):

@@ -19,12 +19,13 @@ class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     speculation_s: float = 5.0
     """How long a routed prompt's blocks count as cached without an event that says so; 0: not at all."""
     history_s: float = 120.0
-    """The same for instances that send no events."""
-    speculation_limit_blocks: int = 500_000
+    """The same for instances that send no events, since it was last of use."""
+    speculation_limit_bytes: int = 64 << 20
+    """Of each, per model; 8 bytes a block and 600 a prompt. At the limit the oldest go early."""
 
 
 class LoadConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """When a reservation is given up that nobody ended."""
+    """When a reservation is given up that nobody ended, and who is passed over."""
 
     limit: int = 100_000
     """Reservations held at once, per model; at the limit the oldest goes."""
@@ -32,6 +33,10 @@ class LoadConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's reports may not know a new attempt for so long."""
     unknown_s: float = 10.0
     """After that, reports without it for so long release it."""
+    frozen_s: float = 5.0
+    """A worker with work and without a step, or without a report, for so long is passed over while others are there."""
+    ramp_s: float = 10.0
+    """An instance that joins others takes part in all choices only after so long."""
 
 
 class SourceConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +58,10 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str = "default"
     policy: str = "kv"
     """kv, round-robin, random, least-loaded, power-of-two, or module:attribute."""
+    policy_budget_ms: float = 5.0
+    """What one choice may take of a policy that is not built in."""
+    policy_strikes: int = 10
+    """Choices over the budget that are put up with, one more for every 100 within it; then kv chooses for good."""
     most_hashes: int = 131_072
     """Blocks a prompt may have."""
     explained: int = 1_000

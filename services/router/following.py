@@ -10,6 +10,7 @@ that nobody has served for FORGOTTEN_S make room; where there is none, cards of 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from services.router.config import RouterConfig
 from services.router.feed import Feed
 from services.router.metrics import Metrics
 from services.router.model_router import ModelRouter
-from services.router.policy import load_policy
+from services.router.policy import BUILT_IN, load_policy
 from services.router.seldom import Seldom
 from shared.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import ProtocolError
@@ -69,18 +70,14 @@ class Following:
             feed.close()
 
     async def tidy(self) -> None:
-        """Clear and expire what is due. In slices, so that no choice waits for it."""
+        """Clear what is due, in slices, so that no choice waits for it; and what time alone changes."""
         while self._clearings:
             if not self._clearings[0].step(_SLICE_BLOCKS):
                 self._clearings.popleft()
             await asyncio.sleep(0)
         for model in list(self.models.values()):
-            now_s = asyncio.get_running_loop().time()
-            for entries in (model.speculation, model.history):
-                more = True
-                while more:
-                    more = entries.expire(now_s, blocks=_SLICE_BLOCKS)
-                    await asyncio.sleep(0)
+            model.tick(asyncio.get_running_loop().time(), listening=self._runtime.bus.connected)
+            await asyncio.sleep(0)
 
     # --- the directory
 
@@ -113,9 +110,8 @@ class Following:
                 if not model.cards:
                     self._unserved[name] = asyncio.get_running_loop().time()
         for name, card in cards.items():
-            self._model(name).card_up(card)
+            self._model(name).card_up(card, asyncio.get_running_loop().time())
             self._unserved.pop(name, None)
-            self.models[name].sends_events(worker, address is not None and address.events is not None)
         stream = address.events if address is not None and cards else None
         feed = self.feeds.get(worker)
         if feed is not None and (changed or feed.stream != stream):
@@ -126,6 +122,9 @@ class Following:
                 self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
         if stream is not None and worker not in self.feeds:
             self._follow(worker, stream, min(cards))
+        feed = self.feeds.get(worker)
+        for name in cards:
+            self.models[name].sends_events(worker, feed is not None and feed.usable and name == min(cards))
 
     def _leave_out(self, cards: dict[str, ModelCard]) -> None:
         """Takes those out of `cards` that are of models for which there is no room."""
@@ -149,7 +148,10 @@ class Following:
 
     def _model(self, name: str) -> ModelRouter:
         if name not in self.models:
-            self.models[name] = ModelRouter(name, self._runtime.instance, self._config, self._make_policy(), self._draw)
+            clock = None if self._config.policy in BUILT_IN else time.perf_counter
+            self.models[name] = ModelRouter(
+                name, self._runtime.instance, self._config, self._make_policy(), self._draw, clock
+            )
             self._appeared(name)
         return self.models[name]
 
@@ -165,12 +167,12 @@ class Following:
                 self._config.source,
                 self._metrics,
                 self._seldom,
-                lambda clearing: self._clear_later([clearing]),
+                clear_later=lambda clearing: self._clear_later([clearing]),
+                trust=lambda usable: self.models[model].sends_events(worker, usable),
             )
         except ProtocolError as wrong:
             self._metrics.malformed.labels("event source").inc()
             self._seldom.warn("event source", wrong)
-            self.models[model].sends_events(worker, False)
 
     def _chains(self, model: str, worker: str) -> dict[int, Chains]:
         chains = self.models[model].chains

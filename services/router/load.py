@@ -10,14 +10,22 @@ A candidate's load is what its last report says, moved on by what has been told 
     active blocks = reported held blocks - those of known attempts that ended since
                     + blocks of reservations that the report does not know yet
 
+Of a question with a priority, prompt tokens reserved at a lower one are not ahead: workers compute the higher first.
+
 Events come in any order and more than once: what is told of an attempt before its reservation is remembered, up to a
 bound. Nothing is released by a timer alone: an attempt is given up only when reports keep coming without it.
+
+A worker *stands still* when its reports show work and no engine step for `frozen_s`, or when no report has come for
+that long. Only one who listens all the time can tell: whoever was cut off, or stood still himself, starts afresh.
 """
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import Struct
 
 from services.router.index import CandidateId
@@ -39,6 +47,17 @@ class CandidateLoad(Struct, frozen=True):
 
 
 IDLE = CandidateLoad()
+
+
+class Speed(Struct, frozen=True):
+    """How fast one worker is, as it reports; 0: not told."""
+
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    """A step that only decodes, with what runs there now."""
+
+
+UNTOLD = Speed()
 
 
 class LoadStatistics(Struct, frozen=True):
@@ -66,6 +85,10 @@ class Reservation(Struct):
     def candidate(self) -> CandidateId:
         return self.reserved.instance, self.reserved.rank
 
+    @property
+    def queued_tokens(self) -> int:
+        return 0 if self.prefilled else self.reserved.uncached_tokens
+
 
 @dataclass(slots=True)
 class _Place:
@@ -80,6 +103,29 @@ class _Place:
     """Of reservations that the report does not know and that are not prefilled."""
     new_blocks: int = 0
     """Of reservations that the report does not know."""
+    queued: dict[int, int] = field(default_factory=dict)
+    """Priority → tokens of all reservations that are not prefilled."""
+    load: CandidateLoad | None = None
+    """What these sums come to; None: they have changed."""
+
+    def queue(self, reservation: Reservation, tokens: int) -> None:
+        """So many tokens of the reservation are queued more, or less."""
+        priority = reservation.reserved.priority
+        self.queued[priority] = self.queued.get(priority, 0) + tokens
+        if not self.queued[priority]:
+            del self.queued[priority]
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One instance's last report."""
+
+    progress: int
+    busy: bool
+    speed: Speed
+    heard_s: float
+    moved_s: float
+    """When it last made a step, or had nothing to do."""
 
 
 class Load:
@@ -92,15 +138,20 @@ class Load:
         remembered_limit: int = 65_536,
         grace_s: float = 3.0,
         unknown_s: float = 10.0,
+        frozen_s: float = 5.0,
     ) -> None:
         self._limit = limit
         self._remembered_limit = remembered_limit
         self._grace_s = grace_s
         self._unknown_s = unknown_s
+        self._frozen_s = frozen_s
         self._reservations: dict[AttemptId, Reservation] = {}
         self._places: dict[CandidateId, _Place] = {}
         self._frontends: dict[str, set[AttemptId]] = {}
-        self._early: dict[AttemptId, bool] = {}
+        self._workers: dict[str, _Worker] = {}
+        """By instance; those that have reported."""
+        self._looked_s: float | None = None
+        self._early: OrderedDict[AttemptId, bool] = OrderedDict()
         """Attempts without a reservation: True ended, False prefilled; oldest first."""
         self._forgotten = 0
 
@@ -123,8 +174,9 @@ class Load:
         place = self._places.setdefault(reservation.candidate, _Place())
         place.attempts.add(attempt)
         place.new_blocks += event.blocks
-        if not reservation.prefilled:
-            place.new_tokens += event.uncached_tokens
+        place.new_tokens += reservation.queued_tokens
+        place.queue(reservation, reservation.queued_tokens)
+        place.load = None
         return True
 
     def prefilled(self, attempt: AttemptId) -> Reservation | None:
@@ -135,8 +187,8 @@ class Load:
             return None
         if reservation.prefilled:
             return None
-        reservation.prefilled = True
         self._take_tokens(reservation)
+        reservation.prefilled = True
         return reservation
 
     def finished(self, attempt: AttemptId) -> None:
@@ -148,6 +200,7 @@ class Load:
     def reported(self, report: LoadReport, now_s: float, *, ranks: int = 1) -> None:
         """A worker's own account. Of an instance with several ranks only which attempts it has is taken from it: the
         rest is their sum, and nobody says whose."""
+        self._heard(report, now_s)
         alone = ranks == 1
         if alone:
             self._places.setdefault((report.instance, 0), _Place())
@@ -156,6 +209,8 @@ class Load:
         for candidate in places:
             place = self._places[candidate]
             place.new_tokens = place.new_blocks = 0
+            place.queued.clear()
+            place.load = None
             for attempt in list(place.attempts):
                 reservation = self._reservations[attempt]
                 if attempt in running:
@@ -169,12 +224,39 @@ class Load:
                     reservation.known = False
                 if not reservation.known:
                     place.new_blocks += reservation.reserved.blocks
-                    place.new_tokens += 0 if reservation.prefilled else reservation.reserved.uncached_tokens
+                    place.new_tokens += reservation.queued_tokens
+                place.queue(reservation, reservation.queued_tokens)
             if alone:
                 place.reported_tokens = max(report.waiting_tokens, 0)
                 place.reported_blocks = max(report.held_blocks, 0)
                 ours = sum(self._reservations[attempt].known for attempt in place.attempts)
                 place.reported_requests = max(report.waiting + report.running - ours, 0)
+
+    def _heard(self, report: LoadReport, now_s: float) -> None:
+        busy = report.waiting + report.running > 0
+        speed = Speed(_told(report.prefill_tokens_per_s), _told(report.step_s))
+        worker = self._workers.get(report.instance)
+        if worker is None:
+            self._workers[report.instance] = _Worker(report.progress, busy, speed, now_s, now_s)
+            return
+        if report.progress != worker.progress or not (busy and worker.busy):
+            worker.moved_s = now_s
+        worker.progress, worker.busy, worker.speed, worker.heard_s = report.progress, busy, speed, now_s
+
+    def standing_still(self, now_s: float, *, listening: bool = True) -> frozenset[str]:
+        """The instances that stand still, as of now; to be asked a few times a second. Not `listening`: reports may
+        have been missed since the last time."""
+        asleep = self._looked_s is None or now_s - self._looked_s > self._frozen_s / 2
+        self._looked_s = now_s
+        if asleep or not listening:
+            for worker in self._workers.values():
+                worker.heard_s = worker.moved_s = now_s
+        since_s = now_s - self._frozen_s
+        return frozenset(
+            instance
+            for instance, worker in self._workers.items()
+            if worker.heard_s <= since_s or (worker.busy and worker.moved_s <= since_s)
+        )
 
     def frontend_gone(self, frontend: str) -> list[AttemptId]:
         """Its lease ended: what it asked for is released."""
@@ -186,6 +268,7 @@ class Load:
     def instance_gone(self, instance: str) -> list[AttemptId]:
         """Its lease ended: what was reserved there is released, and its reports are forgotten."""
         released: list[AttemptId] = []
+        self._workers.pop(instance, None)
         for candidate in [place for place in self._places if place[0] == instance]:
             for attempt in sorted(self._places[candidate].attempts):
                 self._release(attempt)
@@ -195,16 +278,27 @@ class Load:
 
     # --- questions
 
-    def of(self, candidate: CandidateId) -> CandidateLoad:
-        """The candidate's load as of now."""
+    def of(self, candidate: CandidateId, priority: int = 0) -> CandidateLoad:
+        """The candidate's load as of now, as a question of that priority meets it."""
         place = self._places.get(candidate)
         if place is None:
             return IDLE
-        return CandidateLoad(
-            requests=len(place.attempts) + place.reported_requests,
-            queued_tokens=place.reported_tokens + place.new_tokens,
-            active_blocks=place.reported_blocks + place.new_blocks,
-        )
+        load = place.load
+        if load is None:
+            load = place.load = CandidateLoad(
+                requests=len(place.attempts) + place.reported_requests,
+                queued_tokens=place.reported_tokens + place.new_tokens,
+                active_blocks=place.reported_blocks + place.new_blocks,
+            )
+        if not place.queued or (len(place.queued) == 1 and priority in place.queued):
+            return load
+        behind = sum(tokens for level, tokens in place.queued.items() if level < priority)
+        return msgspec.structs.replace(load, queued_tokens=max(load.queued_tokens - behind, 0)) if behind else load
+
+    def speed_of(self, instance: str) -> Speed:
+        """As last reported."""
+        worker = self._workers.get(instance)
+        return UNTOLD if worker is None else worker.speed
 
     def statistics(self) -> LoadStatistics:
         """Counts, in constant time."""
@@ -220,12 +314,14 @@ class Load:
         ended = self._early.pop(attempt, False) or ended
         self._early[attempt] = ended
         if len(self._early) > self._remembered_limit:
-            del self._early[next(iter(self._early))]
+            self._early.popitem(last=False)
 
     def _take_tokens(self, reservation: Reservation) -> None:
-        """Its prefill is over."""
+        """Its prompt is not queued any more."""
         place = self._places[reservation.candidate]
-        tokens = reservation.reserved.uncached_tokens
+        tokens = reservation.queued_tokens
+        place.queue(reservation, -tokens)
+        place.load = None
         if reservation.known:
             place.reported_tokens = max(place.reported_tokens - tokens, 0)
         else:
@@ -233,8 +329,7 @@ class Load:
 
     def _release(self, attempt: AttemptId) -> None:
         reservation = self._reservations[attempt]
-        if not reservation.prefilled:
-            self._take_tokens(reservation)
+        self._take_tokens(reservation)
         place = self._places[reservation.candidate]
         blocks = reservation.reserved.blocks
         if reservation.known:
@@ -266,7 +361,12 @@ class Load:
             assert all(reservation.candidate == candidate for reservation in here)
             new = [reservation for reservation in here if not reservation.known]
             assert place.new_blocks == sum(reservation.reserved.blocks for reservation in new)
-            assert place.new_tokens == sum(
-                reservation.reserved.uncached_tokens for reservation in new if not reservation.prefilled
-            )
+            assert place.new_tokens == sum(reservation.queued_tokens for reservation in new)
+            assert sum(place.queued.values()) == sum(reservation.queued_tokens for reservation in here)
+            assert all(tokens > 0 for tokens in place.queued.values())
             assert min(place.reported_requests, place.reported_tokens, place.reported_blocks) >= 0
+
+
+def _told(rate: float) -> float:
+    """As reported, if it can be."""
+    return rate if 0.0 < rate < math.inf else 0.0

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from services.router.index import IndexStatistics
 from services.router.load import LoadStatistics
-from shared.messages import SelectRefused, SelectReply
+from shared.messages import SelectRefused, SelectReply, SourceState
 from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram
 
 
@@ -36,8 +36,8 @@ class Metrics:
         self.events = counter(
             registry,
             "headrace_kv_events",
-            "KV event batches: applied, ignored (a tier or rank we do not know), rejected (malformed), torn (no batch at "
-            "all), dropped (more than fit waited to be applied)",
+            "KV event batches: applied, ignored (a tier or rank we do not know), rejected (malformed), dropped (more than "
+            "fit waited to be applied)",
             ["outcome"],
         )
         self.gaps = counter(registry, "headrace_kv_event_gaps", "Gaps in event streams")
@@ -53,6 +53,9 @@ class Metrics:
         self.sources = gauge(registry, "headrace_kv_sources", "Event sources now, by state", ["state"])
         self.silent_sources = gauge(
             registry, "headrace_kv_sources_silent", "Event sources of which nothing is heard while requests flow"
+        )
+        self.torn = gauge(
+            registry, "headrace_kv_events_torn", "Messages of event sources followed now that were no batches at all"
         )
         self.digests = counter(
             registry,
@@ -73,7 +76,15 @@ class Metrics:
             "Models for which another router was asked what is reserved: told, failed, or alone (there was none)",
             ["outcome"],
         )
-        self.policy_errors = counter(registry, "headrace_policy_errors", "Times the policy failed and kv chose instead")
+        self.policy_troubles = counter(
+            registry,
+            "headrace_policy_troubles",
+            "What was wrong with the policy: failed (kv chose instead), slow (over its budget), off (slow too often)",
+            ["kind"],
+        )
+        self.standing_still = gauge(
+            registry, "headrace_workers_standing_still", "Workers passed over: work and no step, or no report"
+        )
         self.index_blocks = gauge(registry, "headrace_index_blocks", "Distinct blocks in the index")
         self.index_pairs = gauge(registry, "headrace_index_pairs", "(block, candidate) pairs in the index", ["tier"])
         self.index_bytes = gauge(registry, "headrace_index_bytes", "Estimated size of the index")
@@ -103,6 +114,14 @@ class Metrics:
         """The reservations of all models."""
         self.reservations.set(sum(each.reservations for each in statistics))
         self.forgotten.set(sum(each.forgotten for each in statistics))
+
+    def followed(self, sources: list[SourceState]) -> None:
+        """All event sources; one that is live and partial counts as partial."""
+        states = ["partial" if each.partial and each.state == "live" else each.state for each in sources]
+        for state in ("syncing", "live", "partial", "replaying", "refused"):
+            self.sources.labels(state).set(states.count(state))
+        self.silent_sources.set(sum(each.silent for each in sources))
+        self.torn.set(sum(each.torn for each in sources))
 
     def indexed(self, statistics: list[IndexStatistics]) -> None:
         """The sizes of all models' indexes."""

@@ -1,27 +1,36 @@
 """One model's routing: who can serve it, what they cache, how busy they are, and the choice among them. Pure.
 
-Select ──▶ checked ──▶ candidates with overlap and load ──▶ policy ──▶ reserved ──▶ Selected
-                                  ▲           ▲                           │
-                       index, chains          load ◀──────────────────────┘  in the same step, so that the
-                                                                             next question sees it
+Select ──▶ checked ──▶ who may serve ──▶ facts: overlap, load ──▶ policy ──▶ reserved ──▶ Selected
+                                           ▲               ▲                    │
+                         index, speculation, history      load ◀────────────────┘  in the same step, so that the
+                                                                                   next question sees it
+
+Of the candidates that have what is asked for and are not excluded, two kinds are passed over while others are there:
+
+- instances that stand still (`load.py` says which);
+- for a share of the questions, instances that joined a fleet which was serving already: idle and empty as they are,
+  they would get everything at once. The share of questions in which one takes part grows in a straight line from none
+  to all over `ramp_s`. Instances that come up together, or are found together by a new router, do not ramp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from random import Random
 from typing import Literal, assert_never
 
+import msgspec
 from msgspec import Struct
 
 from services.router.chains import Chains, Clearing
+from services.router.chooser import Chooser, Trouble, Verdict
 from services.router.config import RouterConfig
 from services.router.index import CandidateId, Index
 from services.router.load import Load
-from services.router.policies.kv import KvPolicy
 from services.router.policy import Policy, reason
 from services.router.question import Facts, Question, Scored
-from services.router.speculation import Speculation
+from services.router.speculation import Run, Speculation
 from shared.errors import ProtocolError
 from shared.hashing import unpack_hashes
 from shared.messages import (
@@ -39,10 +48,13 @@ from shared.messages import (
 )
 
 ROWS = 16
-"""Candidates told in an answer."""
+"""Candidates kept of a decision, the best."""
 _ID_LIMIT = 256
 _EXCLUDED_LIMIT = 4096
+_EXPIRED_A_TICK = 1000
 _NOTHING = Overlap()
+
+Refusal = Literal["no_instances", "all_excluded", "unknown_model"]
 
 
 class Decision(Struct):
@@ -65,6 +77,8 @@ class Choice(Struct, frozen=True):
 
     reply: Selected | SelectRefused
     reserved: Reserved | None = None
+    trouble: Trouble | None = None
+    """What was wrong with the policy; the reply is right all the same."""
 
 
 class Prediction(Struct, frozen=True):
@@ -73,42 +87,98 @@ class Prediction(Struct, frozen=True):
     prompt_tokens: int
     predicted_tokens: int
     actual_tokens: int
+    instance: str
+    chosen_s: float
+    """When."""
+    new_blocks: int
+    """Full blocks that were computed, less one that may have been cached: a prompt's last token always is computed."""
+
+
+class _Kept(Struct):
+    """A decision, and what its rows are made of when somebody asks."""
+
+    decision: Decision
+    question: Question
+    policy: Policy
+    scored: Sequence[Scored]
+
+
+class _Seat(Struct, frozen=True):
+    """One candidate that may be asked for."""
+
+    candidate: CandidateId
+    total_blocks: int
+    since_s: float
+
+
+class _Nobody(Exception):
+    """No candidate can serve a question."""
+
+    def __init__(self, code: Refusal, reason: str) -> None:
+        super().__init__(reason)
+        self.code: Refusal = code
 
 
 class ModelRouter:
     """State and decisions for one model. Times are seconds on a clock that only grows."""
 
-    def __init__(self, model: str, router: str, config: RouterConfig, policy: Policy, draw: Random) -> None:
+    def __init__(
+        self,
+        model: str,
+        router: str,
+        config: RouterConfig,
+        policy: Policy,
+        draw: Random,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`clock` times the policy, which is not timed without one."""
         self.model = model
         self.index = Index(limit_bytes=config.index.limit_bytes)
-        self.load = Load(limit=config.load.limit, grace_s=config.load.grace_s, unknown_s=config.load.unknown_s)
+        self.load = Load(
+            limit=config.load.limit,
+            grace_s=config.load.grace_s,
+            unknown_s=config.load.unknown_s,
+            frozen_s=config.load.frozen_s,
+        )
+        self.chooser = Chooser(
+            policy, draw, clock=clock, budget_s=config.policy_budget_ms / 1000, strikes=config.policy_strikes
+        )
         self.cards: dict[str, ModelCard] = {}
         self.chains: dict[CandidateId, Chains] = {}
-        self.policy_errors = 0
-        """Times the configured policy failed and `kv` chose instead."""
-        self.policy_error = ""
+        self.standing_still: frozenset[str] = frozenset()
+        """Instances, as of the last tick."""
         self._router = router
         self._config = config
-        self._policy = policy
-        self._fallback = KvPolicy()
         self._draw = draw
+        self._since_s: dict[str, float] = {}
+        """When each instance's card came."""
+        self._ramping: dict[str, float] = {}
+        """The same, of those that joined others who were serving already and are not yet as good as they."""
+        self._seats: dict[str, list[_Seat]] = {}
+        """By LoRA, "" for any: a memo, emptied when cards change."""
         self._without_events: set[str] = set()
-        limit_blocks = config.index.speculation_limit_blocks
-        self.speculation = Speculation(self.index, ttl_s=config.index.speculation_s, limit_blocks=limit_blocks)
-        self.history = Speculation(self.index, ttl_s=config.index.history_s, limit_blocks=limit_blocks)
-        self._decisions: dict[tuple[str, int], Decision] = {}
-        """Oldest first."""
+        limit_bytes = config.index.speculation_limit_bytes
+        self.speculation = Speculation(ttl_s=config.index.speculation_s, limit_bytes=limit_bytes)
+        self.history = Speculation(ttl_s=config.index.history_s, limit_bytes=limit_bytes)
+        """The same for instances that send no events, kept longer and renewed by use."""
+        self._kept: dict[tuple[str, int], _Kept] = {}
+        """By request and attempt, oldest first."""
 
     # --- who is there
 
-    def card_up(self, card: ModelCard) -> list[Clearing]:
+    def card_up(self, card: ModelCard, now_s: float = 0.0) -> list[Clearing]:
         """An instance serves the model now, or serves it in another way than before."""
         left: list[Clearing] = []
         if card.instance in self.cards:
             if self.cards[card.instance] == card:
                 return []
             left = self._close(card.instance)
+        ramp_s = self._config.load.ramp_s
+        if any(now_s - since_s >= ramp_s for since_s in self._since_s.values()):
+            self._ramping[card.instance] = now_s
+        self._since_s[card.instance] = now_s
         self.cards[card.instance] = card
+        self._seats.clear()
         limit = max(self._config.index.lower_tier_limit_blocks, card.capacity_blocks)
         for rank in range(max(card.ranks, 1)):
             candidate = card.instance, rank
@@ -134,7 +204,10 @@ class ModelRouter:
         (self._without_events.discard if sends else self._without_events.add)(instance)
 
     def _close(self, instance: str) -> list[Clearing]:
+        self._seats.clear()
         self._without_events.discard(instance)
+        self._ramping.pop(instance, None)
+        self._since_s.pop(instance, None)
         gone = [candidate for candidate in self.chains if candidate[0] == instance]
         return [self.chains.pop(candidate).close() for candidate in gone]
 
@@ -144,30 +217,36 @@ class ModelRouter:
         """Choose and reserve."""
         try:
             hashes = self._checked(ask)
+            seats = self._passed(self._who_may_serve(ask), now_s)
         except ProtocolError as wrong:
             return Choice(_refused(ask, "bad_request", str(wrong)))
-        serving = [card for card in self.cards.values() if card.role == "aggregated"]
-        if not serving:
-            return Choice(_refused(ask, "no_instances", f"no instance serves {self.model}"))
-        able = [card for card in serving if not ask.lora or ask.lora in card.lora]
-        if not able:
-            return Choice(_refused(ask, "unknown_model", f"no instance of {self.model} has the LoRA {ask.lora}"))
-        allowed = [card for card in able if card.instance not in ask.excluded]
-        if not allowed:
-            return Choice(_refused(ask, "all_excluded", f"all {len(able)} instances are excluded"))
-        block_size = allowed[0].block_size
+        except _Nobody as nobody:
+            return Choice(_refused(ask, nobody.code, str(nobody)))
+        block_size = self.cards[seats[0].candidate[0]].block_size
         # One token of a prompt is always computed, so its last block is never all cached.
         findable = hashes[: (ask.prompt_tokens - 1) // block_size]
         overlaps = self.index.find(findable)
+        expected = self.speculation.extend(overlaps, findable, ask.hashes, now_s)
+        expected += self.history.extend(overlaps, findable, ask.hashes, now_s)
+        load, priority = self.load, ask.priority
         facts = [
-            Facts((card.instance, rank), overlaps.get((card.instance, rank), _NOTHING), load, card.capacity_blocks)
-            for card in allowed
-            for rank in range(max(card.ranks, 1))
-            for load in (self.load.of((card.instance, rank)),)
+            Facts(
+                seat.candidate,
+                overlaps.get(seat.candidate, _NOTHING),
+                load.of(seat.candidate, priority),
+                seat.total_blocks,
+                load.speed_of(seat.candidate[0]),
+                now_s - seat.since_s,
+            )
+            for seat in seats
         ]
-        question = Question(ask.prompt_tokens, block_size, ask.session, ask.priority)
-        policy, scored, chosen = self._decide(question, facts)
-        return self._reserve(ask, hashes, question, policy, scored, chosen, now_s)
+        question = Question(ask.prompt_tokens, block_size, ask.session, priority)
+        verdict = self.chooser.choose(question, facts)
+        chosen = verdict.chosen.facts
+        reserved = self._reserve(ask, question, chosen, now_s)
+        self._expect(ask, hashes, chosen, expected, now_s)
+        selected = self._keep(ask, question, verdict, now_s)
+        return Choice(selected, reserved, verdict.trouble)
 
     def _checked(self, ask: Select) -> list[int]:
         """The prompt's hashes. Raises ProtocolError, naming the field."""
@@ -190,62 +269,94 @@ class ModelRouter:
             raise ProtocolError("hashes repeat: those of one prompt are all different")
         return hashes
 
-    def _decide(self, question: Question, facts: Sequence[Facts]) -> tuple[Policy, Sequence[Scored], Scored]:
-        try:
-            return self._policy, *_ask(self._policy, question, facts, self._draw)
-        except Exception as wrong:  # noqa: BLE001 - a policy is a plug-in: whatever it does, the request is routed
-            self.policy_errors += 1
-            self.policy_error = f"{type(wrong).__name__}: {wrong}"[:200]
-            return self._fallback, *_ask(self._fallback, question, facts, self._draw)
+    def _who_may_serve(self, ask: Select) -> list[_Seat]:
+        """Those that have what is asked for and are not excluded. Raises _Nobody."""
+        seats = self._seats.get(ask.lora)
+        if seats is None:
+            seats = [
+                _Seat((card.instance, rank), card.capacity_blocks, self._since_s[card.instance])
+                for card in self.cards.values()
+                if card.role == "aggregated" and (not ask.lora or ask.lora in card.lora)
+                for rank in range(max(card.ranks, 1))
+            ]
+            if not seats and all(card.role != "aggregated" for card in self.cards.values()):
+                raise _Nobody("no_instances", f"no instance serves {self.model}")
+            if not seats:
+                raise _Nobody("unknown_model", f"no instance of {self.model} has the LoRA {ask.lora}")
+            self._seats[ask.lora] = seats
+        if ask.excluded:
+            excluded = set(ask.excluded)
+            allowed = [seat for seat in seats if seat.candidate[0] not in excluded]
+            if not allowed:
+                raise _Nobody("all_excluded", f"all {len(seats)} candidates are excluded")
+            return allowed
+        return seats
 
-    def _reserve(
-        self,
-        ask: Select,
-        hashes: Sequence[int],
-        question: Question,
-        policy: Policy,
-        scored: Sequence[Scored],
-        chosen: Scored,
-        now_s: float,
-    ) -> Choice:
-        facts = chosen.facts
-        instance, rank = facts.candidate
+    def _passed(self, seats: list[_Seat], now_s: float) -> list[_Seat]:
+        """Without those that stand still, and without those that ramp up and were not drawn; never nobody."""
+        still = self.standing_still
+        if still:
+            seats = [seat for seat in seats if seat.candidate[0] not in still] or seats
+        if self._ramping:
+            waiting = self._not_drawn(now_s)
+            seats = [seat for seat in seats if seat.candidate[0] not in waiting] or seats
+        return seats
+
+    def _not_drawn(self, now_s: float) -> set[str]:
+        """Instances that ramp up and take no part in this question."""
+        ramp_s = self._config.load.ramp_s
+        for instance in [each for each, since_s in self._ramping.items() if now_s - since_s >= ramp_s]:
+            del self._ramping[instance]
+        return {
+            instance for instance, since_s in self._ramping.items() if self._draw.random() * ramp_s >= now_s - since_s
+        }
+
+    def _reserve(self, ask: Select, question: Question, chosen: Facts, now_s: float) -> Reserved:
         size = question.block_size
-        cached = facts.overlap.blocks * size
         reserved = Reserved(
             request=ask.request,
             attempt=ask.attempt,
             frontend=ask.frontend,
-            instance=instance,
-            rank=rank,
-            uncached_tokens=ask.prompt_tokens - cached,
+            instance=chosen.candidate[0],
+            rank=chosen.candidate[1],
+            uncached_tokens=ask.prompt_tokens - chosen.overlap.blocks * size,
             blocks=-(-ask.prompt_tokens // size),
             router=self._router,
+            priority=ask.priority,
         )
         self.load.reserved(reserved, now_s)
-        slot = self.chains[facts.candidate].slot
-        (self.history if instance in self._without_events else self.speculation).add(
-            slot, hashes[facts.overlap.blocks :], now_s
-        )
+        return reserved
+
+    def _expect(self, ask: Select, hashes: Sequence[int], chosen: Facts, followed: Iterable[Run], now_s: float) -> None:
+        """The prompt's blocks will be where it was sent."""
+        slot = self.chains[chosen.candidate].slot
+        known = chosen.overlap.blocks
+        if chosen.candidate[0] in self._without_events:
+            self.history.renew([run for run in followed if run.slot is slot], now_s)
+            self.history.add(slot, ask.hashes[8 * known :], now_s)
+        else:
+            self.speculation.add(slot, ask.hashes[8 * known :], now_s)
         if self.index.crowded:
-            self.index.touch(hashes[: facts.overlap.blocks])
+            self.index.touch(hashes[:known])
+
+    def _keep(self, ask: Select, question: Question, verdict: Verdict, now_s: float) -> Selected:
+        """The answer; what it rests on is kept, and put into words when somebody asks."""
+        chosen = verdict.chosen.facts
         selected = Selected(
             request=ask.request,
             attempt=ask.attempt,
-            instance=instance,
-            rank=rank,
+            instance=chosen.candidate[0],
+            rank=chosen.candidate[1],
             router=self._router,
-            overlap=facts.overlap,
-            reason=reason(policy, question, chosen.facts),
-            candidates=tuple(_row(each, reason(policy, question, each.facts)) for each in scored[:ROWS]),
+            overlap=chosen.overlap,
+            reason=reason(verdict.policy, question, chosen),
         )
-        self._keep(Decision(selected, now_s, ask.prompt_tokens, cached))
-        return Choice(selected, reserved)
-
-    def _keep(self, decision: Decision) -> None:
-        if len(self._decisions) >= self._config.explained:
-            del self._decisions[next(iter(self._decisions))]
-        self._decisions[decision.selected.request, decision.selected.attempt] = decision
+        if len(self._kept) >= self._config.explained:
+            del self._kept[next(iter(self._kept))]
+        decision = Decision(selected, now_s, ask.prompt_tokens, chosen.overlap.blocks * question.block_size)
+        kept = _Kept(decision, question, verdict.policy, tuple(islice(verdict.scored, ROWS)))
+        self._kept[ask.request, ask.attempt] = kept
+        return _told(kept).selected if ask.explain else selected
 
     # --- what happens afterwards
 
@@ -262,9 +373,9 @@ class ModelRouter:
                 return self._compared(event)
             case Finished():
                 self.load.finished((event.request, event.attempt))
-                decision = self._decisions.get((event.request, event.attempt))
-                if decision is not None and decision.ended_s is None:
-                    decision.ended_s = now_s - decision.at_s
+                kept = self._kept.get((event.request, event.attempt))
+                if kept is not None and kept.decision.ended_s is None:
+                    kept.decision.ended_s = now_s - kept.decision.at_s
             case _:
                 assert_never(event)
         return None
@@ -279,17 +390,33 @@ class ModelRouter:
         """Its lease ended."""
         self.load.frontend_gone(frontend)
 
+    def tick(self, now_s: float, *, listening: bool = True) -> None:
+        """What time alone changes; some ten times a second. Not `listening`: messages may have been missed."""
+        self.standing_still = self.load.standing_still(now_s, listening=listening)
+        self.speculation.expire(now_s, runs=_EXPIRED_A_TICK)
+        self.history.expire(now_s, runs=_EXPIRED_A_TICK)
+
     def _compared(self, event: Prefilled) -> Prediction | None:
-        decision = self._decisions.get((event.request, event.attempt))
-        if decision is None or decision.actual_cached_tokens is not None:
+        kept = self._kept.get((event.request, event.attempt))
+        if kept is None or kept.decision.actual_cached_tokens is not None:
             return None
+        decision = kept.decision
         decision.actual_cached_tokens = min(max(event.cached_tokens, 0), decision.prompt_tokens)
         decision.first_token_s = event.first_token_s if event.first_token_s > 0 else None
-        return Prediction(decision.prompt_tokens, decision.predicted_cached_tokens, decision.actual_cached_tokens)
+        instance, actual_tokens = decision.selected.instance, decision.actual_cached_tokens
+        card = self.cards.get(instance)
+        return Prediction(
+            decision.prompt_tokens,
+            decision.predicted_cached_tokens,
+            actual_tokens,
+            instance,
+            decision.at_s,
+            0 if card is None else (decision.prompt_tokens - 1) // card.block_size - actual_tokens // card.block_size,
+        )
 
     def explain(self, request: str) -> list[Decision]:
         """The decisions kept of a request, the first attempt first; of all requests where it is empty."""
-        return [decision for key, decision in self._decisions.items() if not request or key[0] == request]
+        return [_told(kept) for key, kept in self._kept.items() if not request or key[0] == request]
 
     def validate(self) -> None:
         """Assert every invariant of every part."""
@@ -300,21 +427,24 @@ class ModelRouter:
         for candidate, chains in self.chains.items():
             assert candidate[0] in self.cards
             chains.validate()
-        assert len(self._decisions) <= self._config.explained
+        assert len(self._kept) <= self._config.explained
+        assert all(len(kept.scored) <= ROWS for kept in self._kept.values())
+        assert self._since_s.keys() == self.cards.keys() >= self._ramping.keys()
+        for seats in self._seats.values():
+            assert {seat.candidate for seat in seats} <= self.chains.keys()
 
 
-def _ask(policy: Policy, question: Question, facts: Sequence[Facts], draw: Random) -> tuple[Sequence[Scored], Scored]:
-    """Those scored, best first, and the choice."""
-    left = policy.filter(question, facts) or facts
-    scored = [Scored(candidate, policy.score(question, candidate)) for candidate in left]
-    chosen = policy.pick(question, scored, draw)
-    if not any(chosen.facts.candidate == candidate.candidate for candidate in facts):
-        raise ProtocolError(f"the policy picked {chosen.facts.candidate}, which is no candidate")
-    return sorted(scored, key=lambda each: 0.0 + each.score), chosen  # a score that is no number fails here
+def _told(kept: _Kept) -> Decision:
+    """The decision with its rows."""
+    rows = tuple(_row(kept, scored) for scored in kept.scored)
+    selected = msgspec.structs.replace(kept.decision.selected, candidates=rows)
+    return msgspec.structs.replace(kept.decision, selected=selected)
 
 
-def _row(scored: Scored, why: str) -> Candidate:
+def _row(kept: _Kept, scored: Scored) -> Candidate:
     facts = scored.facts
+    uncached_tokens = kept.question.prompt_tokens - facts.overlap.blocks * kept.question.block_size
+    rate = facts.speed.prefill_tokens_per_s
     return Candidate(
         instance=facts.candidate[0],
         rank=facts.candidate[1],
@@ -322,11 +452,10 @@ def _row(scored: Scored, why: str) -> Candidate:
         score=float(scored.score),
         active_blocks=facts.load.active_blocks,
         queued_tokens=facts.load.queued_tokens,
-        reason=why,
+        reason=reason(kept.policy, kept.question, facts),
+        predicted_s=(facts.load.queued_tokens + uncached_tokens) / rate if rate else 0.0,
     )
 
 
-def _refused(
-    ask: Select, code: Literal["no_instances", "all_excluded", "unknown_model", "bad_request"], reason: str
-) -> SelectRefused:
+def _refused(ask: Select, code: Refusal | Literal["bad_request"], reason: str) -> SelectRefused:
     return SelectRefused(ask.request[:_ID_LIMIT], ask.attempt, code, reason)

@@ -5,6 +5,7 @@
 A policy of your own is a class with these three methods, named in the config as `module:attribute`. It is made once
 per model, without arguments, and may keep state. A fourth method, `reason`, is asked for nothing but explanations, and
 only of the candidates that are told: words are dear where every request scores every candidate.
+`services.router.chooser` asks it, and what happens when it fails; docs/policies.md has an example.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from services.router.policies.round_robin import RoundRobinPolicy
 from services.router.policies.uniform import UniformPolicy
 from services.router.question import Facts, Question, Scored
 from shared.errors import ConfigError
+
+_REASON_LIMIT = 500
 
 
 class Policy(Protocol):
@@ -42,7 +45,10 @@ class Policy(Protocol):
 def reason(policy: Policy, question: Question, candidate: Facts) -> str:
     """Why `policy` scores the candidate as it does, in words; empty where it does not say."""
     tell: Callable[[Question, Facts], object] | None = getattr(policy, "reason", None)
-    return "" if tell is None else str(tell(question, candidate))
+    try:
+        return "" if tell is None else str(tell(question, candidate))[:_REASON_LIMIT]
+    except Exception as wrong:  # noqa: BLE001 - a policy is a plug-in: words that fail must not fail the choice
+        return f"no reason: {type(wrong).__name__}: {wrong}"[:_REASON_LIMIT]
 
 
 BUILT_IN: dict[str, Callable[[], Policy]] = {

@@ -8,7 +8,9 @@ from random import Random
 from msgspec import Struct
 
 from services.router.index import CandidateId
+from services.router.load import UNTOLD as UNTOLD
 from services.router.load import CandidateLoad
+from services.router.load import Speed as Speed
 from shared.hashing import SEED, block_hash, next_sequence_hash
 from shared.messages import Overlap
 
@@ -22,17 +24,6 @@ class Question(Struct, frozen=True):
     session: str = ""
     """Requests of one session prefer the same candidate, all else equal."""
     priority: int = 0
-
-
-class Speed(Struct, frozen=True):
-    """How fast one candidate is, as its worker reports it; 0: not told."""
-
-    prefill_tokens_per_s: float = 0.0
-    step_s: float = 0.0
-    """A step that only decodes, with what runs there now."""
-
-
-UNTOLD = Speed()
 
 
 class Facts(Struct, frozen=True):

@@ -13,12 +13,14 @@ Whatever cannot be read is counted, logged once a minute, and answered where the
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
 from services.router import joining
+from services.router.chooser import Trouble
 from services.router.config import RouterConfig
 from services.router.explaining import asked_for, explain, model_states
 from services.router.following import Following
@@ -27,7 +29,7 @@ from services.router.model_router import ModelRouter
 from services.router.seldom import Seldom
 from shared import subjects
 from shared.discovery import Registration
-from shared.errors import BusDown, PayloadTooLarge, ProtocolError
+from shared.errors import BusDown, ProtocolError
 from shared.lifecycle import Runtime
 from shared.messages import (
     EXPLANATIONS,
@@ -43,7 +45,6 @@ from shared.messages import (
     Select,
     SelectRefused,
     SelectReply,
-    SourceState,
     is_json,
 )
 from shared.messaging import Message, Receive, Subscription
@@ -59,6 +60,8 @@ UNKNOWN_PAUSE_S = 0.3
 PAUSES_LIMIT = 64
 """Beyond, the answer comes at once."""
 _TICK_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 async def serve(runtime: Runtime, config: RouterConfig) -> None:
@@ -201,12 +204,18 @@ class Router:
         if model is None:
             reason = f"no worker has served the model {ask.model[:200]} since this router started"
             return SelectRefused(ask.request[:256], ask.attempt, "unknown_model", reason), None
-        errors = model.policy_errors
         choice = model.select(ask, self._now())
-        if model.policy_errors > errors:
-            self._metrics.policy_errors.inc()
-            self._seldom.warn(f"policy {self._config.policy}", model.policy_error)
+        if choice.trouble is not None:
+            self._troubled(ask.model, choice.trouble)
         return choice.reply, choice.reserved
+
+    def _troubled(self, model: str, trouble: Trouble) -> None:
+        """The policy failed, or was slow."""
+        self._metrics.policy_troubles.labels(trouble.kind).inc()
+        if trouble.kind == "off":
+            _log.error("policy %s of model %s: %s", self._config.policy, model, trouble.problem)
+        else:
+            self._seldom.warn(f"policy {self._config.policy}", f"{trouble.kind}: {trouble.problem}")
 
     async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
         headers = JSON_HEADER if is_json(message.headers) else None
@@ -248,10 +257,7 @@ class Router:
             answer.close()
 
     async def _tell_state(self, message: Message) -> None:
-        sources = [
-            SourceState(worker, "refused" if feed.refused else feed.source.state, feed.refused)
-            for worker, feed in sorted(self.feeds.items())
-        ]
+        sources = [feed.status() for _, feed in sorted(self.feeds.items())]
         state = RouterState(self._runtime.instance, self._config.policy, model_states(self.models), sources)
         if message.reply:
             await self._reply("state", message, ROUTER_STATE.encode(state, JSON_HEADER), JSON_HEADER)
@@ -286,6 +292,9 @@ class Router:
                 continue
             if prediction is not None:
                 self._metrics.predicted(prediction.prompt_tokens, prediction.predicted_tokens, prediction.actual_tokens)
+                feed = self.feeds.get(prediction.instance)
+                if feed is not None and prediction.new_blocks > 0:
+                    feed.worked(prediction.chosen_s)
 
     async def _load_report(self, message: Message) -> None:
         try:
@@ -322,10 +331,9 @@ class Router:
     def _show(self) -> None:
         models: list[ModelRouter] = list(self.models.values())
         self._metrics.indexed([model.index.statistics() for model in models])
+        self._metrics.standing_still.set(sum(len(model.standing_still) for model in models))
         self._metrics.loaded([model.load.statistics() for model in models])
-        states = ["refused" if feed.refused else feed.source.state for feed in self.feeds.values()]
-        for state in ("syncing", "live", "replaying", "refused"):
-            self._metrics.sources.labels(state).set(states.count(state))
+        self._metrics.followed([feed.status() for feed in self.feeds.values()])
         subscriptions = [*self._subscriptions, *(each for those in self._answering.values() for each in those)]
         dropped = sum(each.statistics().dropped for each in subscriptions)
         if dropped > self._dropped:

@@ -1,55 +1,159 @@
-"""Blocks that a routed prompt will leave where it was sent, until events confirm them or time is up. Pure.
+"""What routed prompts will leave where they were sent, until events say so or time is up. Pure.
 
-A burst of siblings comes faster than events do: without this each would find the cache empty and be spread. The
-blocks are stored once more in the candidate's own slot, so a real event that stores them too only makes them stay.
-For candidates that send no events this is the router's whole knowledge of them, and it is kept longer.
+    sent to A:     s0 s1 │ s2 s3 s4       A was known to hold s0 s1; the run s2 s3 s4 is expected of it
+    asked next:    s0 s1   s2 s3 x4       found at A: 2 by the index and 2 by the run that begins with s2
+
+A burst of siblings comes faster than events do: without this each would find the cache empty, and be spread. Of
+candidates that send no events this is the router's whole knowledge, kept for longer, and renewed by use.
+
+The index is not touched. A sequence hash names its whole prefix, so the first one of a run finds it, it adds to every
+overlap that reaches its beginning, and a bisection tells how far it agrees with a prompt: a run costs the same however
+long it is. Events confirm a run by making the index find as much without it. It hangs on the candidate's slot: when
+that is cleared or closed, nothing is expected there any more.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
-from services.router.index import Index, Slot
+from services.router.index import CandidateId, Slot
+from shared.messages import Overlap
+
+RUN_BYTES = 600
+"""One run beside its hashes: an object, its two places in the tables, and the key."""
+_HASH_BYTES = 8
+_NOTHING = Overlap()
+
+
+class Run:
+    """Blocks expected in a slot, as packed sequence hashes."""
+
+    __slots__ = ("expires_s", "first", "packed", "slot")
+
+    def __init__(self, slot: Slot, packed: bytes, expires_s: float) -> None:
+        self.slot = slot
+        self.packed = packed
+        self.first = int.from_bytes(packed[:_HASH_BYTES], "little")
+        self.expires_s = expires_s
+
+    @property
+    def size_bytes(self) -> int:
+        return RUN_BYTES + len(self.packed)
 
 
 class Speculation:
-    """What was inserted and is not yet expired; at the limit the oldest goes early."""
+    """The runs that have not expired; at the limit the oldest go early."""
 
-    def __init__(self, index: Index, *, ttl_s: float, limit_blocks: int) -> None:
-        self._index = index
+    def __init__(self, *, ttl_s: float, limit_bytes: int) -> None:
         self._ttl_s = ttl_s
-        self._limit_blocks = limit_blocks
-        self._entries: deque[tuple[float, Slot, Sequence[int]]] = deque()
-        """(expires, slot, hashes), soonest first."""
-        self.blocks = 0
+        self._limit_bytes = limit_bytes
+        self._runs: OrderedDict[tuple[int, Slot], Run] = OrderedDict()
+        """By first hash and slot, soonest to expire first. (A plain dict is slow to find the first of many deleted.)"""
+        self._starts: dict[int, list[Run]] = {}
+        """The same by first hash."""
+        self.bytes = 0
 
-    def add(self, slot: Slot, hashes: Sequence[int], now_s: float) -> None:
-        """These will soon be held in the slot's device tier."""
-        if self._ttl_s <= 0 or not hashes or len(hashes) > self._limit_blocks:
+    def add(self, slot: Slot, packed: bytes, now_s: float) -> None:
+        """Blocks that the slot will soon hold, behind those it holds or is expected to hold."""
+        if self._ttl_s <= 0 or not packed or RUN_BYTES + len(packed) > self._limit_bytes:
             return
-        while self.blocks + len(hashes) > self._limit_blocks:
-            self._drop_first()
-        self._index.stored(slot, 0, hashes)
-        self._entries.append((now_s + self._ttl_s, slot, hashes))
-        self.blocks += len(hashes)
+        run = Run(slot, packed, now_s + self._ttl_s)
+        known = self._runs.get((run.first, slot))
+        if known is not None:
+            if known.expires_s > now_s and len(known.packed) >= len(packed):
+                return  # the same prompt again, whose last block is never looked for
+            self._drop(known)
+        while self.bytes + run.size_bytes > self._limit_bytes:
+            self._drop(next(iter(self._runs.values())))
+        self._runs[run.first, slot] = run
+        self._starts.setdefault(run.first, []).append(run)
+        self.bytes += run.size_bytes
 
-    def expire(self, now_s: float, *, blocks: int) -> bool:
-        """Drop what is due, about so many blocks at most; whether more is due."""
-        while self._entries and self._entries[0][0] <= now_s:
-            if blocks <= 0:
-                return True
-            blocks -= self._drop_first()
-        return False
+    def extend(
+        self, found: dict[CandidateId, Overlap], hashes: Sequence[int], packed: bytes, now_s: float
+    ) -> list[Run]:
+        """Add what is expected to the overlaps `found`; the runs that took part, in the prompt's order.
 
-    def _drop_first(self) -> int:
-        _, slot, hashes = self._entries.popleft()
-        self._index.removed(slot, 0, hashes)
-        self.blocks -= len(hashes)
-        return len(hashes)
+        `packed` begins with `hashes`. Cost: one lookup a block as far as the longest overlap goes.
+        """
+        followed: list[Run] = []
+        starts = self._starts
+        reach = max([overlap.blocks for overlap in found.values()], default=0)
+        looked = 0
+        while starts and looked <= reach and looked < len(hashes):
+            ahead = hashes[looked : reach + 1]
+            if not starts.keys().isdisjoint(ahead):
+                for position, block in enumerate(ahead, looked):
+                    for run in starts.get(block, ()):
+                        end = _follow(run, position, found, packed, len(hashes), now_s)
+                        if end:
+                            followed.append(run)
+                            reach = max(reach, end)
+            looked += len(ahead)
+        return followed
+
+    def renew(self, runs: Sequence[Run], now_s: float) -> None:
+        """These were of use. The last one first: at the limit the beginning of a chain must not go before its end."""
+        for run in reversed(runs):
+            run.expires_s = now_s + self._ttl_s
+            self._runs.move_to_end((run.first, run.slot))
+
+    def expire(self, now_s: float, *, runs: int) -> None:
+        """Drop what is due, so many at most."""
+        for run in list(islice(self._runs.values(), runs)):
+            if run.expires_s > now_s:
+                return
+            self._drop(run)
+
+    def _drop(self, run: Run) -> None:
+        del self._runs[run.first, run.slot]
+        here = self._starts[run.first]
+        here.remove(run)
+        if not here:
+            del self._starts[run.first]
+        self.bytes -= run.size_bytes
 
     def validate(self) -> None:
         """Assert every invariant."""
-        assert self.blocks == sum(len(hashes) for _, _, hashes in self._entries) <= self._limit_blocks
-        times = [expires for expires, _, _ in self._entries]
+        runs = list(self._runs.values())
+        assert self.bytes == sum(run.size_bytes for run in runs)
+        assert not runs or self.bytes <= self._limit_bytes
+        times = [run.expires_s for run in runs]
         assert times == sorted(times)
+        assert sum(len(here) for here in self._starts.values()) == len(runs)
+        assert all(here for here in self._starts.values())
+        for run in runs:
+            assert self._runs[run.first, run.slot] is run
+            assert run in self._starts[run.first]
+
+
+def _follow(
+    run: Run, position: int, found: dict[CandidateId, Overlap], packed: bytes, blocks: int, now_s: float
+) -> int:
+    """Lengthen the overlap of the run's candidate if the run begins where that ends, or before, and goes on from
+    there; where the prompt and the run part, 0 if the run has nothing to add."""
+    if run.expires_s <= now_s or run.slot.state != "open":
+        return 0
+    candidate = run.slot.candidate
+    known = found.get(candidate, _NOTHING)
+    if known.blocks < position:
+        return 0
+    end = position + _agreed(run.packed, packed, _HASH_BYTES * position, blocks - position)
+    if end > known.blocks:
+        found[candidate] = Overlap(known.device + end - known.blocks, known.host, known.disk)
+    return end
+
+
+def _agreed(run: bytes, prompt: bytes, offset: int, blocks: int) -> int:
+    """Leading blocks that `run` and at most `blocks` of `prompt` from `offset` on share; they share the first."""
+    low, high = 1, min(len(run) // _HASH_BYTES, blocks)
+    while low < high:
+        middle = (low + high + 1) // 2
+        at = _HASH_BYTES * (middle - 1)
+        if run[at : at + _HASH_BYTES] == prompt[offset + at : offset + at + _HASH_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

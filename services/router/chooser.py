@@ -1,0 +1,113 @@
+"""Asks the policy; where it fails, the built-in `kv` chooses instead. Pure: the clock is an argument.
+
+    trusted ──(more than `strikes` over budget)──▶ off, for good: `kv` from then on
+       └─ an exception, or a choice that is none: `kv` for this question
+
+One over-budget answer is forgiven for every FORGIVEN within it, so a busy machine's hiccups do not add up to a verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from random import Random
+from typing import Literal
+
+from msgspec import Struct
+
+from services.router.policies.kv import KvPolicy
+from services.router.policy import Policy
+from services.router.question import Facts, Question, Scored
+from shared.errors import ProtocolError
+
+FORGIVEN = 100
+_WORDS_LIMIT = 200
+
+_score = attrgetter("score")
+
+
+class Trouble(Struct, frozen=True):
+    """What was wrong with the policy's answer."""
+
+    kind: Literal["failed", "slow", "off"]
+    """slow: its choice was taken, but too late. off: it was slow once too often."""
+    problem: str
+
+
+class Verdict(Struct, frozen=True):
+    """A choice, and who made it."""
+
+    policy: Policy
+    scored: Sequence[Scored]
+    """Best first."""
+    chosen: Scored
+    trouble: Trouble | None = None
+
+
+class Chooser:
+    """One model's policy, and how it has behaved."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        draw: Random,
+        *,
+        clock: Callable[[], float] | None = None,
+        budget_s: float = 0.005,
+        strikes: int = 10,
+    ) -> None:
+        """`clock` tells seconds; without one nothing is timed, as it should be for the built-in policies."""
+        self._policy = policy
+        self._fallback = KvPolicy()
+        self._draw = draw
+        self._clock = clock
+        self._budget_s = budget_s
+        self._strikes_allowed = strikes
+        self._strikes = 0
+        self._in_time = 0
+        """Answers within the budget since the last that was forgiven."""
+
+    @property
+    def policy(self) -> Policy:
+        """The one that is asked."""
+        return self._policy
+
+    def choose(self, question: Question, facts: Sequence[Facts]) -> Verdict:
+        """One of `facts`, which is not empty."""
+        began_s = 0.0 if self._clock is None else self._clock()
+        try:
+            verdict = _ask(self._policy, question, facts, self._draw)
+        except Exception as wrong:  # noqa: BLE001 - a policy is a plug-in: whatever it does, the request is routed
+            verdict = _ask(self._fallback, question, facts, self._draw)
+            trouble = Trouble("failed", f"{type(wrong).__name__}: {wrong}"[:_WORDS_LIMIT])
+            return Verdict(verdict.policy, verdict.scored, verdict.chosen, trouble)
+        if self._clock is None:
+            return verdict
+        late = self._timed(self._clock() - began_s)
+        return verdict if late is None else Verdict(verdict.policy, verdict.scored, verdict.chosen, late)
+
+    def _timed(self, took_s: float) -> Trouble | None:
+        """Every change of what we think of the policy's speed."""
+        if took_s <= self._budget_s:
+            self._in_time += 1
+            if self._in_time >= FORGIVEN:
+                self._in_time = 0
+                self._strikes = max(self._strikes - 1, 0)
+            return None
+        self._strikes += 1
+        problem = f"{1000 * took_s:.1f} ms, the budget is {1000 * self._budget_s:g}"
+        if self._strikes <= self._strikes_allowed:
+            return Trouble("slow", problem)
+        self._policy, self._clock = self._fallback, None
+        return Trouble("off", f"{problem}; too slow too often: kv chooses from now on, until this router restarts")
+
+
+def _ask(policy: Policy, question: Question, facts: Sequence[Facts], draw: Random) -> Verdict:
+    left = policy.filter(question, facts) or facts
+    score = policy.score
+    # A score that is no number fails here.
+    scored = [Scored(candidate, 0.0 + score(question, candidate)) for candidate in left]
+    chosen = policy.pick(question, scored, draw)
+    if chosen.facts not in facts:
+        raise ProtocolError(f"the policy picked {chosen.facts.candidate}, which is no candidate")
+    return Verdict(policy, sorted(scored, key=_score), chosen)
