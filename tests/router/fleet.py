@@ -89,6 +89,7 @@ class ScriptedWorker:
         self.blocks: dict[int, SnapshotBlock] = {}
         self.sends_events = True
         self.snapshots = 0
+        self.model = MODEL
         self.block_size = BLOCK_SIZE
         self.lora: tuple[str, ...] = ()
         self.registration: Registration | None = None
@@ -188,7 +189,7 @@ class ScriptedWorker:
             events=source if self.sends_events else None,
         )
         card = ModelCard(
-            model=MODEL,
+            model=self.model,
             instance=self.name,
             path="/models/tiny",
             tokenizer_digest="0" * 64,
@@ -202,7 +203,7 @@ class ScriptedWorker:
         )
         return {
             subjects.instance_key(NAMESPACE, "worker", self.name): INSTANCE.encode(instance, JSON_HEADER),
-            subjects.model_key(NAMESPACE, MODEL, self.name): MODEL_CARD.encode(card, JSON_HEADER),
+            subjects.model_key(NAMESPACE, self.model, self.name): MODEL_CARD.encode(card, JSON_HEADER),
         }
 
 
@@ -217,17 +218,23 @@ class Fleet:
         self.bus: Bus = MemoryBus(broker)
         self.workers: list[ScriptedWorker] = []
 
-    async def worker(self, name: str, **changes: object) -> ScriptedWorker:
-        """A worker that is routed to and whose events are followed."""
+    async def worker(self, name: str, *, awaited: bool = True, **changes: object) -> ScriptedWorker:
+        """A worker; if `awaited`, one that is routed to and whose events are followed."""
         worker = ScriptedWorker(name, self.bus, MemoryEvents(self.broker), MemoryDiscovery(self.store))
         for field, value in changes.items():
             setattr(worker, field, value)
         await worker.start()
         self.workers.append(worker)
-        await until(lambda: MODEL in self.router.models and name in self.router.models[MODEL].cards)
-        if worker.sends_events and worker.answers_snapshots:
-            await until(lambda: self.router.feeds[name].source.state == "live")
+        if awaited:
+            await self.knows(worker)
         return worker
+
+    async def knows(self, worker: ScriptedWorker) -> None:
+        """Waits until the router routes to the worker and follows its events."""
+        models = self.router.models
+        await until(lambda: worker.model in models and worker.name in models[worker.model].cards)
+        if worker.sends_events and worker.answers_snapshots:
+            await until(lambda: self.router.feeds[worker.name].source.state == "live")
 
     async def ask(self, tokens: list[int], request: str = "r", **fields: object) -> SelectReply:
         return await self.ask_raw(SELECT.encode(select(tokens, request, **fields)))
@@ -276,9 +283,11 @@ NO_SPECULATION = msgspec.structs.replace(
 
 
 @asynccontextmanager
-async def fleet(config: RouterConfig = NO_SPECULATION, *, instance: str = "0a") -> AsyncIterator[Fleet]:
-    """A router on the in-process twins, with nobody around it yet."""
-    broker, store = MemoryBroker(), MemoryStore()
+async def fleet(
+    config: RouterConfig = NO_SPECULATION, *, instance: str = "0a", beside: Fleet | None = None
+) -> AsyncIterator[Fleet]:
+    """A router on the in-process twins, with nobody around it yet, or a replica `beside` another."""
+    broker, store = (MemoryBroker(), MemoryStore()) if beside is None else (beside.broker, beside.store)
     bus = MemoryBus(broker)
     discovery = MemoryDiscovery(store)
     directory = Directory(discovery, bus, NAMESPACE)
