@@ -130,6 +130,11 @@ class EventPublisher(Protocol):
 class EventSubscription(Protocol):
     """The receiving end: batches come as (sequence, payload) to the callback given at `subscribe`, gaps included."""
 
+    @property
+    def malformed(self) -> int:
+        """Messages so far that were not topic, sequence and payload."""
+        ...
+
     async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
         """Batches from `first` on that the source still has, in order. Raises RequestTimeout."""
         ...

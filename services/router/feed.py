@@ -1,10 +1,12 @@
 """One instance's KV events on their way into the index: carries out what `Source` decides.
 
     ZMQ batch ─▶ decode ─▶ Source ─▶ Clear, Apply ─▶ Chains ─▶ Index
-    load report ──────────▶  │
-                             └─▶ TakeSnapshot, Replay ─▶ a task each, which tells the Source how it went
+    load report ──────────▶  │                          │
+         │                   └─▶ TakeSnapshot, Replay ─▶ a task each, which tells the Source how it went
+         └─▶ DigestCheck ◀──────────────────────────────┘
 
 Actions are carried out in order and in slices, so that a replay of ten thousand batches does not stall a choice.
+While as many wait as may, batches that come are dropped: a gap later, which heals as one.
 """
 
 from __future__ import annotations
@@ -13,28 +15,38 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing
 from typing import assert_never
 
 from services.router import events
 from services.router.chains import Chains, Clearing, Mismatch
 from services.router.config import SourceConfig
-from services.router.events import Batch
+from services.router.digests import DigestCheck, Verdict
+from services.router.events import Batch, Removed, Stored
 from services.router.metrics import Metrics
 from services.router.seldom import Seldom
+from services.router.silence import Silence
+from services.router.snapshots import slices
 from services.router.sources import Action, Apply, Clear, Replay, Source, TakeSnapshot
 from shared import subjects
 from shared.errors import ProtocolError, Unavailable
 from shared.lifecycle import Runtime
-from shared.messages import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, EventSource, KvState, SnapshotRequest
+from shared.messages import EventSource, KvState, SourceState
 
-_SLICE_BATCHES = 64
-_SLICE_BLOCKS = 256
+_SLICE_BLOCKS = 2048
+_BATCH_COST_BLOCKS = 32
+"""What a batch costs beside its blocks, in blocks."""
+_DECODED_AT_ONCE = 64
+"""Batches of a replay."""
 
 _log = logging.getLogger(__name__)
 
 
 class Feed:
-    """Follows one instance's event stream until closed. All ranks share the stream and its sequence."""
+    """Follows one instance's event stream until closed. All ranks share the stream and its sequence.
+
+    `trust(usable)` is told when what the instance caches can no longer be known from its events, and when it can again.
+    """
 
     def __init__(
         self,
@@ -45,7 +57,9 @@ class Feed:
         config: SourceConfig,
         metrics: Metrics,
         seldom: Seldom,
+        *,
         clear_later: Callable[[Clearing], None],
+        trust: Callable[[bool], None],
     ) -> None:
         self._runtime = runtime
         self._instance = instance
@@ -54,6 +68,8 @@ class Feed:
         self._metrics = metrics
         self._seldom = seldom
         self._clear_later = clear_later
+        self._trust = trust
+        self._now_s = asyncio.get_running_loop().time
         self.stream = stream
         self.source = Source(
             snapshots=stream.snapshot,
@@ -63,9 +79,15 @@ class Feed:
         )
         self.refused = ""
         """Why nothing of this source is used; empty: it is."""
-        self._gaps = 0
+        self.usable = True
+        """What the instance caches is known from its events."""
+        digest_s = config.digest_s if stream.digest and stream.epoch else 0.0
+        self._checks = {rank: DigestCheck(every_s=digest_s) for rank in chains}
+        self._digests: dict[str, int] = {"agreed": 0, "differed": 0, "exempt": 0}
+        self._silence = Silence(limit_s=config.silence_s)
+        self._gaps = self._rejected = self._dropped = 0
         self._actions: deque[Action] = deque()
-        self._working = False
+        self._again: asyncio.Handle | None = None
         self._closed = False
         self._asking: set[asyncio.Task[None]] = set()
         self._subscription = runtime.events.subscribe(stream, self._receive)
@@ -73,8 +95,45 @@ class Feed:
 
     def reported(self, kv: list[KvState]) -> None:
         """The instance's load report; it tells how far its events are."""
-        if kv and not self._closed:
-            self._perform(self.source.reported(kv[0]))
+        if self._closed or not kv:
+            return
+        self._perform(self.source.reported(max(kv, key=lambda state: (state.epoch, state.sequence))))
+        for state in kv:
+            if state.rank in self._checks:
+                verdict = self._checks[state.rank].claimed(state.epoch, state.sequence, state.digest, self._now_s())
+                self._judge(state.rank, verdict)
+        self._compare()
+
+    def worked(self, since_s: float) -> None:
+        """A request reserved at `since_s` has computed new blocks there, and has its first token now."""
+        if self._closed:
+            return
+        self._silence.worked(since_s, self._now_s())
+        if self._silence.silent:
+            problem = f"no KV events for {self._config.silence_s:g} s, though requests compute new blocks"
+            self._seldom.warn(f"KV events of {self._instance}", problem)
+        self._judge_use()
+
+    def status(self) -> SourceState:
+        """How it is now, for people."""
+        heard_s = self._silence.heard_s
+        return SourceState(
+            instance=self._instance,
+            state="refused" if self.refused else self.source.state,
+            reason=self.refused,
+            partial=self.source.partial,
+            exact=all(chains.exact for chains in self._chains.values()),
+            silent=self._silence.silent,
+            epoch=self.source.epoch,
+            applied=self.source.applied,
+            gaps=self.source.gaps,
+            resyncs=self.source.resyncs,
+            rejected=self._rejected,
+            torn=self._subscription.malformed,
+            dropped=self._dropped,
+            digests=dict(self._digests),
+            heard_s_ago=None if heard_s is None else self._now_s() - heard_s,
+        )
 
     def close(self) -> None:
         """The instance is gone, or refused. What its chains hold is the caller's. Idempotent."""
@@ -82,6 +141,8 @@ class Feed:
             return
         self._closed = True
         self._actions.clear()
+        if self._again is not None:
+            self._again.cancel()
         self._subscription.close()
         for task in self._asking:
             task.cancel()
@@ -89,45 +150,64 @@ class Feed:
     # --- batches
 
     def _receive(self, sequence: int, payload: bytes) -> None:
-        if not self._closed:
-            self._perform(self.source.heard(sequence, self._decode(payload)))
+        if self._closed:
+            return
+        self._silence.heard(self._now_s())
+        self._judge_use()
+        if len(self._actions) >= self._config.held_limit_batches:
+            self._dropped += 1
+            self._metrics.events.labels("dropped").inc()
+            self._seldom.warn(f"flood of {self._instance}", f"{len(self._actions)} batches wait, new ones are dropped")
+            return
+        self._perform(self.source.heard(sequence, self._decode(payload)))
 
     def _decode(self, payload: bytes) -> Batch | None:
         try:
             return events.decode(payload)
         except ProtocolError as wrong:
-            self._reject(wrong)
+            self._rejected += 1
+            self._metrics.events.labels("rejected").inc()
+            self._seldom.warn(f"KV events of {self._instance}", wrong)
             return None
-
-    def _reject(self, wrong: ProtocolError) -> None:
-        self._metrics.events.labels("rejected").inc()
-        self._seldom.warn(f"KV events of {self._instance}", wrong)
 
     # --- actions
 
     def _perform(self, actions: list[Action]) -> None:
         self._metrics.gaps.inc(self.source.gaps - self._gaps)
         self._gaps = self.source.gaps
+        if any(isinstance(action, Clear) for action in actions):
+            self._actions.clear()  # what waits is for chains that are to be cleared
+            self._work_on(actions)
+        elif self._again is None:
+            self._work_on(actions)
+        else:
+            self._actions.extend(actions)
+
+    def _work_on(self, actions: list[Action]) -> None:
         self._actions.extend(actions)
-        if not self._working:
-            self._work()
+        self._work()
 
     def _work(self) -> None:
         """A slice of the actions; the rest in the loop's next turn."""
-        self._working = False
-        for _ in range(min(len(self._actions), _SLICE_BATCHES)):
-            self._act(self._actions.popleft())
-            if self._closed:
-                return
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        left = _SLICE_BLOCKS
+        while self._actions and left > 0:
+            action = self._actions.popleft()
+            left -= _cost_blocks(action)
+            self._act(action)
         if self._actions:
-            self._working = True
-            asyncio.get_running_loop().call_soon(self._work)
+            self._again = asyncio.get_running_loop().call_soon(self._work)
+        else:
+            self._compare()
 
     def _act(self, action: Action) -> None:
         match action:
             case Clear():
-                for chains in self._chains.values():
+                for rank, chains in self._chains.items():
                     self._clear_later(chains.clear())
+                    self._checks[rank].cleared()
             case Apply(batch):
                 self._apply(batch)
             case TakeSnapshot():
@@ -158,6 +238,35 @@ class Feed:
         for chains in self._chains.values():
             self._clear_later(chains.clear())
         self.close()
+        self._judge_use()
+
+    def _judge_use(self) -> None:
+        usable = not (self.refused or self._silence.silent)
+        if usable != self.usable:
+            self.usable = usable
+            self._trust(usable)
+
+    # --- digests
+
+    def _compare(self) -> None:
+        """Show the chains to the checks that are open. Only while no action waits: then they are as the source says."""
+        if self._actions or self._closed:
+            return
+        for rank, check in self._checks.items():
+            as_of = self.source.as_of(rank) if check.open else None
+            if as_of is not None:
+                chains = self._chains[rank]
+                complete = chains.exact and not self.source.partial
+                self._judge(rank, check.applied(self.source.epoch, as_of, chains.digest(0) if complete else None))
+
+    def _judge(self, rank: int, verdict: Verdict | None) -> None:
+        if verdict is None:
+            return
+        self._digests[verdict] += 1
+        self._metrics.digests.labels(verdict).inc()
+        if verdict == "differed":
+            _log.error("KV events of %s, rank %d: the digests differ, asking for everything", self._instance, rank)
+            self._perform(self.source.distrusted())
 
     # --- questions
 
@@ -180,29 +289,29 @@ class Feed:
             return
         if taken is not None:
             self._metrics.snapshots.labels("taken").inc()
-            epoch, sequence = taken
-            self._perform(self.source.snapshot_taken(action.ticket, epoch, sequence))
+            epoch, sequences = taken
+            self._perform(self.source.snapshot_taken(action.ticket, epoch, sequences))
 
-    async def _restore(self, ticket: int) -> tuple[int, int] | None:
-        """The snapshot's blocks into the chains; its (epoch, sequence), None if it is not wanted any more."""
+    async def _restore(self, ticket: int) -> tuple[int, dict[int, int]] | None:
+        """The blocks of every rank into its chains; the epoch and each rank's sequence, None if it is not wanted any
+        more."""
         subject = subjects.worker(self._runtime.namespace, self._instance, "snapshot")
-        question = SNAPSHOT_REQUEST.encode(SnapshotRequest())
-        idle_timeout_s = self._config.snapshot_idle_timeout_s
-        mark: tuple[int, int] | None = None
-        async with self._runtime.bus.stream(subject, question, idle_timeout_s=idle_timeout_s) as chunks:
-            async for message in chunks:
-                chunk = SNAPSHOT_CHUNK.decode(message.payload)
-                if mark is not None and mark != (chunk.epoch, chunk.sequence):
-                    raise ProtocolError("chunks of different snapshots")
-                mark = chunk.epoch, chunk.sequence
-                for start in range(0, len(chunk.blocks), _SLICE_BLOCKS):
+        epoch: int | None = None
+        sequences: dict[int, int] = {}
+        for rank, chains in self._chains.items():
+            answer = slices(self._runtime.bus, subject, rank, idle_timeout_s=self._config.snapshot_idle_timeout_s)
+            async with aclosing(answer) as parts:
+                async for part in parts:
                     if not self.source.awaits(ticket):
                         return None
-                    self._chains[0].restore(chunk.blocks[start : start + _SLICE_BLOCKS])
-                    await asyncio.sleep(0)
-                if chunk.last:
-                    return mark if self.source.awaits(ticket) else None
-        raise ProtocolError("a snapshot without an end")
+                    if epoch is None:
+                        self._perform(self.source.snapshot_begins(ticket))
+                        epoch = part.epoch
+                    if part.epoch != epoch:
+                        raise ProtocolError("the engine began anew between the snapshots of two ranks")
+                    chains.restore(part.blocks)
+                    sequences[rank] = part.sequence
+        return (epoch, sequences) if epoch is not None and self.source.awaits(ticket) else None
 
     async def _replay(self, action: Replay) -> None:
         await asyncio.sleep(action.after_s)
@@ -216,7 +325,15 @@ class Feed:
         batches: list[tuple[int, Batch | None]] = []
         for sequence, payload in raw:
             batches.append((sequence, self._decode(payload)))
-            if len(batches) % _SLICE_BATCHES == 0:
+            if len(batches) % _DECODED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         self._metrics.replays.labels("done").inc()
         self._perform(self.source.replayed(action.ticket, batches))
+
+
+def _cost_blocks(action: Action) -> int:
+    """What an action costs the loop, in blocks."""
+    if not isinstance(action, Apply):
+        return _BATCH_COST_BLOCKS
+    changes = (event for event in action.batch.events if isinstance(event, Stored | Removed))
+    return _BATCH_COST_BLOCKS + sum(len(event.hashes) for event in changes)

@@ -3,20 +3,25 @@
                      ┌────────────── a new epoch, a sequence that goes backwards ──────────────┐
                      ▼                                                                         │
     start ──▶ syncing ───── snapshot (or what replay has) is in, held batches follow ─────▶ live
-                  ▲  │ failed: again, later                                              ▲    │ a gap, or a
-                  │  └──┘                                                                │    │ report that is
-                  │                                                                      │    ▼ ahead of us
-                  └─────────────── the source has no such batches any more ────────── replaying
+                ▲ ▲  │ failed: again, later                                            │  ▲    │ a gap, or a
+                │ │  └──┘                                                              │  │    │ report that is
+                │ └─────────── a digest that differs, more to do than fits ────────────┘  │    ▼ ahead of us
+                └─────────────── the source has no such batches any more ────────────── replaying
 
 Batches that come while syncing or replaying are held, up to a bound; what is dropped at the bound is a gap later,
 and heals as one. Answers carry the ticket of the question; those of an older question are ignored.
 
-A source with snapshots starts from one. A source without (a plain vLLM) is rebuilt from what its replay still has,
-and is *partial* unless that reaches back to its first batch.
+What is known stays until something better is there: a source is cleared when the answer comes, not when the question
+is asked, so that an outage costs nothing. Only an engine that began anew, or that has given no answer for long, is
+cleared at once.
+
+A source with snapshots starts from one, of each rank. A source without (a plain vLLM) is rebuilt from what its replay
+still has, and is *partial* unless that reaches back to its first batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -25,6 +30,9 @@ from services.router.events import Batch
 from shared.messages import KvState
 
 State = Literal["syncing", "live", "replaying"]
+
+STALE_FAILURES = 16
+"""Failed answers in a row, about two minutes of them, after which what was known is given up."""
 
 
 class Clear(Struct, frozen=True):
@@ -38,7 +46,8 @@ class Apply(Struct, frozen=True):
 
 
 class TakeSnapshot(Struct, frozen=True):
-    """Ask the source for its blocks after `after_s`; answer with `snapshot_taken` or `failed`."""
+    """Ask the source for the blocks of each rank after `after_s`; answer with `snapshot_begins` when the first come,
+    then with `snapshot_taken`, or with `failed`."""
 
     ticket: int
     after_s: float
@@ -83,12 +92,16 @@ class Source:
         """Sequence of the last batch that the chains have."""
         self.gaps = 0
         """Gaps seen since the start."""
-        self.resets = 0
-        """How often everything was cleared and asked for again, since the start."""
+        self.resyncs = 0
+        """How often everything was asked for again, since the start."""
+        self._restored: dict[int, int] = {}
+        """Rank → the sequence its snapshot was taken at, where that is later than the first rank's."""
         self._applied_time_s: float | None = None
         """The engine's clock in the last applied batch."""
         self._heard = -1
         """Sequence of the last batch that came by itself, not by replay."""
+        self._heard_time_s: float | None = None
+        """The engine's clock in it."""
         self._reported = -1
         """Sequence in the last load report."""
         self._applied_at_report = -1
@@ -105,9 +118,12 @@ class Source:
 
     def heard(self, sequence: int, batch: Batch | None) -> list[Action]:
         """A batch came by itself. None: it could not be decoded; its sequence counts all the same."""
+        if self._is_repeat(sequence, batch):
+            return []
         if sequence <= self._heard or self._is_older_start(sequence, batch):
             return self._restart(None, sequence, batch)
         self._heard = sequence
+        self._heard_time_s = batch.time_s if batch is not None else self._heard_time_s
         if sequence <= self.applied and self.state != "syncing":
             return []
         if self.state != "live":
@@ -135,13 +151,20 @@ class Source:
         self._applied_at_report = self.applied
         return self._gap() if behind else []
 
-    def snapshot_taken(self, ticket: int, epoch: int, sequence: int) -> list[Action]:
-        """All blocks of the snapshot are in the chains."""
+    def snapshot_begins(self, ticket: int) -> list[Action]:
+        """The first blocks of the snapshot are here, and not in the chains yet."""
+        return [Clear()] if ticket == self._ticket else []
+
+    def snapshot_taken(self, ticket: int, epoch: int, sequences: Mapping[int, int]) -> list[Action]:
+        """All blocks of the snapshots are in the chains; rank → the sequence that its snapshot was taken at."""
         if ticket != self._ticket:
             return []
         if self._epochs:
             self._settle_epoch(epoch)
-        return self._synced(sequence, None)
+        self.partial = False
+        first = min(sequences.values())
+        self._restored = {rank: sequence for rank, sequence in sequences.items() if sequence > first}
+        return self._synced(first, None)
 
     def replayed(self, ticket: int, batches: list[tuple[int, Batch | None]]) -> list[Action]:
         """What the source still has, in order."""
@@ -151,13 +174,21 @@ class Source:
             return self._filled(batches)
         first = min([sequence for sequence, _ in batches] + list(self._held), default=0)
         self.partial = first > 0
-        return self._synced(first - 1, batches)
+        return [Clear(), *self._synced(first - 1, batches)]
 
     def failed(self, ticket: int) -> list[Action]:
         """The question was not answered, or not with sense."""
         if ticket != self._ticket:
             return []
+        return self._sync(clear=self._failures >= STALE_FAILURES)
+
+    def distrusted(self) -> list[Action]:
+        """The chains are not what the source holds, or cannot be brought there: a digest differs, or too much waits."""
         return self._sync()
+
+    def as_of(self, rank: int) -> int | None:
+        """The sequence that a rank's chains stand at once all actions are carried out; None: at none."""
+        return None if self.state == "syncing" else max(self.applied, self._restored.get(rank, -1))
 
     def awaits(self, ticket: int) -> bool:
         """Whether the answer to this question still counts."""
@@ -165,23 +196,25 @@ class Source:
 
     # --- transitions
 
-    def _sync(self) -> list[Action]:
-        """→ syncing: everything known is given up and asked for again."""
+    def _sync(self, *, clear: bool = False) -> list[Action]:
+        """→ syncing: everything is asked for again."""
         after_s = 0.0
         if self._failures:
             after_s = min(self._retry_first_s * 2 ** (self._failures - 1), self._retry_most_s)
         self._failures = min(self._failures + 1, 32)
-        self.resets += 1
+        self.resyncs += 1
         self.state = "syncing"
         self.applied = -1
+        self._restored = {}
         self._applied_time_s = None
         self._ticket += 1
+        cleared: list[Action] = [Clear()] if clear else []
         if self._snapshots:
             # What came before the question is in the snapshot, or of an engine that is gone.
             self._held.clear()
-            return [Clear(), TakeSnapshot(self._ticket, after_s)]
+            return [*cleared, TakeSnapshot(self._ticket, after_s)]
         if self._replays:
-            return [Clear(), Replay(self._ticket, 0, after_s)]
+            return [*cleared, Replay(self._ticket, 0, after_s)]
         first = min(self._held, default=self._heard + 1)
         self.partial = first > 0
         return [Clear(), *self._synced(first - 1, None)]
@@ -191,10 +224,12 @@ class Source:
         self._held.clear()
         self.applied = self._heard = self._reported = self._applied_at_report = -1
         self.epoch = epoch
+        self._heard_time_s = None
         if sequence is not None:
             self._heard = sequence
+            self._heard_time_s = batch.time_s if batch is not None else None
             self._hold(sequence, batch)
-        return self._sync()
+        return self._sync(clear=True)
 
     def _settle_epoch(self, epoch: int) -> None:
         """The engine's start is known now. What was held under another, or none, may be a former engine's; if it was
@@ -249,13 +284,27 @@ class Source:
         self.applied = sequence
         self._failures = 0
         if batch is None:
+            # With snapshots a digest tells what is missing; without, nothing will.
+            self.partial = self.partial or not self._snapshots
             return []
         self._applied_time_s = batch.time_s
+        if sequence <= self._restored.get(batch.rank, -1):
+            return []
         return [Apply(batch)]
 
     def _hold(self, sequence: int, batch: Batch | None, *, bounded: bool = True) -> None:
         if sequence > self.applied and (not bounded or len(self._held) < self._held_limit_batches):
             self._held[sequence] = batch
+
+    def _is_repeat(self, sequence: int, batch: Batch | None) -> bool:
+        """Whether a batch comes twice, or late: its clock is not later, as that of an engine that began anew is.
+        Without epochs nobody else would tell of a new start behind a clock that was set back: then the same batch only.
+        """
+        if sequence > self._heard or batch is None or self._heard_time_s is None:
+            return False
+        if self._epochs:
+            return batch.time_s <= self._heard_time_s
+        return sequence == self._heard and batch.time_s == self._heard_time_s
 
     def _is_older_start(self, sequence: int, batch: Batch | None) -> bool:
         """Whether a batch that we have by replay comes again with a later clock: then it is another engine's."""
