@@ -124,7 +124,7 @@ class Chains:
         self._unknown_removals = 0
         self._digests = [0] * len(TIERS)
         self.exact = True
-        """Nothing that the source told of was left out since the last clear: our digest can be compared with its own."""
+        """Nothing that the source told of was left out since the last clear: our digest can be compared with its."""
 
     def apply(self, event: CacheEvent) -> Clearing | None:
         """One event. Raises Mismatch where it contradicts the model card. A Clearing is work left to do."""
