@@ -288,7 +288,7 @@ class Explanation(Struct, frozen=True):
     rank: int
     reason: str
     candidates: tuple[Candidate, ...]
-    """The best few, best first."""
+    """The best few, best first, the chosen one among them."""
     prompt_tokens: int
     predicted_cached_tokens: int
     actual_cached_tokens: int | None = None
@@ -522,13 +522,13 @@ class Resent(Struct, frozen=True, tag="resent"):
 
 
 class KvState(Struct, frozen=True, array_like=True):
-    """How far the KV events of one rank are."""
+    """How far the KV events of one rank are. The ranks of a source share its epoch and its sequence."""
 
     rank: int
     epoch: int
     """Counts the engine's starts; a new one means an empty cache."""
     sequence: int
-    """Of the last batch published; -1: none yet."""
+    """Of the last batch published, whatever its rank; -1: none yet."""
     digest: int = 0
     """XOR of the event hashes of the blocks held, as of `sequence`."""
 

@@ -20,7 +20,7 @@ def asked_for(payload: bytes) -> str:
 
 def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:
     """The decisions kept of a request, or of all requests where it is empty."""
-    found = [(decision.at_s, model.model, decision) for model in models for decision in model.explain(request)]
+    found = [(decision.at_s, model.model, decision) for model in models for decision in model.explain(request, AT_ONCE)]
     found.sort(key=lambda each: each[0])
     return Explanations(router, [_explained(name, decision, now_s) for _, name, decision in found[-AT_ONCE:]])
 

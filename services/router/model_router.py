@@ -48,7 +48,7 @@ from shared.messages import (
 )
 
 ROWS = 16
-"""Candidates kept of a decision, the best."""
+"""Candidates kept of a decision: the best, and the chosen one."""
 _ID_LIMIT = 256
 _EXCLUDED_LIMIT = 4096
 _EXPIRED_A_TICK = 1000
@@ -354,7 +354,10 @@ class ModelRouter:
         if len(self._kept) >= self._config.explained:
             del self._kept[next(iter(self._kept))]
         decision = Decision(selected, now_s, ask.prompt_tokens, chosen.overlap.blocks * question.block_size)
-        kept = _Kept(decision, question, verdict.policy, tuple(islice(verdict.scored, ROWS)))
+        rows = tuple(islice(verdict.scored, ROWS))
+        if verdict.chosen not in rows:  # a policy may pick what it does not score best
+            rows = (*rows[: ROWS - 1], verdict.chosen)
+        kept = _Kept(decision, question, verdict.policy, rows)
         self._kept[ask.request, ask.attempt] = kept
         return _told(kept).selected if ask.explain else selected
 
@@ -414,9 +417,10 @@ class ModelRouter:
             0 if card is None else (decision.prompt_tokens - 1) // card.block_size - actual_tokens // card.block_size,
         )
 
-    def explain(self, request: str) -> list[Decision]:
-        """The decisions kept of a request, the first attempt first; of all requests where it is empty."""
-        return [_told(kept) for key, kept in self._kept.items() if not request or key[0] == request]
+    def explain(self, request: str, latest: int = 20) -> list[Decision]:
+        """The latest decisions kept of a request, or of all requests where it is empty; oldest first."""
+        found = [kept for key, kept in self._kept.items() if not request or key[0] == request]
+        return [_told(kept) for kept in found[-latest:]]
 
     def validate(self) -> None:
         """Assert every invariant of every part."""
