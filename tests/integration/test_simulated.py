@@ -1,0 +1,75 @@
+"""`headrace up --engine simulated`: many workers on one machine, each with a GPU's time and no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.integration.stack import ROOT, Up, running
+from tests.tiny_model import write_tiny_model
+
+WORKERS = 3
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    state = tmp_path_factory.mktemp("simulated")
+    model = str(write_tiny_model(state / "tiny"))
+    flags = ("--engine", "simulated", "--workers", str(WORKERS), "--model", model, "--discovery", "file")
+    with running(state, *flags) as stack:
+        yield stack
+
+
+@pytest.fixture
+def client(up: Up) -> Iterator[OpenAI]:
+    with OpenAI(base_url=up.url, api_key="any", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def status(up: Up) -> dict[str, Any]:
+    command = [sys.executable, "-m", "deploy.local.cli", "status", "--json", "--state", str(up.state)]
+    shown: dict[str, Any] = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+    return shown
+
+
+def test_all_workers_are_there_and_show_their_blocks(up: Up) -> None:
+    (model,) = status(up)["models"]
+    assert len(model["instances"]) == WORKERS
+    assert model["total_blocks"] == WORKERS * 4096
+
+
+def test_an_answer_is_the_prompts_text_again_and_a_second_one_finds_the_prompt_cached(client: OpenAI) -> None:
+    question = "How does water get from the river to the mill? " * 4
+    answers = [
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=300,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in range(2)
+    ]
+    for answer in answers:
+        assert "from the river to the mill?" in (answer.choices[0].message.content or "")
+        assert answer.choices[0].finish_reason == "length"
+    cached = []
+    for answer in answers:
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 300
+        details = answer.usage.prompt_tokens_details
+        cached.append(0 if details is None else details.cached_tokens)
+        prompt_tokens = answer.usage.prompt_tokens
+    assert cached == [0, (prompt_tokens - 1) // 16 * 16]
+
+
+def test_an_answer_without_a_limit_ends_by_itself(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Is it far?"}])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert 100 <= answer.usage.completion_tokens <= 301
