@@ -1,4 +1,4 @@
-"""A router that starts beside others knows what is reserved before it answers, and starts also where nobody tells it."""
+"""A router that starts beside others knows what is reserved before it answers; it starts also where nobody tells it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,208 @@
+"""Several routers on one broker: what one reserves all know, and people are answered by the one that knows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from services.router import service
+from services.router.config import RouterConfig
+from shared import subjects
+from shared.memory_bus import MemoryBus
+from shared.messages import (
+    EXPLANATIONS,
+    LOAD_EVENTS,
+    ROUTER_STATE,
+    SELECT,
+    Explanations,
+    Finished,
+    LoadEvents,
+    Prefilled,
+    Reserved,
+    RouterState,
+)
+from shared.messaging import Message
+from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, NO_SPECULATION, Fleet, fleet, select, tokens_of, until
+
+
+@asynccontextmanager
+async def two(config: RouterConfig = NO_SPECULATION, *, workers: int = 4) -> AsyncIterator[tuple[Fleet, Fleet]]:
+    """Two routers that both route to the workers w0 …"""
+    async with fleet(config, instance="0a") as first, fleet(config, instance="0b", beside=first) as second:
+        for number in range(workers):
+            await second.knows(await first.worker(f"w{number}"))
+        for world in (first, second):
+            await until(lambda: world.metric("headrace_router_joins_total", outcome="told") == 1)  # noqa: B023
+        yield first, second
+
+
+def own_bus(world: Fleet) -> MemoryBus:
+    """The router's end of the bus, as the twin that it is."""
+    assert isinstance(world.runtime.bus, MemoryBus)
+    return world.runtime.bus
+
+
+async def explained(world: Fleet, subject: str, request: str) -> Explanations:
+    answer = await world.bus.request(subject, request.encode(), timeout_s=LIMIT_S)
+    assert answer.headers == {"Content-Type": "application/json"}
+    return EXPLANATIONS.decode(answer.payload, answer.headers)
+
+
+# --- reservations
+
+
+async def test_a_burst_over_two_routers_is_known_to_both_and_spread() -> None:
+    async with two() as (first, second):
+        chosen = await asyncio.gather(*(first.chosen(tokens_of(f"{n:04}", 5), f"r{n}") for n in range(64)))
+        assert {each.router for each in chosen} == {"0a", "0b"}
+        loads = [world.router.models[MODEL].load for world in (first, second)]
+        await until(lambda: [len(load.living()) for load in loads] == [64, 64])
+        for number in range(4):
+            here = [load.of((f"w{number}", 0)) for load in loads]
+            assert here[0] == here[1]
+        counts = Counter(each.instance for each in chosen)
+        assert max(counts.values()) <= 24, "one router would give each of four 16"
+        await first.tell(*(Finished(each.request, 1) for each in chosen))
+        await until(lambda: [len(load.living()) for load in loads] == [0, 0])
+
+
+async def test_reservations_of_one_moment_are_told_together_and_the_answers_do_not_wait() -> None:
+    told: list[LoadEvents] = []
+
+    async def hear(message: Message) -> None:
+        told.append(LOAD_EVENTS.decode(message.payload))
+
+    async with fleet() as world:
+        await world.worker("a")
+        await world.bus.subscribe(subjects.router_load(NAMESPACE, MODEL), hear)
+        await asyncio.gather(*(world.chosen(tokens_of(f"{n:04}", 5), f"r{n}") for n in range(50)))
+        await until(lambda: sum(len(batch.events) for batch in told) == 50)
+        assert len(told) <= 2
+        events = [event for batch in told for event in batch.events]
+        assert [event.request for event in events] == [f"r{n}" for n in range(50)]
+        assert all(isinstance(event, Reserved) and event.router == "0a" for event in events)
+
+
+async def test_what_is_reserved_at_the_end_of_a_router_is_told_still() -> None:
+    async with fleet(instance="0a") as first:
+        await first.worker("a")
+        async with fleet(instance="0b", beside=first) as second:
+            await until(lambda: MODEL in second.router.models)
+            await second.ask_raw(SELECT.encode(select(tokens_of("x", 5))), router=True)
+        load = first.router.models[MODEL].load
+        await until(lambda: load.statistics().reservations == 1)
+
+
+@pytest.mark.parametrize("fault", ["lost", "no subject", "too large"])
+async def test_an_answer_that_cannot_be_sent_reserves_nothing_anywhere(fault: str) -> None:
+    async with two() as (first, second):
+        question = SELECT.encode(select(tokens_of("x", 5)))
+        if fault == "lost":
+            own_bus(first).lose()
+        if fault == "too large":
+            own_bus(first)._payload_limit_bytes = 1
+        reply = "no subject" if fault == "no subject" else "inbox"
+        await first.router._select(Message("", question, reply))
+        loads = [world.router.models[MODEL].load for world in (first, second)]
+        assert not loads[0].living()
+        if fault == "lost":
+            own_bus(first).find()
+        own_bus(first)._payload_limit_bytes = 1 << 20
+        assert first.metric("headrace_selects_total", outcome="selected") == 0
+        chosen = await first.chosen(tokens_of("x", 5), "after")
+        await until(lambda: [len(load.living()) for load in loads] == [1, 1])
+        assert [each.reserved.request for load in loads for each in load.living()] == [chosen.request] * 2
+
+
+async def test_reservations_made_while_nats_is_away_are_told_when_it_is_back() -> None:
+    async with two() as (first, second):
+        own_bus(first).lose()
+        told = Reserved("r", 1, "f", "w0", 0, 5000, 300, router="0a")
+        first.router._outbox.tell(MODEL, told)
+        assert not await first.router._outbox.flush()
+        own_bus(first).find()
+        load = second.router.models[MODEL].load
+        await until(lambda: load.of(("w0", 0)).queued_tokens == 5000)
+
+
+async def test_load_events_of_a_model_that_nobody_knows_are_counted() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        payload = LOAD_EVENTS.encode(LoadEvents("unheard of", [Finished("r", 1)]))
+        await world.bus.publish(subjects.router_load(NAMESPACE, MODEL), payload)
+        await until(lambda: world.metric("headrace_malformed_messages_total", channel="load events") == 1)
+
+
+# --- explain and state
+
+
+async def test_the_router_that_knows_a_request_is_first_to_explain_it() -> None:
+    async with two() as (first, _):
+        chosen = await asyncio.gather(*(first.chosen(tokens_of(f"{n:04}", 5), f"r{n}") for n in range(8)))
+        for each in chosen:
+            told = await explained(first, subjects.explain(NAMESPACE, MODEL), f"chatcmpl-{each.request}")
+            assert told.router == each.router
+            (decision,) = told.decisions
+            assert (decision.request, decision.instance, decision.router) == (each.request, each.instance, each.router)
+            assert {row.instance for row in decision.candidates} == {"w0", "w1", "w2", "w3"}
+
+
+async def test_each_router_explains_its_own_choices_under_its_own_name() -> None:
+    async with two() as (first, second):
+        for world, attempt in ((first, 1), (second, 2)):
+            question = msgspec.structs.replace(select(tokens_of("x", 5)), attempt=attempt)
+            await world.ask_raw(SELECT.encode(question), router=True)
+        await first.tell(Prefilled("r", 2, 8, first_token_s=0.5), Finished("r", 2))
+        for world, attempt in ((first, 1), (second, 2)):
+            subject = subjects.explain(NAMESPACE, world.runtime.instance)
+            while True:
+                told = await explained(first, subject, "r")
+                if attempt == 1 or told.decisions[0].ended_s is not None:
+                    break
+            (decision,) = told.decisions
+            assert (decision.router, decision.attempt) == (world.runtime.instance, attempt)
+        assert (decision.actual_cached_tokens, decision.first_token_s) == (8, 0.5)
+
+
+async def test_without_a_request_the_latest_choices_are_told() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        for number in range(3):
+            await world.chosen(tokens_of("x", 5), f"r{number}")
+        for subject in (MODEL, world.runtime.instance):
+            told = await explained(world, subjects.explain(NAMESPACE, subject), "")
+            assert [each.request for each in told.decisions] == ["r0", "r1", "r2"]
+
+
+async def test_a_request_that_nobody_knows_is_answered_with_none_also_when_many_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "PAUSES_LIMIT", 3)
+    async with two() as (first, _):
+        subject = subjects.explain(NAMESPACE, MODEL)
+        told = await asyncio.gather(*(explained(first, subject, "unheard of") for _ in range(10)))
+        assert [each.decisions for each in told] == [[]] * 10
+        await first.bus.publish(subject, b"nobody to answer")
+
+
+async def test_a_router_tells_its_state() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        worker = await world.worker("b")
+        await worker.stores(tokens_of("x", 5))
+        await world.finds("b", tokens_of("x", 5), 5)
+        await world.chosen(tokens_of("y", 5))
+        subject = subjects.router_state(NAMESPACE, world.runtime.instance)
+        answer = await world.bus.request(subject, b"", timeout_s=LIMIT_S)
+        state: RouterState = ROUTER_STATE.decode(answer.payload, answer.headers)
+        assert (state.router, state.policy) == ("0a", "kv")
+        (model,) = state.models
+        assert (model.model, model.instances, model.reservations, model.index_blocks) == (MODEL, 2, 1, 5)
+        assert model.index_bytes > 0
+        assert [(each.instance, each.state) for each in state.sources] == [("a", "live"), ("b", "live")]
+        await world.bus.publish(subject, b"nobody to answer")
