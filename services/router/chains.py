@@ -138,11 +138,26 @@ class Chains:
         return None
 
     def restore(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """Blocks of a snapshot, all on the device, parents first. Raises ProtocolError."""
+        """Blocks of a snapshot, all on the device, parents first; one whose parent is gone waits for it. Raises
+        ProtocolError."""
         for block in blocks:
             if len(block.tokens) != 4 * self._block_size:
                 raise Mismatch(f"snapshot block of {len(block.tokens)} bytes, block size {self._block_size}")
-            self._place(0, block.parent, [block.hash], block.tokens, block.lora, block.salt, routable=1)
+            self._check_vocabulary(block.tokens)
+            self._take(
+                Stored(
+                    hashes=[block.hash],
+                    parent=block.parent,
+                    tokens=block.tokens,
+                    block_size=self._block_size,
+                    tier=0,
+                    group=self._group,
+                    windowed=False,
+                    lora=block.lora,
+                    salt=block.salt,
+                    routable=1,
+                )
+            )
 
     def clear(self) -> Clearing:
         """Forget everything, at once for whoever asks the index; the Clearing does the rest in slices."""
@@ -170,11 +185,19 @@ class Chains:
             return
         if event.block_size != self._block_size:
             raise Mismatch(f"events have blocks of {event.block_size} tokens, the model card {self._block_size}")
-        if self._vocabulary_checks and event.tokens:
+        self._check_vocabulary(event.tokens)
+        self._take(event)
+
+    def _check_vocabulary(self, tokens: bytes) -> None:
+        """Of the first few only: it takes as long as all the rest."""
+        if self._vocabulary_checks and tokens:
             self._vocabulary_checks -= 1
-            highest = max(unpack_tokens(event.tokens))
+            highest = max(unpack_tokens(tokens))
             if highest >= self._vocab_size:
                 raise Mismatch(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
+
+    def _take(self, event: Stored) -> None:
+        """Place the run, and what waited for it; or let it wait for its parent."""
         ready = [event]
         late: list[Removed] = []
         while ready:

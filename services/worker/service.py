@@ -274,7 +274,9 @@ class Worker:
     async def _snapshot(self, message: Message) -> None:
         """Silent where there is no snapshot to give: the asker's time-out and the card's absence say so."""
         try:
-            SNAPSHOT_REQUEST.decode(message.payload, message.headers)
+            asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
+            if asked.rank:
+                raise ProtocolError(f"a snapshot of rank {asked.rank}: there is rank 0 only")
             epoch = self.engine.epoch
             taken = await self.engine.snapshot(SNAPSHOT_LIMIT_S)
         except (ProtocolError, Unavailable) as wrong:

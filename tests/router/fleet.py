@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import reduce
+from operator import xor
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -86,7 +89,9 @@ class ScriptedWorker:
         self.publisher = events.open_publisher()
         self.epoch = epoch
         self.sequence = -1
-        self.blocks: dict[int, SnapshotBlock] = {}
+        self.blocks: defaultdict[int, dict[int, SnapshotBlock]] = defaultdict(dict)
+        """By rank."""
+        self.ranks = 1
         self.sends_events = True
         self.snapshots = 0
         self.model = MODEL
@@ -104,32 +109,27 @@ class ScriptedWorker:
         await self.registration.close()
         self.publisher.close()
 
-    async def stores(self, tokens: list[int]) -> None:
-        """The prompt's full blocks are cached now; those that are new are told."""
+    async def stores(self, tokens: list[int], *, rank: int = 0, silently: bool = False) -> None:
+        """The prompt's full blocks are cached now; those that are new are told, or `silently` are not."""
         packed = pack_tokens(tokens)
         names = [event_hash(key) for key in content_keys(root_key(MODEL), packed, BLOCK_SIZE)]
-        new = [number for number, name in enumerate(names) if name not in self.blocks]
-        for number in new:
-            start = 4 * BLOCK_SIZE * number
+        told: list[KvEvent] = []
+        for number, name in enumerate(names):
+            if name in self.blocks[rank]:
+                continue
             parent = names[number - 1] if number else None
-            self.blocks[names[number]] = SnapshotBlock(names[number], parent, packed[start : start + 4 * BLOCK_SIZE])
-        if new:
-            first = new[0]
-            self.tells(
-                BlockStored(
-                    block_hashes=[*names[first:]],
-                    parent_block_hash=names[first - 1] if first else None,
-                    token_ids=tokens[first * BLOCK_SIZE : len(names) * BLOCK_SIZE],
-                    block_size=self.block_size,
-                    medium="GPU",
-                )
-            )
+            first = BLOCK_SIZE * number
+            block = tokens[first : first + BLOCK_SIZE]
+            self.blocks[rank][name] = SnapshotBlock(name, parent, packed[4 * first : 4 * (first + BLOCK_SIZE)])
+            told.append(BlockStored([name], parent, block, self.block_size, medium="GPU"))
+        if told and not silently:
+            self.tells(*told, rank=rank)
 
-    def drops(self, tokens: list[int], block: int) -> None:
+    def drops(self, tokens: list[int], block: int, *, rank: int = 0) -> None:
         """One block of the prompt is evicted."""
         name = event_hash(content_keys(root_key(MODEL), pack_tokens(tokens), BLOCK_SIZE)[block])
-        del self.blocks[name]
-        self.tells(BlockRemoved(block_hashes=[name], medium="GPU"))
+        del self.blocks[rank][name]
+        self.tells(BlockRemoved(block_hashes=[name], medium="GPU"), rank=rank)
 
     def clears(self) -> None:
         self.blocks.clear()
@@ -141,9 +141,9 @@ class ScriptedWorker:
         self.epoch += 1
         self.sequence = -1
 
-    def tells(self, *events: KvEvent) -> None:
+    def tells(self, *events: KvEvent, rank: int = 0) -> None:
         self.sequence += 1
-        batch = EventBatch(ts=float(self.epoch * 1000 + self.sequence), events=list(events), data_parallel_rank=0)
+        batch = EventBatch(ts=float(self.epoch * 1000 + self.sequence), events=list(events), data_parallel_rank=rank)
         self.publisher.publish(self.sequence, EVENT_BATCH.encode(batch))
 
     async def reports(self, *attempts: str, waiting_tokens: int = 0, held_blocks: int = 0) -> None:
@@ -156,18 +156,21 @@ class ScriptedWorker:
             waiting_tokens=waiting_tokens,
             total_blocks=1000,
             held_blocks=held_blocks,
-            cached_blocks=len(self.blocks),
-            kv=[KvState(0, self.epoch, self.sequence)],
+            cached_blocks=sum(map(len, self.blocks.values())),
+            kv=[
+                KvState(rank, self.epoch, self.sequence, reduce(xor, self.blocks[rank], 0))
+                for rank in range(self.ranks)
+            ],
             attempts=[(attempt, 1) for attempt in attempts],
         )
         await self.bus.publish(subjects.worker(NAMESPACE, self.name, "load"), LOAD_REPORT.encode(report))
 
     async def _snapshot(self, message: Message) -> None:
-        SNAPSHOT_REQUEST.decode(message.payload)
+        asked = SNAPSHOT_REQUEST.decode(message.payload)
         self.snapshots += 1
         if not self.answers_snapshots:
             return
-        blocks = list(self.blocks.values())
+        blocks = list(self.blocks[asked.rank].values())
         halves = [blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]]
         for half in halves:
             last = half is halves[-1]
@@ -200,6 +203,7 @@ class ScriptedWorker:
             capacity_blocks=1000,
             kv_layout=KvLayout("float32", 1, 1, 4, BLOCK_SIZE),
             lora=self.lora,
+            ranks=self.ranks,
         )
         return {
             subjects.instance_key(NAMESPACE, "worker", self.name): INSTANCE.encode(instance, JSON_HEADER),
@@ -254,11 +258,11 @@ class Fleet:
         payload = LOAD_EVENTS.encode(LoadEvents(MODEL, list(events)))
         await self.bus.publish(subjects.router_load(NAMESPACE, MODEL), payload)
 
-    async def finds(self, worker: str, tokens: list[int], blocks: int) -> None:
+    async def finds(self, worker: str, tokens: list[int], blocks: int, *, rank: int = 0) -> None:
         """Waits until the router's index says that the worker holds so many leading blocks, and no more."""
         hashes = sequence_hashes(pack_tokens(tokens), BLOCK_SIZE)
         index = self.router.models[MODEL].index
-        await until(lambda: index.find(hashes).get((worker, 0), Overlap()).blocks == blocks)
+        await until(lambda: index.find(hashes).get((worker, rank), Overlap()).blocks == blocks)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.runtime.registry.get_sample_value(name, labels) or 0.0
