@@ -1,0 +1,97 @@
+"""What holds once it is quiet: nobody waits, nothing is held, and every router knows what every worker caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from services.router.model_router import ModelRouter
+from services.worker.scheduler import Scheduler
+from shared.hashing import ContentKey, block_hash, event_hash, next_sequence_hash, seed_of
+from tests.simulation.process import MODEL, Process
+
+
+def violations(processes: Sequence[Process]) -> Iterator[str]:
+    """Of the living processes, one line each."""
+    living = [process for process in processes if process.state == "running"]
+    everyone = {process.instance for process in living}
+    workers = {process.instance: process for process in living if process.service == "worker"}
+    for process in living:
+        if set(process.directory.instances) != everyone:
+            yield f"{process.instance} believes in {sorted(process.directory.instances)}, not {sorted(everyone)}"
+        if {instance for _, instance in process.directory.cards} != workers.keys():
+            yield f"{process.instance} knows the cards {sorted(process.directory.cards)}"
+        if process.frontend is not None:
+            yield from _frontend(process)
+        if process.service == "worker":
+            yield from _worker(process)
+        if process.service == "router":
+            yield from _router(process, workers)
+
+
+def _frontend(process: Process) -> Iterator[str]:
+    assert process.frontend is not None
+    if process.frontend._running:
+        yield f"{process.instance} runs {sorted(process.frontend._running)}"
+
+
+def _worker(process: Process) -> Iterator[str]:
+    if process.worker is None or process.scheduler is None or process.worker.engine.facts is None:
+        yield f"{process.instance} has no engine"
+        return
+    process.scheduler.validate()
+    load = process.scheduler.load()
+    if load.waiting or load.running or load.held_blocks:
+        yield f"{process.instance}'s engine has {load}"
+    attempts = process.worker._attempts
+    attempts.validate()
+    process.worker._sender.log.validate()
+    if attempts.names:
+        yield f"{process.instance} has the attempts {attempts.names}"
+
+
+def _router(process: Process, workers: dict[str, Process]) -> Iterator[str]:
+    model = None if process.router is None else process.router.models.get(MODEL)
+    if model is None or process.router is None:
+        yield f"{process.instance} does not know the model"
+        return
+    model.validate()
+    if model.cards.keys() != workers.keys():
+        yield f"{process.instance} routes to {sorted(model.cards)}"
+        return
+    living = model.load.living()
+    if living:
+        yield f"{process.instance} keeps the reservations {[one.reserved for one in living]}"
+    if process.router.feeds.keys() != workers.keys():
+        yield f"{process.instance} follows {sorted(process.router.feeds)}"
+        return
+    for name, worker in workers.items():
+        source = process.router.feeds[name].source
+        source.validate()
+        if source.state != "live":
+            yield f"{process.instance} is {source.state} with {name}"
+        elif worker.scheduler is not None:
+            yield from _picture(process.instance, name, model, worker.scheduler)
+
+
+def _picture(router: str, name: str, model: ModelRouter, scheduler: Scheduler) -> Iterator[str]:
+    """Whether the router's chains and index are what the worker's pool holds."""
+    truth = held(scheduler)
+    told = model.chains[name, 0].held(0)
+    if told != truth:
+        more, less = told.keys() - truth.keys(), truth.keys() - told.keys()
+        yield f"{router} has {len(more)} blocks of {name} too many and {len(less)} too few, of {len(truth)}"
+        return
+    slot = model.chains[name, 0].slot
+    found = sum((name, 0) in model.index.find([sequence]) for sequence in truth.values())
+    if found != len(truth) or model.index.blocks_of(slot) != len(truth):
+        yield f"{router}'s index finds {found} of {len(truth)} blocks of {name}, and has {model.index.blocks_of(slot)}"
+
+
+def held(scheduler: Scheduler) -> dict[int, int]:
+    """Engine hash → sequence hash of everything a worker's prefix cache holds."""
+    sequences: dict[ContentKey, int] = {}
+    for content in scheduler.snapshot():
+        seed = seed_of(content.lora, content.salt)
+        above = None if content.parent is None else sequences[content.parent]
+        sequences[content.key] = next_sequence_hash(above, block_hash(content.tokens, seed), seed)
+    return {event_hash(key): sequence for key, sequence in sequences.items()}

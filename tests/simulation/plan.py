@@ -1,0 +1,168 @@
+"""What a seed decides before anything runs: who is there, what is asked, and what goes wrong.
+
+Each seed takes some kinds of trouble and leaves out the others, so that a rare one is not always hidden behind a
+common one; some seeds take none.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal, get_args
+
+from msgspec import Struct
+
+from shared.messages import Sampling
+
+BLOCK_SIZE = 4
+CONTEXT_LENGTH = 96
+VOCABULARY = 64
+EOS = 0
+SHARED_TOKENS = 24
+"""Of the longest common prefix."""
+
+FaultKind = Literal[
+    "kill",  # SIGKILL; its lease ends by its TTL; another one starts after `for_s`
+    "stop",  # SIGTERM; it drains; another one starts after `for_s`
+    "freeze",  # SIGSTOP for `for_s`
+    "kill engine",
+    "freeze engine",
+    "lose NATS",  # of one process
+    "lose all NATS",
+    "lose discovery",  # for everyone
+    "wipe discovery",
+    "expire lease",  # though its owner lives
+    "mute events",  # of one worker: they are lost on their way
+    "part",  # nothing gets through between the process and everyone else, though both seem connected
+    "set the clock",  # the wall clock jumps by `for_s`, back or forth
+]
+
+
+class Fault(Struct, frozen=True):
+    """One thing that goes wrong."""
+
+    at_s: float
+    kind: FaultKind
+    target: int
+    """Picks among those it can befall when its time comes."""
+    for_s: float
+
+
+class Skies(Struct, frozen=True):
+    """How messages travel during the storm."""
+
+    lost: float
+    """Share of messages that never arrive."""
+    repeated: float
+    """Share that arrive twice."""
+    overtaken: float
+    """Share that do not keep the order of their link."""
+    slow: float
+    """Share that take up to `delay_s`."""
+    delay_s: float
+
+
+class Request(Struct, frozen=True):
+    """What one client asks."""
+
+    name: str
+    at_s: float
+    frontend: int
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    salt: str
+    stops: tuple[str, ...]
+    deadline_s: float
+    patience_s: float
+    """After that the client leaves."""
+
+
+class Plan(Struct, frozen=True):
+    """A seed's world. Faults and requests in order of time."""
+
+    seed: int
+    frontends: int
+    routers: int
+    workers: int
+    capacity_blocks: int
+    storm_s: float
+    """Until then requests come and things go wrong."""
+    skies: Skies
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+
+
+def plan(seed: int) -> Plan:
+    """The same plan for the same seed, always."""
+    draw = Random(f"plan {seed}")
+    storm_s = draw.choice((1.0, 2.0, 4.0))
+    return Plan(
+        seed=seed,
+        frontends=draw.randint(1, 2),
+        routers=draw.randint(1, 3),
+        workers=draw.randint(2, 3),
+        capacity_blocks=draw.randint(CONTEXT_LENGTH // BLOCK_SIZE, 48),
+        storm_s=storm_s,
+        skies=_skies(draw),
+        requests=_requests(draw, storm_s),
+        faults=_faults(draw, storm_s),
+    )
+
+
+def _skies(draw: Random) -> Skies:
+    return Skies(
+        lost=draw.choice((0.0, 0.0, 0.01, 0.05, 0.2)),
+        repeated=draw.choice((0.0, 0.0, 0.02, 0.1)),
+        overtaken=draw.choice((0.0, 0.0, 0.05)),
+        slow=draw.choice((0.0, 0.02, 0.2)),
+        delay_s=draw.choice((0.005, 0.05, 0.5)),
+    )
+
+
+def _faults(draw: Random, storm_s: float) -> tuple[Fault, ...]:
+    kinds = draw.sample(get_args(FaultKind), draw.randint(1, 4))
+    count = draw.choice((0, 1, 2, 4, 8))
+    faults = [
+        Fault(
+            at_s=draw.uniform(0.0, storm_s),
+            kind=draw.choice(kinds),
+            target=draw.randrange(1 << 16),
+            for_s=draw.choice((0.1, 0.5, 2.0, 5.0)),
+        )
+        for _ in range(count)
+    ]
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def _requests(draw: Random, storm_s: float) -> tuple[Request, ...]:
+    prefixes = [_tokens(draw, SHARED_TOKENS) for _ in range(draw.randint(1, 4))]
+    times = sorted(draw.uniform(0.0, storm_s) for _ in range(draw.randint(4, 16)))
+    return tuple(request(draw, f"r{number}", at_s, prefixes) for number, at_s in enumerate(times))
+
+
+def request(draw: Random, name: str, at_s: float, prefixes: list[tuple[int, ...]]) -> Request:
+    """One that begins as one of `prefixes` does."""
+    shared = draw.choice(prefixes)[: draw.choice((0, 8, 15, SHARED_TOKENS))]
+    return Request(
+        name=name,
+        at_s=at_s,
+        frontend=draw.randrange(1 << 16),
+        tokens=shared + _tokens(draw, draw.randint(1, 30)),
+        sampling=Sampling(
+            max_tokens=draw.choice((1, 3, 12, 30)),
+            ignore_eos=draw.random() < 0.5,
+            logprobs=draw.choice((-1, -1, 0)),
+        ),
+        salt=draw.choice(("", "", "", "tenant")),
+        stops=draw.choice(((), (), (), (letter(draw.randrange(1, VOCABULARY)),))),
+        deadline_s=draw.choice((1.0, 4.0, 8.0)),
+        patience_s=draw.choice((0.05, 0.4, 30.0, 30.0, 30.0, 30.0)),
+    )
+
+
+def letter(token: int) -> str:
+    """What a token id stands for."""
+    return chr(ord("0") + token)
+
+
+def _tokens(draw: Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(1, VOCABULARY) for _ in range(count))

@@ -1,0 +1,276 @@
+"""One simulated process: a service's own shell on the in-process twins, which can be frozen, killed and stopped.
+
+    starting ─▶ running ◀──▶ frozen            Its callbacks are told apart by OWNER, see clock.py.
+                   │  └───────┴──▶ dead        SIGKILL: frozen for ever; its connections break, its lease ends by its TTL
+                   └──▶ ended                  SIGTERM: it drains
+
+A process that starts again is another one, with an instance id of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from contextvars import copy_context
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+from prometheus_client import CollectorRegistry
+
+from services.frontend.config import LimitsConfig
+from services.frontend.metrics import Metrics
+from services.frontend.service import Frontend
+from services.router.config import IndexConfig, LoadConfig, RouterConfig, SourceConfig
+from services.router.service import Router, router
+from services.worker.config import SimulatedConfig, WorkerConfig
+from services.worker.core import EngineCore
+from services.worker.engine import Ready
+from services.worker.scheduler import Limits, Scheduler
+from services.worker.service import Worker
+from services.worker.simulated import SimulatedModel
+from services.worker.simulated_engine import SimulatedEngine
+from services.worker.timing import Timing
+from shared import subjects
+from shared.directory import Directory
+from shared.discovery import Registration
+from shared.lifecycle import Runtime, answer_pings
+from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.memory_discovery import MemoryDiscovery, MemoryStore
+from shared.messages import KvLayout, ServiceName
+from tests.simulation.clock import OWNER, SimulatedLoop
+from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EOS, VOCABULARY
+
+NAMESPACE = "simulated"
+MODEL = "sim"
+EPOCH_S = 1_000_000_000.0
+"""The wall clock at the beginning."""
+
+LIMITS = LimitsConfig(select_timeout_s=0.2, offer_timeout_s=0.5, quiet_s=0.5, frozen_s=1.5, drain_s=2.0)
+ROUTER = RouterConfig(
+    namespace=NAMESPACE,
+    index=IndexConfig(speculation_s=1.0),
+    load=LoadConfig(grace_s=0.5, unknown_s=1.0),
+    source=SourceConfig(replay_timeout_s=0.5, snapshot_idle_timeout_s=0.5, digest_s=1.0, silence_s=0.0),
+)
+SIMULATED = SimulatedConfig(fixed_s=0.01, weights_s=0.01, row_s=0.0005, token_s=0.0005, output_tokens=10)
+
+
+class _Served(Exception):
+    """The service has drained; ends the tasks that are left."""
+
+
+class Process:
+    """Owns everything that its service owns. Its endpoints and its callbacks go by its instance id."""
+
+    def __init__(
+        self,
+        loop: SimulatedLoop,
+        broker: MemoryBroker,
+        store: MemoryStore,
+        service: ServiceName,
+        instance: str,
+        draw: Random,
+        *,
+        capacity_blocks: int,
+    ) -> None:
+        self.service: ServiceName = service
+        self.instance = instance
+        self.state: Literal["running", "frozen", "dead", "ended"] = "running"
+        self.wall_offset_s = 0.0
+        self.context = copy_context()
+        self.context.run(OWNER.set, instance)
+        self.frontend: Frontend | None = None
+        self.router: Router | None = None
+        self.worker: Worker | None = None
+        self.engine: SimulatedEngine | None = None
+        """The one that lives, of a worker."""
+        self.scheduler: Scheduler | None = None
+        """Its scheduler, with the block pool."""
+        self._loop = loop
+        self._store = store
+        self._capacity_blocks = capacity_blocks
+        self.bus = MemoryBus(broker, instance)
+        self._discovery = MemoryDiscovery(store, instance)
+        self.directory = Directory(self._discovery, self.bus, NAMESPACE)
+        self._events = MemoryEvents(broker, instance)
+        self._draw = draw
+        self._stopping = asyncio.Event()
+        self.main = loop.create_task(self._live(), name=instance, context=self.context)
+
+    # --- what befalls it
+
+    def freeze(self) -> None:
+        """SIGSTOP. Its lease ends if this lasts."""
+        if self.state == "running":
+            self.state = "frozen"
+            self._loop.freeze(self.instance)
+            self._loop.call_later(self._store.ttl_s, self._lapse)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        if self.state == "frozen":
+            self.state = "running"
+            self._loop.thaw(self.instance)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.state in ("running", "frozen"):
+            self.state = "dead"
+            self._loop.freeze(self.instance)
+            self.bus.lose()
+            for registration in self._discovery.registrations:
+                registration.end()
+                self._loop.call_later(self._store.ttl_s, self._store.kill, registration)
+
+    def stop(self) -> None:
+        """SIGTERM; `main` is done when it has drained."""
+        self._stopping.set()
+
+    def expire(self) -> None:
+        """Its lease ends although it lives."""
+        for registration in self._discovery.registrations:
+            self._store.expire(registration)
+
+    def mute(self, *, muted: bool) -> None:
+        """What it publishes of its cache is lost."""
+        if self.worker is not None:
+            mute = self.bus.broker.mute if muted else self.bus.broker.unmute
+            if self.bus.broker.publisher(self.worker.event_source.publish) is not None:
+                mute(self.worker.event_source)
+
+    def bury(self) -> None:
+        """The simulation is over: what is left of the dead is taken apart."""
+        self._loop.thaw(self.instance)
+        self.main.cancel()
+
+    def _lapse(self) -> None:
+        if self.state == "frozen":
+            self.expire()
+
+    # --- its life
+
+    async def _live(self) -> None:
+        with suppress(asyncio.CancelledError):
+            try:
+                await self._serve()
+            except* _Served:
+                pass
+            finally:
+                await self._discovery.close()
+                await self.bus.drain()
+                if self.state != "dead":
+                    self.state = "ended"
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.directory.run())
+            runtime = Runtime(
+                namespace=NAMESPACE,
+                service=self.service,
+                instance=self.instance,
+                machine="simulated",
+                bus=self.bus,
+                events=self._events,
+                discovery=self._discovery,
+                directory=self.directory,
+                registry=CollectorRegistry(),
+                tasks=tasks,
+                stopping=self._stopping,
+                started=self._loop.time(),
+                wall=lambda: EPOCH_S + self._loop.time() + self.wall_offset_s,
+                draw=self._draw,
+            )
+            await answer_pings(runtime)
+            match self.service:
+                case "frontend":
+                    await self._serve_frontend(runtime)
+                case "router":
+                    async with router(runtime, ROUTER) as self.router:
+                        await self._stopping.wait()
+                case _:
+                    await self._serve_worker(runtime)
+            raise _Served
+
+    async def _serve_frontend(self, runtime: Runtime) -> None:
+        """As services/frontend/serve.py does, without its doors."""
+        frontend = Frontend(runtime, LIMITS, Metrics(runtime.registry))
+        await frontend.start()
+        self.frontend = frontend
+        registering = runtime.tasks.create_task(self._register(runtime))
+        try:
+            await self._stopping.wait()
+        finally:
+            frontend.draining = True
+            if registering.done():
+                await registering.result().close()
+            else:
+                registering.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LIMITS.drain_s):
+                    await frontend.idle()
+
+    async def _register(self, runtime: Runtime) -> Registration:
+        operations = {"stream": subjects.stream(NAMESPACE, self.instance)}
+        return await runtime.discovery.register(lambda epoch: runtime.address(epoch, operations))
+
+    async def _serve_worker(self, runtime: Runtime) -> None:
+        config = WorkerConfig(
+            namespace=NAMESPACE,
+            model=_model().name,
+            model_name=MODEL,
+            engine="simulated",
+            block_size=BLOCK_SIZE,
+            capacity_blocks=self._capacity_blocks,
+            max_running=4,
+            max_waiting=4,
+            stall_s=2.0,
+            drain_s=1.0,
+        )
+        self.worker = Worker(runtime, config, self._start_engine)
+        await self.worker.run()
+
+    async def _start_engine(self, config: WorkerConfig, model_name: str) -> SimulatedEngine:
+        facts = facts_of(config.capacity_blocks)
+        self.scheduler = Scheduler(
+            Limits(
+                model=model_name,
+                context_length=facts.context_length,
+                eos_token_ids=frozenset(facts.eos_token_ids),
+                block_size=facts.block_size,
+                capacity_blocks=facts.capacity_blocks,
+                max_running=config.max_running,
+                max_waiting=config.max_running + config.max_waiting,
+                max_waiting_tokens=config.max_waiting_tokens,
+            )
+        )
+        self.engine = SimulatedEngine(EngineCore(self.scheduler, facts.block_size), model_of(facts))
+        return self.engine
+
+
+def facts_of(capacity_blocks: int) -> Ready:
+    """What every simulated engine serves."""
+    return Ready(
+        context_length=CONTEXT_LENGTH,
+        vocab_size=VOCABULARY,
+        eos_token_ids=(EOS,),
+        block_size=BLOCK_SIZE,
+        capacity_blocks=capacity_blocks,
+        kv_layout=KvLayout(dtype="float32", layers=0, kv_heads=0, head_dim=0, block_size=BLOCK_SIZE),
+        path=_model().name,
+    )
+
+
+def model_of(facts: Ready) -> SimulatedModel:
+    """The model that speaks on all workers."""
+    return SimulatedModel(facts, Timing(SIMULATED), output_tokens=SIMULATED.output_tokens)
+
+
+@cache
+def _model() -> TemporaryDirectory[str]:
+    """Workers name a tokenizer, which nobody here reads."""
+    directory = TemporaryDirectory(prefix="headrace-simulation-")
+    Path(directory.name, "tokenizer.json").write_text("{}", encoding="utf-8")
+    return directory

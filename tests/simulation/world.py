@@ -1,0 +1,298 @@
+"""A seed's world from its first moment to its last.
+
+    storm      requests come, faults befall, messages travel badly          `plan.storm_s`
+    quiet      every fault is over; the world has QUIET_S to become right
+    after      each frontend is asked once more, and must answer
+    end        everybody is stopped, and leaves nothing behind
+
+All of it is one task on a loop that owns time (clock.py), so that a seed runs the same each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextvars import Context
+from random import Random
+from typing import Any, assert_never
+
+import msgspec
+
+from shared.memory_bus import MemoryBroker
+from shared.memory_discovery import MemoryStore
+from shared.messages import ServiceName
+from tests.simulation.clients import Answer, ask, judge
+from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
+from tests.simulation.invariants import violations
+from tests.simulation.plan import Fault, Plan, Request, request
+from tests.simulation.process import Process
+from tests.simulation.weather import StormyWeather
+
+TTL_S = 1.0
+"""Of leases."""
+QUIET_S = 40.0
+"""Longer than any deadline, back-off and interval in process.py, one after the other."""
+LOOK_S = 0.25
+END_S = 10.0
+LATE_S = 0.2
+"""How long after its deadline a request may still end, in quiet as in storm."""
+
+
+class World:
+    """One run of one plan. `wrong` grows by a line for each thing that should not have been."""
+
+    def __init__(self, loop: SimulatedLoop, plan: Plan, tell: Callable[[str], None]) -> None:
+        """`tell` gets a line for each message, fault and answer."""
+        self.wrong: list[str] = []
+        self.processes: list[Process] = []
+        """All that ever lived."""
+        self.answers: list[Answer] = []
+        self._loop = loop
+        self._plan = plan
+        self._tell = tell
+        self._draw = Random(f"world {plan.seed}")
+        contexts: dict[str, Context] = {}
+        self._contexts = contexts
+        self.weather = StormyWeather(loop, plan.seed, plan.skies, contexts, tell)
+        self._broker = MemoryBroker(self.weather)
+        self._store = MemoryStore(ttl_s=TTL_S, weather=self.weather)
+        self._quiet = asyncio.Event()
+        self._nats_away = False
+        loop.set_exception_handler(self._on_exception)
+
+    async def run(self) -> None:
+        """All of it."""
+        plan = self._plan
+        services: list[tuple[ServiceName, int]] = [
+            ("worker", plan.workers),
+            ("router", plan.routers),
+            ("frontend", plan.frontends),
+        ]
+        beginning = [service for service, count in services for _ in range(count)]
+        self._draw.shuffle(beginning)
+        for service in beginning:
+            self._start(service)
+        async with asyncio.TaskGroup() as storm:
+            for fault in plan.faults:
+                storm.create_task(self._befall(fault))
+            for one in plan.requests:
+                storm.create_task(self._ask_later(one))
+            await asyncio.sleep(plan.storm_s)
+            self._calm()
+        await self._settle("after the storm")
+        await self._ask_again()
+        await self._settle("after the last requests")
+        await self._end()
+
+    # --- who is there
+
+    def _start(self, service: ServiceName) -> None:
+        number = sum(process.service == service for process in self.processes) + 1
+        instance = f"{service[0]}{number}"
+        process = Process(
+            *(self._loop, self._broker, self._store, service, instance),
+            Random(f"{instance} {self._plan.seed}"),
+            capacity_blocks=self._plan.capacity_blocks,
+        )
+        self._tell(f"{instance} starts")
+        self._contexts[instance] = process.context
+        self.processes.append(process)
+        if self._nats_away:
+            self._broker.disconnect(process.bus)
+
+    def _alive(self, service: ServiceName | None = None) -> list[Process]:
+        return [
+            process
+            for process in self.processes
+            if process.state in ("running", "frozen") and service in (None, process.service)
+        ]
+
+    # --- storm
+
+    async def _befall(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at_s)
+        only = "worker" if fault.kind in ("kill engine", "freeze engine", "mute events") else None
+        among = self._alive(only)
+        target = among[fault.target % len(among)] if among else None
+        if target is None:
+            return
+        self._tell(f"fault: {fault.kind} {target.instance} for {fault.for_s:g} s")
+        match fault.kind:
+            case "kill":
+                self._kill(target)
+                await self._pass(fault.for_s)
+                self._start(target.service)
+            case "stop":
+                target.stop()
+                await self._pass(fault.for_s)
+                self._start(target.service)
+            case "freeze":
+                target.freeze()
+                await self._pass(fault.for_s)
+                target.thaw()
+            case "kill engine":
+                if target.engine is not None:
+                    target.context.copy().run(target.engine.kill)
+            case "freeze engine":
+                engine = target.engine
+                if engine is not None:
+                    engine.freeze()
+                    await self._pass(fault.for_s)
+                    target.context.copy().run(engine.thaw)
+            case "lose NATS":
+                self._broker.disconnect(target.bus)
+                await self._pass(fault.for_s)
+                self._reconnect(target)
+            case "lose all NATS":
+                self._nats_away = True
+                for process in self._alive():
+                    self._broker.disconnect(process.bus)
+                await self._pass(fault.for_s)
+                self._nats_away = False
+                for process in self._alive():
+                    self._reconnect(process)
+            case "lose discovery":
+                self._store.outage()
+                await self._pass(fault.for_s)
+                self._store.recover()
+            case "wipe discovery":
+                if not self._store.away:
+                    self._store.wipe()
+            case "expire lease":
+                if not self._store.away:
+                    target.expire()
+            case "mute events":
+                target.mute(muted=True)
+                await self._pass(fault.for_s)
+                target.mute(muted=False)
+            case "part":
+                self.weather.parted.add(target.instance)
+                await self._pass(fault.for_s)
+                self.weather.parted.discard(target.instance)
+            case "set the clock":
+                target.wall_offset_s += fault.for_s * self._draw.choice((-1, 1))
+            case _:
+                assert_never(fault.kind)
+
+    def _kill(self, target: Process) -> None:
+        target.kill()
+        for answer in self.answers:
+            if answer.frontend == target.instance and answer.end is None:
+                answer.end, answer.ended_s = "reset", self._loop.time()
+
+    def _reconnect(self, process: Process) -> None:
+        if process.state != "dead" and not self._nats_away:
+            self._broker.reconnect(process.bus)
+
+    async def _pass(self, for_s: float) -> None:
+        """So much time, or until the storm is over."""
+        try:
+            async with asyncio.timeout(for_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            return
+
+    def _calm(self) -> None:
+        """Nothing new goes wrong; the faults that last end themselves now."""
+        self._tell("quiet")
+        self.weather.stormy = False
+        self._quiet.set()
+
+    # --- requests
+
+    async def _ask_later(self, one: Request) -> None:
+        await asyncio.sleep(one.at_s)
+        there = [process for process in self._alive("frontend") if process.frontend is not None]
+        if there:
+            self._ask(there[one.frontend % len(there)], one)
+
+    def _ask(self, process: Process, one: Request) -> Answer:
+        assert process.frontend is not None
+        answer = Answer(one, process.instance, self._loop.time() + one.deadline_s)
+        self.answers.append(answer)
+        asking = ask(process.frontend, answer, self._tell)
+        self._loop.create_task(asking, name=one.name, context=process.context.copy())
+        return answer
+
+    async def _ask_again(self) -> None:
+        """What is asked now is answered."""
+        prefixes = [one.tokens for one in self._plan.requests]
+        for process in self._alive("frontend"):
+            name = f"again {process.instance}"
+            one = request(self._draw, name, self._loop.time(), prefixes)
+            answer = self._ask(process, msgspec.structs.replace(one, deadline_s=8.0, patience_s=30.0))
+            while answer.end is None and self._loop.time() < answer.deadline_s + LATE_S:
+                await asyncio.sleep(LOOK_S)
+            if answer.end not in ("stop", "length"):
+                self.wrong.append(f"in quiet, {name} ended by {answer.end}: {answer.error!r}")
+
+    # --- quiet
+
+    async def _settle(self, when: str) -> None:
+        limit_s = self._loop.time() + QUIET_S
+        while (found := self._found()) and self._loop.time() < limit_s:
+            await asyncio.sleep(LOOK_S)
+        self.wrong += [f"{when}: {line}" for line in found]
+
+    def _found(self) -> list[str]:
+        waiting = [f"{answer.request.name} has no end" for answer in self.answers if answer.end is None]
+        crashed = [f"{process.instance} crashed" for process in self.processes if _crashed(process)]
+        return [*waiting, *crashed, *violations(self.processes)]
+
+    async def _end(self) -> None:
+        for process in self.processes:
+            if process.state == "dead":
+                process.bury()
+            else:
+                process.stop()
+        mains = [process.main for process in self.processes]
+        await asyncio.wait(mains, timeout=END_S)
+        for process in self.processes:
+            if not process.main.done():
+                self.wrong.append(f"{process.instance} does not end")
+            elif (error := process.main.exception()) is not None:
+                self.wrong.append(f"{process.instance} crashed: {error!r}")
+        self.wrong += [line for line in map(judge, self.answers) if line]
+        self.wrong += [
+            f"a subscription of {subscription.bus.name} failed {subscription.statistics().failed} times"
+            for process in self.processes
+            for subscription in self._broker.subscriptions(process.bus)
+            if subscription.statistics().failed
+        ]
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        if left and all(process.state != "dead" for process in self.processes):
+            self.wrong.append(f"left behind: {sorted(task.get_name() for task in left)}")
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=END_S)
+
+    def _on_exception(self, _loop: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
+        self.wrong.append(f"{told['message']}: {told.get('exception')!r}")
+
+
+def _crashed(process: Process) -> bool:
+    return process.main.done() and not process.main.cancelled() and process.main.exception() is not None
+
+
+def run(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[str]:
+    """What went wrong in a plan's world, one line each."""
+    random.seed(plan.seed)
+    wrong: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        world = World(loop, plan, lambda line: tell(f"{loop.time():10.6f} {line}"))
+        try:
+            await world.run()
+        finally:
+            wrong.extend(world.wrong)
+
+    try:
+        with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+            runner.run(main())
+    except (Deadlock, Livelock, AssertionError, ExceptionGroup) as error:
+        wrong.append(repr(error))
+    return wrong
