@@ -252,6 +252,7 @@ class Chains:
             above = home.hashes[parent]
             seed = home.seeds.get(parent, SEED)
             routable = 0 if above is None else routable
+        beginning = above
         known = tier.hashes
         sequences: list[int] = []
         stride = 4 * self._block_size
@@ -275,7 +276,7 @@ class Chains:
                     tier.seeds[name] = seed
             if sequence is not None:
                 sequences.append(sequence)
-        self._index.stored(self.slot, number, sequences)
+        self._index.stored(self.slot, number, sequences, beginning)
 
     # --- removed
 

@@ -1,9 +1,8 @@
 """Who caches what: sequence hash → the candidates that hold the block, per tier. Pure.
 
-    find([s0 s1 s2 s3 …])             Holders are shared: blocks with the same holders point to the same object,
-          │  │  │  │                  so a scan compares identities and works only where the holders change:
-          H1 H1 H1 H2                     H1 = device {A, B}   H2 = device {A}, host {B}
-          └─ no work ─┘  └ B goes on in its host tier
+    find([s0 s1 s2 s3 s4 …])          a jump from run to run (`services.router.runs`), and work where holders change:
+         └── H1 ──┘└─ H2 ─┘              H1 = device {A, B}   H2 = device {A}, host {B}
+                   └ B goes on in its host tier
 
 A sequence hash names the whole prefix, so an index needs no tree: a block that leaves the middle of a chain ends the
 overlap there, one that comes back joins the chain again. Each block counts in its best tier; the chain of a
@@ -11,20 +10,21 @@ candidate ends at the first block it holds in none.
 
 A candidate holds blocks in a *slot*, one bit in the holders' masks. `retire` hides all of a slot at once; whoever
 stored its blocks removes them in slices, and the bit is used again once it is empty. A block stored n times in a slot
-and tier must be removed n times. Bytes are bounded: at the limit the blocks that were stored or touched longest ago
-go first, for all their holders.
+and tier must be removed n times. Bytes are bounded: at the limit the runs that were stored or touched longest ago go
+first, for all their holders.
 
 `benchmarks/index.py` measures it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from array import array
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
 
+from services.router.runs import Holders, Masks, Run, Runs
 from shared.messages import Overlap, Tier
 
 CandidateId = tuple[str, int]
@@ -32,15 +32,15 @@ CandidateId = tuple[str, int]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
-BLOCK_BYTES = 108
-"""One sequence hash: an int of 48 bytes, and 30 to 60 of the dict, by how full it is. benchmarks/index.py measures."""
+BLOCK_BYTES = 105
+"""One sequence hash: an int, its place in a run, and 30 to 60 of the dict, by how full it is. benchmarks/index.py
+measures."""
+RUN_BYTES = 150
 HOLDERS_BYTES = 480
 """One distinct set of holders with its key, two masks and its place in the table."""
 REPEAT_BYTES = 120
 """One block that a slot holds more than once."""
 
-_DROP_BLOCKS = 1024
-_CHUNK_BLOCKS = 32
 _NAMED_LIMIT = 4096
 
 
@@ -53,9 +53,10 @@ class IndexStatistics(Struct, frozen=True):
     """(block, candidate) pairs, retired slots included until their blocks are removed."""
     holder_sets: int
     bytes: int
-    """Estimate; at most the limit, but for one batch of stored blocks."""
+    """Estimate; at most the limit."""
     dropped_blocks: int
     """Blocks given up at the limit since the start."""
+    runs: int = 0
 
 
 class Slot:
@@ -71,26 +72,12 @@ class Slot:
         """Given up at the limit: the picture is incomplete if there are any."""
 
 
-class _Holders:
-    """One distinct set of (slot, tier) pairs; shared by all blocks held by exactly these."""
-
-    __slots__ = ("any", "masks", "uses")
-
-    def __init__(self, masks: tuple[int, int, int]) -> None:
-        self.masks = masks
-        self.any = masks[0] | masks[1] | masks[2]
-        self.uses = 0
-
-
 class Index:
     """The blocks of all candidates of one model."""
 
     def __init__(self, *, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._blocks: dict[int, _Holders] = {}
-        """Sequence hash → its holders; coldest first."""
-        self._holders: dict[tuple[int, int, int], _Holders] = {}
-        """Every set in use, by its masks; `uses` counts the blocks that point to it."""
+        self._runs = Runs()
         self._slots: list[Slot | None] = []
         """By number; None: free."""
         self._pairs: list[list[int]] = [[], [], []]
@@ -141,120 +128,125 @@ class Index:
 
     # --- events
 
-    def stored(self, slot: Slot, tier: int, hashes: Iterable[int]) -> None:
-        """The blocks are held in the slot's tier (an index into TIERS), once more than before."""
+    def stored(self, slot: Slot, tier: int, hashes: Sequence[int], parent: int | None = None) -> None:
+        """Consecutive blocks of a chain are held in the slot's tier (an index into TIERS), once more than before.
+        `parent` is the block before them, where it is known: runs grow by it."""
         assert slot.state == "open"
-        number = slot.number
-        blocks = self._blocks
-        get = blocks.get
-        old: _Holders | None = None
-        new = self._with(None, number, tier)
-        run = added = 0
-        for block in hashes:
-            holders = get(block)
-            if holders is not old:
-                self._moved(old, new, run)
-                added += run
-                run = 0
-                old = holders
-                new = self._with(old, number, tier)
-            if new is old:
-                self._repeat(number, tier, block)
+        runs = self._runs
+        bit = 1 << slot.number
+        before = None if parent is None else runs.ending(parent)
+        alone: Holders | None = None
+        at = added = 0
+        count = len(hashes)
+        while at < count:
+            run = runs.of(hashes[at])
+            if run is None:
+                alone = alone or runs.holders(_with((0, 0, 0), tier, bit))
+                before, blocks = runs.add(hashes, at, alone, before)
+                added += blocks
+                at += blocks
+                continue
+            start, blocks = _piece(run, hashes, at)
+            if run.holders.masks[tier] & bit:
+                self._repeat(slot.number, tier, hashes[at : at + blocks])
             else:
-                blocks[block] = new
-                run += 1
-        self._moved(old, new, run)
-        self._pairs[tier][number] += added + run
+                holders = runs.holders(_with(run.holders.masks, tier, bit))
+                run = runs.change(run, start, start + blocks, holders, before)
+                added += blocks
+            at += blocks
+            before = run if run.hashes[-1] == hashes[at - 1] else None
+        self._pairs[tier][slot.number] += added
         if self.bytes > self._limit_bytes:
             self._drop_coldest()
 
-    def removed(self, slot: Slot, tier: int, hashes: Iterable[int]) -> None:
-        """The blocks are held once less; those not held are ignored (they may have been dropped)."""
+    def removed(self, slot: Slot, tier: int, hashes: Sequence[int]) -> None:
+        """The blocks, in any order, are held once less; those not held are ignored (they may have been dropped)."""
         if slot.state == "freed":
             return
-        number = slot.number
-        blocks = self._blocks
-        get = blocks.get
-        repeats = self._repeats[tier][number]
-        old: _Holders | None = None
-        new: _Holders | None = None
-        held = False
-        run = gone = 0
-        for block in hashes:
-            holders = get(block)
-            if holders is not old:
-                self._moved(old, new, run)
-                gone += run
-                run = 0
-                old = holders
-                held = old is not None and bool(old.masks[tier] >> number & 1)
-                new = self._without(old, number, tier) if old is not None and held else None
-            if not held:
+        runs = self._runs
+        bit = 1 << slot.number
+        repeats = self._repeats[tier][slot.number]
+        at = gone = 0
+        count = len(hashes)
+        while at < count:
+            block = hashes[at]
+            run = runs.of(block)
+            if run is None or not run.holders.masks[tier] & bit:
+                at += 1
                 continue
-            if repeats and block in repeats:
-                self._unrepeat(number, tier, block)
-                continue
-            if new is None:
-                del blocks[block]
+            if repeats:
+                start, blocks = run.hashes.index(block), 1
+                if self._unrepeat(repeats, block):
+                    at += 1
+                    continue
             else:
-                blocks[block] = new
-            run += 1
-        self._moved(old, new, run)
-        if gone + run:
-            self._pairs[tier][number] -= gone + run
+                start, blocks = _piece_either_way(run, hashes, at)
+            masks = _without(run.holders.masks, tier, bit)
+            if any(masks):
+                runs.change(run, start, start + blocks, runs.holders(masks))
+            else:
+                runs.drop(run, start, start + blocks)
+            at += blocks
+            gone += blocks
+        if gone:
+            self._pairs[tier][slot.number] -= gone
             self._free_if_empty(slot)
 
-    def touch(self, hashes: Iterable[int]) -> None:
-        """These blocks were asked for: they are the warmest now. Only worth its time near the limit."""
-        blocks = self._blocks
-        for block in hashes:
-            holders = blocks.pop(block, None)
-            if holders is not None:
-                blocks[block] = holders
+    def touch(self, hashes: Sequence[int]) -> None:
+        """These leading blocks of a chain were asked for: they are the warmest now."""
+        at = 0
+        while at < len(hashes):
+            run = self._runs.of(hashes[at])
+            if run is None:
+                return
+            self._runs.touch(run)
+            at += len(run.hashes)
 
     # --- the question
 
     def find(self, hashes: Sequence[int]) -> dict[CandidateId, Overlap]:
-        """How many leading blocks each candidate holds, per tier; candidates without the first are left out.
+        """How many leading blocks each candidate holds, per tier; candidates without the first are left out. `hashes`
+        are the sequence hashes of one prompt, from its first block on.
 
-        Cost: one dict lookup a block up to where the last candidate's chain ends, and work where holders change.
+        Cost: two lookups a run, up to where the last candidate's chain ends, and work where holders change.
         """
         found: dict[CandidateId, Overlap] = {}
-        get = self._blocks.get
+        of = self._runs.of
         lower: dict[int, list[int]] = {}
-        current: _Holders | None = None
+        current: Holders | None = None
         alive = ~self._retired
-        start = 0  # of the run of `current`
-        for base in range(0, len(hashes), _CHUNK_BLOCKS):
-            chunk = list(map(get, hashes[base : base + _CHUNK_BLOCKS]))
-            if base and chunk.count(current) == len(chunk):
-                continue
-            for depth, holders in enumerate(chunk, base):
-                if holders is current and depth:
-                    continue
-                if current is not None:
-                    self._count_lower(lower, alive, current, depth - start)
-                start = depth
-                left = alive & holders.any if holders is not None else 0
-                if depth and left != alive:
-                    self._settle(found, alive & ~left, depth, lower)
-                if not left:
+        at = start = 0  # `start`: of the stretch that `current` holds
+        count = len(hashes)
+        while at < count:
+            run = of(hashes[at])
+            if run is None or run.holders is not current:
+                if current is not None and current.below:
+                    self._count_lower(lower, alive, current, at - start)
+                left = 0 if run is None else alive & run.holders.any
+                if at and left != alive:
+                    self._settle(found, alive & ~left, at, lower)
+                if run is None or not left:
                     return found
                 alive = left
-                current = holders
+                current = run.holders
+                start = at
+            own = run.hashes
+            end = at + len(own)
+            at = end if end <= count and hashes[end - 1] == own[-1] else _leaves(own, hashes, at)
         if current is not None:
-            self._count_lower(lower, alive, current, len(hashes) - start)
-            self._settle(found, alive, len(hashes), lower)
+            if current.below:
+                self._count_lower(lower, alive, current, count - start)
+            self._settle(found, alive, count, lower)
         return found
 
-    def _count_lower(self, lower: dict[int, list[int]], alive: int, holders: _Holders, run: int) -> None:
-        """A run of blocks with the same holders: those not on the device count for host or disk."""
-        device, host, _ = holders.masks
-        below = alive & ~device
+    def _count_lower(self, lower: dict[int, list[int]], alive: int, holders: Holders, blocks: int) -> None:
+        """A stretch of blocks with the same holders: those not on the device count for host or disk."""
+        host = holders.masks[1]
+        below = alive & holders.below
         while below:
             bit = below & -below
             below ^= bit
-            lower.setdefault(bit, [0, 0])[0 if host & bit else 1] += run
+            lower.setdefault(bit, [0, 0])[0 if host & bit else 1] += blocks
 
     def _settle(self, found: dict[CandidateId, Overlap], ended: int, depth: int, lower: dict[int, list[int]]) -> None:
         """The chains of the slots in `ended` are `depth` blocks long."""
@@ -279,50 +271,39 @@ class Index:
             self._named[mask] = names
         return names
 
-    # --- sets of holders
+    # --- blocks held more than once
 
-    def _with(self, holders: _Holders | None, number: int, tier: int) -> _Holders:
-        return self._shared(_changed(holders.masks if holders else (0, 0, 0), tier, 1 << number, 0))
-
-    def _without(self, holders: _Holders, number: int, tier: int) -> _Holders | None:
-        masks = _changed(holders.masks, tier, 0, 1 << number)
-        return self._shared(masks) if any(masks) else None
-
-    def _shared(self, masks: tuple[int, int, int]) -> _Holders:
-        """The one object for these masks. A new one is in the table only once a block points to it (`_moved`)."""
-        return self._holders.get(masks) or _Holders(masks)
-
-    def _moved(self, old: _Holders | None, new: _Holders | None, blocks: int) -> None:
-        """So many blocks point to `new` now instead of `old`."""
-        if not blocks:
-            return
-        if new is not None:
-            self._holders[new.masks] = new
-            new.uses += blocks
-        if old is not None:
-            old.uses -= blocks
-            if not old.uses:
-                del self._holders[old.masks]
-
-    def _repeat(self, number: int, tier: int, block: int) -> None:
+    def _repeat(self, number: int, tier: int, blocks: Sequence[int]) -> None:
         repeats = self._repeats[tier][number]
-        repeats[block] = repeats.get(block, 0) + 1
-        self._repeats_count += repeats[block] == 1
+        before = len(repeats)
+        for block in blocks:
+            repeats[block] = repeats.get(block, 0) + 1
+        self._repeats_count += len(repeats) - before
 
-    def _unrepeat(self, number: int, tier: int, block: int) -> None:
-        repeats = self._repeats[tier][number]
-        if repeats[block] > 1:
-            repeats[block] -= 1
+    def _unrepeat(self, repeats: dict[int, int], block: int) -> bool:
+        """Whether the block was held more than once, and is once less now."""
+        count = repeats.get(block)
+        if count is None:
+            return False
+        if count > 1:
+            repeats[block] = count - 1
         else:
             del repeats[block]
             self._repeats_count -= 1
+        return True
 
     # --- the bound
 
     @property
     def bytes(self) -> int:
         """Estimated size."""
-        return BLOCK_BYTES * len(self._blocks) + HOLDERS_BYTES * len(self._holders) + REPEAT_BYTES * self._repeats_count
+        runs = self._runs
+        return (
+            BLOCK_BYTES * runs.blocks
+            + RUN_BYTES * runs.runs
+            + HOLDERS_BYTES * runs.sets
+            + REPEAT_BYTES * self._repeats_count
+        )
 
     @property
     def crowded(self) -> bool:
@@ -330,53 +311,52 @@ class Index:
         return self.bytes > self._limit_bytes * 7 // 8
 
     def _drop_coldest(self) -> None:
-        while self.bytes > self._limit_bytes and self._blocks:
-            # Taken in batches: the front of a dict whose first entries were deleted is slow to reach.
-            for block in list(islice(self._blocks, _DROP_BLOCKS)):
-                if self.bytes <= self._limit_bytes:
-                    break
-                self._drop(block)
+        while self.bytes > self._limit_bytes:
+            run = self._runs.coldest()
+            if run is None:
+                return
+            blocks = run.hashes[:]
+            for tier, mask in enumerate(run.holders.masks):
+                while mask:
+                    bit = mask & -mask
+                    mask ^= bit
+                    self._lose(bit.bit_length() - 1, tier, blocks)
+            self._runs.drop(run, 0, len(blocks))
+            self._dropped_blocks += len(blocks)
 
-    def _drop(self, block: int) -> None:
-        holders = self._blocks.pop(block)
-        for tier, mask in enumerate(holders.masks):
-            while mask:
-                bit = mask & -mask
-                mask ^= bit
-                number = bit.bit_length() - 1
-                self._repeats_count -= self._repeats[tier][number].pop(block, 0) > 0
-                self._pairs[tier][number] -= 1
-                slot = self._slots[number]
-                assert slot is not None
-                slot.dropped_blocks += 1
-                self._free_if_empty(slot)
-        self._moved(holders, None, 1)
-        self._dropped_blocks += 1
+    def _lose(self, number: int, tier: int, blocks: array[int]) -> None:
+        """A slot's blocks are given up in one tier."""
+        repeats = self._repeats[tier][number]
+        if repeats:
+            for block in blocks:
+                self._repeats_count -= repeats.pop(block, 0) > 0
+        self._pairs[tier][number] -= len(blocks)
+        slot = self._slots[number]
+        assert slot is not None
+        slot.dropped_blocks += len(blocks)
+        self._free_if_empty(slot)
 
     # --- for people and tests
 
     def statistics(self) -> IndexStatistics:
         """Sizes and counts, in constant time but for the number of slots."""
         return IndexStatistics(
-            blocks=len(self._blocks),
+            blocks=self._runs.blocks,
             pairs={tier: sum(self._pairs[number]) for number, tier in enumerate(TIERS)},
-            holder_sets=len(self._holders),
+            holder_sets=self._runs.sets,
             bytes=self.bytes,
             dropped_blocks=self._dropped_blocks,
+            runs=self._runs.runs,
         )
 
     def validate(self) -> None:
         """Assert every invariant. Linear in the pairs."""
-        uses: dict[tuple[int, int, int], int] = {}
+        self._runs.validate()
         pairs = [[0] * len(self._slots) for _ in TIERS]
-        for holders in self._blocks.values():
-            assert self._holders[holders.masks] is holders, "holders are shared"
-            uses[holders.masks] = uses.get(holders.masks, 0) + 1
-            for tier, mask in enumerate(holders.masks):
+        for run in self._runs.each():
+            for tier, mask in enumerate(run.holders.masks):
                 for number in range(len(self._slots)):
-                    pairs[tier][number] += mask >> number & 1
-        assert uses == {masks: holders.uses for masks, holders in self._holders.items()}
-        assert (0, 0, 0) not in self._holders
+                    pairs[tier][number] += (mask >> number & 1) * len(run.hashes)
         assert pairs == self._pairs
         assert self._repeats_count == sum(len(repeats) for row in self._repeats for repeats in row)
         for number, slot in enumerate(self._slots):
@@ -390,16 +370,65 @@ class Index:
             for tier in range(3):
                 for block, count in self._repeats[tier][number].items():
                     assert count > 0
-                    assert self._blocks[block].masks[tier] >> number & 1, "a repeat without its block"
+                    home = self._runs.of(block)
+                    assert home is not None, "a repeat without its block"
+                    assert home.holders.masks[tier] >> number & 1, "a repeat without its block"
         owners = [slot.candidate for slot in self._slots if slot is not None and slot.state == "open"]
         assert len(owners) == len(set(owners)), "one open slot a candidate"
-        assert self.bytes <= self._limit_bytes or not self._blocks
+        assert self.bytes <= self._limit_bytes
 
 
-def _changed(masks: tuple[int, int, int], tier: int, set_bits: int, clear_bits: int) -> tuple[int, int, int]:
+def _leaves(own: array[int], hashes: Sequence[int], at: int) -> int:
+    """Where a chain that enters the run `own` at its first block leaves it: once they differ, they differ for good."""
+    low, high = 1, min(len(own), len(hashes) - at)
+    if hashes[at + high - 1] == own[high - 1]:
+        return at + high
+    while low < high:
+        middle = (low + high) // 2
+        if hashes[at + middle] == own[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return at + low
+
+
+def _piece(run: Run, hashes: Sequence[int], at: int) -> tuple[int, int]:
+    """(where in the run block `at` of `hashes` is, how many blocks from there on are in both)."""
+    own = run.hashes
+    start = 0 if own[0] == hashes[at] else own.index(hashes[at])
+    most = min(len(own) - start, len(hashes) - at)
+    count = 1
+    while count < most and own[start + count] == hashes[at + count]:
+        count += 1
+    return start, count
+
+
+def _piece_either_way(run: Run, hashes: Sequence[int], at: int) -> tuple[int, int]:
+    """The same where `hashes` may also go from a chain's end to its beginning, as caches evict. `start` is the first
+    of them in the run."""
+    own = run.hashes
+    last = len(own) - 1
+    if own[-1] != hashes[at]:
+        start, count = _piece(run, hashes, at)
+        if count > 1 or not start:
+            return start, count
+        last = start
+    most = min(last + 1, len(hashes) - at)
+    count = 1
+    while count < most and own[last - count] == hashes[at + count]:
+        count += 1
+    return last + 1 - count, count
+
+
+def _with(masks: Masks, tier: int, bit: int) -> Masks:
     device, host, disk = masks
     if tier == 0:
-        return (device | set_bits) & ~clear_bits, host, disk
-    if tier == 1:
-        return device, (host | set_bits) & ~clear_bits, disk
-    return device, host, (disk | set_bits) & ~clear_bits
+        return device | bit, host, disk
+    return (device, host | bit, disk) if tier == 1 else (device, host, disk | bit)
+
+
+def _without(masks: Masks, tier: int, bit: int) -> Masks:
+    device, host, disk = masks
+    if tier == 0:
+        return device & ~bit, host, disk
+    return (device, host & ~bit, disk) if tier == 1 else (device, host, disk & ~bit)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.router.index import BLOCK_BYTES, HOLDERS_BYTES, CandidateId, Index, Slot
+from services.router.index import BLOCK_BYTES, HOLDERS_BYTES, RUN_BYTES, CandidateId, Index, Slot
+from services.router.runs import RUN_BLOCKS
 from shared.messages import Overlap
 
 UNLIMITED = 1 << 40
@@ -45,26 +47,70 @@ def test_a_block_that_leaves_the_middle_ends_the_chain_and_rejoins_it_when_it_is
     assert index.find(chain) == {("a", 0): Overlap(100)}
 
 
-def test_chains_that_end_in_different_chunks_are_each_found_to_their_end() -> None:
+def test_chains_that_end_anywhere_are_each_found_to_their_end() -> None:
     index = Index(limit_bytes=UNLIMITED)
     chain = list(range(1, 1025))
-    for length in (1, 31, 32, 33, 64, 500, 1024):
+    lengths = (1, 31, 32, 33, RUN_BLOCKS - 1, RUN_BLOCKS, RUN_BLOCKS + 1, 1024)
+    for length in lengths:
         index.stored(index.open((f"w{length}", 0)), DEVICE, chain[:length])
-    assert {name: overlap.device for (name, _), overlap in index.find(chain).items()} == {
-        f"w{length}": length for length in (1, 31, 32, 33, 64, 500, 1024)
-    }
+    index.validate()
+    for asked in (1, 32, 200, 1024):
+        found = {name: overlap.device for (name, _), overlap in index.find([*chain[:asked], -1]).items()}
+        assert found == {f"w{length}": min(length, asked) for length in lengths}
+
+
+def test_prompts_that_leave_a_chain_anywhere_overlap_up_to_there() -> None:
+    index = Index(limit_bytes=UNLIMITED)
+    slot = index.open(("a", 0))
+    chain = list(range(1, 601))
+    index.stored(slot, DEVICE, chain)
+    for shared in range(1, 601):
+        other = [*chain[:shared], *range(1000, 1600 - shared)]
+        assert index.find(other) == {("a", 0): Overlap(shared)}
+    index.stored(slot, DEVICE, [1000, 1001], 10)
+    assert index.find([*chain[:10], 1000, 1001, 1002]) == {("a", 0): Overlap(12)}
 
 
 def test_what_is_stored_twice_is_gone_when_it_is_removed_twice() -> None:
     index = Index(limit_bytes=UNLIMITED)
     slot = index.open(("a", 0))
-    index.stored(slot, DEVICE, [1, 1])
-    index.stored(slot, DEVICE, [1])
+    for _ in range(3):
+        index.stored(slot, DEVICE, [1])
     for _ in range(2):
         index.removed(slot, DEVICE, [1])
         assert index.find([1]) == {("a", 0): Overlap(1)}
     index.removed(slot, DEVICE, [1, 1])
     assert index.find([1]) == {}
+    assert index.bytes == 0
+
+
+def test_blocks_that_grow_and_go_one_by_one_stay_in_few_runs() -> None:
+    index = Index(limit_bytes=UNLIMITED)
+    a, b = index.open(("a", 0)), index.open(("b", 0))
+    chain = list(range(1, 201))
+    for slot in (a, b):
+        for block in chain:
+            index.stored(slot, DEVICE, [block], block - 1 or None)
+    assert index.statistics().runs == 1
+    for block in reversed(chain[100:]):
+        index.removed(b, DEVICE, [block])
+        index.validate()
+        assert index.statistics().runs <= 2
+    assert index.find(chain) == {("a", 0): Overlap(200), ("b", 0): Overlap(100)}
+
+
+def test_a_chain_with_a_forged_hash_that_repeats_does_no_harm() -> None:
+    index = Index(limit_bytes=UNLIMITED)
+    a, b = index.open(("a", 0)), index.open(("b", 0))
+    for slot in (a, b):
+        index.stored(slot, DEVICE, [1, 2, 3, 2, 4, 1], 9)
+        index.stored(slot, DEVICE, [1, 2], 3)
+        index.stored(slot, HOST, [3, 1, 4], 2)
+        index.validate()
+    for slot in (a, b):
+        index.removed(slot, DEVICE, [1, 2, 3, 2, 4, 1, 1, 2])
+        index.removed(slot, HOST, [4, 3, 1])
+        index.validate()
     assert index.bytes == 0
 
 
@@ -82,26 +128,64 @@ def test_a_retired_slot_is_not_found_and_its_number_is_used_again_once_it_is_emp
     index.validate()
 
 
-def test_at_the_limit_the_coldest_blocks_go_and_touched_ones_stay() -> None:
-    index = Index(limit_bytes=BLOCK_BYTES * 100 + HOLDERS_BYTES)
+def test_at_the_limit_the_coldest_runs_go_and_touched_ones_stay() -> None:
+    index = Index(limit_bytes=BLOCK_BYTES * 100 + RUN_BYTES * 10 + HOLDERS_BYTES)
     slot = index.open(("a", 0))
-    index.stored(slot, DEVICE, range(100))
+    for start in range(0, 100, 10):
+        index.stored(slot, DEVICE, range(start, start + 10))
     assert index.crowded
-    index.touch(range(10))
+    index.touch([0, 1])
     index.stored(slot, DEVICE, range(100, 150))
     index.validate()
-    assert index.find([5]) == {("a", 0): Overlap(1)}
-    assert index.find([15]) == {}
-    assert index.find([149]) == {("a", 0): Overlap(1)}
+    assert index.find([0]) == {("a", 0): Overlap(1)}
+    assert index.find([10]) == {}
+    assert index.find(range(100, 151)) == {("a", 0): Overlap(50)}
     assert slot.dropped_blocks == index.statistics().dropped_blocks == 50
 
 
-HASHES = st.lists(st.integers(0, 40), max_size=12)
+def test_what_is_dropped_at_the_limit_is_gone_for_all_holders_and_tiers_repeats_too() -> None:
+    index = Index(limit_bytes=BLOCK_BYTES * 20)
+    a, b = index.open(("a", 0)), index.open(("b", 0))
+    for slot, tier in ((a, DEVICE), (a, HOST), (b, DEVICE), (b, DEVICE)):
+        index.stored(slot, tier, [1, 2, 3])
+    index.stored(a, DEVICE, range(100, 112))
+    index.validate()
+    assert index.find([1, 2, 3]) == {}
+    assert (a.dropped_blocks, b.dropped_blocks) == (6, 3)
+    index.removed(b, DEVICE, [1, 2, 3])
+    index.retire(b)
+    assert b.state == "freed"
+
+
+def test_a_run_larger_than_the_limit_leaves_nothing() -> None:
+    index = Index(limit_bytes=BLOCK_BYTES)
+    index.stored(index.open(("a", 0)), DEVICE, range(100))
+    index.validate()
+    assert index.bytes == 0
+
+
+TREE: dict[int, int] = {}
+"""Block → its parent; 0: none. Some chains are longer than others, so that prompts part early and late."""
+_draw = Random(5)
+for _block in range(1, 61):
+    TREE[_block] = _draw.choice([0, *range(1, _block)]) if _block % 3 == 0 else _block - 1
+
+
+def path(block: int) -> list[int]:
+    """The chain from its first block to this one."""
+    found: list[int] = []
+    while block:
+        found.append(block)
+        block = TREE[block]
+    return found[::-1]
+
+
+BLOCKS = st.sampled_from(sorted(TREE))
 NAMES = ("a", "b", "c", "d")
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Random events on few hashes, so that sets split and merge; the model holds counted sets."""
+    """Random events on a small tree of blocks, so that runs are cut and joined; the model holds counted sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,22 +201,35 @@ class IndexMachine(RuleBasedStateMachine):
             self.held[self.open[name]] = [Counter(), Counter(), Counter()]
 
     @precondition(lambda self: self.open)
-    @rule(pick=st.randoms(use_true_random=False), tier=st.integers(0, 2), hashes=HASHES)
-    def store(self, pick: object, tier: int, hashes: list[int]) -> None:
-        slot = self.open[pick.choice(sorted(self.open))]  # type: ignore[attr-defined]
-        self.index.stored(slot, tier, hashes)
-        self.held[slot][tier].update(hashes)
+    @rule(number=st.integers(0, 3), tier=st.integers(0, 2), end=BLOCKS, skipped=st.integers(0, 20), told=st.booleans())
+    def store(self, number: int, tier: int, end: int, skipped: int, told: bool) -> None:
+        slot = self.open[sorted(self.open)[number % len(self.open)]]
+        chain = path(end)[skipped:] or [end]
+        self.index.stored(slot, tier, chain, TREE[chain[0]] or None if told else None)
+        self.held[slot][tier].update(chain)
 
     @precondition(lambda self: self.held)
-    @rule(number=st.integers(0, 50), tier=st.integers(0, 2), hashes=HASHES)
-    def remove(self, number: int, tier: int, hashes: list[int]) -> None:
+    @rule(
+        number=st.integers(0, 50),
+        tier=st.integers(0, 2),
+        end=BLOCKS,
+        most=st.integers(1, 20),
+        others=st.lists(BLOCKS, max_size=5),
+        backwards=st.booleans(),
+    )
+    def remove(self, number: int, tier: int, end: int, most: int, others: list[int], backwards: bool) -> None:
         slot = list(self.held)[number % len(self.held)]
+        hashes = path(end)[-most:][:: -1 if backwards else 1] + others
         self.index.removed(slot, tier, hashes)
         for block in hashes:
             if self.held[slot][tier][block]:
                 self.held[slot][tier][block] -= 1
             if not self.held[slot][tier][block]:
                 del self.held[slot][tier][block]
+
+    @rule(end=BLOCKS)
+    def touch(self, end: int) -> None:
+        self.index.touch(path(end))
 
     @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 3))
@@ -150,8 +247,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.removed(slot, tier, list(counts.elements()))
         assert slot.state == "freed"
 
-    @rule(hashes=st.lists(st.integers(0, 40), unique=True, max_size=40))
-    def ask(self, hashes: list[int]) -> None:
+    @rule(end=BLOCKS, strange=st.integers(0, 2))
+    def ask(self, end: int, strange: int) -> None:
+        hashes = path(end) + [-1, -2][:strange]
         expected: dict[CandidateId, Overlap] = {}
         for slot in self.open.values():
             tiers = [0, 0, 0]
@@ -176,4 +274,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestIndex.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
