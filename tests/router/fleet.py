@@ -93,6 +93,11 @@ class ScriptedWorker:
         """By rank."""
         self.ranks = 1
         self.sends_events = True
+        self.plain = False
+        """As a plain vLLM: events and their replay, no epoch, no snapshots, no digest, nothing in the load reports."""
+        self.lie = 0
+        """XORed into the digests it reports."""
+        self.capacity_blocks = 1000
         self.snapshots = 0
         self.model = MODEL
         self.block_size = BLOCK_SIZE
@@ -158,8 +163,8 @@ class ScriptedWorker:
             held_blocks=held_blocks,
             cached_blocks=sum(map(len, self.blocks.values())),
             kv=[
-                KvState(rank, self.epoch, self.sequence, reduce(xor, self.blocks[rank], 0))
-                for rank in range(self.ranks)
+                KvState(rank, self.epoch, self.sequence, reduce(xor, self.blocks[rank], self.lie))
+                for rank in range(0 if self.plain else self.ranks)
             ],
             attempts=[(attempt, 1) for attempt in attempts],
         )
@@ -179,7 +184,8 @@ class ScriptedWorker:
             await self.bus.publish(message.reply, SNAPSHOT_CHUNK.encode(chunk), headers=headers)
 
     def _entries(self, epoch: int) -> dict[str, bytes]:
-        source = msgspec.structs.replace(self.publisher.source, epoch=True, snapshot=True)
+        more = not self.plain
+        source = msgspec.structs.replace(self.publisher.source, epoch=more, snapshot=more, digest=more)
         instance = Instance(
             namespace=NAMESPACE,
             service="worker",
@@ -200,7 +206,7 @@ class ScriptedWorker:
             context_length=4096,
             vocab_size=1000,
             block_size=BLOCK_SIZE,
-            capacity_blocks=1000,
+            capacity_blocks=self.capacity_blocks,
             kv_layout=KvLayout("float32", 1, 1, 4, BLOCK_SIZE),
             lora=self.lora,
             ranks=self.ranks,
