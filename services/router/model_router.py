@@ -369,7 +369,8 @@ class ModelRouter:
             case Reserved():
                 if min(event.attempt, event.rank, event.uncached_tokens, event.blocks) < 0:
                     raise ProtocolError("reserved: a negative number")
-                if event.router != self._router:
+                # Of an instance that is gone here nobody would release it; one that comes later reports what it runs.
+                if event.router != self._router and event.instance in self.cards:
                     self.load.reserved(event, now_s)
             case Prefilled():
                 self.load.prefilled((event.request, event.attempt))

@@ -160,6 +160,14 @@ TestModelRouter = RouterMachine.TestCase
 TestModelRouter.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+def test_what_another_router_reserved_at_an_instance_that_is_gone_is_not_kept() -> None:
+    router = model()
+    router.card_up(card("a"))
+    for request, instance in (("r", "a"), ("s", "gone")):
+        router.told(Reserved(request, 1, "f", instance, 0, 8, 2, router="r2"), 0.0)
+    assert [one.reserved.instance for one in router.load.living()] == ["a"]
+
+
 def test_a_decision_is_plain_json() -> None:
     router = model()
     router.card_up(card("a"))
