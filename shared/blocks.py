@@ -27,16 +27,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from shared.hashing import ContentKey, event_hash
 
 SlotState = Literal["free", "loading", "held", "cached"]
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Struct, frozen=True):
     """What a full block holds."""
 
     key: ContentKey
@@ -48,15 +48,13 @@ class Content:
     salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """This content can be found from now on."""
 
     content: Content
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(Struct, frozen=True):
     """This content cannot be found any more."""
 
     content: Content
@@ -65,8 +63,7 @@ class Evicted:
 PoolEvent = Stored | Evicted
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
+class PoolStatistics(Struct, frozen=True):
     """Slots by state; they add up to the capacity."""
 
     capacity: int

@@ -36,15 +36,21 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
-def unpack_tokens(packed: bytes) -> list[int]:
-    """The reverse of `pack_tokens`. Raises ValueError where the length is no multiple of 4."""
+def token_array(packed: bytes) -> array[int]:
+    """The reverse of `pack_tokens`, without an object for each id. Raises ValueError where the length is no multiple
+    of 4."""
     if len(packed) % 4:
         raise ValueError(f"packed token ids of {len(packed)} bytes: not a multiple of 4")
     tokens = array("I")
     tokens.frombytes(packed)
     if sys.byteorder == "big":
         tokens.byteswap()
-    return tokens.tolist()
+    return tokens
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The reverse of `pack_tokens`. Raises ValueError where the length is no multiple of 4."""
+    return token_array(packed).tolist()
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:

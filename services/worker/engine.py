@@ -11,7 +11,6 @@ answers the network and never touches a block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec import Struct
@@ -163,8 +162,7 @@ class Engine(Protocol):
 # --- engine loop → runner: what computes a step, whatever the arithmetic
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """One sequence's share of a step.
 
     tokens    | computed before (blocks hold their KV) | computed now          | later
@@ -182,7 +180,8 @@ class Work:
     """Whether a token is drawn from the last position's logits (not in the middle of a chunked prefill)."""
     sampling: Sampling
     history: Sequence[int]
-    """All tokens up to and with those computed now: prompt, then output. For penalties."""
+    """All tokens that are known, prompt, then output; where one is drawn, they end with those computed now. For
+    penalties."""
     prompt_tokens: int
     """Where in `history` the output begins."""
 
@@ -192,8 +191,7 @@ class Work:
         return self.start + len(self.tokens) - self.prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(Struct, frozen=True):
     """One drawn token."""
 
     token: int

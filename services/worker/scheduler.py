@@ -40,6 +40,9 @@ from shared.blocks import BlockPool, Content, PoolEvent
 from shared.hashing import pack_tokens
 from shared.messages import FinishReason, Part, TokenLogprob
 
+_RECENT = 1 / 16
+"""Of the latest step, in the moving average of what decodes take."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -92,6 +95,8 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._earliest_deadline_s = float("inf")
+        self._decode_step_s = 0.0
+        """What a step that only decodes took lately; 0: there was none."""
         self._step: list[tuple[Sequence, Work]] | None = None
         self._outcome = Outcome()
 
@@ -139,12 +144,12 @@ class Scheduler:
         step, self._step = self._step, None
         assert step is not None
         assert len(drawn) == len(step)
-        if any(len(work.tokens) > 1 for _, work in step):
-            self._budget.measured(sum(len(work.tokens) for _, work in step), elapsed_s)
+        self._measured(sum(len(work.tokens) for _, work in step), len(step), elapsed_s)
         for (sequence, work), draw in zip(step, drawn, strict=True):
             assert (draw is not None) == work.draws
             sequence.computed += len(work.tokens)
-            self._store_full_blocks(sequence)
+            if sequence.computed // self._limits.block_size > sequence.stored:
+                self._store_full_blocks(sequence)
             if draw is not None:
                 self._take_token(sequence, draw)
         outcome, self._outcome = self._outcome, Outcome()
@@ -175,6 +180,7 @@ class Scheduler:
             held_blocks=blocks.held + blocks.loading,
             cached_blocks=blocks.cached,
             prefill_tokens_per_s=self._budget.tokens_per_s,
+            step_s=self._decode_step_s,
             preemptions=self._preemptions,
         )
 
@@ -267,7 +273,7 @@ class Scheduler:
             blocks=sequence.blocks,
             draws=draws,
             sampling=sequence.submit.sampling,
-            history=sequence.tokens if draws else sequence.tokens[:end],
+            history=sequence.tokens,
             prompt_tokens=sequence.submit.prompt_tokens,
         )
         self._step.append((sequence, work))
@@ -280,6 +286,13 @@ class Scheduler:
         self._enqueue(sequence)
 
     # --- after a step
+
+    def _measured(self, tokens: int, works: int, elapsed_s: float) -> None:
+        if tokens > works:
+            self._budget.measured(tokens, elapsed_s)
+        elif works:
+            weight = _RECENT if self._decode_step_s else 1.0
+            self._decode_step_s += weight * (elapsed_s - self._decode_step_s)
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         for index in range(sequence.stored, sequence.computed // self._limits.block_size):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from services.worker.engine import Submit
 from shared.blocks import Content
-from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, unpack_tokens
+from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, token_array
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +29,7 @@ class Sequence:
     deadline_s: float
     block_size: int
     root: ContentKey
-    tokens: list[int]
+    tokens: array[int]
     keys: list[ContentKey]
     """Content keys of the full blocks of `tokens`."""
     blocks: list[int] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Sequence:
             deadline_s=now_s + submit.time_left_s,
             block_size=block_size,
             root=root,
-            tokens=unpack_tokens(submit.tokens),
+            tokens=token_array(submit.tokens),
             keys=content_keys(root, submit.tokens, block_size),
         )
 

@@ -55,7 +55,7 @@ class FakeRunner:
         size = self.facts.block_size
         end = work.start + len(work.tokens)
         assert list(work.history[work.start : end]) == list(work.tokens)
-        assert len(work.history) == end
+        assert not work.draws or len(work.history) == end
         for position in range(end):
             slot, offset = work.blocks[position // size], position % size
             fingerprint = zlib.crc32(pack_tokens(work.history[: position + 1]))

@@ -382,6 +382,20 @@ def test_logprobs_come_where_they_were_asked_for() -> None:
     assert all(part.logprobs is None for part in engine.parts["b", 1])
 
 
+def test_load_tells_what_a_step_that_only_decodes_takes_lately() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3, 4], sampling=Sampling(max_tokens=50, ignore_eos=True))
+    assert engine.step(elapsed_s=5.0)[0].tokens
+    assert engine.scheduler.load().step_s == 0.0, "that was a prefill"
+    engine.step(elapsed_s=0.1)
+    assert engine.scheduler.load().step_s == 0.1
+    engine.step(elapsed_s=0.2)
+    assert 0.1 < engine.scheduler.load().step_s < 0.15
+    for _ in range(40):
+        engine.step(elapsed_s=0.2)
+    assert 0.18 < engine.scheduler.load().step_s < 0.2
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Whatever is asked for beside it, each prompt gets exactly its own continuation."""
 
