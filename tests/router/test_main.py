@@ -11,22 +11,27 @@ from pathlib import Path
 
 from shared import subjects
 from shared.config import NatsConfig, environment
+from shared.discovery import Added
 from shared.errors import Unavailable
+from shared.etcd_discovery import EtcdDiscovery
 from shared.file_discovery import FileDiscovery
 from shared.messages import SELECT, SELECT_REPLY, Selected
 from shared.nats_bus import NatsBus, connect
 from shared.zmq_events import ZmqEvents
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, ScriptedWorker, select, tokens_of
+from tests.servers import EtcdServer, NatsServer
 
 
 @asynccontextmanager
-async def router_process(nats_url: str, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Started when entered; ended, if the test did not, when left."""
+async def router_process(nats_url: str, folder: Path, *, etcd: str = "") -> AsyncIterator[asyncio.subprocess.Process]:
+    """Started when entered; ended, if the test did not, when left. It finds workers in `etcd`, or else in `folder`."""
     flags = [
         *("--namespace", NAMESPACE),
         *("--nats-url", nats_url),
-        *("--discovery-backend", "file"),
+        *("--discovery-backend", "etcd" if etcd else "file"),
         *("--discovery-path", str(folder)),
+        *("--discovery-endpoints", etcd or "127.0.0.1:2379"),
+        *("--discovery-lease-ttl-s", "2"),
         *("--index-speculation-s", "0"),
     ]
     process = await asyncio.create_subprocess_exec(
@@ -74,6 +79,38 @@ async def test_a_router_started_late_and_started_again_knows_what_is_cached(nats
             assert first.returncode == 0, said.decode()
         async with router_process(nats_url, tmp_path):
             assert (await overlap_once_it_is(bus, prompt, 30)).instance == "a1"
+        await worker.stop()
+    await discovery.close()
+    await bus.drain()
+
+
+async def test_losing_nats_and_all_of_etcd_changes_nothing_that_was_known(
+    own_nats: NatsServer, own_etcd: EtcdServer, tmp_path: Path
+) -> None:
+    bus = await connect(NatsConfig(url=own_nats.url), "test")
+    discovery = EtcdDiscovery((own_etcd.endpoint,), 2.0)
+    with ZmqEvents("127.0.0.1") as events:
+        worker = ScriptedWorker("a1", bus, events, discovery)
+        await worker.start()
+        prompt = tokens_of("x", 30)
+        await worker.stores(prompt[: 4 * 20])
+        async with router_process(own_nats.url, tmp_path, etcd=own_etcd.endpoint) as process:
+            await overlap_once_it_is(bus, prompt, 20)
+            await asyncio.to_thread(own_nats.stop)
+            await worker.stores(prompt[: 4 * 25])  # heard by ZMQ
+            await asyncio.to_thread(own_nats.start)
+            await overlap_once_it_is(bus, prompt, 25)
+            await asyncio.to_thread(own_etcd.stop)
+            await worker.stores(prompt)
+            await overlap_once_it_is(bus, prompt, 30)
+            await asyncio.to_thread(own_etcd.wipe)
+            async with asyncio.timeout(LIMIT_S):
+                async for change in discovery.watch(subjects.instance_key(NAMESPACE, "worker", "a1")):
+                    if isinstance(change, Added):
+                        break  # the worker stands in it again
+            await overlap_once_it_is(bus, prompt, 30)
+            assert process.returncode is None
+        assert worker.snapshots == 1, "known all the time, never asked again"
         await worker.stop()
     await discovery.close()
     await bus.drain()
