@@ -1,17 +1,21 @@
-"""The command line: up, status, chat."""
+"""The command line: up, status, explain, chat."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.local.stack import DEFAULT_HOME, Options, Place
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
+
+if TYPE_CHECKING:
+    from deploy.local.fleet import FleetConfig
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 DEFAULT_MODEL = "default"
@@ -27,6 +31,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 return _up(flags, place)
             case "status":
                 return _status(flags, place)
+            case "explain":
+                return _explain(flags, place)
             case "chat":
                 return _chat(flags, place)
             case other:
@@ -74,11 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
 
-    status = commands.add_parser("status", parents=[state], help="what is alive, and how busy")
-    status.add_argument("--json", action="store_true", help="one JSON object")
-    status.add_argument("--nats", default="", metavar="URL", help="(those of `up`)")
-    status.add_argument("--etcd", default="", metavar="HOST:PORT", help="(that of `up`)")
-    status.add_argument("--namespace", default="default")
+    fleet = argparse.ArgumentParser(add_help=False)
+    fleet.add_argument("--json", action="store_true", help="one JSON object")
+    fleet.add_argument("--nats", default="", metavar="URL", help="(those of `up`)")
+    fleet.add_argument("--etcd", default="", metavar="HOST:PORT", help="(that of `up`)")
+    fleet.add_argument("--namespace", default="default")
+    commands.add_parser("status", parents=[state, fleet], help="what is alive, and how busy")
+    explain = commands.add_parser("explain", parents=[state, fleet], help="why a request went where it went")
+    explain.add_argument("request", nargs="?", default="", help="the `id` of its answer (the latest ones, a line each)")
 
     chat = commands.add_parser("chat", parents=[state], help="ask one question")
     chat.add_argument("question")
@@ -125,7 +134,23 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
 
 
 def _status(flags: argparse.Namespace, place: Place) -> int:
-    from deploy.local.status import settings, show  # here, as it brings gRPC: `chat` need not wait for that
+    from deploy.local.status import show  # here, as it brings gRPC: `chat` need not wait for that
+
+    with _fleet(flags, place) as config:
+        return show(config, as_json=flags.json)
+
+
+def _explain(flags: argparse.Namespace, place: Place) -> int:
+    from deploy.local.explain import show
+
+    with _fleet(flags, place) as config:
+        return show(config, flags.request, as_json=flags.json)
+
+
+@contextmanager
+def _fleet(flags: argparse.Namespace, place: Place) -> Iterator[FleetConfig]:
+    """Where the fleet is that the flags, or the `up` of this checkout, name."""
+    from deploy.local.fleet import settings
 
     running = _running(place)
     config = settings(
@@ -135,7 +160,7 @@ def _status(flags: argparse.Namespace, place: Place) -> int:
         path="" if flags.etcd else running.get("discovery", ""),
     )
     try:
-        return show(config, as_json=flags.json)
+        yield config
     except DiscoveryDown as wrong:
         raise DiscoveryDown(f"{wrong}; is `./headrace up` running? (--nats and --etcd name others)") from None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from deploy.local.table import age, table
 from shared.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
-from shared.messages import Instance, LoadReport, ModelCard
+from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState
 
 
 class InstanceRow(Struct, frozen=True):
@@ -60,6 +62,8 @@ class Overview(Struct, frozen=True):
     """Keys whose value is not what it should be, and why."""
     notes: tuple[str, ...]
     """What could not be found out."""
+    routers: tuple[RouterState, ...] = ()
+    """Those that answered."""
 
 
 def overview(
@@ -68,10 +72,12 @@ def overview(
     discovery: str,
     values: Mapping[str, bytes],
     reports: Mapping[str, LoadReport],
+    states: Sequence[RouterState],
     notes: Sequence[str],
     now: float,
 ) -> Overview:
-    """`values` are discovery's keys, `reports` the last of each worker, `now` seconds since 1970."""
+    """`values` are discovery's keys, `reports` the last of each worker, `states` the routers' own accounts, `now`
+    seconds since 1970."""
     entries: dict[str, Entry] = {}
     unreadable: list[str] = []
     for key, value in sorted(values.items()):
@@ -93,6 +99,7 @@ def overview(
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
         notes=tuple(notes),
+        routers=tuple(states),
     )
 
 
@@ -138,6 +145,9 @@ def layout(view: Overview) -> str:
     parts.append(_instances(view.instances) if view.instances else "nothing is alive here")
     if view.models:
         parts += ["", _models(view.models)]
+    if view.routers:
+        parts += ["", _routers(view.routers)]
+        parts += [_trouble(state.router, source) for state in view.routers for source in state.sources if source.reason]
     parts += [f"refused: {row.model} at {row.instance}: {row.reason}" for row in view.refused]
     parts += [f"unreadable: {each}" for each in view.unreadable]
     parts += [f"note: {each}" for each in view.notes]
@@ -153,8 +163,8 @@ def _instances(rows: Sequence[InstanceRow]) -> str:
         else:
             counts = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks)
             load = tuple(str(count) for count in (*counts, row.load.total_blocks))
-        cells.append((row.service, row.instance, str(row.epoch), str(row.pid), row.machine, _age(row.age_s), *load))
-    return _table(cells)
+        cells.append((row.service, row.instance, str(row.epoch), str(row.pid), row.machine, age(row.age_s), *load))
+    return table(cells)
 
 
 def _models(rows: Sequence[ModelRow]) -> str:
@@ -163,21 +173,27 @@ def _models(rows: Sequence[ModelRow]) -> str:
         numbers = (len(row.instances), row.context_length, row.block_size)
         blocks = (row.held_blocks, row.cached_blocks, row.total_blocks)
         cells.append((row.model, *(str(number) for number in (*numbers, *blocks))))
-    return _table(cells)
+    return table(cells)
 
 
-def _table(cells: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
-    )
+def _routers(rows: Sequence[RouterState]) -> str:
+    cells: list[tuple[str, ...]] = [("ROUTER", "POLICY", "RESERVED", "INDEX BLOCKS", "INDEX MB", "EVENT SOURCES")]
+    for row in rows:
+        reserved = sum(model.reservations for model in row.models)
+        blocks = sum(model.index_blocks for model in row.models)
+        size = sum(model.index_bytes for model in row.models) / 1e6
+        cells.append((row.router, row.policy, str(reserved), str(blocks), f"{size:.1f}", _sources(row.sources)))
+    return table(cells)
 
 
-def _age(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f}s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f}m"
-    if seconds < 86400:
-        return f"{seconds // 3600:.0f}h"
-    return f"{seconds // 86400:.0f}d"
+def _sources(sources: Sequence[SourceState]) -> str:
+    """How many are in each state, and what is wrong with some of them."""
+    words = [source.state for source in sources]
+    words += ["partial" for source in sources if source.partial]
+    words += ["not exact" for source in sources if not source.exact]
+    words += ["silent" for source in sources if source.silent]
+    return ", ".join(f"{count} {word}" for word, count in Counter(words).items()) or "none"
+
+
+def _trouble(router: str, source: SourceState) -> str:
+    return f"events of {source.instance} at router {router}: {source.state}: {source.reason}"

@@ -25,6 +25,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: nothing answers there"),
         (["up", "--etcd", "somewhere"], "error: somewhere: not a host and a port"),
         (["status", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
+        (["explain", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
     ],
 )
 def test_wrong_settings_are_told_in_one_line(

@@ -7,7 +7,19 @@ import msgspec
 from deploy.local.overview import Overview, layout, overview
 from shared import subjects
 from shared.hashing import self_test
-from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, Instance, KvLayout, LoadReport, ModelCard, ServiceName
+from shared.messages import (
+    INSTANCE,
+    JSON_HEADER,
+    MODEL_CARD,
+    Instance,
+    KvLayout,
+    LoadReport,
+    ModelCard,
+    ModelState,
+    RouterState,
+    ServiceName,
+    SourceState,
+)
 
 NOW = 1_000_100.0
 
@@ -37,13 +49,19 @@ def report(name: str) -> LoadReport:
     return LoadReport(name, 1, 10, 3, 2, 700, 500, held_blocks=40, cached_blocks=60)
 
 
-def look(*entries: tuple[str, bytes], reports: tuple[LoadReport, ...] = (), notes: tuple[str, ...] = ()) -> Overview:
+def look(
+    *entries: tuple[str, bytes],
+    reports: tuple[LoadReport, ...] = (),
+    states: tuple[RouterState, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Overview:
     return overview(
         "default",
         "nats://127.0.0.1:4222",
         "etcd 127.0.0.1:2379",
         dict(entries),
         {each.instance: each for each in reports},
+        states,
         notes,
         NOW,
     )
@@ -96,6 +114,23 @@ def test_what_cannot_be_read_is_named_and_harms_nothing_else() -> None:
     text = layout(view)
     assert f"unreadable: {key}: " in text
     assert "note: no NATS" in text
+
+
+def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> None:
+    state = RouterState(
+        *("r1", "kv"),
+        models=[ModelState("m", 2, 3, 1000, 50_000), ModelState("n", 1, 1, 200, 50_000)],
+        sources=[
+            SourceState("w1", "live", silent=True),
+            SourceState("w2", "refused", "blocks of 8 tokens"),
+            SourceState("w3", "live", partial=True, exact=False),
+        ],
+    )
+    assert layout(look(instance("router", "r1"), states=(state,))).splitlines()[-3:] == [
+        "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX MB  EVENT SOURCES",
+        "r1      kv      4         1200          0.1       2 live, 1 refused, 1 partial, 1 not exact, 1 silent",
+        "events of w2 at router r1: refused: blocks of 8 tokens",
+    ]
 
 
 def test_nothing_alive_is_said_in_words() -> None:

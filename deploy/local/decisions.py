@@ -1,0 +1,91 @@
+"""What `headrace explain` shows: the routers' explanations, joined and laid out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from deploy.local.table import age, table
+from shared.messages import Candidate, Explanation, Explanations
+
+LATEST = 20
+
+
+def joined(answers: Iterable[Explanations], *, latest: bool) -> list[Explanation]:
+    """All routers' decisions, oldest first; of one request, whose attempts may have been routed by different routers,
+    or the `latest` of all requests."""
+    found = sorted((one for answer in answers for one in answer.decisions), key=lambda one: -one.age_s)
+    return found[-LATEST:] if latest else found
+
+
+def layout(decisions: Sequence[Explanation]) -> str:
+    """Each decision with its candidates, for one request."""
+    return "\n\n".join(map(_whole, decisions))
+
+
+def _whole(one: Explanation) -> str:
+    cells: list[tuple[str, ...]] = [
+        ("", "INSTANCE", "RANK", "DEVICE", "HOST", "DISK", "HELD", "QUEUED", "PREDICTED", "SCORE", "REASON")
+    ]
+    cells += [_candidate(row, chosen=(row.instance, row.rank) == (one.instance, one.rank)) for row in one.candidates]
+    return "\n".join(
+        (
+            f"request {one.request}, attempt {one.attempt}, {age(one.age_s)} ago",
+            f"model {one.model}, chosen by router {one.router}: {one.reason}",
+            "",
+            table(cells),
+            "",
+            f"cached tokens      {_cached(one)} of {one.prompt_tokens}",
+            f"first token after  {_first_token(one)}",
+            f"ended              {'not yet' if one.ended_s is None else f'{_seconds(one.ended_s)} after the choice'}",
+        )
+    )
+
+
+def _candidate(row: Candidate, *, chosen: bool) -> tuple[str, ...]:
+    """Overlap and held in blocks, queued in tokens."""
+    overlap = (row.overlap.device, row.overlap.host, row.overlap.disk)
+    numbers = (row.rank, *overlap, row.active_blocks, row.queued_tokens)
+    predicted = _seconds(row.predicted_s) if row.predicted_s else "?"
+    mark = "*" if chosen else ""
+    return (mark, row.instance, *(str(number) for number in numbers), predicted, f"{row.score:.4g}", row.reason)
+
+
+def _cached(one: Explanation) -> str:
+    actual = "not told yet" if one.actual_cached_tokens is None else f"{one.actual_cached_tokens} found"
+    return f"{one.predicted_cached_tokens} predicted, {actual}"
+
+
+def _first_token(one: Explanation) -> str:
+    predicted = _predicted_s(one)
+    said = f"{_seconds(predicted)} predicted, " if predicted else ""
+    if one.first_token_s is not None:
+        return f"{said}{_seconds(one.first_token_s)} as the client saw it"
+    if one.actual_cached_tokens is not None:
+        return f"{said}an earlier attempt brought it"
+    return f"{said}not told yet"
+
+
+def _predicted_s(one: Explanation) -> float:
+    """Of the chosen one; 0: not known."""
+    rows = (row.predicted_s for row in one.candidates if (row.instance, row.rank) == (one.instance, one.rank))
+    return next(rows, 0.0)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def overview(decisions: Sequence[Explanation]) -> str:
+    """A line for each decision, for the latest ones of all requests."""
+    cells: list[tuple[str, ...]] = [
+        ("AGO", "REQUEST", "ATTEMPT", "INSTANCE", "PROMPT", "PREDICTED", "FOUND", "FIRST TOKEN", "ENDED", "REASON")
+    ]
+    for one in decisions:
+        found = "" if one.actual_cached_tokens is None else str(one.actual_cached_tokens)
+        first = "" if one.first_token_s is None else _seconds(one.first_token_s)
+        ended = "" if one.ended_s is None else _seconds(one.ended_s)
+        numbers = (str(one.prompt_tokens), str(one.predicted_cached_tokens))
+        cells.append(
+            (age(one.age_s), one.request, str(one.attempt), one.instance, *numbers, found, first, ended, one.reason)
+        )
+    return table(cells)

@@ -1,0 +1,50 @@
+"""`headrace explain`: asks every router that discovery knows about its choices, and shows them together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from functools import partial
+
+import msgspec
+
+from deploy.local.decisions import joined, layout, overview
+from deploy.local.fleet import FleetConfig, ask_routers, bus_of, entries, routers_among
+from shared import subjects
+from shared.errors import Unavailable
+from shared.messages import EXPLANATIONS, Explanations
+
+
+def show(config: FleetConfig, request: str, *, as_json: bool) -> int:
+    """Print why `request` went where it went, or the latest choices where it is empty; 1 if no router knows it.
+
+    Raises Unavailable where discovery, NATS or every router is away.
+    """
+    logging.basicConfig(level=logging.CRITICAL)  # what a retry loop says of itself
+    answers, notes = asyncio.run(_ask(config, request))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    decisions = joined(answers, latest=not request)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode({"decisions": decisions})).decode())
+    elif decisions:
+        print(layout(decisions) if request else overview(decisions))
+    elif not request:
+        print("nothing was routed yet")
+    if request and not decisions:
+        print(f"error: no router remembers {request}: it was not routed here, or long ago", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _ask(config: FleetConfig, request: str) -> tuple[list[Explanations], list[str]]:
+    routers = routers_among(config, await entries(config))
+    if not routers:
+        raise Unavailable(f"no router is there, says {config.discovery_shown}")
+    async with bus_of(config, "headrace explain") as bus:
+        subject = partial(subjects.explain, config.namespace)
+        answers, notes = await ask_routers(bus, routers, subject, request.encode(), EXPLANATIONS)
+    if not answers:
+        raise Unavailable(f"no router answers: {'; '.join(notes)}")
+    return answers, notes

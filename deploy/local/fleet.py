@@ -1,0 +1,108 @@
+"""What the commands that look at a running fleet have in common: where it is, who is there, and asking all routers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from shared import subjects
+from shared.catalogue import read_entry
+from shared.config import DiscoveryConfig, NatsConfig, load
+from shared.discovery_backends import open_discovery
+from shared.errors import BusDown, ProtocolError, Unavailable
+from shared.messages import Codec, Instance
+from shared.nats_bus import NatsBus, connect
+
+CONNECT_LIMIT_S = 3.0
+ANSWER_LIMIT_S = 1.0
+
+T = TypeVar("T", bound=Struct)
+
+
+class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What to ask; users and passwords come from the environment, HEADRACE_NATS_PASSWORD for instance."""
+
+    namespace: str = "default"
+    nats: NatsConfig = NatsConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+
+    @property
+    def nats_shown(self) -> str:
+        """Without a password."""
+        parts = urlsplit(self.nats.url)
+        return f"{parts.scheme}://{parts.hostname}:{parts.port or 4222}"
+
+    @property
+    def discovery_shown(self) -> str:
+        discovery = self.discovery
+        etcd = discovery.backend == "etcd"
+        return f"etcd {','.join(discovery.endpoints)}" if etcd else f"files in {discovery.path}"
+
+
+def settings(*, namespace: str, nats: str, etcd: str, path: str) -> FleetConfig:
+    """Flags over environment; what is empty stays as it is. Raises ConfigError."""
+    flags = [f"--namespace={namespace}"]
+    if nats:
+        flags.append(f"--nats-url={nats}")
+    if etcd:
+        flags += ["--discovery-backend=etcd", f"--discovery-endpoints={etcd}"]
+    elif path:
+        flags += ["--discovery-backend=file", f"--discovery-path={path}"]
+    return load(FleetConfig, flags=flags)
+
+
+async def entries(config: FleetConfig) -> dict[str, bytes]:
+    """Discovery's keys and values. Raises DiscoveryDown."""
+    discovery = open_discovery(config.discovery)
+    try:
+        return dict(await discovery.list(subjects.namespace_prefix(config.namespace)))
+    finally:
+        await discovery.close()
+
+
+@asynccontextmanager
+async def bus_of(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
+    """The fleet's bus. Raises BusDown."""
+    try:
+        async with asyncio.timeout(CONNECT_LIMIT_S):
+            bus = await connect(config.nats, name)
+    except TimeoutError:
+        raise BusDown(f"NATS does not answer within {CONNECT_LIMIT_S:g} s at {config.nats_shown}") from None
+    try:
+        yield bus
+    finally:
+        await bus.drain()
+
+
+def routers_among(config: FleetConfig, values: dict[str, bytes]) -> list[str]:
+    """The ids of all routers; what cannot be read is passed over, `status` shows it."""
+    found: list[str] = []
+    for key, value in values.items():
+        try:
+            entry = read_entry(config.namespace, key, value)
+        except ProtocolError:
+            continue
+        if isinstance(entry, Instance) and entry.service == "router":
+            found.append(entry.instance)
+    return sorted(found)
+
+
+async def ask_routers(
+    bus: NatsBus, routers: Sequence[str], subject: Callable[[str], str], payload: bytes, codec: Codec[T]
+) -> tuple[list[T], list[str]]:
+    """The answers of all routers that answer in time, and a note for each one that does not."""
+
+    async def ask(router: str) -> T | str:
+        try:
+            answer = await bus.request(subject(router), payload, timeout_s=ANSWER_LIMIT_S)
+            return codec.decode(answer.payload, answer.headers)
+        except (Unavailable, ProtocolError) as wrong:
+            return f"router {router}: {wrong}"
+
+    answers = await asyncio.gather(*map(ask, routers))
+    return [each for each in answers if not isinstance(each, str)], [each for each in answers if isinstance(each, str)]

@@ -1,0 +1,24 @@
+"""Tables that people read in a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(cells: Sequence[Sequence[str]]) -> str:
+    """Rows of the same length, the head first, as left-aligned columns."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    )
+
+
+def age(seconds: float) -> str:
+    """How long ago, in the largest unit of which there is one."""
+    if seconds < 60:
+        return f"{seconds:.0f}s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f}m"
+    if seconds < 86400:
+        return f"{seconds // 3600:.0f}h"
+    return f"{seconds // 86400:.0f}d"
