@@ -35,7 +35,7 @@ AttemptId = tuple[str, int]
 """(request, attempt)."""
 
 
-class CandidateLoad(Struct, frozen=True):
+class CandidateLoad(Struct, frozen=True, gc=False):
     """One candidate's load as of now."""
 
     requests: int = 0
@@ -49,7 +49,7 @@ class CandidateLoad(Struct, frozen=True):
 IDLE = CandidateLoad()
 
 
-class Speed(Struct, frozen=True):
+class Speed(Struct, frozen=True, gc=False):
     """How fast one worker is, as it reports; 0: not told."""
 
     prefill_tokens_per_s: float = 0.0
@@ -122,7 +122,6 @@ class _Worker:
 
     progress: int
     busy: bool
-    speed: Speed
     heard_s: float
     moved_s: float
     """When it last made a step, or had nothing to do."""
@@ -148,8 +147,10 @@ class Load:
         self._reservations: dict[AttemptId, Reservation] = {}
         self._places: dict[CandidateId, _Place] = {}
         self._frontends: dict[str, set[AttemptId]] = {}
+        self.speeds: dict[str, Speed] = {}
+        """By instance, as last reported; of those that have reported."""
         self._workers: dict[str, _Worker] = {}
-        """By instance; those that have reported."""
+        """By instance, the same."""
         self._looked_s: float | None = None
         self._early: OrderedDict[AttemptId, bool] = OrderedDict()
         """Attempts without a reservation: True ended, False prefilled; oldest first."""
@@ -234,14 +235,14 @@ class Load:
 
     def _heard(self, report: LoadReport, now_s: float) -> None:
         busy = report.waiting + report.running > 0
-        speed = Speed(_told(report.prefill_tokens_per_s), _told(report.step_s))
+        self.speeds[report.instance] = Speed(_told(report.prefill_tokens_per_s), _told(report.step_s))
         worker = self._workers.get(report.instance)
         if worker is None:
-            self._workers[report.instance] = _Worker(report.progress, busy, speed, now_s, now_s)
+            self._workers[report.instance] = _Worker(report.progress, busy, now_s, now_s)
             return
         if report.progress != worker.progress or not (busy and worker.busy):
             worker.moved_s = now_s
-        worker.progress, worker.busy, worker.speed, worker.heard_s = report.progress, busy, speed, now_s
+        worker.progress, worker.busy, worker.heard_s = report.progress, busy, now_s
 
     def standing_still(self, now_s: float, *, listening: bool = True) -> frozenset[str]:
         """The instances that stand still, as of now; to be asked a few times a second. Not `listening`: reports may
@@ -269,6 +270,7 @@ class Load:
         """Its lease ended: what was reserved there is released, and its reports are forgotten."""
         released: list[AttemptId] = []
         self._workers.pop(instance, None)
+        self.speeds.pop(instance, None)
         for candidate in [place for place in self._places if place[0] == instance]:
             for attempt in sorted(self._places[candidate].attempts):
                 self._release(attempt)
@@ -294,11 +296,6 @@ class Load:
             return load
         behind = sum(tokens for level, tokens in place.queued.items() if level < priority)
         return msgspec.structs.replace(load, queued_tokens=max(load.queued_tokens - behind, 0)) if behind else load
-
-    def speed_of(self, instance: str) -> Speed:
-        """As last reported."""
-        worker = self._workers.get(instance)
-        return UNTOLD if worker is None else worker.speed
 
     def statistics(self) -> LoadStatistics:
         """Counts, in constant time."""
@@ -353,6 +350,7 @@ class Load:
         """Assert every invariant. Linear in the reservations."""
         assert len(self._reservations) <= self._limit
         assert len(self._early) <= self._remembered_limit
+        assert self.speeds.keys() == self._workers.keys()
         assert all(not self._early.get(attempt) for attempt in self._reservations), "an ended attempt is reserved"
         assert sum(len(attempts) for attempts in self._frontends.values()) == len(self._reservations)
         assert sum(len(place.attempts) for place in self._places.values()) == len(self._reservations)

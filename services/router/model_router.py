@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from random import Random
-from typing import Literal, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +27,7 @@ from services.router.chains import Chains, Clearing
 from services.router.chooser import Chooser, Trouble, Verdict
 from services.router.config import RouterConfig
 from services.router.index import CandidateId, Index
-from services.router.load import Load
+from services.router.load import UNTOLD, Load
 from services.router.policy import Policy, reason
 from services.router.question import Facts, Question, Scored
 from services.router.speculation import Run, Speculation
@@ -103,10 +103,11 @@ class _Kept(Struct):
     scored: Sequence[Scored]
 
 
-class _Seat(Struct, frozen=True):
+class _Seat(NamedTuple):
     """One candidate that may be asked for."""
 
     candidate: CandidateId
+    instance: str
     total_blocks: int
     since_s: float
 
@@ -222,23 +223,23 @@ class ModelRouter:
             return Choice(_refused(ask, "bad_request", str(wrong)))
         except _Nobody as nobody:
             return Choice(_refused(ask, nobody.code, str(nobody)))
-        block_size = self.cards[seats[0].candidate[0]].block_size
+        block_size = self.cards[seats[0].instance].block_size
         # One token of a prompt is always computed, so its last block is never all cached.
         findable = hashes[: (ask.prompt_tokens - 1) // block_size]
         overlaps = self.index.find(findable)
         expected = self.speculation.extend(overlaps, findable, ask.hashes, now_s)
         expected += self.history.extend(overlaps, findable, ask.hashes, now_s)
-        load, priority = self.load, ask.priority
+        load, speed, priority = self.load.of, self.load.speeds.get, ask.priority
         facts = [
             Facts(
-                seat.candidate,
-                overlaps.get(seat.candidate, _NOTHING),
-                load.of(seat.candidate, priority),
-                seat.total_blocks,
-                load.speed_of(seat.candidate[0]),
-                now_s - seat.since_s,
+                candidate,
+                overlaps.get(candidate, _NOTHING),
+                load(candidate, priority),
+                total_blocks,
+                speed(instance, UNTOLD),
+                now_s - since_s,
             )
-            for seat in seats
+            for candidate, instance, total_blocks, since_s in seats
         ]
         question = Question(ask.prompt_tokens, block_size, ask.session, priority)
         verdict = self.chooser.choose(question, facts)
@@ -274,7 +275,7 @@ class ModelRouter:
         seats = self._seats.get(ask.lora)
         if seats is None:
             seats = [
-                _Seat((card.instance, rank), card.capacity_blocks, self._since_s[card.instance])
+                _Seat((card.instance, rank), card.instance, card.capacity_blocks, self._since_s[card.instance])
                 for card in self.cards.values()
                 if card.role == "aggregated" and (not ask.lora or ask.lora in card.lora)
                 for rank in range(max(card.ranks, 1))
@@ -286,7 +287,7 @@ class ModelRouter:
             self._seats[ask.lora] = seats
         if ask.excluded:
             excluded = set(ask.excluded)
-            allowed = [seat for seat in seats if seat.candidate[0] not in excluded]
+            allowed = [seat for seat in seats if seat.instance not in excluded]
             if not allowed:
                 raise _Nobody("all_excluded", f"all {len(seats)} candidates are excluded")
             return allowed
@@ -296,10 +297,10 @@ class ModelRouter:
         """Without those that stand still, and without those that ramp up and were not drawn; never nobody."""
         still = self.standing_still
         if still:
-            seats = [seat for seat in seats if seat.candidate[0] not in still] or seats
+            seats = [seat for seat in seats if seat.instance not in still] or seats
         if self._ramping:
             waiting = self._not_drawn(now_s)
-            seats = [seat for seat in seats if seat.candidate[0] not in waiting] or seats
+            seats = [seat for seat in seats if seat.instance not in waiting] or seats
         return seats
 
     def _not_drawn(self, now_s: float) -> set[str]:

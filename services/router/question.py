@@ -1,4 +1,8 @@
-"""What a policy is asked, and what it answers with. Pure."""
+"""What a policy is asked, and what it answers with. Pure.
+
+One of each is made for every candidate and question, and some are kept: they hold no cycles, so the garbage collector
+need not look at them (`gc=False`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class Question(Struct, frozen=True):
     priority: int = 0
 
 
-class Facts(Struct, frozen=True):
+class Facts(Struct, frozen=True, gc=False):
     """What is known of one candidate."""
 
     candidate: CandidateId
@@ -40,7 +44,7 @@ class Facts(Struct, frozen=True):
     """Since it began to serve: one that has just joined ramps up."""
 
 
-class Scored(Struct, frozen=True):
+class Scored(Struct, frozen=True, gc=False):
     """A candidate with its score; lower is better."""
 
     facts: Facts
@@ -49,7 +53,7 @@ class Scored(Struct, frozen=True):
 
 def best(question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
     """The lowest score. Among equals: the session's own candidate, else the least busy, else any."""
-    lowest = min(each.score for each in scored)
+    lowest = min([each.score for each in scored])
     equal = [each for each in scored if each.score == lowest]
     if len(equal) > 1 and question.session:
         return max(equal, key=lambda each: _affinity(question.session, each.facts.candidate))

@@ -74,7 +74,7 @@ class Speculation:
     def extend(
         self, found: dict[CandidateId, Overlap], hashes: Sequence[int], packed: bytes, now_s: float
     ) -> list[Run]:
-        """Add what is expected to the overlaps `found`; the runs that took part, in the prompt's order.
+        """Add what is expected to the overlaps `found`; the runs that added to one, in the prompt's order.
 
         `packed` begins with `hashes`. Cost: one lookup a block as far as the longest overlap goes.
         """
@@ -132,28 +132,28 @@ class Speculation:
 def _follow(
     run: Run, position: int, found: dict[CandidateId, Overlap], packed: bytes, blocks: int, now_s: float
 ) -> int:
-    """Lengthen the overlap of the run's candidate if the run begins where that ends, or before, and goes on from
-    there; where the prompt and the run part, 0 if the run has nothing to add."""
-    if run.expires_s <= now_s or run.slot.state != "open":
-        return 0
+    """Lengthen the overlap of the run's candidate by what the run, which begins at `position`, adds to it; where the
+    overlap ends then, or 0 if nothing is added. `packed` begins with the `blocks` asked for."""
     candidate = run.slot.candidate
     known = found.get(candidate, _NOTHING)
-    if known.blocks < position:
+    low = known.blocks
+    high = min(position + len(run.packed) // _HASH_BYTES, blocks)
+    if not position <= low < high or run.expires_s <= now_s or run.slot.state != "open":
         return 0
-    end = position + _agreed(run.packed, packed, _HASH_BYTES * position, blocks - position)
-    if end > known.blocks:
-        found[candidate] = Overlap(known.device + end - known.blocks, known.host, known.disk)
-    return end
 
+    def agree(block: int) -> bool:
+        """Then they do on all before it: a sequence hash names its whole prefix."""
+        at, there = _HASH_BYTES * (block - position), _HASH_BYTES * block
+        return run.packed[at : at + _HASH_BYTES] == packed[there : there + _HASH_BYTES]
 
-def _agreed(run: bytes, prompt: bytes, offset: int, blocks: int) -> int:
-    """Leading blocks that `run` and at most `blocks` of `prompt` from `offset` on share; they share the first."""
-    low, high = 1, min(len(run) // _HASH_BYTES, blocks)
+    if not agree(low):
+        return 0
+    low += 1
     while low < high:
-        middle = (low + high + 1) // 2
-        at = _HASH_BYTES * (middle - 1)
-        if run[at : at + _HASH_BYTES] == prompt[offset + at : offset + at + _HASH_BYTES]:
-            low = middle
+        middle = (low + high) // 2
+        if agree(middle):
+            low = middle + 1
         else:
-            high = middle - 1
+            high = middle
+    found[candidate] = Overlap(known.device + low - known.blocks, known.host, known.disk)
     return low
