@@ -123,11 +123,25 @@ async def test_events_begin_with_a_cleared_cache_and_equal_the_snapshot(config: 
 async def snapshot(shell: Shell, *, idle_timeout_s: float = LIMIT_S) -> list[SnapshotBlock]:
     blocks: list[SnapshotBlock] = []
     payload = SNAPSHOT_REQUEST.encode(SnapshotRequest())
-    subject = subjects.worker(NAMESPACE, WORKER, "snapshot")
-    async with shell.peer.bus.stream(subject, payload, idle_timeout_s=idle_timeout_s) as messages:
+    async with shell.peer.bus.stream(subject_of_snapshots(), payload, idle_timeout_s=idle_timeout_s) as messages:
         async for message in messages:
             blocks += SNAPSHOT_CHUNK.decode(message.payload).blocks
     return blocks
+
+
+def subject_of_snapshots() -> str:
+    return subjects.worker(NAMESPACE, WORKER, "snapshot")
+
+
+async def test_a_snapshot_of_a_rank_that_is_not_there_is_not_that_of_another(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        with logged("a snapshot of rank 1") as said:
+            question = SNAPSHOT_REQUEST.encode(SnapshotRequest(rank=1))
+            async with shell.peer.bus.stream(subject_of_snapshots(), question, idle_timeout_s=0.1) as messages:
+                with pytest.raises(RequestTimeout):
+                    await anext(messages)
+            await said.wait()
 
 
 @contextmanager
