@@ -17,11 +17,13 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
 SEED = 1337
 _MASK = (1 << 64) - 1
+_PAIR = Struct("<QQ").pack
 KEY_BYTES = 16
 
 ContentKey = bytes
@@ -91,16 +93,17 @@ def next_sequence_hash(parent: int | None, block: int, seed: int = SEED) -> int:
     """The sequence hash of a block with hash `block` behind `parent` (None: the first block)."""
     if parent is None:
         return block
-    return xxh3_64_intdigest(parent.to_bytes(8, "little") + block.to_bytes(8, "little"), seed)
+    return xxh3_64_intdigest(_PAIR(parent, block), seed)
 
 
-def sequence_hashes(packed: bytes, block_size: int, seed: int = SEED) -> list[int]:
-    """The sequence hash of each full block of `packed` token ids; a partial last block is left out."""
+def sequence_hashes(packed: bytes, block_size: int, seed: int = SEED, parent: int | None = None) -> list[int]:
+    """The sequence hash of each full block of `packed` token ids behind the block with the sequence hash `parent`
+    (None: from the first block on); a partial last block is left out."""
     stride = 4 * block_size
     hashes: list[int] = []
-    parent: int | None = None
     for start in range(0, len(packed) - stride + 1, stride):
-        parent = next_sequence_hash(parent, xxh3_64_intdigest(packed[start : start + stride], seed), seed)
+        block = xxh3_64_intdigest(packed[start : start + stride], seed)
+        parent = block if parent is None else xxh3_64_intdigest(_PAIR(parent, block), seed)
         hashes.append(parent)
     return hashes
 

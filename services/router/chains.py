@@ -13,17 +13,16 @@ their parent (the oldest run goes).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import xor
+from itertools import zip_longest
 
 from msgspec import Struct
 
 from services.router.events import CacheEvent, Cleared, EngineHash, Removed, Stored
 from services.router.index import TIERS, CandidateId, Index, Slot
 from shared.errors import ProtocolError
-from shared.hashing import SEED, block_hash, next_sequence_hash, seed_of, unpack_tokens
+from shared.hashing import SEED, seed_of, sequence_hashes, unpack_tokens
 from shared.messages import SnapshotBlock
 
 _VOCABULARY_CHECKS = 64
@@ -252,31 +251,45 @@ class Chains:
             above = home.hashes[parent]
             seed = home.seeds.get(parent, SEED)
             routable = 0 if above is None else routable
-        beginning = above
-        known = tier.hashes
-        sequences: list[int] = []
+        names = self._within_limit(tier, names)
         stride = 4 * self._block_size
+        sequences = sequence_hashes(packed[: stride * min(routable, len(names))], self._block_size, seed, above)
+        fresh = dict(zip_longest(names, sequences))
+        if len(fresh) < len(names) or not tier.hashes.keys().isdisjoint(fresh):
+            fresh = self._without_repeats(tier, names, sequences)
+        tier.hashes.update(fresh)
+        if seed != SEED:
+            tier.seeds.update(dict.fromkeys(fresh, seed))
+        orphaned = self._orphaned
+        self._digests[number] ^= (
+            _digest(name for name in fresh if (number, name) not in orphaned) if orphaned else _digest(fresh)
+        )
+        self._index.stored(self.slot, number, sequences, above)
+
+    def _within_limit(self, tier: _Known, names: Sequence[EngineHash]) -> Sequence[EngineHash]:
+        """Those that come before the first that is one too many."""
+        room = self._limit_blocks - len(tier.hashes)
+        if room >= len(names):
+            return names
         for position, name in enumerate(names):
-            start = position * stride
-            if position < routable:
-                sequence = next_sequence_hash(above, block_hash(packed[start : start + stride], seed), seed)
-                above = sequence
-            else:
-                sequence = None
-            if name in known:
-                tier.repeats[name] = tier.repeats.get(name, 0) + 1
-            elif len(known) >= self._limit_blocks:
+            room -= name not in tier.hashes
+            if room < 0:
                 self._ignored_blocks += len(names) - position
                 self.exact = False
-                break
+                return names[:position]
+        return names
+
+    def _without_repeats(
+        self, tier: _Known, names: Sequence[EngineHash], sequences: Sequence[int]
+    ) -> dict[EngineHash, int | None]:
+        """Those not known yet, with their sequence hashes; the others are counted."""
+        fresh: dict[EngineHash, int | None] = {}
+        for name, sequence in zip_longest(names, sequences):
+            if name in tier.hashes or name in fresh:
+                tier.repeats[name] = tier.repeats.get(name, 0) + 1
             else:
-                known[name] = sequence
-                self._digests[number] ^= _low_bits(name)
-                if seed != SEED:
-                    tier.seeds[name] = seed
-            if sequence is not None:
-                sequences.append(sequence)
-        self._index.stored(self.slot, number, sequences, beginning)
+                fresh[name] = sequence
+        return fresh
 
     # --- removed
 
@@ -284,23 +297,26 @@ class Chains:
         if self._followed and event.group != self._group:
             return
         tier = self._tiers[event.tier]
-        gone: list[int] = []
+        sequences: list[int] = []
+        gone: list[EngineHash] = []
         for name in event.hashes:
             if name not in tier.hashes:
                 self._remove_orphan(event.tier, name)
                 continue
-            sequence = tier.hashes[name]
-            if name in tier.repeats:
+            if tier.repeats and name in tier.repeats:
+                sequence = tier.hashes[name]
                 tier.repeats[name] -= 1
                 if not tier.repeats[name]:
                     del tier.repeats[name]
             else:
-                del tier.hashes[name]
-                self._digests[event.tier] ^= _low_bits(name)
+                sequence = tier.hashes.pop(name)
                 tier.seeds.pop(name, None)
+                if not self._orphaned or (event.tier, name) not in self._orphaned:
+                    gone.append(name)
             if sequence is not None:
-                gone.append(sequence)
-        self._index.removed(self.slot, event.tier, gone)
+                sequences.append(sequence)
+        self._digests[event.tier] ^= _digest(gone)
+        self._index.removed(self.slot, event.tier, sequences)
 
     # --- orphans
 
@@ -310,7 +326,7 @@ class Chains:
         self._orphans.setdefault(run.parent, []).append(orphan)
         for name in run.hashes:
             if not self._holds(run.tier, name):
-                self._digests[run.tier] ^= _low_bits(name)
+                self._digests[run.tier] ^= _digest((name,))
             self._orphaned.setdefault((run.tier, name), []).append(orphan)
         self._orphan_blocks += len(run.hashes)
         while self._orphan_blocks > self._orphan_limit_blocks:
@@ -327,7 +343,7 @@ class Chains:
         orphan = runs.pop()
         if not runs:
             del self._orphaned[tier, name]
-            self._digests[tier] ^= _low_bits(name)
+            self._digests[tier] ^= _digest((name,))
         orphan.removed.append(name)
         if len(orphan.removed) == len(orphan.run.hashes):
             self._forget_orphan(orphan)
@@ -348,7 +364,7 @@ class Chains:
             if not runs:
                 del self._orphaned[run.tier, name]
                 if not self._holds(run.tier, name):
-                    self._digests[run.tier] ^= _low_bits(name)
+                    self._digests[run.tier] ^= _digest((name,))
         self._orphan_blocks -= len(run.hashes)
 
     def _joined(self, names: Sequence[EngineHash], late: list[Removed]) -> list[Stored]:
@@ -401,9 +417,12 @@ class Chains:
         assert listed == sum(len(orphan.run.hashes) - len(orphan.removed) for orphan in runs)
         for number, tier in enumerate(self._tiers):
             held = tier.hashes.keys() | {name for at, name in self._orphaned if at == number}
-            assert self._digests[number] == reduce(xor, map(_low_bits, held), 0)
+            assert self._digests[number] == _digest(held)
 
 
-def _low_bits(name: EngineHash) -> int:
-    """64 of them; of bytes the last eight, big-endian."""
-    return name & _LOW_BITS if isinstance(name, int) else int.from_bytes(name[-8:], "big")
+def _digest(names: Iterable[EngineHash]) -> int:
+    """XOR of the low 64 bits of each; of bytes the last eight, big-endian."""
+    bits = 0
+    for name in names:
+        bits ^= name if isinstance(name, int) else int.from_bytes(name[-8:], "big")
+    return bits & _LOW_BITS

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from functools import reduce
+from operator import xor
 
 import msgspec
 import pytest
@@ -12,8 +15,10 @@ from hypothesis import strategies as st
 from services.router.chains import Chains, Mismatch
 from services.router.events import CacheEvent, Cleared, EngineHash, Removed, Stored, decode
 from services.router.index import Index
-from shared.hashing import pack_tokens, seed_of, sequence_hashes
-from shared.messages import Overlap, SnapshotBlock
+from services.worker.kv_events import to_kv_events
+from shared.blocks import BlockPool, Content, PoolEvent
+from shared.hashing import content_keys, pack_tokens, root_key, seed_of, sequence_hashes
+from shared.messages import EVENT_BATCH, EventBatch, Overlap, SnapshotBlock
 from tests.router.captured import BLOCK_SIZE, SESSIONS, payloads, requests
 
 A = ("a", 0)
@@ -236,23 +241,32 @@ PARENT = {name: NAMES[position // 2 - 1] if position > 1 else "" for position, n
 """A small forest: every block has one place in it."""
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.sampled_from(NAMES)), max_size=60))
+def path(name: str) -> str:
+    """The chain that ends with this block."""
+    return path(PARENT[name]) + name if name else ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.sampled_from(NAMES), st.integers(1, 3)), max_size=60))
 def test_whatever_the_order_the_blocks_found_are_those_held_once_no_parent_is_missing(
-    steps: list[tuple[bool, int, str]],
+    steps: list[tuple[bool, int, str, int]],
 ) -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     held: Counter[tuple[int, str]] = Counter()
-    for store, tier, name in steps:
+    for store, tier, end, length in steps:
+        names = path(end)[-length:]
         if store:
-            held[tier, name] += 1
-            chains.apply(stored_letters(name, parent=PARENT[name], tier=tier))
-        elif held[tier, name]:
-            held[tier, name] -= 1
-            chains.apply(Removed(letters(name), tier, None))
+            held.update((tier, name) for name in names)
+            chains.apply(stored_letters(names, parent=PARENT[names[0]], tier=tier))
+        elif all(held[tier, name] for name in names):
+            held.subtract((tier, name) for name in names)
+            chains.apply(Removed(letters(names[::-1]), tier, None))
         chains.validate()
         index.validate()
+        for tier in range(3):
+            assert chains.digest(tier) == digest_of(name for at, name in +held if at == tier)
+    assert chains.exact
     for name in NAMES:  # every parent comes: nothing is an orphan any more
         held[0, name] += 1
         chains.apply(stored_letters(name, parent=PARENT[name]))
@@ -264,3 +278,72 @@ def test_whatever_the_order_the_blocks_found_are_those_held_once_no_parent_is_mi
     for event in events:
         chains.apply(event)
     assert index.bytes == 0, "removal leaves nothing behind"
+    assert [chains.digest(tier) for tier in range(3)] == [0, 0, 0]
+
+
+def digest_of(names: Iterable[str]) -> int:
+    return reduce(xor, (int.from_bytes(name.encode(), "big") for name in names), 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 2)), max_size=40))
+def test_the_digest_of_a_workers_pool_is_that_of_its_events_at_every_step(steps: list[tuple[int, int, int]]) -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    pool = BlockPool(8)
+    held: list[list[int]] = []
+    for kind, length, choice in steps:
+        changes: list[PoolEvent] = []
+        if kind and held and (kind == 3 or pool.available < length):
+            for slot in reversed(held.pop(choice % len(held))):
+                pool.release(slot)
+        elif pool.available >= length:
+            tokens = pack_tokens([choice, 7] * length)  # three chains, again and again
+            root = root_key("m", salt="s" if choice else "")
+            keys = content_keys(root, tokens, 2)
+            found = [pool.acquire(key) for key in keys[: pool.longest_prefix(keys)]]
+            if pool.available < length - len(found):
+                held.append(found)
+                continue
+            blank, evicted = pool.allocate(length - len(found))
+            changes += evicted
+            for slot, position in zip(blank, range(len(found), length), strict=True):
+                parent = keys[position - 1] if position else None
+                packed = tokens[8 * position : 8 * position + 8]
+                slot, stored_now = pool.store(slot, Content(keys[position], parent, packed, "", "s" if choice else ""))
+                changes += stored_now
+                found.append(slot)
+            held.append(found)
+        payload = EVENT_BATCH.encode(EventBatch(0.0, to_kv_events(changes, 2), 0))
+        for event in decode(payload).events:
+            chains.apply(event)
+        chains.validate()
+        assert chains.digest(0) == pool.digest
+        assert len(chains.held(0)) == pool.statistics().keyed == index.statistics().blocks
+    assert chains.exact
+    assert chains.statistics().unknown_removals == 0
+
+
+def test_a_source_of_which_something_was_left_out_is_not_exact_until_it_is_cleared() -> None:
+    def exact(chains: Chains, *events: CacheEvent) -> bool:
+        for event in events:
+            chains.apply(event)
+        return chains.exact
+
+    windowed = msgspec.structs.replace(stored_letters("ab"), group=1, windowed=True)
+    assert not exact(chains_of(Index(limit_bytes=1 << 30)), windowed)
+    assert not exact(chains_of(Index(limit_bytes=1 << 30), limit=2), stored_letters("abc"))
+    orphans = chains_of(Index(limit_bytes=1 << 30), orphans=1)
+    assert not exact(orphans, stored_letters("bc", parent="a"))
+    assert exact(orphans, Cleared(), stored_letters("b", parent="a"), stored_letters("a"))
+
+
+def test_what_the_index_drops_at_its_limit_stays_in_the_digest() -> None:
+    index = Index(limit_bytes=1)
+    chains = chains_of(index)
+    chains.apply(stored_letters("ab"))
+    assert index.bytes == 0
+    assert chains.exact
+    assert chains.digest(0) == digest_of("ab")
+    chains.apply(Removed(letters("ab"), 0, None))
+    assert chains.digest(0) == 0
