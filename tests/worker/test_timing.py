@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.config import SimulatedConfig
+from services.worker.config import SimulatedConfig, WorkerConfig
 from services.worker.engine import Work
 from services.worker.timing import Table, Timing
+from shared.config import load
 from shared.errors import ConfigError
 from shared.messages import Sampling
 
@@ -135,3 +139,14 @@ def test_a_bad_table_is_refused_and_says_why(text: bytes, said: str) -> None:
     with pytest.raises(ConfigError, match=r"^times\.toml: ") as refused:
         Table.parse(text, "times.toml")
     assert said in str(refused.value)
+
+
+def test_the_settings_and_the_table_in_the_documentation_are_read(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "simulated.md").read_text(encoding="utf-8")
+    settings, times = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    file = tmp_path / "worker.toml"
+    file.write_text(settings, encoding="utf-8")
+    config = load(WorkerConfig, file=file, environ={})
+    assert (config.engine, config.simulated) == ("simulated", SimulatedConfig())
+    for works in ([work(512)], [work(8192)], [work(8192, 32768)], [work(1, 1)] * 64, [work(1, 32767)] * 64):
+        assert table(*works, text=times.encode()) == pytest.approx(formula(*works), rel=0.1)
