@@ -13,7 +13,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 
 
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,7 +31,7 @@ class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A prefilled token's attention to one token."""
     kv_token_s: Seconds = 28e-9
     """A decode's reading of one token's KV."""
-    speed: Annotated[float, Meta(gt=0)] = 1.0
+    speed: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Everything takes its time ÷ this."""
     table: str = ""
     """A TOML file with measured times, instead of the formula."""

@@ -126,9 +126,9 @@ class _Grid:
             raise ValueError(f"{name}: no times")
         if len(self._seconds) < len(points):
             raise ValueError(f"{name}: two times for the same values")
-        missing = [(x, y) for x in self._xs for y in self._ys if (x, y) not in self._seconds]
-        if missing:
-            raise ValueError(f"{name}: no time for {missing[0][0]:g}, {missing[0][1]:g}; all combinations are needed")
+        missing = next(((x, y) for x in self._xs for y in self._ys if (x, y) not in self._seconds), None)
+        if missing is not None:
+            raise ValueError(f"{name}: no time for {missing[0]:g}, {missing[1]:g}; all combinations are needed")
         for (x, y), seconds in self._seconds.items():
             if not (0 <= x < float("inf") and 0 <= y < float("inf") and 0 < seconds < float("inf")):
                 raise ValueError(f"{name}: [{x:g}, {y:g}, {seconds:g}] is out of range")

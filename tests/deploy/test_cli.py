@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from deploy.local import cli
+from services.worker.config import EngineName
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,12 @@ def test_wrong_usage_ends_with_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("engine", get_args(EngineName))
+def test_every_engine_can_be_asked_for(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--engine", engine, "--port", "0"]) == 2
+    assert capsys.readouterr().err == "error: --port is 1 to 65535\n"
 
 
 def test_chat_without_an_up_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from deploy.local.stack import Options, Place, Stack, Value, plan, ports_needed, toml
 from services.frontend.config import FrontendConfig
 from services.router.config import RouterConfig
-from services.worker.config import WorkerConfig
+from services.worker.config import EngineName, WorkerConfig
 from shared.config import load
 
 PLACE = Place(Path("/home/some one/headrace"))
@@ -55,6 +56,12 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
 def test_workers_share_the_cores(tmp_path: Path, cores: int, workers: int, threads: int) -> None:
     stack = planned(msgspec.structs.replace(OPTIONS, workers=workers), cores)
     assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).threads == threads
+
+
+@pytest.mark.parametrize("engine", get_args(EngineName))
+def test_workers_know_every_engine(tmp_path: Path, engine: str) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, engine=engine))
+    assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).engine == engine
 
 
 def test_the_frontend_drains_first_and_the_servers_last() -> None:

@@ -141,6 +141,16 @@ def test_a_bad_table_is_refused_and_says_why(text: bytes, said: str) -> None:
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "setting", ["speed = 0", "speed = inf", "speed = nan", "token_s = -1.0", "pair_s = nan", "x = 1"]
+)
+def test_impossible_settings_are_refused(tmp_path: Path, setting: str) -> None:
+    file = tmp_path / "worker.toml"
+    file.write_text(f'model = "m"\n[simulated]\n{setting}\n', encoding="utf-8")
+    with pytest.raises(ConfigError):
+        load(WorkerConfig, file=file, environ={})
+
+
 def test_the_settings_and_the_table_in_the_documentation_are_read(tmp_path: Path) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "simulated.md").read_text(encoding="utf-8")
     settings, times = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
