@@ -27,6 +27,12 @@ class Metrics:
             SHARES,
             ["kind"],
         )
+        self.hit_rate_error = histogram(
+            registry,
+            "headrace_kv_hit_rate_error",
+            "How far the predicted share of a prompt's tokens found cached was from the actual one",
+            SHARES,
+        )
         self.cached_tokens = counter(
             registry, "headrace_cached_tokens", "Prompt tokens cached, predicted and actual", ["kind"]
         )
@@ -106,6 +112,7 @@ class Metrics:
     def predicted(self, prompt_tokens: int, predicted_tokens: int, actual_tokens: int) -> None:
         """The first token of a request that we routed has come."""
         self.prompt_tokens.inc(prompt_tokens)
+        self.hit_rate_error.observe(abs(predicted_tokens - actual_tokens) / prompt_tokens)
         for kind, tokens in (("predicted", predicted_tokens), ("actual", actual_tokens)):
             self.cached_tokens.labels(kind).inc(tokens)
             self.hit_rate.labels(kind).observe(tokens / prompt_tokens)

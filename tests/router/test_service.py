@@ -357,6 +357,7 @@ async def test_a_decision_can_be_explained_with_what_came_of_it() -> None:
         assert decision["actual_cached_tokens"] == 4 * BLOCK_SIZE
         assert world.metric("headrace_cached_tokens_total", kind="predicted") == 20
         assert world.metric("headrace_cached_tokens_total", kind="actual") == 16
+        assert world.metric("headrace_kv_hit_rate_error_sum") == pytest.approx(4 / 21)
 
 
 @pytest.mark.parametrize(("policy", "errors"), [("BrokenPolicy", 1), ("SenselessPolicy", 1), ("NumpyPolicy", 0)])
