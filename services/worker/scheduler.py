@@ -34,6 +34,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from services.worker.engine import Drawn, EngineLoad, Submit, Work
+from services.worker.pace import Pace
 from services.worker.sequence import Sequence
 from services.worker.step_budget import StepBudget
 from shared.blocks import BlockPool, Content, PoolEvent
@@ -85,6 +86,7 @@ class Scheduler:
             most_tokens=limits.max_step_tokens,
             first_tokens_per_s=limits.first_tokens_per_s,
         )
+        self._pace = Pace()
         self._living: dict[tuple[str, int], Sequence] = {}
         self._waiting: list[Sequence] = []
         """By rank."""
@@ -179,7 +181,7 @@ class Scheduler:
             waiting_tokens=self._waiting_tokens + sum(s.uncomputed for s in self._running if s.uncomputed > 1),
             held_blocks=blocks.held + blocks.loading,
             cached_blocks=blocks.cached,
-            prefill_tokens_per_s=self._budget.tokens_per_s,
+            prefill_tokens_per_s=self._pace.tokens_per_s,
             step_s=self._decode_step_s,
             preemptions=self._preemptions,
         )
@@ -290,6 +292,7 @@ class Scheduler:
     def _measured(self, tokens: int, works: int, elapsed_s: float) -> None:
         if tokens > works:
             self._budget.measured(tokens, elapsed_s)
+            self._pace.measured(tokens, elapsed_s)
         elif works:
             weight = _RECENT if self._decode_step_s else 1.0
             self._decode_step_s += weight * (elapsed_s - self._decode_step_s)

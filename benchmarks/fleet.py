@@ -1,0 +1,327 @@
+"""A fleet in virtual time: our router's and engine's own parts, with a model of how long a step takes. One thread.
+
+    arrival ─▶ ModelRouter.select ─▶ EngineCore.obey ─▶ begin ── step_s(works) later ──▶ finish ─┬▶ first token, end
+                   ▲      ▲      ▲                                                              │    told to the router
+                   │      │      └── KV events, encoded and decoded as on the wire ◀────────────┤
+                   │      └───────── load reports, every 250 ms ◀───────────────────────────────┘
+                   └── its tick, every 100 ms
+
+Real: policies, index, chains, speculation, reservations, scheduler, block pool, step budget, messages. Modelled: the
+arithmetic's time, and each message's way, `HOP_S`. Left out: the frontend's tokenising, lost or late messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count, islice
+from random import Random
+
+from benchmarks.loads import VOCABULARY, Load, Prompts, Request
+from services.router.config import RouterConfig
+from services.router.events import decode
+from services.router.model_router import ModelRouter
+from services.router.policy import load_policy
+from services.worker.core import EngineCore
+from services.worker.engine import Drawn, Stepped, Submit, Work
+from services.worker.scheduler import Limits, Scheduler
+from shared.hashing import self_test
+from shared.messages import (
+    EVENT_BATCH,
+    EventBatch,
+    Finished,
+    KvLayout,
+    KvState,
+    LoadEvent,
+    LoadReport,
+    ModelCard,
+    Part,
+    Prefilled,
+    Sampling,
+    Select,
+    Selected,
+)
+
+HOP_S = 0.001
+"""One message's way."""
+REPORT_S = 0.25
+TICK_S = 0.1
+MODEL = "model"
+FRONTEND = "frontend"
+MAX_RUNNING = 256
+_UNBOUNDED = 1 << 40
+_SLICE_BLOCKS = 1 << 16
+
+StepTime = Callable[[Sequence[Work]], float]
+"""How long a worker takes for a step, in seconds."""
+
+
+@dataclass(slots=True)
+class Journey:
+    """What became of one request."""
+
+    request: Request
+    attempt: int = -1
+    worker: str = ""
+    cached_tokens: int = 0
+    first_token_s: float = -1.0
+    end_s: float = -1.0
+    failed: str = ""
+    output: bytearray = field(default_factory=bytearray)
+    """Packed u32."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.request.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompt tokens that one step computed."""
+
+    time_s: float
+    worker: str
+    tokens: int
+
+
+class Clock:
+    """Virtual time, and what is to be done when."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+
+    def at(self, time_s: float, act: Callable[[], None]) -> None:
+        """Things due at the same time happen in the order in which they were said."""
+        heappush(self._heap, (time_s, next(self._order), act))
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.at(self.now_s + delay_s, act)
+
+    def step(self) -> None:
+        """Do what is next."""
+        self.now_s, _, act = heappop(self._heap)
+        act()
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine, and what its shell knows of it."""
+
+    name: str
+    core: EngineCore
+    step_s: StepTime
+    last: Stepped
+    attempts: dict[tuple[str, int], None] = field(default_factory=dict)
+    """Waiting or running here."""
+    arrived: list[Submit] = field(default_factory=list)
+    """Came while a step was under way."""
+    stepping: bool = False
+    gone: bool = False
+
+
+class Fleet:
+    """One run of one load. What became of each request is in `journeys`, what was computed when in `prefills`."""
+
+    def __init__(self, load: Load, policy: str, *, capacity_blocks: int, seed: int = 0) -> None:
+        self.clock = Clock()
+        self.load = load
+        self.journeys = [Journey(request) for request in load.requests]
+        self.prefills: list[Prefill] = []
+        self.workers: dict[str, Worker] = {}
+        self.router = ModelRouter(MODEL, "router", RouterConfig(), load_policy(policy)(), Random(seed))
+        self._prompts = Prompts(load.block_size)
+        self._capacity_blocks = capacity_blocks
+        self._upcoming: Iterator[Journey] = iter(())
+        """Those that come when another has ended."""
+        self._left = len(self.journeys)
+        self._names = count()
+
+    # --- from outside
+
+    def run(self) -> None:
+        """Open loop: requests come when they come. Ends with the last of them."""
+        for journey in self.journeys:
+            self.clock.at(journey.request.arrival_s, partial(self._route, journey))
+        self._run()
+
+    def run_closed(self, in_flight: int) -> None:
+        """Closed loop: so many requests at any time, in order of arrival."""
+        self._upcoming = iter(self.journeys)
+        for journey in islice(self._upcoming, in_flight):
+            self._route(journey)
+        self._run()
+
+    def _run(self) -> None:
+        self._tick()
+        while self._left:
+            self.clock.step()
+
+    def join(self, step_s: StepTime) -> str:
+        """A worker comes, with an empty cache; its name."""
+        name = f"worker{next(self._names):03}"
+        limits = Limits(
+            model=MODEL,
+            context_length=_UNBOUNDED,
+            eos_token_ids=frozenset(),
+            block_size=self.load.block_size,
+            capacity_blocks=self._capacity_blocks,
+            max_running=MAX_RUNNING,
+            max_waiting=_UNBOUNDED,
+            max_waiting_tokens=_UNBOUNDED,
+        )
+        core = EngineCore(Scheduler(limits), self.load.block_size)
+        worker = self.workers[name] = Worker(name, core, step_s, core.opening())
+        self.router.card_up(_card(name, self.load.block_size, self._capacity_blocks), self.clock.now_s)
+        self.router.sends_events(name, True)
+        self.clock.after(REPORT_S * (len(self.workers) % 8) / 8, partial(self._report, worker))
+        return name
+
+    def leave(self, name: str) -> None:
+        """A worker dies; what it was doing goes on elsewhere, from the tokens that came."""
+        worker = self.workers.pop(name)
+        worker.gone = True
+        for clearing in self.router.card_down(name):
+            while clearing.step(_SLICE_BLOCKS):
+                pass
+        for request, _ in worker.attempts:
+            self._route(self.journeys[int(request)])
+
+    # --- a request's life
+
+    def _route(self, journey: Journey) -> None:
+        request = journey.request
+        journey.attempt += 1
+        name, left = str(request.number), request.output_tokens - len(journey.output) // 4
+        hashes, tokens = self._prompts.hashes(request), request.prompt_tokens + len(journey.output) // 4
+        ask = Select(name, journey.attempt, FRONTEND, MODEL, hashes, tokens, left)
+        reply = self.router.select(ask, self.clock.now_s).reply
+        if not isinstance(reply, Selected):
+            self._end(journey, reply.reason)
+            return
+        journey.worker = reply.instance
+        submit = Submit(
+            name,
+            journey.attempt,
+            FRONTEND,
+            self._prompts.tokens(request) + journey.output,
+            request.prompt_tokens,
+            Sampling(request.output_tokens, temperature=0.0, ignore_eos=True),
+            _UNBOUNDED,
+        )
+        worker = self.workers[reply.instance]
+        worker.attempts[name, journey.attempt] = None
+        self.clock.after(HOP_S, partial(self._submit, worker, submit))
+
+    def _submit(self, worker: Worker, submit: Submit) -> None:
+        worker.arrived.append(submit)
+        if not worker.stepping and not worker.gone:
+            self._begin(worker)
+
+    def _begin(self, worker: Worker) -> None:
+        for submit in worker.arrived:
+            worker.core.obey(submit, self.clock.now_s)
+        worker.arrived.clear()
+        works = worker.core.begin(self.clock.now_s)
+        worker.stepping = works is not None
+        if works is not None:
+            elapsed_s = worker.step_s(works) if works else 0.0
+            self.clock.after(elapsed_s, partial(self._finish, worker, works, elapsed_s))
+
+    def _finish(self, worker: Worker, works: Sequence[Work], elapsed_s: float) -> None:
+        if worker.gone:
+            return
+        worker.last = worker.core.finish([_drawn(work) if work.draws else None for work in works], elapsed_s)
+        prompt_tokens = sum(len(work.tokens) for work in works if work.start < work.prompt_tokens)
+        if prompt_tokens:
+            self.prefills.append(Prefill(self.clock.now_s, worker.name, prompt_tokens))
+        if worker.last.events:
+            payload = EVENT_BATCH.encode(EventBatch(self.clock.now_s, worker.last.events))
+            self.clock.after(HOP_S, partial(self._hear, worker, payload))
+        for part in worker.last.parts.get(FRONTEND, ()):
+            self._take(worker, part)
+        self._begin(worker)
+
+    def _take(self, worker: Worker, part: Part) -> None:
+        journey = self.journeys[int(part.request)]
+        if part.tokens and not journey.output:
+            journey.first_token_s = self.clock.now_s
+            journey.cached_tokens = part.cached_tokens
+            self._tell(Prefilled(part.request, part.attempt, part.cached_tokens, journey.ttft_s))
+        journey.output += part.tokens
+        if part.finish is not None:
+            del worker.attempts[part.request, part.attempt]
+            self._tell(Finished(part.request, part.attempt))
+            self._end(journey, part.error)
+
+    def _end(self, journey: Journey, failed: str) -> None:
+        journey.end_s = self.clock.now_s
+        journey.failed = failed
+        self._left -= 1
+        follower = next(self._upcoming, None)
+        if follower is not None:
+            self._route(follower)
+
+    # --- what the router hears
+
+    def _hear(self, worker: Worker, payload: bytes) -> None:
+        chains = self.router.chains.get((worker.name, 0))
+        if chains is not None:
+            for event in decode(payload).events:
+                chains.apply(event)
+
+    def _tell(self, event: LoadEvent) -> None:
+        self.clock.after(HOP_S, lambda: self._told(event))
+
+    def _told(self, event: LoadEvent) -> None:
+        self.router.told(event, self.clock.now_s)
+
+    def _report(self, worker: Worker) -> None:
+        """As the worker's shell does: the engine's account after its last step, and the attempts as of now."""
+        if worker.gone:
+            return
+        load = worker.last.load
+        report = LoadReport(
+            instance=worker.name,
+            epoch=0,
+            progress=worker.last.progress,
+            waiting=load.waiting,
+            running=load.running,
+            waiting_tokens=load.waiting_tokens,
+            total_blocks=self._capacity_blocks,
+            held_blocks=load.held_blocks,
+            cached_blocks=load.cached_blocks,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            step_s=load.step_s,
+            kv=[KvState(0, 0, worker.last.event_sequence, worker.last.digest)],
+            attempts=list(worker.attempts),
+        )
+        self.clock.after(HOP_S, lambda: self.router.reported(report, self.clock.now_s))
+        self.clock.after(REPORT_S, partial(self._report, worker))
+
+    def _tick(self) -> None:
+        self.router.tick(self.clock.now_s)
+        self.clock.after(TICK_S, self._tick)
+
+
+def _drawn(work: Work) -> Drawn:
+    """Outputs of two sequences differ within three tokens."""
+    return Drawn(work.sequence >> 8 * (work.draw_index % 3) & 255)
+
+
+def _card(name: str, block_size: int, capacity_blocks: int) -> ModelCard:
+    return ModelCard(
+        model=MODEL,
+        instance=name,
+        path="",
+        tokenizer_digest="",
+        hash_self_test=self_test(block_size),
+        context_length=1 << 20,
+        vocab_size=VOCABULARY,
+        block_size=block_size,
+        capacity_blocks=capacity_blocks,
+        kv_layout=KvLayout(dtype="bfloat16", layers=32, kv_heads=8, head_dim=128, block_size=block_size),
+    )

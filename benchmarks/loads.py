@@ -1,0 +1,200 @@
+"""Prompts as runs of named blocks: a real trace and synthetic loads, and what an ideal cache would find in them.
+
+    names      7         12        9          equal names mean equal prompts up to and with that block
+    tokens   | 7 0 0 … | 12 0 0 … | 9 0 |     the last block may be partial: its name is then of use to nobody
+
+Tokens are made from names when a prompt is sent, so a load of 145 M tokens takes the memory of its names.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from shared.hashing import block_hash, next_sequence_hash, pack_hashes
+
+VOCABULARY = 256
+"""Token ids are small, so that Python keeps one object of each."""
+TRACE_BLOCK_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how long its answer is."""
+
+    number: int
+    arrival_s: float
+    names: Sequence[int]
+    """Of its blocks, the partial last one included."""
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests in order of arrival."""
+
+    name: str
+    block_size: int
+    """Tokens a block."""
+    requests: Sequence[Request]
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return len(self.requests) / (self.requests[-1].arrival_s - self.requests[0].arrival_s)
+
+    def at(self, rate: float) -> Load:
+        """The same requests, time stretched or compressed to so many a second."""
+        factor = self.rate / rate
+        return replace(self, requests=[replace(each, arrival_s=each.arrival_s * factor) for each in self.requests])
+
+    def first(self, requests: int) -> Load:
+        """The beginning alone."""
+        return replace(self, requests=self.requests[:requests])
+
+
+@dataclass(frozen=True, slots=True)
+class Ideal:
+    """What one unbounded cache that all workers share would find, under the engine's rules: only full blocks are
+    reused, and at least one token of a prompt is computed. It knows a prompt's blocks as soon as it arrives, so no
+    engine can do better than this, and one that is still computing them when a sibling comes does worse."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    full_blocks: int
+    cached_blocks: int
+
+
+def ideal(load: Load) -> Ideal:
+    """By order of arrival alone."""
+    size = load.block_size
+    seen: set[int] = set()
+    full = found = 0
+    for request in load.requests:
+        for name in request.names[: (request.prompt_tokens - 1) // size]:
+            if name not in seen:
+                break
+            found += 1
+        kept = request.prompt_tokens // size
+        seen.update(request.names[:kept])
+        full += kept
+    return Ideal(sum(each.prompt_tokens for each in load.requests), found * size, full, found)
+
+
+class Prompts:
+    """Tokens and hashes of requests, as the frontend makes them."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._hashes: dict[int, int] = {}
+        """Name → sequence hash: a name stands for the whole prefix."""
+
+    def tokens(self, request: Request) -> bytes:
+        """Packed u32."""
+        packed = b"".join([self._block(name) for name in request.names])
+        return packed[: 4 * request.prompt_tokens]
+
+    def hashes(self, request: Request) -> bytes:
+        """Sequence hashes of the full blocks, packed u64."""
+        parent: int | None = None
+        made = []
+        for name in request.names[: request.prompt_tokens // self._block_size]:
+            known = self._hashes.get(name)
+            if known is None:
+                known = self._hashes[name] = next_sequence_hash(parent, block_hash(self._block(name)))
+            parent = known
+            made.append(known)
+        return pack_hashes(made)
+
+    def _block(self, name: int) -> bytes:
+        digits = array("I", (name & 255, name >> 8 & 255, name >> 16 & 255)).tobytes()
+        return digits + bytes(4 * (self._block_size - 3))
+
+
+# --- the real trace
+
+
+class _Line(msgspec.Struct, frozen=True):
+    timestamp: float
+    """Milliseconds."""
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read_trace(path: Path) -> Load:
+    """A trace in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST'25): one JSON object a line."""
+    lines = [msgspec.json.decode(line, type=_Line) for line in path.read_bytes().splitlines()]
+    requests = [
+        Request(number, line.timestamp / 1000, line.hash_ids, line.input_length, max(line.output_length, 1))
+        for number, line in enumerate(lines)
+    ]
+    return Load("mooncake", TRACE_BLOCK_SIZE, requests)
+
+
+# --- synthetic loads
+
+_BLOCK_SIZE = 64
+
+
+def unshared(requests: int, draw: Random) -> Load:
+    """Prompts with nothing in common."""
+    arrivals, names = _arrivals(draw), count()
+    made = []
+    for number in range(requests):
+        tokens = draw.randint(500, 4000)
+        made.append(Request(number, next(arrivals), _take(names, tokens), tokens, draw.randint(50, 300)))
+    return Load("unshared", _BLOCK_SIZE, made)
+
+
+def chats(requests: int, draw: Random) -> Load:
+    """Conversations of some eight turns, 20 s apart, that share nothing but a system prompt of one block."""
+    return _conversations("chats", requests, draw, common_tokens=64, turns=8, pause_s=20.0, added=(100, 800))
+
+
+def agents(requests: int, draw: Random) -> Load:
+    """Agents in loops of some fifteen calls, 4 s apart, behind one system prompt of 8,192 tokens."""
+    return _conversations("agents", requests, draw, common_tokens=8192, turns=15, pause_s=4.0, added=(50, 1500))
+
+
+def _conversations(
+    name: str, requests: int, draw: Random, *, common_tokens: int, turns: int, pause_s: float, added: tuple[int, int]
+) -> Load:
+    """`added` tokens a turn, between these bounds; answers of 30 to 300 are computed anew in the next prompt, for what
+    the engine answers is not what the conversation goes on with."""
+    arrivals, names = _arrivals(draw, requests_each=turns), count()
+    common = _take(names, common_tokens)
+    made: list[Request] = []
+    while len(made) < 2 * requests:
+        now_s, tokens, known = next(arrivals), common_tokens, list(common)
+        for _ in range(max(1, round(draw.expovariate(1 / turns)))):
+            tokens += draw.randint(*added)
+            output = draw.randint(30, 300)
+            known += _take(names, tokens - len(known) * _BLOCK_SIZE)
+            made.append(Request(0, now_s, list(known), tokens, output))
+            tokens += output
+            known = known[: made[-1].prompt_tokens // _BLOCK_SIZE]
+            now_s += draw.expovariate(1 / pause_s)
+    made.sort(key=lambda each: each.arrival_s)
+    # The first quarter has too few conversations under way, the last has no new ones.
+    made = made[requests // 2 : requests // 2 + requests]
+    return Load(name, _BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(made)])
+
+
+def _take(names: Iterator[int], tokens: int) -> list[int]:
+    return [next(names) for _ in range(-(-tokens // _BLOCK_SIZE))]
+
+
+def _arrivals(draw: Random, requests_each: int = 1) -> Iterator[float]:
+    """A Poisson process of about eight requests a second."""
+    now_s = 0.0
+    while True:
+        now_s += draw.expovariate(8.0 / requests_each)
+        yield now_s

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from services.worker.pace import Pace
+
+
+def test_there_is_no_pace_before_the_first_step() -> None:
+    assert Pace().tokens_per_s == 0.0
+
+
+def test_long_steps_count_for_more_than_short_ones() -> None:
+    pace = Pace()
+    pace.measured(8000, 0.4)
+    pace.measured(10, 0.1)
+    assert pace.tokens_per_s == pytest.approx(8010 / 0.5, rel=0.01)
+
+
+def test_a_slower_engine_is_known_after_some_minutes_of_work() -> None:
+    pace = Pace()
+    for tokens in [*[5000] * 1000, *[1000] * 1000]:
+        pace.measured(tokens, 0.25)
+    assert pace.tokens_per_s == pytest.approx(4000, rel=0.1)
+
+
+def test_a_step_that_took_no_time_is_survived() -> None:
+    pace = Pace()
+    pace.measured(16, 0.0)
+    assert pace.tokens_per_s > 0
