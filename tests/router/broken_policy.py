@@ -48,3 +48,31 @@ class NeedyPolicy(BrokenPolicy):
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
+
+
+class WordlessPolicy(BrokenPolicy):
+    """Chooses well, and cannot say why."""
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return scored[0]
+
+    def reason(self, question: Question, candidate: Facts) -> str:
+        raise LookupError("lost for words")
+
+
+class ForeignPolicy(BrokenPolicy):
+    """Picks one that it has made up."""
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        facts = scored[0].facts
+        return Scored(Facts(("nowhere", 0), facts.overlap, facts.load, facts.total_blocks), 0.0)
+
+
+class LastPolicy(BrokenPolicy):
+    """Chooses the last by id: what `kv` would not do."""
+
+    def score(self, question: Question, candidate: Facts) -> float:
+        return -float(ord(candidate.candidate[0][0]))
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return min(scored, key=lambda each: each.score)

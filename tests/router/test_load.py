@@ -6,31 +6,39 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.load import IDLE, AttemptId, CandidateLoad, Load
+from services.router.load import IDLE, UNTOLD, AttemptId, CandidateLoad, Load, Speed
 from shared.messages import LoadReport, Reserved
 
 A, B = ("a", 0), ("b", 0)
 
 
 def reservation(
-    request: str, instance: str = "a", *, tokens: int = 100, blocks: int = 10, frontend: str = "f"
+    request: str, instance: str = "a", *, tokens: int = 100, blocks: int = 10, frontend: str = "f", priority: int = 0
 ) -> Reserved:
-    return Reserved(request, 1, frontend, instance, 0, tokens, blocks)
+    return Reserved(request, 1, frontend, instance, 0, tokens, blocks, priority=priority)
 
 
 def report(
-    instance: str = "a", *requests: str, tokens: int = 0, blocks: int = 0, running: int | None = None
+    instance: str = "a",
+    *requests: str,
+    tokens: int = 0,
+    blocks: int = 0,
+    running: int | None = None,
+    progress: int = 1,
+    speed: Speed = UNTOLD,
 ) -> LoadReport:
     return LoadReport(
         instance=instance,
         epoch=1,
-        progress=1,
+        progress=progress,
         waiting=0,
         running=len(requests) if running is None else running,
         waiting_tokens=tokens,
         total_blocks=1000,
         held_blocks=blocks,
         cached_blocks=0,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s,
+        step_s=speed.step_s,
         attempts=[(request, 1) for request in requests],
     )
 
@@ -154,6 +162,81 @@ def test_a_lease_that_ends_releases_what_hung_on_it() -> None:
     load.validate()
 
 
+def test_what_has_a_lower_priority_is_not_ahead() -> None:
+    load = Load()
+    for request, tokens, priority in (("low", 1000, -1), ("usual", 100, 0), ("high", 10, 5)):
+        load.reserved(reservation(request, tokens=tokens, priority=priority), 0.0)
+    assert [load.of(A, priority).queued_tokens for priority in (-1, 0, 5, 6)] == [1110, 110, 10, 0]
+    assert load.of(A, 5).requests == 3
+    load.reported(report("a", "low", "usual", "high", tokens=900), 1.0)
+    assert [load.of(A, priority).queued_tokens for priority in (-1, 0)] == [900, 0]
+    load.prefilled(("low", 1))
+    assert load.of(A, 0).queued_tokens == load.of(A, -1).queued_tokens == 0
+    load.validate()
+
+
+def test_how_fast_a_worker_is_is_what_it_last_said() -> None:
+    load = Load()
+    assert load.speeds == {}
+    load.reported(report(speed=Speed(1000.0, 0.02)), 0.0)
+    assert load.speeds["a"] == Speed(1000.0, 0.02)
+    load.reported(report(speed=Speed(float("nan"), -1.0)), 1.0)
+    assert load.speeds["a"] == UNTOLD
+    load.instance_gone("a")
+    assert load.speeds == {}
+    load.validate()
+
+
+def still(load: Load, now_s: float, *reports: LoadReport) -> set[str]:
+    """Who stands still then, where these reports come every quarter of a second until then."""
+    at_s = 0.0
+    while at_s < now_s:
+        for each in reports:
+            load.reported(each, at_s)
+        load.standing_still(at_s)
+        at_s += 0.25
+    return set(load.standing_still(now_s))
+
+
+def test_a_worker_with_work_and_without_a_step_stands_still_until_it_makes_one() -> None:
+    load = Load(frozen_s=5)
+    assert still(load, 4.9, report("a", "r"), report("b")) == set()
+    assert still(load, 10.0, report("a", "r"), report("b")) == {"a"}
+    load.reported(report("a", "r", progress=2), 10.25)
+    assert load.standing_still(10.25) == set()
+
+
+def test_a_worker_that_was_idle_has_its_time_from_when_work_came() -> None:
+    load = Load(frozen_s=5)
+    assert still(load, 20.0, report("a")) == set()
+    load.reported(report("a", "r"), 20.0)
+    assert load.standing_still(20.1) == set()
+
+
+def test_a_worker_whose_reports_stop_stands_still_though_it_was_idle() -> None:
+    load = Load(frozen_s=5)
+    load.reported(report("a"), 0.0)
+    load.reported(report("b"), 0.0)
+    assert still(load, 5.0, report("b")) == {"a"}
+
+
+def test_while_nothing_can_be_heard_nobody_stands_still_nor_right_after() -> None:
+    load = Load(frozen_s=5)
+    load.reported(report("a", "r"), 0.0)
+    for second in range(60):
+        assert load.standing_still(float(second), listening=second < 3) == set()
+    assert load.standing_still(60.0) == set()
+    assert [load.standing_still(59.0 + quarter / 4) for quarter in (8, 16, 20)] == [set(), set(), {"a"}]
+
+
+def test_who_stood_still_himself_blames_nobody() -> None:
+    load = Load(frozen_s=5)
+    load.reported(report("a", "r"), 0.0)
+    load.standing_still(0.0)
+    assert load.standing_still(100.0) == set()
+    assert load.standing_still(101.0) == set()
+
+
 class LoadMachine(RuleBasedStateMachine):
     """Few requests on few instances, told in any order; every request ends at the end."""
 
@@ -162,9 +245,14 @@ class LoadMachine(RuleBasedStateMachine):
         self.load = Load(limit=6, remembered_limit=8, grace_s=3, unknown_s=10)
         self.now_s = 0.0
 
-    @rule(request=st.sampled_from("pqrstuvw"), instance=st.sampled_from("ab"), frontend=st.sampled_from("fg"))
-    def reserve(self, request: str, instance: str, frontend: str) -> None:
-        self.load.reserved(reservation(request, instance, frontend=frontend), self.now_s)
+    @rule(
+        request=st.sampled_from("pqrstuvw"),
+        instance=st.sampled_from("ab"),
+        frontend=st.sampled_from("fg"),
+        priority=st.integers(-1, 1),
+    )
+    def reserve(self, request: str, instance: str, frontend: str, priority: int) -> None:
+        self.load.reserved(reservation(request, instance, frontend=frontend, priority=priority), self.now_s)
 
     @rule(request=st.sampled_from("pqrstuvw"))
     def prefill(self, request: str) -> None:
@@ -195,6 +283,10 @@ class LoadMachine(RuleBasedStateMachine):
     @invariant()
     def valid(self) -> None:
         self.load.validate()
+        for candidate in (A, B):
+            ahead = [self.load.of(candidate, priority).queued_tokens for priority in (-1, 0, 1)]
+            assert ahead == sorted(ahead, reverse=True)
+            assert ahead[-1] >= 0
 
     def teardown(self) -> None:
         ended: list[AttemptId] = [(request, 1) for request in "pqrstuvw"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
+from typing import Any
 
 import msgspec
 from hypothesis import settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.chains import Clearing
-from services.router.config import IndexConfig, RouterConfig
+from services.router.config import IndexConfig, LoadConfig, RouterConfig
 from services.router.model_router import ROWS, ModelRouter
 from services.router.policy import BUILT_IN
 from shared.hashing import pack_hashes
@@ -26,24 +28,36 @@ from shared.messages import (
     SelectRefused,
 )
 
-CONFIG = RouterConfig(explained=5, index=IndexConfig(limit_bytes=20_000, speculation_limit_blocks=40))
+CONFIG = RouterConfig(explained=5, index=IndexConfig(limit_bytes=20_000, speculation_limit_bytes=3000))
 
 
-def card(instance: str, *, ranks: int = 1) -> ModelCard:
-    return ModelCard("m", instance, "/m", "0", "0", 4096, 1000, 4, 1000, KvLayout("float32", 1, 1, 4, 4), ranks=ranks)
+def card(instance: str, **more: Any) -> ModelCard:
+    return ModelCard("m", instance, "/m", "0", "0", 4096, 1000, 4, 1000, KvLayout("float32", 1, 1, 4, 4), **more)
 
 
 def model(policy: str = "kv", config: RouterConfig = CONFIG) -> ModelRouter:
     return ModelRouter("m", "r1", config, BUILT_IN[policy](), Random(1))
 
 
-def select(request: str, blocks: list[int]) -> Select:
-    return Select(request, 1, "f", "m", pack_hashes(blocks), 4 * len(blocks) + 1, 10)
+def select(request: str, blocks: list[int], **more: Any) -> Select:
+    return Select(request, 1, "f", "m", pack_hashes(blocks), 4 * len(blocks) + 1, 10, **more)
 
 
-def report(instance: str, *requests: str) -> LoadReport:
+def report(instance: str, *requests: str, progress: int = 1, rate: float = 0.0) -> LoadReport:
     attempts = [(request, 1) for request in requests]
-    return LoadReport(instance, 1, 1, 0, len(requests), 0, 1000, 0, 0, attempts=attempts)
+    return LoadReport(instance, 1, progress, 0, len(requests), 0, 1000, 0, 0, rate, attempts=attempts)
+
+
+def chosen(router: ModelRouter, ask: Select, now_s: float = 0.0) -> Selected:
+    reply = router.select(ask, now_s).reply
+    assert isinstance(reply, Selected), reply
+    return reply
+
+
+def refused(router: ModelRouter, ask: Select) -> str:
+    reply = router.select(ask, 0.0).reply
+    assert isinstance(reply, SelectRefused), reply
+    return reply.code
 
 
 def test_every_rank_of_an_instance_is_a_candidate() -> None:
@@ -58,16 +72,29 @@ def test_every_rank_of_an_instance_is_a_candidate() -> None:
     ]
 
 
-def test_an_answer_tells_at_most_its_rows_the_best_first() -> None:
+def test_only_an_answer_that_was_asked_to_tells_its_rows_at_most_so_many_and_the_best_first() -> None:
     router = model()
     for number in range(ROWS + 4):
         router.card_up(card(f"w{number}"))
-    router.select(select("first", [1, 2, 3]), 0.0)
-    reply = router.select(select("second", [1, 2, 3]), 0.0).reply
-    assert isinstance(reply, Selected)
+    assert chosen(router, select("first", [1, 2, 3])).candidates == ()
+    reply = chosen(router, select("second", [1, 2, 3], explain=True))
     assert len(reply.candidates) == ROWS
     scores = [row.score for row in reply.candidates]
     assert scores == sorted(scores)
+    assert router.explain("second")[0].selected == reply
+
+
+def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to_come() -> None:
+    router = model()
+    router.card_up(card("a"))
+    router.reported(report("a", rate=100.0), 0.0)
+    router.select(select("first", [1, 2, 3]), 0.0)
+    router.select(select("second", [7, 8, 9]), 0.0)
+    router.told(Finished("first", 1), 0.5)
+    (row,) = router.explain("second")[0].selected.candidates
+    assert (row.queued_tokens, row.active_blocks) == (13, 4)
+    assert row.predicted_s == (13 + 13) / 100
+    assert row.reason == router.explain("second")[0].selected.reason
 
 
 def test_only_the_last_decisions_are_kept() -> None:
@@ -88,6 +115,145 @@ def test_the_same_question_again_reserves_once() -> None:
     assert router.load.statistics().reservations == 1
 
 
+# --- who may serve
+
+
+def test_who_is_excluded_and_who_lacks_the_lora_is_not_chosen_and_a_refusal_says_which() -> None:
+    router = model("round-robin")
+    assert refused(router, select("r", [1])) == "no_instances"
+    router.card_up(card("p", role="prefill"))
+    assert refused(router, select("r", [1])) == "no_instances"
+    router.card_up(card("a"))
+    router.card_up(card("b", lora=("french",)))
+    router.card_up(card("c", lora=("french", "dutch")))
+    asked = [chosen(router, select(f"r{number}", [1], lora="french")).instance for number in range(4)]
+    assert asked == ["b", "c", "b", "c"]
+    assert chosen(router, select("x", [1], lora="french", excluded=("b",))).instance == "c"
+    assert refused(router, select("y", [1], lora="dutch", excluded=("c", "a"))) == "all_excluded"
+    assert refused(router, select("z", [1], lora="welsh")) == "unknown_model"
+    router.card_down("c")
+    assert refused(router, select("z", [1], lora="dutch")) == "unknown_model"
+    router.validate()
+
+
+def test_sessions_stay_together_while_all_else_is_equal_and_follow_the_cache_when_it_is_not() -> None:
+    router = model()
+    for name in "abcd":
+        router.card_up(card(name))
+    homes = set()
+    for number in range(8):
+        homes.add(chosen(router, select(f"r{number}", [100 + number], session="s")).instance)
+        router.told(Finished(f"r{number}", 1), 0.0)
+    assert len(homes) == 1
+    other = next(name for name in "abcd" if name not in homes)
+    router.index.stored(router.chains[other, 0].slot, 0, [1, 2, 3])
+    assert chosen(router, select("r", [1, 2, 3], session="s")).instance == other
+
+
+def test_a_question_waits_only_behind_its_own_priority_and_above() -> None:
+    router = model("least-loaded")
+    router.card_up(card("a"))
+    router.card_up(card("b"))
+    router.told(Reserved("batch", 1, "g", "a", 0, 90_000, 0, "r2", priority=-1), 0.0)
+    router.told(Reserved("chat", 1, "g", "b", 0, 50, 0, "r2"), 0.0)
+    assert chosen(router, select("urgent", [1])).instance == "a"
+    assert chosen(router, select("later", [2], priority=-1)).instance == "b"
+
+
+def test_a_worker_that_stands_still_is_passed_over_unless_nobody_else_is_there() -> None:
+    router = model()
+    router.card_up(card("a"))
+    router.card_up(card("b"))
+    router.index.stored(router.chains["a", 0].slot, 0, [1, 2, 3])
+    for quarter in range(40):
+        now_s = quarter / 4
+        router.reported(report("a", "first"), now_s)
+        router.reported(report("b"), now_s)
+        router.tick(now_s)
+    assert router.standing_still == {"a"}
+    assert chosen(router, select("second", [1, 2, 3]), 10.0).instance == "b"
+    assert chosen(router, select("third", [1, 2, 3], excluded=("b",)), 10.0).instance == "a"
+    router.reported(report("a", "first", progress=2), 10.0)
+    router.tick(10.0)
+    rows = chosen(router, select("fourth", [1, 2, 3], explain=True), 10.0).candidates
+    assert {row.instance for row in rows} == {"a", "b"}
+
+
+def test_while_nothing_is_heard_nobody_is_passed_over() -> None:
+    router = model()
+    router.card_up(card("a"))
+    router.reported(report("a", "r"), 0.0)
+    for quarter in range(400):
+        router.tick(quarter / 4, listening=False)
+    assert not router.standing_still
+
+
+def shares(router: ModelRouter, now_s: float, questions: int = 400) -> Counter[str]:
+    """How often each instance is chosen, each time for a request that is over at once."""
+    counted: Counter[str] = Counter()
+    for number in range(questions):
+        counted[chosen(router, select(f"s{number}", [10_000 + number]), now_s).instance] += 1
+        router.told(Finished(f"s{number}", 1), now_s)
+    return counted
+
+
+def test_one_that_joins_takes_part_in_a_growing_share_of_the_questions() -> None:
+    config = msgspec.structs.replace(CONFIG, load=LoadConfig(ramp_s=10))
+    router = model("least-loaded", config)
+    for name in "ab":
+        router.card_up(card(name), 0.0)
+    for name in "ab":  # both busy: the idle one that joins would get everything
+        router.told(Reserved(f"busy {name}", 1, "g", name, 0, 5000, 100, "r2"), 20.0)
+    router.card_up(card("new"), 20.0)
+    assert shares(router, 20.0)["new"] == 0
+    assert 60 <= shares(router, 22.5)["new"] <= 140
+    assert 250 <= shares(router, 27.5)["new"] <= 350
+    assert shares(router, 30.0)["new"] == 400
+    router.validate()
+
+
+def test_those_that_come_up_together_share_from_the_start() -> None:
+    router = model("round-robin")
+    for number, name in enumerate("abcd"):
+        router.card_up(card(name), float(number))
+    assert set(shares(router, 4.0).values()) == {100}
+
+
+def test_one_that_joins_gets_all_where_nobody_else_can_serve() -> None:
+    router = model()
+    router.card_up(card("a"), 0.0)
+    router.card_up(card("new", lora=("l",)), 20.0)
+    assert chosen(router, select("r", [1], lora="l"), 20.0).instance == "new"
+    router.card_down("a")
+    assert chosen(router, select("s", [1]), 20.0).instance == "new"
+
+
+# --- what is expected
+
+
+def test_what_was_sent_is_expected_there_and_nowhere_once_the_cache_is_cleared() -> None:
+    router = model()
+    router.card_up(card("a"))
+    router.select(select("r", [1, 2, 3]), 0.0)
+    assert chosen(router, select("s", [1, 2, 4]), 1.0).overlap.device == 2
+    assert router.index.bytes == 0, "the index holds what was told by events, and nothing else"
+    router.chains["a", 0].clear()
+    assert chosen(router, select("t", [1, 2, 3]), 1.0).overlap.blocks == 0
+
+
+def test_of_one_without_events_what_was_sent_is_known_for_as_long_as_it_is_used() -> None:
+    router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(history_s=100, speculation_s=5)))
+    router.card_up(card("a"))
+    router.sends_events("a", False)
+    for number in range(6):
+        conversation = list(range(1, 4 + number))
+        found = chosen(router, select(f"r{number}", conversation), 60.0 * number).overlap.device
+        assert found == len(conversation) - 1 if number else found == 0
+        router.tick(60.0 * number)
+    assert chosen(router, select("late", [1, 2, 3]), 401.0).overlap.device == 0
+    router.validate()
+
+
 class RouterMachine(RuleBasedStateMachine):
     """Workers come and go while few requests are asked for, told of and reported; the index is small enough to drop."""
 
@@ -99,7 +265,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from("abc"), ranks=st.integers(1, 2))
     def come(self, instance: str, ranks: int) -> None:
-        self.clearings += self.router.card_up(card(instance, ranks=ranks))
+        self.clearings += self.router.card_up(card(instance, ranks=ranks), self.now_s)
 
     @rule(instance=st.sampled_from("abc"))
     def go(self, instance: str) -> None:
@@ -136,7 +302,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(later_s=st.floats(0, 8))
     def wait(self, later_s: float) -> None:
         self.now_s += later_s
-        self.router.speculation.expire(self.now_s, blocks=20)
+        self.router.tick(self.now_s)
 
     @invariant()
     def valid(self) -> None:
@@ -150,8 +316,8 @@ class RouterMachine(RuleBasedStateMachine):
         for clearing in self.clearings:
             while clearing.step(10):
                 pass
-        while self.router.speculation.expire(self.now_s + 1000, blocks=20):
-            pass
+        self.router.tick(self.now_s + 1000)
+        assert self.router.speculation.bytes == 0
         assert self.router.index.bytes == 0
         assert self.router.load.statistics().reservations == 0
 

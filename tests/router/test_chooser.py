@@ -1,0 +1,100 @@
+"""A policy that fails, dawdles or chooses nonsense costs nobody a request."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from services.router.chooser import FORGIVEN, Chooser
+from services.router.load import IDLE
+from services.router.policies.kv import KvPolicy
+from services.router.policy import BUILT_IN, Policy, reason
+from services.router.question import Facts, Question
+from shared.messages import Overlap
+from tests.router.broken_policy import BrokenPolicy, ForeignPolicy, LastPolicy, SenselessPolicy, WordlessPolicy
+
+QUESTION = Question(320, 16)
+FACTS = [Facts(("a", 0), Overlap(19), IDLE, 1000), Facts(("b", 0), Overlap(), IDLE, 1000)]
+
+
+class Clock:
+    """Time goes on by so much each time it is looked at."""
+
+    def __init__(self, *steps_s: float) -> None:
+        self.now_s = 0.0
+        self.steps_s = list(steps_s)
+
+    def __call__(self) -> float:
+        self.now_s += self.steps_s.pop(0) if self.steps_s else 0.0
+        return self.now_s
+
+
+def chooser(policy: Policy, *took_s: float, strikes: int = 2) -> Chooser:
+    """One whose policy takes so long for its answers, and no time after that."""
+    steps_s = [step_s for each in took_s for step_s in (0.0, each)]
+    return Chooser(policy, Random(1), clock=Clock(*steps_s), budget_s=0.005, strikes=strikes)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_those_scored_come_best_first_with_the_choice_and_who_made_it(name: str) -> None:
+    policy = BUILT_IN[name]()
+    verdict = Chooser(policy, Random(1)).choose(QUESTION, FACTS)
+    assert verdict.policy is policy
+    assert verdict.trouble is None
+    assert verdict.chosen.facts in FACTS
+    scores = [each.score for each in verdict.scored]
+    assert scores == sorted(scores)
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        (BrokenPolicy(), "ZeroDivisionError: somebody's mistake"),
+        (SenselessPolicy(), "TypeError"),
+        (ForeignPolicy(), "ProtocolError: the policy picked ('nowhere', 0), which is no candidate"),
+    ],
+)
+def test_where_the_policy_fails_kv_chooses_and_the_problem_is_told(policy: Policy, problem: str) -> None:
+    asked = chooser(policy)
+    for _ in range(30):
+        verdict = asked.choose(QUESTION, FACTS)
+        assert verdict.chosen.facts is FACTS[0]
+        assert isinstance(verdict.policy, KvPolicy)
+        assert verdict.trouble is not None
+        assert verdict.trouble.kind == "failed"
+        assert problem in verdict.trouble.problem
+    assert asked.policy is policy, "failing is no reason to stop asking"
+
+
+def test_one_that_is_slow_too_often_is_switched_off_for_good() -> None:
+    policy = LastPolicy()
+    asked = chooser(policy, 0.006, 0.004, 0.2, 0.05)
+    told = [asked.choose(QUESTION, FACTS) for _ in range(4)]
+    assert [None if each.trouble is None else each.trouble.kind for each in told] == ["slow", None, "slow", "off"]
+    assert told[3].trouble is not None
+    assert told[3].trouble.problem.startswith("50.0 ms, the budget is 5; too slow too often")
+    assert {each.chosen.facts.candidate[0] for each in told} == {"b"}, "a late choice is a choice"
+    assert isinstance(asked.policy, KvPolicy)
+    after = asked.choose(QUESTION, FACTS)
+    assert after.chosen.facts is FACTS[0]
+    assert after.trouble is None
+
+
+def test_a_hiccup_now_and_then_is_forgiven() -> None:
+    policy = LastPolicy()
+    asked = chooser(policy, *([0.006] + [0.001] * FORGIVEN) * 5)
+    kinds = [asked.choose(QUESTION, FACTS).trouble for _ in range(5 * (FORGIVEN + 1))]
+    assert sum(each is not None for each in kinds) == 5
+    assert asked.policy is policy
+
+
+def test_without_a_clock_nothing_is_slow() -> None:
+    asked = Chooser(LastPolicy(), Random(1), budget_s=0.0, strikes=0)
+    assert asked.choose(QUESTION, FACTS).trouble is None
+
+
+def test_a_policy_that_cannot_say_why_is_not_disturbed_by_it() -> None:
+    assert reason(WordlessPolicy(), QUESTION, FACTS[0]) == "no reason: LookupError: lost for words"
+    assert reason(LastPolicy(), QUESTION, FACTS[0]) == ""
+    assert reason(KvPolicy(), QUESTION, FACTS[0]) != ""
