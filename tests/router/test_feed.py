@@ -208,8 +208,9 @@ async def test_a_flood_is_dropped_at_the_bound_and_heals() -> None:
     async with fleet(config(held_limit_batches=8)) as world:
         worker = await world.worker("a")
         world.broker.mute(worker.publisher.source)
-        for number in range(300):
-            await worker.stores(tokens_of(f"{number}", 40))
+        for lost in range(300):
+            await worker.stores(tokens_of(f"{lost}", 40))
+        number = 300
         world.broker.unmute(worker.publisher.source)
         async with asyncio.timeout(20):
             while not status(world).dropped:  # while what was lost is replayed, in slices
