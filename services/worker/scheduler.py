@@ -41,9 +41,6 @@ from shared.blocks import BlockPool, Content, PoolEvent
 from shared.hashing import pack_tokens
 from shared.messages import FinishReason, Part, TokenLogprob
 
-_RECENT = 1 / 16
-"""Of the latest step, in the moving average of what decodes take."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -97,8 +94,6 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._earliest_deadline_s = float("inf")
-        self._decode_step_s = 0.0
-        """What a step that only decodes took lately; 0: there was none."""
         self._step: list[tuple[Sequence, Work]] | None = None
         self._outcome = Outcome()
 
@@ -182,7 +177,7 @@ class Scheduler:
             held_blocks=blocks.held + blocks.loading,
             cached_blocks=blocks.cached,
             prefill_tokens_per_s=self._pace.tokens_per_s,
-            step_s=self._decode_step_s,
+            step_s=self._pace.step_s,
             preemptions=self._preemptions,
         )
 
@@ -294,8 +289,7 @@ class Scheduler:
             self._budget.measured(tokens, elapsed_s)
             self._pace.measured(tokens, elapsed_s)
         elif works:
-            weight = _RECENT if self._decode_step_s else 1.0
-            self._decode_step_s += weight * (elapsed_s - self._decode_step_s)
+            self._pace.decoded(elapsed_s)
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         for index in range(sequence.stored, sequence.computed // self._limits.block_size):

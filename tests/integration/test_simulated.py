@@ -58,14 +58,14 @@ def test_an_answer_is_the_prompts_text_again_and_a_second_one_finds_the_prompt_c
     for answer in answers:
         assert "from the river to the mill?" in (answer.choices[0].message.content or "")
         assert answer.choices[0].finish_reason == "length"
-    cached = []
-    for answer in answers:
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 300
-        details = answer.usage.prompt_tokens_details
-        cached.append(0 if details is None else details.cached_tokens)
-        prompt_tokens = answer.usage.prompt_tokens
-    assert cached == [0, (prompt_tokens - 1) // 16 * 16]
+    usages = [answer.usage for answer in answers]
+    assert [usage and usage.completion_tokens for usage in usages] == [300, 300]
+    first, second = usages
+    assert first
+    assert second
+    assert second.prompt_tokens_details
+    assert not first.prompt_tokens_details or not first.prompt_tokens_details.cached_tokens
+    assert second.prompt_tokens_details.cached_tokens == (second.prompt_tokens - 1) // 16 * 16
 
 
 def test_an_answer_without_a_limit_ends_by_itself(client: OpenAI) -> None:

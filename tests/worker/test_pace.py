@@ -27,3 +27,15 @@ def test_a_step_that_took_no_time_is_survived() -> None:
     pace = Pace()
     pace.measured(16, 0.0)
     assert pace.tokens_per_s > 0
+
+
+def test_a_decode_step_is_a_moving_average_of_the_latest() -> None:
+    pace = Pace()
+    assert pace.step_s == 0.0
+    pace.decoded(0.1)
+    assert pace.step_s == 0.1
+    pace.decoded(0.2)
+    assert 0.1 < pace.step_s < 0.12
+    for _ in range(60):
+        pace.decoded(0.2)
+    assert pace.step_s == pytest.approx(0.2, rel=0.02)
