@@ -369,6 +369,21 @@ async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted(poli
         assert world.metric("headrace_policy_troubles_total", kind="failed") == errors
 
 
+async def test_a_policy_that_is_slow_too_often_is_switched_off() -> None:
+    policy = "tests.router.broken_policy:LastPolicy"
+    config = msgspec.structs.replace(NO_SPECULATION, policy=policy, policy_budget_ms=0.0, policy_strikes=1)
+    async with fleet(config) as world:
+        for name in ("a", "b"):
+            await world.worker(name)
+        prompt = tokens_of("x", 20)
+        await world.workers[0].stores(prompt)
+        await world.finds("a", prompt, 20)
+        chosen = [(await world.chosen([*prompt, 1], f"r{number}")).instance for number in range(3)]
+        assert chosen == ["b", "b", "a"]
+        assert world.metric("headrace_policy_troubles_total", kind="slow") == 1
+        assert world.metric("headrace_policy_troubles_total", kind="off") == 1
+
+
 async def test_the_address_book_is_there_while_the_router_answers_and_gone_after() -> None:
     async with fleet(instance="0b") as world:
         key = subjects.instance_key(NAMESPACE, "router", "0b")
