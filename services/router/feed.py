@@ -89,7 +89,7 @@ class Feed:
         self._actions: deque[Action] = deque()
         self._again: asyncio.Handle | None = None
         self._closed = False
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None
         self._subscription = runtime.events.subscribe(stream, self._receive)
         self._perform(self.source.start())
 
@@ -144,8 +144,8 @@ class Feed:
         if self._again is not None:
             self._again.cancel()
         self._subscription.close()
-        for task in self._asking:
-            task.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
 
     # --- batches
 
@@ -175,17 +175,12 @@ class Feed:
     def _perform(self, actions: list[Action]) -> None:
         self._metrics.gaps.inc(self.source.gaps - self._gaps)
         self._gaps = self.source.gaps
-        if any(isinstance(action, Clear) for action in actions):
+        clears = any(isinstance(action, Clear) for action in actions)
+        if clears:
             self._actions.clear()  # what waits is for chains that are to be cleared
-            self._work_on(actions)
-        elif self._again is None:
-            self._work_on(actions)
-        else:
-            self._actions.extend(actions)
-
-    def _work_on(self, actions: list[Action]) -> None:
         self._actions.extend(actions)
-        self._work()
+        if clears or self._again is None:
+            self._work()
 
     def _work(self) -> None:
         """A slice of the actions; the rest in the loop's next turn."""
@@ -271,9 +266,9 @@ class Feed:
     # --- questions
 
     def _ask(self, question: Coroutine[None, None, None]) -> None:
-        task = self._runtime.tasks.create_task(question)
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        if self._asking is not None:
+            self._asking.cancel()  # the answer to an older question does not count
+        self._asking = self._runtime.tasks.create_task(question)
 
     async def _take_snapshot(self, action: TakeSnapshot) -> None:
         await asyncio.sleep(action.after_s)

@@ -225,6 +225,18 @@ async def test_a_flood_is_dropped_at_the_bound_and_heals() -> None:
         assert worker.snapshots == 1
 
 
+async def test_a_source_that_starts_over_and_over_has_one_question_at_a_time() -> None:
+    async with fleet() as world:
+        worker = await world.worker("a")
+        before = len(asyncio.all_tasks())
+        for _ in range(200):
+            worker.restarts_engine()
+            worker.tells()
+        await until(lambda: feed(world).source.resyncs >= 200)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) <= before + 1
+
+
 async def test_losing_nats_changes_nothing_that_was_known_even_if_events_are_lost_meanwhile() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
