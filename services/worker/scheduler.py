@@ -38,7 +38,6 @@ from services.worker.pace import Pace
 from services.worker.sequence import Sequence
 from services.worker.step_budget import StepBudget
 from shared.blocks import BlockPool, Content, PoolEvent
-from shared.hashing import pack_tokens
 from shared.messages import FinishReason, Part, TokenLogprob
 
 
@@ -305,7 +304,7 @@ class Scheduler:
         self._tell(
             sequence,
             first=first,
-            tokens=pack_tokens((drawn.token,)),
+            tokens=drawn.token.to_bytes(4, "little"),
             finish=finish,
             logprobs=None if drawn.logprob is None else (drawn.logprob,),
         )
