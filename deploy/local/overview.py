@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from deploy.local.table import age, table
+from deploy.local.table import age, size, table
 from shared.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
 from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState
@@ -177,12 +177,12 @@ def _models(rows: Sequence[ModelRow]) -> str:
 
 
 def _routers(rows: Sequence[RouterState]) -> str:
-    cells: list[tuple[str, ...]] = [("ROUTER", "POLICY", "RESERVED", "INDEX BLOCKS", "INDEX MB", "EVENT SOURCES")]
+    cells: list[tuple[str, ...]] = [("ROUTER", "POLICY", "RESERVED", "INDEX BLOCKS", "INDEX SIZE", "EVENT SOURCES")]
     for row in rows:
         reserved = sum(model.reservations for model in row.models)
         blocks = sum(model.index_blocks for model in row.models)
-        size = sum(model.index_bytes for model in row.models) / 1e6
-        cells.append((row.router, row.policy, str(reserved), str(blocks), f"{size:.1f}", _sources(row.sources)))
+        size_bytes = sum(model.index_bytes for model in row.models)
+        cells.append((row.router, row.policy, str(reserved), str(blocks), size(size_bytes), _sources(row.sources)))
     return table(cells)
 
 

@@ -22,3 +22,12 @@ def age(seconds: float) -> str:
     if seconds < 86400:
         return f"{seconds // 3600:.0f}h"
     return f"{seconds // 86400:.0f}d"
+
+
+def size(size_bytes: float) -> str:
+    """In the largest unit of which there is one."""
+    for unit in ("B", "kB", "MB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} GB"

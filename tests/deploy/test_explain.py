@@ -166,7 +166,7 @@ def test_a_router_that_does_not_answer_is_a_note_and_status_shows_the_others(
         assert said.err.startswith("note: router r2: ")
         assert cli.main(["status", *place]) == 0
         shown = capsys.readouterr().out.splitlines()
-        assert "r1      kv      2         30            0.0       1 live" in shown
+        assert "r1      kv      2         30            4 kB        1 live" in shown
         assert shown[-1].startswith("note: router r2: ")
 
 

@@ -127,8 +127,8 @@ def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> Non
         ],
     )
     assert layout(look(instance("router", "r1"), states=(state,))).splitlines()[-3:] == [
-        "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX MB  EVENT SOURCES",
-        "r1      kv      4         1200          0.1       2 live, 1 refused, 1 partial, 1 not exact, 1 silent",
+        "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX SIZE  EVENT SOURCES",
+        "r1      kv      4         1200          100 kB      2 live, 1 refused, 1 partial, 1 not exact, 1 silent",
         "events of w2 at router r1: refused: blocks of 8 tokens",
     ]
 
