@@ -69,6 +69,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """What was held has its turn, in order. Idempotent."""
         self._turns.extend(self._held.pop(owner, ()))
 
+    def thaw_all(self) -> None:
+        """Nobody is frozen any more."""
+        for owner in list(self._held):
+            self.thaw(owner)
+
     # --- what asyncio calls
 
     def call_soon(

@@ -28,6 +28,18 @@ def violations(processes: Sequence[Process]) -> Iterator[str]:
             yield from _router(process, workers)
 
 
+def troubles(processes: Sequence[Process]) -> Iterator[str]:
+    """What had to heal, though nothing went wrong."""
+    for process in processes:
+        for model in () if process.router is None else process.router.models.values():
+            forgotten = model.load.statistics().forgotten
+            if forgotten:
+                yield f"{process.instance} gave up {forgotten} reservations that nobody ended"
+        for worker, feed in () if process.router is None else process.router.feeds.items():
+            if feed.source.gaps or feed.source.resyncs > 1:
+                yield f"{process.instance} had {feed.source.gaps} gaps and {feed.source.resyncs} resyncs with {worker}"
+
+
 def _frontend(process: Process) -> Iterator[str]:
     assert process.frontend is not None
     if process.frontend._running:

@@ -61,6 +61,9 @@ class Skies(Struct, frozen=True):
     delay_s: float
 
 
+CLEAR = Skies(lost=0.0, repeated=0.0, overtaken=0.0, slow=0.0, delay_s=0.0)
+
+
 class Request(Struct, frozen=True):
     """What one client asks."""
 
@@ -84,6 +87,11 @@ class Plan(Struct, frozen=True):
     routers: int
     workers: int
     capacity_blocks: int
+    """Of each worker."""
+    speed: float
+    """Of the engines; 1 is some 20 ms a step."""
+    clear: bool
+    """Nothing goes wrong at all: nothing may have to heal."""
     storm_s: float
     """Until then requests come and things go wrong."""
     skies: Skies
@@ -95,16 +103,19 @@ def plan(seed: int) -> Plan:
     """The same plan for the same seed, always."""
     draw = Random(f"plan {seed}")
     storm_s = draw.choice((1.0, 2.0, 4.0))
+    clear = draw.random() < 0.05
     return Plan(
         seed=seed,
         frontends=draw.randint(1, 2),
         routers=draw.randint(1, 3),
         workers=draw.randint(2, 3),
         capacity_blocks=draw.randint(CONTEXT_LENGTH // BLOCK_SIZE, 48),
+        speed=draw.choice((0.2, 1.0, 1.0)),
+        clear=clear,
         storm_s=storm_s,
-        skies=_skies(draw),
+        skies=CLEAR if clear else _skies(draw),
         requests=_requests(draw, storm_s),
-        faults=_faults(draw, storm_s),
+        faults=() if clear else _faults(draw, storm_s),
     )
 
 

@@ -18,6 +18,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from services.frontend.config import LimitsConfig
@@ -75,10 +76,14 @@ class Process:
         draw: Random,
         *,
         capacity_blocks: int,
+        speed: float,
     ) -> None:
+        """The last two are of a worker's engine."""
         self.service: ServiceName = service
         self.instance = instance
         self.state: Literal["running", "frozen", "dead", "ended"] = "running"
+        self.froze = False
+        """Was it ever frozen."""
         self.wall_offset_s = 0.0
         self.context = copy_context()
         self.context.run(OWNER.set, instance)
@@ -92,6 +97,7 @@ class Process:
         self._loop = loop
         self._store = store
         self._capacity_blocks = capacity_blocks
+        self._speed = speed
         self.bus = MemoryBus(broker, instance)
         self._discovery = MemoryDiscovery(store, instance)
         self.directory = Directory(self._discovery, self.bus, NAMESPACE)
@@ -106,6 +112,7 @@ class Process:
         """SIGSTOP. Its lease ends if this lasts."""
         if self.state == "running":
             self.state = "frozen"
+            self.froze = True
             self._loop.freeze(self.instance)
             self._loop.call_later(self._store.ttl_s, self._lapse)
 
@@ -246,7 +253,7 @@ class Process:
                 max_waiting_tokens=config.max_waiting_tokens,
             )
         )
-        self.engine = SimulatedEngine(EngineCore(self.scheduler, facts.block_size), model_of(facts))
+        self.engine = SimulatedEngine(EngineCore(self.scheduler, facts.block_size), model_of(facts, self._speed))
         return self.engine
 
 
@@ -263,9 +270,10 @@ def facts_of(capacity_blocks: int) -> Ready:
     )
 
 
-def model_of(facts: Ready) -> SimulatedModel:
+def model_of(facts: Ready, speed: float) -> SimulatedModel:
     """The model that speaks on all workers."""
-    return SimulatedModel(facts, Timing(SIMULATED), output_tokens=SIMULATED.output_tokens)
+    timing = Timing(msgspec.structs.replace(SIMULATED, speed=speed))
+    return SimulatedModel(facts, timing, output_tokens=SIMULATED.output_tokens)
 
 
 @cache

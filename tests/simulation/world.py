@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import traceback
 from collections.abc import Callable
 from contextvars import Context
 from random import Random
@@ -19,12 +20,13 @@ from typing import Any, assert_never
 
 import msgspec
 
+from shared.errors import Overloaded, RequestTimeout
 from shared.memory_bus import MemoryBroker
 from shared.memory_discovery import MemoryStore
 from shared.messages import ServiceName
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
-from tests.simulation.invariants import violations
+from tests.simulation.invariants import troubles, violations
 from tests.simulation.plan import Fault, Plan, Request, request
 from tests.simulation.process import Process
 from tests.simulation.weather import StormyWeather
@@ -37,6 +39,10 @@ LOOK_S = 0.25
 END_S = 10.0
 LATE_S = 0.2
 """How long after its deadline a request may still end, in quiet as in storm."""
+HEALED_S = 5.0
+"""After so much quiet no request is stuck any more."""
+FREED_S = 0.6
+"""Under a clear sky, after so long nothing is left of a request whose client went."""
 
 
 class World:
@@ -48,6 +54,8 @@ class World:
         self.processes: list[Process] = []
         """All that ever lived."""
         self.answers: list[Answer] = []
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        """By the request's name."""
         self._loop = loop
         self._plan = plan
         self._tell = tell
@@ -58,6 +66,8 @@ class World:
         self._broker = MemoryBroker(self.weather)
         self._store = MemoryStore(ttl_s=TTL_S, weather=self.weather)
         self._quiet = asyncio.Event()
+        self._quiet_s = 0.0
+        """When it became quiet."""
         self._nats_away = False
         loop.set_exception_handler(self._on_exception)
 
@@ -73,17 +83,22 @@ class World:
         self._draw.shuffle(beginning)
         for service in beginning:
             self._start(service)
-        async with asyncio.TaskGroup() as storm:
-            for fault in plan.faults:
-                storm.create_task(self._befall(fault))
-            for one in plan.requests:
-                storm.create_task(self._ask_later(one))
-            await asyncio.sleep(plan.storm_s)
-            self._calm()
-        await self._settle("after the storm")
-        await self._ask_again()
-        await self._settle("after the last requests")
-        await self._end()
+        try:
+            async with asyncio.TaskGroup() as storm:
+                for fault in plan.faults:
+                    storm.create_task(self._befall(fault))
+                for one in plan.requests:
+                    storm.create_task(self._ask_later(one))
+                await asyncio.sleep(plan.storm_s)
+                self._calm()
+            await self._settle("after the storm")
+            await self._ask_again()
+            await self._settle("after the last requests")
+            self.wrong += [line for answer in self.answers if (line := self._judge(answer))]
+            if plan.clear:
+                self.wrong += troubles(self.processes)
+        finally:
+            await self._end()
 
     # --- who is there
 
@@ -94,10 +109,12 @@ class World:
             *(self._loop, self._broker, self._store, service, instance),
             Random(f"{instance} {self._plan.seed}"),
             capacity_blocks=self._plan.capacity_blocks,
+            speed=self._plan.speed,
         )
         self._tell(f"{instance} starts")
         self._contexts[instance] = process.context
         self.processes.append(process)
+        process.main.add_done_callback(lambda _: self._hang_up(process))
         if self._nats_away:
             self._broker.disconnect(process.bus)
 
@@ -120,7 +137,8 @@ class World:
         self._tell(f"fault: {fault.kind} {target.instance} for {fault.for_s:g} s")
         match fault.kind:
             case "kill":
-                self._kill(target)
+                target.kill()
+                self._hang_up(target)
                 await self._pass(fault.for_s)
                 self._start(target.service)
             case "stop":
@@ -175,11 +193,12 @@ class World:
             case _:
                 assert_never(fault.kind)
 
-    def _kill(self, target: Process) -> None:
-        target.kill()
+    def _hang_up(self, process: Process) -> None:
+        """The process is no more, and with it the connections of its clients."""
         for answer in self.answers:
-            if answer.frontend == target.instance and answer.end is None:
+            if answer.frontend == process.instance and answer.end is None:
                 answer.end, answer.ended_s = "reset", self._loop.time()
+                self._asking[answer.request.name].cancel()
 
     def _reconnect(self, process: Process) -> None:
         if process.state != "dead" and not self._nats_away:
@@ -197,6 +216,7 @@ class World:
         """Nothing new goes wrong; the faults that last end themselves now."""
         self._tell("quiet")
         self.weather.stormy = False
+        self._quiet_s = self._loop.time()
         self._quiet.set()
 
     # --- requests
@@ -212,8 +232,19 @@ class World:
         answer = Answer(one, process.instance, self._loop.time() + one.deadline_s)
         self.answers.append(answer)
         asking = ask(process.frontend, answer, self._tell)
-        self._loop.create_task(asking, name=one.name, context=process.context.copy())
+        task = self._loop.create_task(asking, name=one.name, context=process.context.copy())
+        task.add_done_callback(lambda _: self._loop.call_later(FREED_S, self._freed, answer))
+        self._asking[one.name] = task
         return answer
+
+    def _freed(self, answer: Answer) -> None:
+        if self._plan.clear and answer.end == "left":
+            self.wrong += [
+                f"{process.instance} still computes {answer.request.name}, whose client went {FREED_S} s ago"
+                for process in self._alive("worker")
+                if process.worker is not None
+                and any(request == answer.request.name for request, _ in process.worker._attempts.names)
+            ]
 
     async def _ask_again(self) -> None:
         """What is asked now is answered."""
@@ -238,13 +269,33 @@ class World:
     def _found(self) -> list[str]:
         waiting = [f"{answer.request.name} has no end" for answer in self.answers if answer.end is None]
         crashed = [f"{process.instance} crashed" for process in self.processes if _crashed(process)]
-        return [*waiting, *crashed, *violations(self.processes)]
+        try:
+            return [*waiting, *crashed, *violations(self.processes)]
+        except AssertionError:
+            return [traceback.format_exc(limit=-2)]
+
+    def _judge(self, answer: Answer) -> str:
+        """What is wrong with an answer and its time; empty: nothing."""
+        name, asked = answer.request.name, self._process(answer.frontend)
+        if answer.ended_s > answer.deadline_s + LATE_S and not asked.froze:
+            return f"{name} ended {answer.ended_s - answer.deadline_s:.3f} s after its deadline"
+        if isinstance(answer.error, RequestTimeout) and answer.deadline_s - self._quiet_s > HEALED_S:
+            return f"{name} waited for its deadline, though it was quiet for {answer.deadline_s - self._quiet_s:.3f} s"
+        if self._plan.clear and answer.end == "failed" and not isinstance(answer.error, RequestTimeout | Overloaded):
+            return f"{name} failed under a clear sky: {answer.error!r}"
+        return judge(answer)
+
+    def _process(self, instance: str) -> Process:
+        return next(process for process in self.processes if process.instance == instance)
 
     async def _end(self) -> None:
+        """Stops everybody, and takes apart what is left."""
+        self._quiet.set()
         for process in self.processes:
             if process.state == "dead":
                 process.bury()
             else:
+                process.thaw()
                 process.stop()
         mains = [process.main for process in self.processes]
         await asyncio.wait(mains, timeout=END_S)
@@ -253,7 +304,6 @@ class World:
                 self.wrong.append(f"{process.instance} does not end")
             elif (error := process.main.exception()) is not None:
                 self.wrong.append(f"{process.instance} crashed: {error!r}")
-        self.wrong += [line for line in map(judge, self.answers) if line]
         self.wrong += [
             f"a subscription of {subscription.bus.name} failed {subscription.statistics().failed} times"
             for process in self.processes
@@ -290,9 +340,12 @@ def run(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[str]:
         finally:
             wrong.extend(world.wrong)
 
-    try:
-        with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        try:
             runner.run(main())
-    except (Deadlock, Livelock, AssertionError, ExceptionGroup) as error:
-        wrong.append(repr(error))
+        except (Deadlock, Livelock) as error:
+            loop = runner.get_loop()
+            assert isinstance(loop, SimulatedLoop)
+            loop.thaw_all()
+            wrong.append(repr(error))
     return wrong
