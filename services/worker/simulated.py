@@ -43,15 +43,15 @@ class SimulatedModel:
         return Drawn(token, TokenLogprob(0.0) if work.sampling.logprobs >= 0 else None)
 
     def _next_token(self, work: Work) -> int:
-        index = work.draw_index
-        if self._eos and not work.sampling.ignore_eos and index == self._length(work):
+        if self._eos and not work.sampling.ignore_eos and self._ends(work):
             return self.facts.eos_token_ids[0]
-        token = work.history[index % work.prompt_tokens]
+        token = work.history[work.draw_index % work.prompt_tokens]
         return self._plain if token in self._eos else token
 
-    def _length(self, work: Work) -> int:
-        """Tokens before the end of sequence; -1: no such end."""
-        if not self._output_tokens:
-            return -1
+    def _ends(self, work: Work) -> bool:
+        """Whether the answer is as long as it should be."""
+        least = self._output_tokens // 2
+        if not self._output_tokens or work.draw_index < least:
+            return False
         end = pack_tokens(work.history[max(0, work.prompt_tokens - _TELLING_TOKENS) : work.prompt_tokens])
-        return self._output_tokens // 2 + crc32(end) % (self._output_tokens + 1)
+        return work.draw_index >= least + crc32(end) % (self._output_tokens + 1)

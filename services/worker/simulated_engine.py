@@ -3,8 +3,11 @@
 The same core, pool and scheduler as in the engine process; what a step would take passes on the loop's clock, which a
 test may own. It lives inside `receive`: who follows the engine drives it.
 
-    idle ──command──▶ stepping ──time is over──▶ idle          frozen: neither commands nor time get through, until thaw
-                                                                killed: receive raises PeerGone
+           a command                          freeze
+    idle ──────────────▶ stepping      idle, stepping ──────▶ frozen: nothing is taken, made or told
+      ▲   time is over      │                 ▲     thaw        │
+      └─────────────────────┘                 └─────────────────┘
+    all ──kill──▶ gone: `receive` raises PeerGone
 """
 
 from __future__ import annotations
@@ -106,9 +109,8 @@ class SimulatedEngine:
         self._works = self._core.begin(now_s)
         if self._works is not None:
             self._begun_s, self._ends_s = now_s, now_s + self._model.step_s(self._works)
-            await self._rest(self._ends_s)
-        elif not self._reports:
-            await self._rest(None)
+        if not self._reports:
+            await self._rest(None if self._works is None else self._ends_s)
 
     def _finish(self, works: list[Work]) -> None:
         self._works = None

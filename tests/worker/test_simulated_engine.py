@@ -128,6 +128,20 @@ def test_a_snapshot_is_answered_while_idle(tmp_path: Path) -> None:
     simulate(scenario())
 
 
+def test_a_snapshot_asked_for_while_requests_run_does_not_wait_for_the_next_step(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = await opened(tmp_path)
+        engine.submit(submit("r", [5, 6], 9))
+        await next_step(engine)
+        engine.send(TakeSnapshot(3))
+        assert isinstance(await engine.receive(), Snapshot)
+        assert now_s() == 1.0
+        await next_step(engine)
+        assert now_s() == 2.0
+
+    simulate(scenario())
+
+
 def test_nothing_comes_of_a_frozen_engine_until_it_is_thawed(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = await opened(tmp_path)
