@@ -5,7 +5,7 @@
     start ──▶ syncing ───── snapshot (or what replay has) is in, held batches follow ─────▶ live
                 ▲ ▲  │ failed: again, later                                            │  ▲    │ a gap, or a
                 │ │  └──┘                                                              │  │    │ report that is
-                │ └─────────── a digest that differs, more to do than fits ────────────┘  │    ▼ ahead of us
+                │ └────────────────────── a digest that differs ───────────────────────┘  │    ▼ ahead of us
                 └─────────────── the source has no such batches any more ────────────── replaying
 
 Batches that come while syncing or replaying are held, up to a bound; what is dropped at the bound is a gap later,
@@ -183,7 +183,7 @@ class Source:
         return self._sync(clear=self._failures >= STALE_FAILURES)
 
     def distrusted(self) -> list[Action]:
-        """The chains are not what the source holds, or cannot be brought there: a digest differs, or too much waits."""
+        """A digest differs: the chains are not what the source holds."""
         return self._sync()
 
     def as_of(self, rank: int) -> int | None:
