@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.worker.channel import PeerGone
@@ -217,5 +218,26 @@ def test_one_that_stays_frozen_while_requests_wait_is_killed_by_its_worker(tmp_p
             engines.latest.freeze()
             assert await shell.peer.ended("stuck") == "error"
             assert 10.0 <= now_s() <= 25.0
+
+    simulate(scenario())
+
+
+def test_a_long_prompt_is_cut_into_steps_that_take_about_as_long_as_the_scheduler_wants(tmp_path: Path) -> None:
+    times = SimulatedConfig(context_length=100_000)
+    settings = msgspec.structs.replace(config(tmp_path, times), capacity_blocks=8192)
+
+    async def scenario() -> None:
+        engine = await SimulatedEngine.start(settings, "model")
+        assert isinstance(await engine.receive(), Ready)
+        await engine.receive()
+        engine.submit(submit("long", [5, 6, 7] * 30_000, 1))
+        steps: list[Stepped] = []
+        while not steps or not steps[-1].parts:
+            steps.append(await next_step(engine))
+        assert sum(step.tokens for step in steps) == 90_000
+        assert max(step.elapsed_s for step in steps) < 0.35
+        settled = steps[10:-1]
+        assert min(step.elapsed_s for step in settled) > 0.2
+        assert settled[0].tokens > 1.5 * settled[-1].tokens, "attention makes tokens dearer as the context grows"
 
     simulate(scenario())
