@@ -62,11 +62,13 @@ class IndexStatistics(Struct, frozen=True):
 class Slot:
     """A candidate's place in the index: open ──▶ retired (hidden) ──▶ freed (empty, its number is another's)."""
 
-    __slots__ = ("candidate", "dropped_blocks", "number", "state")
+    __slots__ = ("alone", "candidate", "dropped_blocks", "number", "state")
 
     def __init__(self, candidate: CandidateId, number: int) -> None:
         self.candidate = candidate
         self.number = number
+        self.alone: tuple[Masks, ...] = tuple(_with((0, 0, 0), tier, 1 << number) for tier in range(3))
+        """By tier: the masks of blocks that only this slot holds."""
         self.state: Literal["open", "retired", "freed"] = "open"
         self.dropped_blocks = 0
         """Given up at the limit: the picture is incomplete if there are any."""
@@ -135,14 +137,12 @@ class Index:
         runs = self._runs
         bit = 1 << slot.number
         before = None if parent is None else runs.ending(parent)
-        alone: Holders | None = None
         at = added = 0
         count = len(hashes)
         while at < count:
             run = runs.of(hashes[at])
             if run is None:
-                alone = alone or runs.holders(_with((0, 0, 0), tier, bit))
-                before, blocks = runs.add(hashes, at, alone, before)
+                before, blocks = runs.add(hashes, at, runs.holders(slot.alone[tier]), before)
                 added += blocks
                 at += blocks
                 continue

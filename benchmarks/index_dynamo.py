@@ -1,0 +1,98 @@
+"""Dynamo's RadixTree on the workload of `benchmarks/index.py`, run by an interpreter that has it. One JSON command a
+line comes on stdin, one JSON answer a line goes to stdout; times are process CPU, its own thread's included.
+
+    ["fill", name, pairs]        → {"pairs": …, "bytes": …}       a new tree; bytes: growth of the resident set
+    ["find", depth]              → nanoseconds a find
+    ["events", blocks an event]  → [nanoseconds a stored block, a removed block]
+
+Its events are the JSON that the binding takes; encoding them is not counted, parsing them is: there is no other way
+in. A find's scores stay in Rust; reading them from Python would cost more.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import index_workload as workload  # type: ignore[import-not-found]  # this folder is sys.path[0] there
+from dynamo.llm import RadixTree  # type: ignore[import-not-found]
+
+_numbers = itertools.count(1)
+
+
+def _event(**change: object) -> bytes:
+    return json.dumps({"event_id": next(_numbers), "data": change, "dp_rank": 0}).encode()
+
+
+def _stored(hashes: list[int], parent: int | None) -> bytes:
+    """Its tree is asked by the blocks' own hashes; any one-to-one naming of blocks will do, so both are the same."""
+    return _event(
+        stored={"parent_hash": parent, "blocks": [{"block_hash": each, "tokens_hash": each} for each in hashes]}
+    )
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class Peer:
+    """One tree and what was put into it."""
+
+    def fill(self, name: str, pairs: int) -> dict[str, int]:
+        self.tree = RadixTree()
+        gc.collect()
+        before = _resident_bytes()
+        chains = []
+        total = 0
+        for chain in workload.fill(name, pairs):
+            chains.append(chain)
+            total += chain.pairs
+            for instance, depth in chain.held:
+                for start in range(0, depth, 16):
+                    blocks = chain.hashes[start : min(start + 16, depth)]
+                    self.tree.apply_event(instance, _stored(blocks, chain.hashes[start - 1] if start else None))
+        self.tree.find_matches([1])  # all events are in
+        size = _resident_bytes() - before - sum(36 * len(chain.hashes) for chain in chains)
+        self.asked = workload.asked(chains)
+        return {"pairs": total, "bytes": size}
+
+    def find(self, depth: int) -> float:
+        prompts = [prompt[:depth] for prompt in self.asked]
+        find = self.tree.find_matches
+        began = time.process_time_ns()
+        for prompt in prompts:
+            find(prompt)
+        return (time.process_time_ns() - began) / len(prompts)
+
+    def events(self, size: int) -> tuple[float, float]:
+        draw = Random(8)
+        instance = draw.randrange(workload.INSTANCES)
+        hashes = workload.draw_hashes(draw, 1024)
+        starts = range(0, 1024, size)
+        stored = [_stored(hashes[at : at + size], hashes[at - 1] if at else None) for at in starts]
+        removed = [_event(removed={"block_hashes": hashes[at : at + size]}) for at in reversed(starts)]
+        return self._apply(instance, stored) / 1024, self._apply(instance, removed) / 1024
+
+    def _apply(self, instance: int, events: list[bytes]) -> int:
+        apply = self.tree.apply_event
+        began = time.process_time_ns()
+        for event in events:
+            apply(instance, event)
+        return time.process_time_ns() - began
+
+
+def main() -> None:
+    """Until stdin ends."""
+    peer = Peer()
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        print(json.dumps(getattr(peer, command)(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

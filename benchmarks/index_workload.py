@@ -1,0 +1,68 @@
+"""What both indexes in `benchmarks/index.py` are filled with and asked; the standard library alone, so that a peer's
+interpreter can import it too. The same seed makes the same chains in both."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from random import Random
+from typing import NamedTuple
+
+INSTANCES = 64
+DEPTH = 1024
+HOLDERS = 15
+
+
+class Chain(NamedTuple):
+    """One prefix and who holds how much of it."""
+
+    hashes: list[int]
+    """The blocks' sequence hashes, in order."""
+    held: list[tuple[int, int]]
+    """(instance, leading blocks it holds)."""
+
+    @property
+    def pairs(self) -> int:
+        return sum(depth for _, depth in self.held)
+
+
+def draw_hashes(draw: Random, count: int) -> list[int]:
+    """As they come from a message: ints of their own."""
+    return array("Q", draw.randbytes(8 * count)).tolist()
+
+
+def again(hashes: list[int]) -> list[int]:
+    """The same numbers as other objects, as the next message brings them."""
+    return array("Q", hashes).tolist()
+
+
+def staggered(pairs: int) -> Iterator[Chain]:
+    """Chains of 1,024 blocks, each held by 15 random instances to a random depth: a deep find passes 15 changes of
+    holders."""
+    draw = Random(7)
+    for _ in range(max(1, pairs * 2 // (DEPTH * HOLDERS))):
+        hashes = draw_hashes(draw, DEPTH)
+        yield Chain(hashes, [(number, draw.randrange(DEPTH + 1)) for number in draw.sample(range(INSTANCES), HOLDERS)])
+
+
+def quarter(pairs: int, depth: int) -> Iterator[Chain]:
+    """Chains of `depth` blocks, held in full by one instance, each fourth chain by eight."""
+    draw = Random(3)
+    number = 0
+    while pairs > 0:
+        instances = draw.sample(range(INSTANCES), 1 if number % 4 else 8)
+        chain = Chain(draw_hashes(draw, depth), [(instance, depth) for instance in instances])
+        pairs -= chain.pairs
+        number += 1
+        yield chain
+
+
+def fill(name: str, pairs: int) -> Iterator[Chain]:
+    """`staggered`, or `quarter 16` with any depth."""
+    kind, _, depth = name.partition(" ")
+    return staggered(pairs) if kind == "staggered" else quarter(pairs, int(depth))
+
+
+def asked(chains: list[Chain]) -> list[list[int]]:
+    """Up to 1,000 of the chains, as a prompt's hashes come."""
+    return [again(chain.hashes) for chain in chains[:: max(1, len(chains) // 1000)][:1000]]
