@@ -4,7 +4,7 @@
              64 scripted workers: cards, snapshots, load reports, events ──▶
 
 The router is the real process; so are NATS, ZMQ, the files of discovery and the asker's bus. The million pairs come by
-the workers' snapshots. Prompts have 512 hashes: the beginning of a known prompt, of random length, and new blocks.
+the workers' snapshots. Prompts have 512 hashes: the first 256 to 511 blocks of a known prompt, and then new ones.
 Every choice is reserved, told, prefilled and finished, and the workers report four times a second, as in life.
 
 Saturation is a closed loop. The open loop asks at random (Poisson) times at half that rate, and each answer is timed

@@ -66,7 +66,7 @@ class Asker:
     async def ask(self, due_s: float) -> None:
         """One prompt: the beginning of a known one, and new blocks up to DEPTH."""
         draw = self._draw
-        common = draw.choice(self._known)[: draw.randrange(DEPTH)]
+        common = draw.choice(self._known)[: draw.randrange(DEPTH // 2, DEPTH)]
         hashes = array("Q", common)
         hashes.frombytes(draw.randbytes(8 * (DEPTH - len(common))))
         request = f"{os.getpid():08x}{next(self._numbers):024x}"

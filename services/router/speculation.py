@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import compress, count, islice
 
 from services.router.index import CandidateId, Slot
 from shared.messages import Overlap
@@ -85,8 +85,8 @@ class Speculation:
         while starts and looked <= reach and looked < len(hashes):
             ahead = hashes[looked : reach + 1]
             if not starts.keys().isdisjoint(ahead):
-                for position, block in enumerate(ahead, looked):
-                    for run in starts.get(block, ()):
+                for position in compress(count(looked), map(starts.get, ahead)):
+                    for run in starts[hashes[position]]:
                         end = _follow(run, position, found, packed, len(hashes), now_s)
                         if end:
                             followed.append(run)
