@@ -42,8 +42,8 @@ class Metrics:
         self.events = counter(
             registry,
             "headrace_kv_events",
-            "KV event batches: applied, ignored (a tier or rank we do not know), rejected (malformed), dropped (more than "
-            "fit waited to be applied)",
+            "KV event batches: applied, ignored (a tier or rank we do not know), rejected (malformed), dropped (as "
+            "many waited as may)",
             ["outcome"],
         )
         self.gaps = counter(registry, "headrace_kv_event_gaps", "Gaps in event streams")
