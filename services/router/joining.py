@@ -1,4 +1,4 @@
-"""The reservations that others made before this router came, or while it did not hear: asked for and told.
+"""The reservations that others made before this router came: asked for by one that starts, told by one that runs.
 
     hears the model's load events ─▶ asks the oldest other router ─▶ merges ─▶ answers questions
                                         └─ gone, silent, senseless: the next one, ROUTERS_ASKED in all, then without

@@ -136,12 +136,17 @@ class Router:
         """The address book goes first, so that nobody new asks; then what is asked is answered, and told."""
         if self._registration is not None:
             await self._registration.close()
-        for subscription in [*self._subscriptions, *(each for those in self._answering.values() for each in those)]:
+        for task in self._joining:
+            task.cancel()
+        for subscription in self._all_subscriptions():
             await subscription.unsubscribe()
         self._following.close()
         await self._outbox.flush()
         for task in self._tasks:
             task.cancel()
+
+    def _all_subscriptions(self) -> list[Subscription]:
+        return [*self._subscriptions, *(each for those in self._answering.values() for each in those)]
 
     def _own(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._runtime.tasks.create_task(work)
@@ -340,8 +345,7 @@ class Router:
         self._metrics.standing_still.set(sum(len(model.standing_still) for model in models))
         self._metrics.loaded([model.load.statistics() for model in models])
         self._metrics.followed([feed.status() for feed in self.feeds.values()])
-        subscriptions = [*self._subscriptions, *(each for those in self._answering.values() for each in those)]
-        dropped = sum(each.statistics().dropped for each in subscriptions)
+        dropped = sum(each.statistics().dropped for each in self._all_subscriptions())
         if dropped > self._dropped:
             self._seldom.warn("messages", f"they come faster than they are read: {dropped} lost so far")
         self._dropped = dropped

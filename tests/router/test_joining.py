@@ -186,6 +186,19 @@ async def test_where_no_router_tells_it_starts_without_and_says_so_aloud(
         assert [old.asked.is_set() for old in olds] == [True, True, True, False, False]
 
 
+async def test_a_router_that_ends_while_it_waits_to_be_told_leaves_no_subscription_behind() -> None:
+    async with fleet() as world, fleet(instance="0b", beside=world) as replica:
+        old = OldRouter(world, "old")
+        await old.start()
+        await until(lambda: "old" in replica.runtime.directory.instances)
+        await world.worker("a", awaited=False)
+        await old.asked.wait()
+        assert MODEL in replica.router.models
+        await replica.router.stop()
+        assert isinstance(replica.runtime.bus, MemoryBus)
+        assert not world.broker.subscriptions(replica.runtime.bus)
+
+
 async def test_a_question_that_cannot_be_read_is_counted() -> None:
     async with fleet() as world:
         subject = subjects.reservations(NAMESPACE, world.runtime.instance)
