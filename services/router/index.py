@@ -19,7 +19,7 @@ first, for all their holders.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -41,7 +41,7 @@ HOLDERS_BYTES = 480
 REPEAT_BYTES = 120
 """One block that a slot holds more than once."""
 
-_NAMED_LIMIT = 4096
+_NAMED_LIMIT = 16_384
 
 
 class IndexStatistics(Struct, frozen=True):
@@ -154,7 +154,7 @@ class Index:
                 run = runs.change(run, start, start + blocks, holders, before)
                 added += blocks
             at += blocks
-            before = run if run.hashes[-1] == hashes[at - 1] else None
+            before = run if run.last == hashes[at - 1] else None
         self._pairs[tier][slot.number] += added
         if self.bytes > self._limit_bytes:
             self._drop_coldest()
@@ -200,7 +200,7 @@ class Index:
             if run is None:
                 return
             self._runs.touch(run)
-            at += len(run.hashes)
+            at += run.size
 
     # --- the question
 
@@ -230,9 +230,8 @@ class Index:
                 alive = left
                 current = run.holders
                 start = at
-            own = run.hashes
-            end = at + len(own)
-            at = end if end <= count and hashes[end - 1] == own[-1] else _leaves(own, hashes, at)
+            end = at + run.size
+            at = end if end <= count and hashes[end - 1] == run.last else _leaves(run.hashes, hashes, at)
         if current is not None:
             if current.below:
                 self._count_lower(lower, alive, current, count - start)
@@ -251,9 +250,7 @@ class Index:
     def _settle(self, found: dict[CandidateId, Overlap], ended: int, depth: int, lower: dict[int, list[int]]) -> None:
         """The chains of the slots in `ended` are `depth` blocks long."""
         if not lower:
-            overlap = Overlap(depth)
-            for candidate in self._names(ended):
-                found[candidate] = overlap
+            found.update(dict.fromkeys(self._names(ended), Overlap(depth)))
             return
         while ended:
             bit = ended & -ended
@@ -267,9 +264,16 @@ class Index:
         if names is None:
             if len(self._named) >= _NAMED_LIMIT:
                 self._named.clear()
-            names = tuple(slot.candidate for slot in self._slots if slot is not None and mask >> slot.number & 1)
-            self._named[mask] = names
+            names = self._named[mask] = tuple(self._each_name(mask))
         return names
+
+    def _each_name(self, mask: int) -> Iterator[CandidateId]:
+        while mask:
+            number = mask.bit_length() - 1
+            mask ^= 1 << number
+            slot = self._slots[number]
+            assert slot is not None
+            yield slot.candidate
 
     # --- blocks held more than once
 

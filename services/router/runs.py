@@ -47,6 +47,9 @@ class Run(Struct, gc=False, eq=False):
 
     holders: Holders
     hashes: array[int]
+    size: int
+    last: int
+    """`len(hashes)` and `hashes[-1]`, where a find reads them without a look elsewhere in memory."""
     after: int | None = None
     """A block known to follow the last one."""
     colder: Run | None = None
@@ -59,7 +62,7 @@ class Runs:
     def __init__(self) -> None:
         self._shards: list[dict[int, Run]] = [{} for _ in range(SHARDS)]
         self._sets: dict[Masks, Holders] = {}
-        self._ends = Run(Holders((0, 0, 0), 0, 0), array("Q"))
+        self._ends = Run(Holders((0, 0, 0), 0, 0), array("Q"), 0, 0)
         """Between the coldest run (its `warmer`) and the warmest (its `colder`)."""
         self._ends.colder = self._ends.warmer = self._ends
         self.blocks = 0
@@ -83,7 +86,7 @@ class Runs:
     def ending(self, block: int) -> Run | None:
         """The run that the block is the last of."""
         run = self._shards[block & _SHARD].get(block)
-        return run if run is not None and run.hashes[-1] == block else None
+        return run if run is not None and run.last == block else None
 
     def holders(self, masks: Masks) -> Holders:
         """The one object for these masks; kept once a run points to it."""
@@ -103,14 +106,14 @@ class Runs:
     def add(self, hashes: Sequence[int], at: int, holders: Holders, before: Run | None) -> tuple[Run, int]:
         """Put blocks from `at` on, of which the first is in no run, behind `before`: up to the first that is in one,
         or to a full run. Returns the run that they end, and their number."""
-        if before is not None and before.holders is holders and len(before.hashes) < RUN_BLOCKS:
+        if before is not None and before.holders is holders and before.size < RUN_BLOCKS:
             run = before
             run.after = None
         else:
             run = self._new(array("Q"), holders, None, self._warmest())
             if before is not None:
                 before.after = hashes[at]
-        most = RUN_BLOCKS - len(run.hashes)
+        most = RUN_BLOCKS - run.size
         new = hashes[at : at + most] if at or len(hashes) > most else hashes
         shards = self._shards
         count = 0
@@ -121,6 +124,8 @@ class Runs:
             shard[block] = run
             count += 1
         run.hashes.extend(new if count == len(new) else new[:count])
+        run.size += count
+        run.last = new[count - 1]
         self.blocks += count
         return run, count
 
@@ -130,7 +135,7 @@ class Runs:
         if before is run:
             before = None  # a chain that contains itself: somebody forged a hash
         joins = before is not None and before.holders is holders
-        if stop - start == len(run.hashes) and not joins:
+        if stop - start == run.size and not joins:
             self._forget_use(run.holders)
             self._use(holders)
             run.holders = holders
@@ -160,49 +165,46 @@ class Runs:
     def _joined(self, piece: array[int], holders: Holders, before: Run | None, after: int | None) -> Run | None:
         """The neighbour that has taken the blocks in, if one has the same holders and room."""
         if before is not None:
-            if before.holders is holders and len(before.hashes) + len(piece) <= RUN_BLOCKS:
+            if before.holders is holders and before.size + len(piece) <= RUN_BLOCKS:
                 before.hashes.extend(piece)
                 before.after = after
-                return before
+                return _measured(before)
             before.after = piece[0]
         follower = None if after is None else self.of(after)
         if follower is None or follower.holders is not holders or follower.hashes[0] != after:
             return None
-        if len(follower.hashes) + len(piece) > RUN_BLOCKS:
+        if follower.size + len(piece) > RUN_BLOCKS:
             return None
         follower.hashes[0:0] = piece
-        return follower
+        return _measured(follower)
 
     def _cut(self, run: Run, start: int, stop: int) -> tuple[array[int], int | None]:
         """Takes blocks out of a run; what is left of it on either side stays, as two runs if it is on both. Returns
         the blocks and what follows them. The table still has them in `run`."""
         own = run.hashes
         piece = own[start:stop]
-        if stop == len(own):
-            after = run.after
-            if not start:
-                self._forget_use(run.holders)
-                self._unlink(run)
-                self.runs -= 1
-            else:
-                del own[start:]
-                run.after = piece[0]
+        after = own[stop] if stop < run.size else run.after
+        if len(piece) == run.size:
+            self._forget_use(run.holders)
+            self._unlink(run)
+            self.runs -= 1
             return piece, after
-        after = own[stop]
-        if start and start < len(own) - stop:
-            front = own[:start]
-            self._point(front, self._new(front, run.holders, piece[0], run))
-        elif start:
-            rest = own[stop:]
-            self._point(rest, self._new(rest, run.holders, run.after, run))
+        if start > run.size - stop:
+            if stop < run.size:
+                rest = own[stop:]
+                self._point(rest, self._new(rest, run.holders, run.after, run))
             del own[start:]
             run.after = piece[0]
-            return piece, after
-        del own[:stop]
+        else:
+            if start:
+                front = own[:start]
+                self._point(front, self._new(front, run.holders, piece[0], run))
+            del own[:stop]
+        _measured(run)
         return piece, after
 
     def _new(self, hashes: array[int], holders: Holders, after: int | None, colder: Run) -> Run:
-        run = Run(holders, hashes, after)
+        run = Run(holders, hashes, len(hashes), hashes[-1] if hashes else 0, after)
         self._use(holders)
         self._link(run, colder)
         self.runs += 1
@@ -257,7 +259,8 @@ class Runs:
         runs = self.each()
         uses: dict[Masks, int] = {}
         for run in runs:
-            assert 0 < len(run.hashes) <= RUN_BLOCKS
+            assert 0 < len(run.hashes) == run.size <= RUN_BLOCKS
+            assert run.last == run.hashes[-1]
             assert all(self.of(block) is run for block in run.hashes)
             assert any(run.holders.masks), "a block that nobody holds is gone"
             assert self._sets[run.holders.masks] is run.holders, "holders are shared"
@@ -265,3 +268,10 @@ class Runs:
         assert len(runs) == self.runs
         assert sum(len(run.hashes) for run in runs) == self.blocks == sum(map(len, self._shards))
         assert uses == {masks: holders.runs for masks, holders in self._sets.items()}
+
+
+def _measured(run: Run) -> Run:
+    """After its hashes changed."""
+    run.size = len(run.hashes)
+    run.last = run.hashes[-1]
+    return run
