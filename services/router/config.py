@@ -21,7 +21,7 @@ class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     history_s: float = 120.0
     """The same for instances that send no events, since it was last of use."""
     speculation_limit_bytes: int = 64 << 20
-    """Of each, per model; 8 bytes a block and 600 a prompt. At the limit the oldest go early."""
+    """Of each, per model; 8 bytes a block and 400 a prompt. At the limit the oldest go early."""
 
 
 class LoadConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,7 +65,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     most_hashes: int = 131_072
     """Blocks a prompt may have."""
     explained: int = 1_000
-    """Decisions kept for `explain`."""
+    """Decisions kept for `explain`, per model; at least one."""
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from services.router.decisions import Decision
 from services.router.index import IndexStatistics
-from services.router.model_router import Decision, ModelRouter
+from services.router.model_router import ModelRouter
 from shared.messages import Explanation, Explanations, ModelState
 
 AT_ONCE = 20

@@ -342,7 +342,7 @@ class Router:
     def _show(self) -> None:
         models: list[ModelRouter] = list(self.models.values())
         self._metrics.indexed([model.index.statistics() for model in models])
-        self._metrics.standing_still.set(sum(len(model.standing_still) for model in models))
+        self._metrics.standing_still.set(sum(len(model.seats.standing_still) for model in models))
         self._metrics.loaded([model.load.statistics() for model in models])
         self._metrics.followed([feed.status() for feed in self.feeds.values()])
         dropped = sum(each.statistics().dropped for each in self._all_subscriptions())

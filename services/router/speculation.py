@@ -21,8 +21,8 @@ from itertools import compress, count, islice
 from services.router.index import CandidateId, Slot
 from shared.messages import Overlap
 
-RUN_BYTES = 600
-"""One run beside its hashes: an object, its two places in the tables, and the key."""
+RUN_BYTES = 400
+"""One run beside its hashes, as traced: an object, its two places in the tables, and the key."""
 _HASH_BYTES = 8
 _NOTHING = Overlap()
 

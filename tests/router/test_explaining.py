@@ -7,8 +7,9 @@ from random import Random
 import pytest
 
 from services.router.config import RouterConfig
+from services.router.decisions import ROWS
 from services.router.explaining import AT_ONCE, asked_for, explain, model_states
-from services.router.model_router import ROWS, ModelRouter
+from services.router.model_router import ModelRouter
 from services.router.policy import BUILT_IN
 from shared.hashing import pack_hashes
 from shared.messages import Finished, KvLayout, LoadReport, ModelCard, ModelState, Prefilled, Select

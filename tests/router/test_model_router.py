@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.chains import Clearing
 from services.router.config import IndexConfig, LoadConfig, RouterConfig
-from services.router.model_router import ROWS, ModelRouter
+from services.router.decisions import ROWS
+from services.router.model_router import ModelRouter
 from services.router.policy import BUILT_IN
 from shared.hashing import pack_hashes
 from shared.messages import (
@@ -170,7 +171,7 @@ def test_a_worker_that_stands_still_is_passed_over_unless_nobody_else_is_there()
         router.reported(report("a", "first"), now_s)
         router.reported(report("b"), now_s)
         router.tick(now_s)
-    assert router.standing_still == {"a"}
+    assert router.seats.standing_still == {"a"}
     assert chosen(router, select("second", [1, 2, 3]), 10.0).instance == "b"
     assert chosen(router, select("third", [1, 2, 3], excluded=("b",)), 10.0).instance == "a"
     router.reported(report("a", "first", progress=2), 10.0)
@@ -185,7 +186,7 @@ def test_while_nothing_is_heard_nobody_is_passed_over() -> None:
     router.reported(report("a", "r"), 0.0)
     for quarter in range(400):
         router.tick(quarter / 4, listening=False)
-    assert not router.standing_still
+    assert not router.seats.standing_still
 
 
 def shares(router: ModelRouter, now_s: float, questions: int = 400) -> Counter[str]:
