@@ -46,7 +46,7 @@ from services.frontend.sessions import (
 from services.frontend.stream import Job, Stream
 from shared import subjects
 from shared.directory import DirectoryChange, InstanceDown
-from shared.errors import NoResponders, Overloaded, PayloadTooLarge, ProtocolError, Unavailable
+from shared.errors import NoResponders, Overloaded, PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.lifecycle import Runtime
 from shared.messages import (
@@ -70,6 +70,8 @@ from shared.outbox import Outbox
 
 ROUTERS_TRIED = 3
 """By their id, after the queue group did not answer."""
+SELECT_ROUNDS = 3
+"""Where routers are there but slow, all are asked again, with twice the time."""
 BATCH_S = 0.005
 """Load events and Cancels that come up within it go out together."""
 
@@ -324,20 +326,27 @@ class Frontend:
                 session=job.session,
             )
         )
-        bus, namespace = self._runtime.bus, self._runtime.namespace
-        for tried, addressee in enumerate((job.model, *self._routers())):
-            if tried:
-                self._metrics.router_retries.inc()
-            try:
-                reply = await bus.request(
-                    subjects.select(namespace, addressee), payload, timeout_s=self._limits.select_timeout_s
-                )
-                self._feed(one, SELECT_REPLY.decode(reply.payload))
-                return
-            except Unavailable as why:
-                _log.warning("request %s: router %s: %s", job.request, addressee, why)
-            except ProtocolError as wrong:
-                _log.error("request %s: router %s: %s", job.request, addressee, wrong)
+        for number in range(SELECT_ROUNDS):
+            timeout_s = self._limits.select_timeout_s * 2**number
+            slow = False
+            for tried, addressee in enumerate((job.model, *self._routers())):
+                if not one.stream.session.chooses(ask.attempt):
+                    return
+                if number or tried:
+                    self._metrics.router_retries.inc()
+                try:
+                    reply = await self._runtime.bus.request(
+                        subjects.select(self._runtime.namespace, addressee), payload, timeout_s=timeout_s
+                    )
+                    self._feed(one, SELECT_REPLY.decode(reply.payload))
+                    return
+                except Unavailable as why:
+                    slow = slow or isinstance(why, RequestTimeout)
+                    _log.warning("request %s: router %s: %s", job.request, addressee, why)
+                except ProtocolError as wrong:
+                    _log.error("request %s: router %s: %s", job.request, addressee, wrong)
+            if not slow:
+                break
         away = not self._runtime.bus.connected
         self._feed(one, Unrouted(ask.attempt, "NATS is not connected") if away else Unrouted(ask.attempt))
 

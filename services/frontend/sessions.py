@@ -195,6 +195,10 @@ class Session:
         assert self.attempt == 0, "started twice"
         return self._ask()
 
+    def chooses(self, attempt: int) -> bool:
+        """Whether the question of this attempt still wants an answer."""
+        return self.state is State.CHOOSING and attempt == self.attempt
+
     def on(self, event: Event) -> list[Action]:
         """What an event leads to. Events of other attempts than the present one change nothing."""
         match event:

@@ -462,6 +462,16 @@ async def test_a_frozen_router_is_passed_over(directory: Path) -> None:
         answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
         assert answer.choices[0].message.content == "ok"
         assert w.metric("headrace_router_retries_total") == 1
+
+
+async def test_a_slow_router_is_asked_again_until_the_rounds_are_over(directory: Path) -> None:
+    limits = LimitsConfig(select_timeout_s=0.05, drain_s=0.0)
+    async with world(directory, limits=limits) as w, clients(w) as (client, _):
+        w.say("ok")
+        choose = w.router.answer
+        w.router.answer = lambda select: choose(select) if len(w.router.asked.all) >= 4 else None
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert answer.choices[0].message.content == "ok"
         w.router.answer = lambda select: None
         with pytest.raises(openai.InternalServerError) as error:
             await client.chat.completions.create(model=MODEL, messages=HELLO)
