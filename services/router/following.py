@@ -57,6 +57,8 @@ class Following:
         self.models: dict[str, ModelRouter] = {}
         self.feeds: dict[str, Feed] = {}
         """By instance; each feeds the chains of one model."""
+        self.others: set[str] = set()
+        """The ids of the other routers."""
         self._unserved: dict[str, float] = {}
         """Models without instances → since when; longest first."""
         self._clearings: deque[Clearing] = deque()
@@ -76,7 +78,10 @@ class Following:
                 self._clearings.popleft()
             await asyncio.sleep(0)
         for model in list(self.models.values()):
+            before = model.seats.standing_still
             model.tick(asyncio.get_running_loop().time(), listening=self._runtime.bus.connected)
+            for worker in sorted(model.seats.standing_still - before):
+                self._seldom.warn(f"worker {worker}", f"stands still; passed over for {model.model}")
             await asyncio.sleep(0)
 
     # --- the directory
@@ -86,6 +91,8 @@ class Following:
             instance = change.instance
             if instance.service == "worker":
                 self._refresh(instance.instance)
+            elif instance.service == "router" and instance.instance != self._runtime.instance:
+                (self.others.add if isinstance(change, InstanceUp) else self.others.discard)(instance.instance)
             elif instance.service == "frontend" and isinstance(change, InstanceDown):
                 for model in self.models.values():
                     model.frontend_gone(instance.instance)

@@ -369,6 +369,24 @@ async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted(poli
         assert world.metric("headrace_policy_troubles_total", kind="failed") == errors
 
 
+async def test_a_worker_that_stands_still_is_passed_over_and_shown() -> None:
+    config = msgspec.structs.replace(NO_SPECULATION, load=msgspec.structs.replace(NO_SPECULATION.load, frozen_s=0.3))
+    async with fleet(config) as world:
+        a, b = [await world.worker(name) for name in ("a", "b")]
+        prompt = tokens_of("x", 20)
+        await a.stores(prompt)
+        await world.finds("a", prompt, 20)
+        seats = world.router.models[MODEL].seats
+        await a.reports("long")
+        await b.reports()
+        await until(lambda: seats.standing_still == {"a", "b"})
+        await until(lambda: world.metric("headrace_workers_standing_still") == 2)
+        assert (await world.chosen([*prompt, 1], "nobody else")).instance == "a"
+        await b.reports()
+        await until(lambda: seats.standing_still == {"a"})
+        assert (await world.chosen([*prompt, 1], "another")).instance == "b"
+
+
 async def test_a_policy_that_is_slow_too_often_is_switched_off() -> None:
     policy = "tests.router.broken_policy:LastPolicy"
     config = msgspec.structs.replace(NO_SPECULATION, policy=policy, policy_budget_ms=0.0, policy_strikes=1)
