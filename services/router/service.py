@@ -59,8 +59,9 @@ UNKNOWN_PAUSE_S = 0.3
 """A router that cannot explain a request lets the one that can be first."""
 PAUSES_LIMIT = 64
 """Beyond, the answer comes at once."""
-SELECTS_A_TURN = 4
-"""Then what other routers reserved is heard, and told what this one did: in a burst nobody chooses blindly for long."""
+SELECTS_A_TURN = 8
+"""Where there are other routers: then what they reserved is heard, and told what this one did, also within a burst. A
+turn of the loop has its price."""
 _TICK_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class Router:
         else:
             self.models[ask.model].load.finished((ask.request, ask.attempt))
         self._in_a_row = (self._in_a_row + 1) % SELECTS_A_TURN
-        if not self._in_a_row:
+        if not self._in_a_row and self._following.others:
             await asyncio.sleep(0)
 
     def _choose(self, ask: Select) -> tuple[SelectReply, Reserved | None]:
