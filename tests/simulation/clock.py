@@ -18,12 +18,17 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any
+from concurrent.futures import Executor
+from contextvars import Context, ContextVar
+from typing import TypeVar, TypeVarTuple, Unpack
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
 CALLBACKS_LIMIT = 200_000
 """Run without time moving on: beyond, somebody spins."""
+
+
+Ts = TypeVarTuple("Ts")
+T = TypeVar("T")
 
 
 class Deadlock(Exception):
@@ -41,6 +46,26 @@ class _Nothing:
         return []
 
 
+class _Turn(asyncio.Handle):
+    """A callback with its owner."""
+
+    _context: Context
+
+    @property
+    def owner(self) -> str:
+        return self._context.get(OWNER, "")
+
+
+class _Timer(asyncio.TimerHandle):
+    """A callback with its time and its owner."""
+
+    _context: Context
+
+    @property
+    def owner(self) -> str:
+        return self._context.get(OWNER, "")
+
+
 class SimulatedLoop(asyncio.BaseEventLoop):
     """Time begins at 0 seconds."""
 
@@ -48,10 +73,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._selector = _Nothing()
         self._now_s = 0.0
-        self._turns: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._turns: deque[_Turn | _Timer] = deque()
+        self._timers: list[tuple[float, int, _Timer]] = []
+        """With their time, and their number for those of the same time."""
         self._timer_count = 0
-        self._held: dict[str, list[asyncio.Handle]] = {}
+        self._held: dict[str, list[_Turn | _Timer]] = {}
         """Frozen owner → callbacks whose turn it was."""
         self._still = 0
         """Callbacks since time moved."""
@@ -77,29 +103,31 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # --- what asyncio calls
 
     def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: Any = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Turn(callback, args, self, context)
         self._turns.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
         self._timer_count += 1
         heapq.heappush(self._timers, (when, self._timer_count, timer))
         return timer
 
     def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
+        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
-    def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        done = self.create_future()
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
         except Exception as wrong:  # noqa: BLE001 - it belongs to whoever awaits the future
@@ -115,17 +143,18 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         while not self._turns:
             self._jump()
+        if self._still > CALLBACKS_LIMIT:
+            self._still = 0
+            raise Livelock(f"{CALLBACKS_LIMIT} callbacks at {self._now_s:.6f} s; the next is {self._turns[0]!r}")
         handle = self._turns.popleft()
         if handle.cancelled():
             return
-        held = self._held.get(handle._context.get(OWNER, ""))
+        held = self._held.get(handle.owner)
         if held is not None:
             held.append(handle)
             return
         self.callbacks += 1
         self._still += 1
-        if self._still > CALLBACKS_LIMIT:
-            raise Livelock(f"{CALLBACKS_LIMIT} callbacks at {self._now_s:.6f} s; the next is {handle!r}")
         handle._run()
 
     def _jump(self) -> None:

@@ -1,8 +1,8 @@
 """One simulated process: a service's own shell on the in-process twins, which can be frozen, killed and stopped.
 
-    starting ─▶ running ◀──▶ frozen            Its callbacks are told apart by OWNER, see clock.py.
-                   │  └───────┴──▶ dead        SIGKILL: frozen for ever; its connections break, its lease ends by its TTL
-                   └──▶ ended                  SIGTERM: it drains
+    running ◀──▶ frozen       SIGSTOP, SIGCONT: its callbacks are told apart by OWNER, see clock.py
+       │  └────────┴──▶ dead  SIGKILL: frozen for ever; its connections break, its lease ends by its TTL
+       └──▶ ended             SIGTERM: it drains
 
 A process that starts again is another one, with an instance id of its own.
 """

@@ -39,14 +39,16 @@ class StormyWeather:
         self.parted: set[str] = set()
 
     def __call__(self, sender: str, receiver: str, subject: str, deliver: Callable[[], None]) -> None:
+        if subject.startswith("_INBOX"):
+            subject = "an answer"
         if not self.stormy:
             self._carry(sender, receiver, subject, deliver, CALM_S * self._draw(), ordered=True)
         elif subject in RELIABLE:
             self._carry(sender, receiver, subject, deliver, self._delay_s(), ordered=True)
         elif sender in self.parted or receiver in self.parted:
-            self._tell(f"{sender} ─╳ {receiver}: {subject} (parted)")
+            self._tell(f"{sender} ─x {receiver}: {subject} (parted)")
         elif self._draw() < self._skies.lost:
-            self._tell(f"{sender} ─╳ {receiver}: {subject} (lost)")
+            self._tell(f"{sender} ─x {receiver}: {subject} (lost)")
         else:
             for _ in range(2 if self._draw() < self._skies.repeated else 1):
                 ordered = self._draw() >= self._skies.overtaken

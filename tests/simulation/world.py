@@ -74,12 +74,8 @@ class World:
     async def run(self) -> None:
         """All of it."""
         plan = self._plan
-        services: list[tuple[ServiceName, int]] = [
-            ("worker", plan.workers),
-            ("router", plan.routers),
-            ("frontend", plan.frontends),
-        ]
-        beginning = [service for service, count in services for _ in range(count)]
+        counts: dict[ServiceName, int] = {"worker": plan.workers, "router": plan.routers, "frontend": plan.frontends}
+        beginning = [service for service in counts for _ in range(counts[service])]
         self._draw.shuffle(beginning)
         for service in beginning:
             self._start(service)
@@ -129,7 +125,7 @@ class World:
 
     async def _befall(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at_s)
-        only = "worker" if fault.kind in ("kill engine", "freeze engine", "mute events") else None
+        only: ServiceName | None = "worker" if fault.kind in ("kill engine", "freeze engine", "mute events") else None
         among = self._alive(only)
         target = among[fault.target % len(among)] if among else None
         if target is None:
@@ -252,9 +248,9 @@ class World:
         for process in self._alive("frontend"):
             name = f"again {process.instance}"
             one = request(self._draw, name, self._loop.time(), prefixes)
-            answer = self._ask(process, msgspec.structs.replace(one, deadline_s=8.0, patience_s=30.0))
-            while answer.end is None and self._loop.time() < answer.deadline_s + LATE_S:
-                await asyncio.sleep(LOOK_S)
+            one = msgspec.structs.replace(one, deadline_s=8.0, patience_s=30.0)
+            answer = self._ask(process, one)
+            await asyncio.wait([self._asking[name]], timeout=one.deadline_s + LATE_S)
             if answer.end not in ("stop", "length"):
                 self.wrong.append(f"in quiet, {name} ended by {answer.end}: {answer.error!r}")
 
@@ -262,7 +258,7 @@ class World:
 
     async def _settle(self, when: str) -> None:
         limit_s = self._loop.time() + QUIET_S
-        while (found := self._found()) and self._loop.time() < limit_s:
+        while (found := self._found()) and self._loop.time() < limit_s:  # noqa: ASYNC110 - it looks at everything
             await asyncio.sleep(LOOK_S)
         self.wrong += [f"{when}: {line}" for line in found]
 

@@ -1,0 +1,108 @@
+"""The simulation itself: it runs the same each time, and what it looks for it would find."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.frontend.sessions import Action, Expired, Session
+from services.router.index import CandidateId
+from services.router.load import Load
+from services.router.sources import Source
+from shared.messages import Part
+from tests.simulation.plan import Plan, plan
+from tests.simulation.seeds import failures
+from tests.simulation.world import run
+
+SEED = 7
+TRIED = 60
+"""Seeds until a fault of the program must have been found."""
+
+
+def stormy() -> Iterator[Plan]:
+    return (each for each in map(plan, range(TRIED)) if not each.clear)
+
+
+def clear() -> Iterator[Plan]:
+    return (each for each in map(plan, count()) if each.clear)
+
+
+def first_wrong(plans: Iterator[Plan]) -> str:
+    """What is found first; empty: nothing, in any of them."""
+    return next((wrong[0] for each in plans if (wrong := run(each))), "")
+
+
+def told(seed: int, hash_seed: str) -> list[str]:
+    """Every message, fault and answer of a seed, run in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", str(seed)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return [line for line in done.stdout.splitlines() if re.match(r" *\d+\.\d{6} ", line)]
+
+
+def test_a_seed_runs_the_same_in_every_process() -> None:
+    once = told(SEED, "1")
+    assert len(once) > 500
+    assert told(SEED, "2") == once
+
+
+def test_a_seed_that_fails_tells_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.simulation.seeds.run", lambda _: ["r1 has no end"])
+    assert failures(3, 2) == [f"python -m tests.simulation {seed}\n  r1 has no end" for seed in (3, 4)]
+
+
+def test_under_a_clear_sky_nothing_goes_wrong() -> None:
+    skies = clear()
+    assert first_wrong(next(skies) for _ in range(5)) == ""
+
+
+def test_a_gap_that_is_not_seen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Source, "_gap", lambda _: [])
+    monkeypatch.setattr(Source, "validate", lambda _: None)
+    assert re.search(r"has \d+ blocks of w\d too many", first_wrong(stormy()))
+
+
+def test_reservations_that_are_not_ended_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Load, "finished", lambda _self, _attempt: None)
+    assert "reservations that nobody ended" in first_wrong(clear())
+
+
+def test_reservations_of_workers_that_are_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(_self: Load, _instance: str) -> list[CandidateId]:
+        return []
+
+    monkeypatch.setattr(Load, "instance_gone", kept)
+    monkeypatch.setattr(Load, "reported", lambda *_, **__: None)
+    assert "keeps the reservations" in first_wrong(stormy())
+
+
+def test_a_token_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Session._on_part
+
+    def blind(session: Session, instance: str, part: Part) -> list[Action]:
+        return sound(session, instance, msgspec.structs.replace(part, first=len(session.tokens)))
+
+    monkeypatch.setattr(Session, "_on_part", blind)
+    assert re.search("instead of|was due", first_wrong(stormy()))
+
+
+def test_a_request_that_outlives_its_deadline_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Session.on
+    monkeypatch.setattr(
+        Session, "on", lambda session, event: [] if isinstance(event, Expired) else sound(session, event)
+    )
+    assert re.search("after its deadline|has no end|called invalid", first_wrong(stormy()))
