@@ -45,12 +45,36 @@ END = b"\xff" * 8
 _log = logging.getLogger(__name__)
 
 
+def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
+    return socket.recv_multipart(zmq.DONTWAIT)
+
+
+def _batch(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The same at half the price (2 µs): asking whether more frames follow costs more than receiving one, so it is not
+    asked behind a frame that looks like a sequence. If that was the last one after all, the next message is lost with
+    it: a gap, as any other."""
+    frames = [socket.recv(zmq.DONTWAIT)]
+    if socket.getsockopt(zmq.RCVMORE):
+        frames.append(socket.recv(zmq.DONTWAIT))
+        if len(frames[1]) == 8:
+            frames.append(socket.recv(zmq.DONTWAIT))
+        while socket.getsockopt(zmq.RCVMORE):
+            frames.append(socket.recv(zmq.DONTWAIT))
+    return frames
+
+
 class _Reader:
     """Calls `take(frames)` for each message that comes to `socket`, in the event loop."""
 
-    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        take: Callable[[list[bytes]], None],
+        receive: Callable[[zmq.Socket[bytes]], list[bytes]] = _message,
+    ) -> None:
         self._socket = socket
         self._take = take
+        self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
         self._descriptor = int(socket.getsockopt(zmq.FD))
@@ -66,7 +90,7 @@ class _Reader:
             if self._socket.closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                frames = self._receive(self._socket)
             except zmq.Again:
                 return
             try:
@@ -214,7 +238,7 @@ class ZmqEventSubscription:
         except zmq.ZMQError as wrong:
             socket.close(linger=0)
             raise ProtocolError(f"KV events of {source.publish}: {wrong}") from None
-        self._reader = _Reader(socket, self._take)
+        self._reader = _Reader(socket, self._take, _batch)
         self._closed = False
         self._replays: set[_Replay] = set()
 
