@@ -59,7 +59,7 @@ UNKNOWN_PAUSE_S = 0.3
 """A router that cannot explain a request lets the one that can be first."""
 PAUSES_LIMIT = 64
 """Beyond, the answer comes at once."""
-SELECTS_A_TURN = 8
+SELECTS_A_TURN = 4
 """Where there are other routers: then what they reserved is heard, and told what this one did, also within a burst. A
 turn of the loop has its price."""
 _TICK_S = 0.1
