@@ -75,7 +75,7 @@ class World:
         """All of it."""
         plan = self._plan
         counts: dict[ServiceName, int] = {"worker": plan.workers, "router": plan.routers, "frontend": plan.frontends}
-        beginning = [service for service in counts for _ in range(counts[service])]
+        beginning: list[ServiceName] = [service for service in counts for _ in range(counts[service])]
         self._draw.shuffle(beginning)
         for service in beginning:
             self._start(service)
