@@ -60,6 +60,7 @@ class Feed:
         *,
         clear_later: Callable[[Clearing], None],
         trust: Callable[[bool], None],
+        snapshot_turns: asyncio.Semaphore,
     ) -> None:
         self._runtime = runtime
         self._instance = instance
@@ -69,6 +70,7 @@ class Feed:
         self._seldom = seldom
         self._clear_later = clear_later
         self._trust = trust
+        self._snapshot_turns = snapshot_turns
         self._now_s = asyncio.get_running_loop().time
         self.stream = stream
         self.source = Source(
@@ -273,7 +275,8 @@ class Feed:
     async def _take_snapshot(self, action: TakeSnapshot) -> None:
         await asyncio.sleep(action.after_s)
         try:
-            taken = await self._restore(action.ticket)
+            async with self._snapshot_turns:
+                taken = await self._restore(action.ticket)
         except Mismatch as wrong:
             self._refuse(wrong)
             return

@@ -29,6 +29,8 @@ from shared.messages import EventSource, ModelCard
 MODELS_LIMIT = 256
 """Names kept, served or not: each has an index."""
 FORGOTTEN_S = 3600.0
+SNAPSHOTS_AT_ONCE = 4
+"""A router that starts asks all workers. Beyond 64 MB unread by a client, NATS closes its connection."""
 _SLICE_BLOCKS = 1024
 
 
@@ -62,6 +64,7 @@ class Following:
         self._unserved: dict[str, float] = {}
         """Models without instances → since when; longest first."""
         self._clearings: deque[Clearing] = deque()
+        self._snapshot_turns = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
 
     def start(self) -> None:
         """Take on what is there, and what comes."""
@@ -176,6 +179,7 @@ class Following:
                 self._seldom,
                 clear_later=lambda clearing: self._clear_later([clearing]),
                 trust=lambda usable: self.models[model].sends_events(worker, usable),
+                snapshot_turns=self._snapshot_turns,
             )
         except ProtocolError as wrong:
             self._metrics.malformed.labels("event source").inc()
