@@ -46,6 +46,13 @@ class MemorySubscription:
         self.subject = subject
         self.queue = queue
         self.receiver = receiver
+        self._exact = "*" not in subject and not subject.endswith(">")
+
+    def hears(self, subject: str) -> bool:
+        """Whether a message to `subject` is for it, now."""
+        if not self.bus.connected:
+            return False
+        return subject == self.subject if self._exact else matches(self.subject, subject)
 
     def statistics(self) -> SubscriptionStatistics:
         return self.receiver.statistics()
@@ -117,7 +124,7 @@ class MemoryBroker:
         everyone: list[MemorySubscription] = []
         groups: dict[tuple[str, str], list[MemorySubscription]] = {}
         for subscription in self._subscriptions:
-            if not subscription.bus.connected or not matches(subscription.subject, subject):
+            if not subscription.hears(subject):
                 continue
             if subscription.queue:
                 groups.setdefault((subscription.subject, subscription.queue), []).append(subscription)
