@@ -1,0 +1,242 @@
+"""What do KV events cost on their way from a worker's socket into the router's index, and are any lost?
+
+A publisher in a process of its own sends new blocks in batches of 1, 8 or 64, open loop: it never waits for us. Here
+they go through the same subscription that the router has, are decoded, hashed and stored. Then the same payloads are
+decoded and applied again, into a fresh index and without a network: `alone`. `paced` is 50,000 blocks a second;
+`burst` is all at once, up to half of what the socket holds, and so the cost of a batch without that of waking up.
+
+What could mislead: times are process CPU of the receiver, ZMQ's own thread and the event loop included; the
+publisher's is not. A paced process sleeps between batches, and finds its caches cold when others ran meanwhile: on a
+busy machine that costs more than all of ZMQ. Batches of 1 come some fifty at a time, as the publisher wakes up every
+millisecond; spread evenly they would cost a wake-up each. On a machine with other work the publisher lags; `late` is
+by how much at worst, and the rate is the one measured. Sockets are on the loopback.
+
+    python -m benchmarks.events [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import subprocess
+import sys
+import time
+from array import array
+from asyncio.subprocess import PIPE
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import msgspec
+import uvloop
+
+from services.router.chains import Chains
+from services.router.events import decode
+from services.router.index import Index
+from shared.messages import EVENT_BATCH, BlockStored, EventBatch, EventSource
+from shared.zmq_events import ZmqEvents
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK_SIZE = 16
+BLOCKS_PER_S = 50_000
+BATCH_BLOCKS = (1, 8, 64)
+CHAIN_BLOCKS = 256
+BURST_BATCHES = 10_000
+TICK_S = 0.001
+RATIO_GOAL = 1.5
+SILENCE_S = 20.0
+"""What has not come by then, after the publisher's end, is lost."""
+
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Print a table, or with --json one object."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="half a second a round, fewer rounds")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--publish", nargs=3, type=int, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.publish:
+        uvloop.run(_publish(*flags.publish))
+        return 0
+    seconds, rounds = (0.5, 3) if flags.quick else (2.0, 7)
+    rows: list[Row] = []
+    for size in BATCH_BLOCKS:
+        for rate in (0, BLOCKS_PER_S):
+            batches = int(seconds * BLOCKS_PER_S / size)
+            batches = batches if rate else min(batches, BURST_BATCHES)
+            measured = [uvloop.run(_round(size, batches, rate)) for _ in range(rounds)]
+            kind = {"blocks a batch": size, "sent": "paced" if rate else "burst"}
+            rows.append(kind | {name: _summed(name, measured) for name in measured[0]})
+    if flags.json:
+        print(json.dumps(_report(rows)))
+        return 0
+    for row in rows:
+        shown = (f"{name} {value if isinstance(value, str) else f'{value:,.2f}'}" for name, value in row.items())
+        print("   ".join(shown))
+    return 0
+
+
+def _summed(name: str, rounds: list[Row]) -> float:
+    values: list[float] = [row[name] for row in rounds]
+    if name == "batches lost":
+        return sum(values)
+    return round(max(values) if name == "late ms" else median(values), 3)
+
+
+# --- the receiver
+
+
+class _Receiver:
+    """Applies what comes, as the router's feed does, and keeps the payloads."""
+
+    def __init__(self) -> None:
+        self._chains = _chains()
+        self._next = 1
+        self.payloads: list[bytes] = []
+        self.lost = 0
+        self.joined = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    def receive(self, sequence: int, payload: bytes) -> None:
+        if sequence == 0:
+            self.joined.set()
+        elif not payload:
+            if not self.ended.is_set():
+                self.lost += sequence - self._next
+                self.ended.set()
+        else:
+            self.lost += sequence - self._next
+            self._next = sequence + 1
+            self.payloads.append(payload)
+            _apply(self._chains, payload)
+
+
+async def _round(size: int, batches: int, rate: int) -> Row:
+    command = [sys.executable, "-m", "benchmarks.events", "--publish", str(size), str(batches), str(rate)]
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, cwd=ROOT)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    receiver = _Receiver()
+    with ZmqEvents() as events:
+        source = msgspec.json.decode(await process.stdout.readline(), type=EventSource)
+        subscription = events.subscribe(source, receiver.receive)
+        await receiver.joined.wait()
+        began_ns = time.process_time_ns()
+        process.stdin.write(b"go\n")
+        told = msgspec.json.decode(await process.stdout.readline(), type=dict[str, float])
+        async with asyncio.timeout(SILENCE_S):
+            await receiver.ended.wait()
+        spent_ns = time.process_time_ns() - began_ns
+        subscription.close()
+    process.stdin.close()
+    await process.wait()
+    fresh = _chains()
+    began_ns = time.process_time_ns()
+    for payload in receiver.payloads:
+        _apply(fresh, payload)
+    alone_ns = time.process_time_ns() - began_ns
+    return {
+        "received us": spent_ns / batches / 1e3,
+        "alone us": alone_ns / batches / 1e3,
+        "ratio": spent_ns / alone_ns,
+        "batches lost": receiver.lost,
+        "blocks a second": batches * size / told["took_s"],
+        "late ms": told["late_s"] * 1e3,
+    }
+
+
+def _chains() -> Chains:
+    return Chains(
+        Index(limit_bytes=1 << 40),
+        ("a", 0),
+        block_size=BLOCK_SIZE,
+        vocab_size=1 << 17,
+        limit_blocks=10**7,
+        orphan_limit_blocks=1000,
+    )
+
+
+def _apply(chains: Chains, payload: bytes) -> None:
+    for event in decode(payload).events:
+        chains.apply(event)
+
+
+# --- the publisher
+
+
+async def _publish(size: int, batches: int, rate: int) -> None:
+    """Says where it is, sends greetings until it is told to go, then the batches at their times, then an end. `rate`
+    is in blocks a second; 0: all at once."""
+    payloads = _payloads(size, batches)
+    loop = asyncio.get_running_loop()
+    go = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), go.set)
+    with ZmqEvents() as events:
+        publisher = events.open_publisher(ring_batches=1)
+        print(msgspec.json.encode(publisher.source).decode(), flush=True)
+        while not go.is_set():
+            publisher.publish(0, b"greeting")
+            await asyncio.sleep(0.01)
+        loop.remove_reader(sys.stdin.fileno())
+        sys.stdin.readline()
+        began = loop.time()
+        sent, late_s = 0, 0.0
+        while sent < batches:
+            await asyncio.sleep(TICK_S)
+            due = batches
+            if rate:
+                due = min(batches, int((loop.time() - began) * rate / size))
+                late_s = max(late_s, loop.time() - began - (sent + 1) * size / rate)
+            for number in range(sent, due):
+                publisher.publish(number + 1, payloads[number])
+            sent = due
+        print(json.dumps({"took_s": loop.time() - began, "late_s": late_s}), flush=True)
+        go.clear()
+        loop.add_reader(sys.stdin.fileno(), go.set)
+        while not go.is_set():  # an end may be lost too
+            publisher.publish(batches + 1, b"")
+            await asyncio.sleep(0.02)
+
+
+def _payloads(size: int, batches: int) -> list[bytes]:
+    """Chains of CHAIN_BLOCKS new blocks each, one batch behind the other."""
+    draw = Random(4)
+    made: list[bytes] = []
+    parent: int | None = None
+    for number in range(batches):
+        names = array("Q", draw.randbytes(8 * size)).tolist()
+        if number * size % CHAIN_BLOCKS == 0:
+            parent = None
+        tokens = [token & 0x1FFFF for token in array("I", draw.randbytes(4 * size * BLOCK_SIZE))]
+        event = BlockStored([*names], parent, tokens, BLOCK_SIZE, medium="GPU")
+        made.append(EVENT_BATCH.encode(EventBatch(0.0, [event], 0)))
+        parent = names[-1]
+    return made
+
+
+def _report(rows: list[Row]) -> Row:
+    goals: list[Row] = []
+    for row in rows:
+        name = f"batches of {row['blocks a batch']}, {row['sent']}"
+        ratio, lost = row["ratio"], row["batches lost"]
+        over = f"{name}: received over decoded and applied alone"
+        goals.append({"name": over, "value": ratio, "unit": "x", "goal": RATIO_GOAL, "met": ratio <= RATIO_GOAL})
+        goals.append({"name": f"{name}: lost", "value": lost, "unit": "batches", "goal": 0, "met": lost == 0})
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "benchmark": "events",
+        "machine": f"{platform.machine()}, CPython {platform.python_version()}",
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python -m benchmarks.events", *sys.argv[1:]]),
+        "goals": goals,
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
