@@ -2,7 +2,7 @@
 
     select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer; Reserved into the outbox
     load events, load reports                      ─▶ ModelRouter, Feed
-    explain, state                                 ─▶ what is kept, as JSON
+    explain, state                                 ─▶ people: desk.py
     reservations                                   ─▶ those living, to a router that starts: joining.py
     directory changes                              ─▶ models and feeds: following.py
 
@@ -15,14 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 
 from services.router import joining
 from services.router.chooser import Trouble
 from services.router.config import RouterConfig
-from services.router.explaining import asked_for, explain, model_states
+from services.router.desk import Desk
 from services.router.following import Following
 from services.router.metrics import Metrics
 from services.router.model_router import ModelRouter
@@ -32,16 +32,13 @@ from shared.discovery import Registration
 from shared.errors import BusDown, ProtocolError
 from shared.lifecycle import Runtime
 from shared.messages import (
-    EXPLANATIONS,
     JSON_HEADER,
     LOAD_EVENTS,
     LOAD_REPORT,
     RESERVATIONS_REQUEST,
-    ROUTER_STATE,
     SELECT,
     SELECT_REPLY,
     Reserved,
-    RouterState,
     Select,
     SelectRefused,
     SelectReply,
@@ -55,10 +52,6 @@ BATCH_S = 0.001
 """Reservations made within it go out together."""
 JOIN_LIMIT_S = 4.0
 """A router that starts says that it is there after so long, whatever it still waits for."""
-UNKNOWN_PAUSE_S = 0.3
-"""A router that cannot explain a request lets the one that can be first."""
-PAUSES_LIMIT = 64
-"""Beyond, the answer comes at once."""
 SELECTS_A_TURN = 4
 """Where there are other routers: then what they reserved is heard, and told what this one did, also within a burst. A
 turn of the loop has its price."""
@@ -101,6 +94,7 @@ class Router:
         )
         self.models = self._following.models
         self.feeds = self._following.feeds
+        self._desk = Desk(runtime, config, self.models, self.feeds, self._seldom)
         self._subscriptions: list[Subscription] = []
         self._answering: dict[str, list[Subscription]] = {}
         """By model."""
@@ -108,7 +102,6 @@ class Router:
         """One for each model that is not answered for yet."""
         self._registration: Registration | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pausing = 0
         self._in_a_row = 0
         self._dropped = 0
 
@@ -121,8 +114,8 @@ class Router:
             subjects.worker(namespace, "*", "load"): self._load_report,
             subjects.select(namespace, instance): self._select,
             subjects.reservations(namespace, instance): self._tell_reservations,
-            subjects.explain(namespace, instance): partial(self._explain, self.models, 0.0),
-            subjects.router_state(namespace, instance): self._tell_state,
+            subjects.explain(namespace, instance): self._desk.explain,
+            subjects.router_state(namespace, instance): self._desk.tell_state,
         }
         for subject, receive in own.items():
             self._subscriptions.append(await runtime.bus.subscribe(subject, receive))
@@ -141,6 +134,7 @@ class Router:
             task.cancel()
         for subscription in self._all_subscriptions():
             await subscription.unsubscribe()
+        self._desk.close()
         self._following.close()
         await self._outbox.flush()
         for task in self._tasks:
@@ -168,7 +162,7 @@ class Router:
         namespace, bus = self._runtime.namespace, self._runtime.bus
         receivers: list[tuple[str, Receive, str]] = [
             (subjects.router_load(namespace, model), self._load_events, ""),
-            (subjects.explain(namespace, model), partial(self._explain, [model], UNKNOWN_PAUSE_S), ""),
+            (subjects.explain(namespace, model), partial(self._desk.explain_of, model), ""),
             (subjects.select(namespace, model), self._select, QUEUE),
         ]
         answering = self._answering[model] = []
@@ -231,48 +225,13 @@ class Router:
 
     async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
         headers = JSON_HEADER if is_json(message.headers) else None
-        if not await self._reply("select", message, SELECT_REPLY.encode(reply, headers), headers):
+        try:
+            await self._runtime.bus.publish(message.reply, SELECT_REPLY.encode(reply, headers), headers=headers)
+        except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
+            self._seldom.warn("select", wrong)
             return False
         self._metrics.answered(reply, time.perf_counter() - arrived)
         return True
-
-    async def _reply(self, channel: str, message: Message, payload: bytes, headers: dict[str, str] | None) -> bool:
-        try:
-            await self._runtime.bus.publish(message.reply, payload, headers=headers)
-        except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
-            self._seldom.warn(channel, wrong)
-            return False
-        return True
-
-    # --- what people and other routers ask
-
-    async def _explain(self, names: Iterable[str], pause_s: float, message: Message) -> None:
-        """The payload is a request id, or empty for the latest decisions."""
-        request = asked_for(message.payload)
-        models = [self.models[name] for name in names if name in self.models]
-        found = explain(self._runtime.instance, models, request, self._now())
-        answer = self._reply("explain", message, EXPLANATIONS.encode(found, JSON_HEADER), JSON_HEADER)
-        if not message.reply:
-            answer.close()
-        elif found.decisions or self._pausing >= PAUSES_LIMIT:
-            await answer
-        else:
-            self._own(self._after(pause_s, answer))
-
-    async def _after(self, pause_s: float, answer: Coroutine[None, None, bool]) -> None:
-        self._pausing += 1
-        try:
-            await asyncio.sleep(pause_s)
-            await answer
-        finally:
-            self._pausing -= 1
-            answer.close()
-
-    async def _tell_state(self, message: Message) -> None:
-        sources = [feed.status() for _, feed in sorted(self.feeds.items())]
-        state = RouterState(self._runtime.instance, self._config.policy, model_states(self.models), sources)
-        if message.reply:
-            await self._reply("state", message, ROUTER_STATE.encode(state, JSON_HEADER), JSON_HEADER)
 
     async def _tell_reservations(self, message: Message) -> None:
         try:

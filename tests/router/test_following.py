@@ -8,6 +8,7 @@ import pytest
 from services.router import following
 from shared import subjects
 from shared.errors import NoResponders
+from shared.memory_bus import MemoryBus
 from shared.memory_discovery import MemoryDiscovery
 from shared.messages import JSON_HEADER, MODEL_CARD, ModelCard
 from tests.router.fleet import MODEL, NAMESPACE, Fleet, fleet, tokens_of, until
@@ -49,6 +50,8 @@ async def test_a_model_that_nobody_has_served_for_long_makes_room(monkeypatch: p
         await world.worker("c", model="another")
         assert list(world.router.models) == ["another"]
         await until(lambda: world.metric("headrace_router_joins_total", outcome="alone") == 2)
+        bus, forgotten = world.runtime.bus, subjects.select(NAMESPACE, MODEL)
+        assert isinstance(bus, MemoryBus)
+        await until(lambda: forgotten not in {each.subject for each in world.broker.subscriptions(bus)})
         with pytest.raises(NoResponders):
-            while True:  # until the subscription is gone
-                await world.ask(tokens_of("x", 2))
+            await world.ask(tokens_of("x", 2))

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from services.router import service
+from services.router import desk
 from services.router.config import RouterConfig
 from shared import subjects
 from shared.memory_bus import MemoryBus
@@ -199,12 +199,20 @@ async def test_without_a_request_the_latest_choices_are_told() -> None:
 async def test_a_request_that_nobody_knows_is_answered_with_none_also_when_many_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "PAUSES_LIMIT", 3)
+    monkeypatch.setattr(desk, "PAUSES_LIMIT", 3)
     async with two() as (first, _):
         subject = subjects.explain(NAMESPACE, MODEL)
         told = await asyncio.gather(*(explained(first, subject, "unheard of") for _ in range(10)))
         assert [each.decisions for each in told] == [[]] * 10
         await first.bus.publish(subject, b"nobody to answer")
+
+
+async def test_a_router_may_end_while_somebody_waits_for_its_answer() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        asking = asyncio.create_task(explained(world, subjects.explain(NAMESPACE, MODEL), "unheard of"))
+        await until(lambda: bool(world.router._desk._pausing))
+    asking.cancel()
 
 
 async def test_a_router_tells_its_state() -> None:
