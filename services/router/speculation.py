@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import compress, count, islice
+from itertools import islice
 
 from services.router.index import CandidateId, Slot
 from shared.messages import Overlap
@@ -84,13 +84,13 @@ class Speculation:
         looked = 0
         while starts and looked <= reach and looked < len(hashes):
             ahead = hashes[looked : reach + 1]
-            if not starts.keys().isdisjoint(ahead):
-                for position in compress(count(looked), map(starts.get, ahead)):
-                    for run in starts[hashes[position]]:
-                        end = _follow(run, position, found, packed, len(hashes), now_s)
-                        if end:
-                            followed.append(run)
-                            reach = max(reach, end)
+            for first in filter(starts.__contains__, ahead):
+                position = hashes.index(first, looked)
+                for run in starts[first]:
+                    end = _follow(run, position, found, packed, len(hashes), now_s)
+                    if end:
+                        followed.append(run)
+                        reach = max(reach, end)
             looked += len(ahead)
         return followed
 
