@@ -364,9 +364,17 @@ class MemoryEvents:
     def __init__(self, broker: MemoryBroker, name: str = "") -> None:
         self._broker = broker
         self._name = name
+        self._subscriptions: list[MemoryEventSubscription] = []
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> MemoryEventPublisher:
         return self._broker.open(topic, ring_batches, self._name)
 
     def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> MemoryEventSubscription:
-        return MemoryEventSubscription(self._broker, source, receive, self._name)
+        subscription = MemoryEventSubscription(self._broker, source, receive, self._name)
+        self._subscriptions.append(subscription)
+        return subscription
+
+    def close(self) -> None:
+        """Nothing arrives here any more."""
+        for subscription in self._subscriptions:
+            subscription.close()

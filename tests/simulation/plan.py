@@ -64,6 +64,19 @@ class Skies(Struct, frozen=True):
 CLEAR = Skies(lost=0.0, repeated=0.0, overtaken=0.0, slow=0.0, delay_s=0.0)
 
 
+class Sizes(Struct, frozen=True):
+    """Of what every process has; small enough to be reached."""
+
+    capacity_blocks: int
+    """Of a worker's pool."""
+    speed: float
+    """Of an engine; 1 is some 20 ms a step."""
+    ring_batches: int
+    """That a worker keeps for replay."""
+    held_batches: int
+    """That a router keeps while a replay is on its way."""
+
+
 class Request(Struct, frozen=True):
     """What one client asks."""
 
@@ -86,10 +99,7 @@ class Plan(Struct, frozen=True):
     frontends: int
     routers: int
     workers: int
-    capacity_blocks: int
-    """Of each worker."""
-    speed: float
-    """Of the engines; 1 is some 20 ms a step."""
+    sizes: Sizes
     clear: bool
     """Nothing goes wrong at all: nothing may have to heal."""
     storm_s: float
@@ -109,13 +119,21 @@ def plan(seed: int) -> Plan:
         frontends=draw.randint(1, 2),
         routers=draw.randint(1, 3),
         workers=draw.randint(2, 3),
-        capacity_blocks=draw.randint(CONTEXT_LENGTH // BLOCK_SIZE, 48),
-        speed=draw.choice((0.2, 1.0, 1.0)),
+        sizes=_sizes(draw),
         clear=clear,
         storm_s=storm_s,
         skies=CLEAR if clear else _skies(draw),
         requests=_requests(draw, storm_s),
         faults=() if clear else _faults(draw, storm_s),
+    )
+
+
+def _sizes(draw: Random) -> Sizes:
+    return Sizes(
+        capacity_blocks=draw.randint(CONTEXT_LENGTH // BLOCK_SIZE, 48),
+        speed=draw.choice((0.2, 1.0, 1.0)),
+        ring_batches=draw.choice((1, 5, 1000)),
+        held_batches=draw.choice((2, 1000, 1000)),
     )
 
 

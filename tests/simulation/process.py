@@ -10,6 +10,7 @@ A process that starts again is another one, with an instance id of its own.
 from __future__ import annotations
 
 import asyncio
+import atexit
 from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
@@ -38,11 +39,11 @@ from shared import subjects
 from shared.directory import Directory
 from shared.discovery import Registration
 from shared.lifecycle import Runtime, answer_pings
-from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEventPublisher, MemoryEvents
 from shared.memory_discovery import MemoryDiscovery, MemoryStore
 from shared.messages import KvLayout, ServiceName
 from tests.simulation.clock import OWNER, SimulatedLoop
-from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EOS, VOCABULARY
+from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EOS, VOCABULARY, Sizes
 
 NAMESPACE = "simulated"
 MODEL = "sim"
@@ -50,12 +51,6 @@ EPOCH_S = 1_000_000_000.0
 """The wall clock at the beginning."""
 
 LIMITS = LimitsConfig(select_timeout_s=0.2, offer_timeout_s=0.5, quiet_s=0.5, frozen_s=1.5, drain_s=2.0)
-ROUTER = RouterConfig(
-    namespace=NAMESPACE,
-    index=IndexConfig(speculation_s=1.0),
-    load=LoadConfig(grace_s=0.5, unknown_s=1.0),
-    source=SourceConfig(replay_timeout_s=0.5, snapshot_idle_timeout_s=0.5, digest_s=1.0, silence_s=0.0),
-)
 SIMULATED = SimulatedConfig(fixed_s=0.01, weights_s=0.01, row_s=0.0005, token_s=0.0005, output_tokens=10)
 
 
@@ -75,10 +70,8 @@ class Process:
         instance: str,
         draw: Random,
         *,
-        capacity_blocks: int,
-        speed: float,
+        sizes: Sizes,
     ) -> None:
-        """The last two are of a worker's engine."""
         self.service: ServiceName = service
         self.instance = instance
         self.state: Literal["running", "frozen", "dead", "ended"] = "running"
@@ -96,12 +89,11 @@ class Process:
         """Its scheduler, with the block pool."""
         self._loop = loop
         self._store = store
-        self._capacity_blocks = capacity_blocks
-        self._speed = speed
+        self._sizes = sizes
         self.bus = MemoryBus(broker, instance)
         self._discovery = MemoryDiscovery(store, instance)
         self.directory = Directory(self._discovery, self.bus, NAMESPACE)
-        self._events = MemoryEvents(broker, instance)
+        self._events = ShortMemory(broker, instance, sizes.ring_batches)
         self._draw = draw
         self._stopping = asyncio.Event()
         self.main = loop.create_task(self._live(), name=instance, context=self.context)
@@ -128,6 +120,7 @@ class Process:
             self.state = "dead"
             self._loop.freeze(self.instance)
             self.bus.lose()
+            self._events.close()
             for registration in self._discovery.registrations:
                 registration.end()
                 self._loop.call_later(self._store.ttl_s, self._store.kill, registration)
@@ -195,7 +188,7 @@ class Process:
                 case "frontend":
                     await self._serve_frontend(runtime)
                 case "router":
-                    async with router(runtime, ROUTER) as self.router:
+                    async with router(runtime, _router_config(self._sizes)) as self.router:
                         await self._stopping.wait()
                 case _:
                     await self._serve_worker(runtime)
@@ -230,7 +223,7 @@ class Process:
             model_name=MODEL,
             engine="simulated",
             block_size=BLOCK_SIZE,
-            capacity_blocks=self._capacity_blocks,
+            capacity_blocks=self._sizes.capacity_blocks,
             max_running=4,
             max_waiting=4,
             stall_s=2.0,
@@ -253,8 +246,23 @@ class Process:
                 max_waiting_tokens=config.max_waiting_tokens,
             )
         )
-        self.engine = SimulatedEngine(EngineCore(self.scheduler, facts.block_size), model_of(facts, self._speed))
+        self.engine = SimulatedEngine(EngineCore(self.scheduler, facts.block_size), model_of(facts, self._sizes.speed))
         return self.engine
+
+
+def _router_config(sizes: Sizes) -> RouterConfig:
+    return RouterConfig(
+        namespace=NAMESPACE,
+        index=IndexConfig(speculation_s=1.0),
+        load=LoadConfig(grace_s=0.5, unknown_s=1.0),
+        source=SourceConfig(
+            held_limit_batches=sizes.held_batches,
+            replay_timeout_s=0.5,
+            snapshot_idle_timeout_s=0.5,
+            digest_s=1.0,
+            silence_s=0.0,
+        ),
+    )
 
 
 def facts_of(capacity_blocks: int) -> Ready:
@@ -276,9 +284,21 @@ def model_of(facts: Ready, speed: float) -> SimulatedModel:
     return SimulatedModel(facts, timing, output_tokens=SIMULATED.output_tokens)
 
 
+class ShortMemory(MemoryEvents):
+    """Whose publishers keep fewer batches for replay than services ask for."""
+
+    def __init__(self, broker: MemoryBroker, name: str, ring_batches: int) -> None:
+        super().__init__(broker, name)
+        self._ring_batches = ring_batches
+
+    def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> MemoryEventPublisher:
+        return super().open_publisher(topic=topic, ring_batches=min(ring_batches, self._ring_batches))
+
+
 @cache
 def _model() -> TemporaryDirectory[str]:
     """Workers name a tokenizer, which nobody here reads."""
     directory = TemporaryDirectory(prefix="headrace-simulation-")
+    atexit.register(directory.cleanup)
     Path(directory.name, "tokenizer.json").write_text("{}", encoding="utf-8")
     return directory

@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.seeds import failures
 
 SEEDS = int(os.environ.get("HEADRACE_SEEDS", "5000"))
-BLOCK = 250
+BLOCK = 100
 """Seeds a test."""
 PROCESSES = 2
 

@@ -104,8 +104,7 @@ class World:
         process = Process(
             *(self._loop, self._broker, self._store, service, instance),
             Random(f"{instance} {self._plan.seed}"),
-            capacity_blocks=self._plan.capacity_blocks,
-            speed=self._plan.speed,
+            sizes=self._plan.sizes,
         )
         self._tell(f"{instance} starts")
         self._contexts[instance] = process.context
@@ -287,15 +286,12 @@ class World:
     async def _end(self) -> None:
         """Stops everybody, and takes apart what is left."""
         self._quiet.set()
-        for process in self.processes:
-            if process.state == "dead":
-                process.bury()
-            else:
-                process.thaw()
-                process.stop()
-        mains = [process.main for process in self.processes]
-        await asyncio.wait(mains, timeout=END_S)
-        for process in self.processes:
+        living = [process for process in self.processes if process.state != "dead"]
+        for process in living:
+            process.thaw()
+            process.stop()
+        await asyncio.wait([process.main for process in living], timeout=END_S)
+        for process in living:
             if not process.main.done():
                 self.wrong.append(f"{process.instance} does not end")
             elif (error := process.main.exception()) is not None:
@@ -306,9 +302,13 @@ class World:
             for subscription in self._broker.subscriptions(process.bus)
             if subscription.statistics().failed
         ]
+        dead = [process for process in self.processes if process.state == "dead"]
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        if left and all(process.state != "dead" for process in self.processes):
+        if left and not dead:
             self.wrong.append(f"left behind: {sorted(task.get_name() for task in left)}")
+        self._loop.set_exception_handler(lambda *_: None)  # what the dead say while they are taken apart
+        for process in dead:
+            process.bury()
         for task in left:
             task.cancel()
         if left:
