@@ -308,13 +308,14 @@ class _Replay:
     def _take(self, frames: list[bytes]) -> None:
         if self.batches.done():
             return
-        if len(frames) != 4 or frames[0] or len(frames[2]) != 8:
+        # SGLang answers without the topic.
+        if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
             self._complaint.add(f"a replay's {len(frames)} frames of {[len(frame) for frame in frames]} bytes")
-        elif frames[2] == END:
+        elif frames[-2] == END:
             self.batches.set_result(self._so_far)
         else:
-            self._so_far.append((int.from_bytes(frames[2], "big"), frames[3]))
-            self._size_bytes += len(frames[3])
+            self._so_far.append((int.from_bytes(frames[-2], "big"), frames[-1]))
+            self._size_bytes += len(frames[-1])
             if len(self._so_far) > REPLAY_LIMIT_BATCHES or self._size_bytes > REPLAY_LIMIT_BYTES:
                 self.fail(ProtocolError(f"a replay of more than {len(self._so_far)} batches"))
 

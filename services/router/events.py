@@ -1,10 +1,12 @@
 """Payloads of the KV event stream, in every shape engines have used, as one small set of records. Pure.
 
     vLLM from 0.32     [ts, [{type: BlockStored, block_hashes: …, …}, …], rank]     maps
-    before, SGLang     [ts, [["BlockStored", hashes, parent, tokens, …], …]]        arrays, tails of any length
+    before             [ts, [["BlockStored", hashes, parent, tokens, …], …]]        arrays, tails of any length
+    SGLang             both, by version; a salt is a field of its own: `cache_salt` in maps, in arrays a map
+                       {cache_salt: …} where vLLM has the LoRA's name; hashes may be negative
 
-Both are decoded by typed decoders, once. What is checked here: types, the number of tokens, their range. What needs
-the model card (block size, vocabulary) is checked in `services.router.chains`.
+Both are decoded by typed decoders, once. What is checked here: size, types, the number of tokens, their range. What
+needs the model card (block size, vocabulary) is checked in `services.router.chains`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from msgspec import Struct
 
 from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
-from shared.messages import EVENT_BATCH, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored
 
 EngineHash = int | bytes
 """An engine's own name for a block: opaque, compared and nothing else."""
+
+PAYLOAD_LIMIT_BYTES = 8 << 20
+BATCH_LIMIT_BLOCKS = 65_536
+"""Of all events of a batch. A larger one is refused: no engine's step makes it, and it would stall the loop."""
 
 _TIERS = {
     0: ("gpu", "device", "cuda", "hbm"),
@@ -76,6 +82,20 @@ class Batch(Struct, frozen=True):
     """Events of tiers that we do not know."""
 
 
+class _StoredMap(BlockStored, frozen=True, tag_field="type", tag="BlockStored"):
+    cache_salt: str | None = None
+
+
+class _MapBatch(Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[_StoredMap | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class _Metadata(Struct, frozen=True):
+    cache_salt: str = ""
+
+
 class _StoredArray(Struct, frozen=True, array_like=True, tag="BlockStored"):
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -83,7 +103,7 @@ class _StoredArray(Struct, frozen=True, array_like=True, tag="BlockStored"):
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
-    lora_name: str | None = None
+    lora_name: str | _Metadata | None = None
     extra_keys: list[list[object] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -105,29 +125,26 @@ class _ArrayBatch(Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
+_MAPS: msgspec.msgpack.Decoder[_MapBatch] = msgspec.msgpack.Decoder(_MapBatch)
 _ARRAYS: msgspec.msgpack.Decoder[_ArrayBatch] = msgspec.msgpack.Decoder(_ArrayBatch)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def decode(payload: bytes) -> Batch:
     """One payload. Raises ProtocolError on anything that is not an event batch, and on counts that contradict."""
-    raw: list[KvEvent] | list[_StoredArray | _RemovedArray | _ClearedArray]
-    try:
-        maps = EVENT_BATCH.decode(payload)
-        ts, raw, rank = maps.ts, maps.events, maps.data_parallel_rank
-    except ProtocolError as wrong:
-        try:
-            arrays = _ARRAYS.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise wrong from None
-        ts, raw, rank = arrays.ts, arrays.events, arrays.data_parallel_rank
+    raw = _read(payload)
+    rank = raw.data_parallel_rank
     if rank is not None and rank < 0:
         raise ProtocolError(f"event batch: rank {rank}")
     events: list[CacheEvent] = []
-    ignored = 0
-    for event in raw:
+    blocks = ignored = 0
+    for event in raw.events:
         if isinstance(event, AllBlocksCleared | _ClearedArray):
             events.append(Cleared())
             continue
+        blocks += len(event.block_hashes)
+        if blocks > BATCH_LIMIT_BLOCKS:
+            raise ProtocolError(f"event batch of more than {BATCH_LIMIT_BLOCKS} blocks")
         tier = 0 if event.medium is None else _MEDIA.get(event.medium.lower())
         if tier is None:
             ignored += 1
@@ -135,10 +152,22 @@ def decode(payload: bytes) -> Batch:
             events.append(Removed(event.block_hashes, tier, event.group_idx))
         else:
             events.append(_stored(event, tier))
-    return Batch(ts, rank or 0, events, ignored)
+    return Batch(raw.ts, rank or 0, events, ignored)
 
 
-def _stored(event: BlockStored | _StoredArray, tier: int) -> Stored:
+def _read(payload: bytes) -> _MapBatch | _ArrayBatch:
+    if len(payload) > PAYLOAD_LIMIT_BYTES:
+        raise ProtocolError(f"event batch of {len(payload)} bytes, {PAYLOAD_LIMIT_BYTES} at most")
+    try:
+        return _MAPS.decode(payload)
+    except _UNREADABLE as wrong:
+        try:
+            return _ARRAYS.decode(payload)
+        except _UNREADABLE:
+            raise ProtocolError(f"event batch: {wrong}") from None
+
+
+def _stored(event: _StoredMap | _StoredArray, tier: int) -> Stored:
     blocks = len(event.block_hashes)
     if event.block_size <= 0 or len(event.token_ids) != blocks * event.block_size:
         raise ProtocolError(
@@ -148,7 +177,7 @@ def _stored(event: BlockStored | _StoredArray, tier: int) -> Stored:
         tokens = pack_tokens(event.token_ids)
     except OverflowError:
         raise ProtocolError("BlockStored: a token id is not a u32") from None
-    lora = event.lora_name or ""
+    lora = event.lora_name if isinstance(event.lora_name, str) else ""
     salt, routable = _read_keys(event, lora)
     return Stored(
         hashes=event.block_hashes,
@@ -159,12 +188,19 @@ def _stored(event: BlockStored | _StoredArray, tier: int) -> Stored:
         group=event.group_idx,
         windowed=event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind.startswith(_WINDOWED),
         lora=lora,
-        salt=salt,
+        salt=salt or _own_salt(event),
         routable=routable,
     )
 
 
-def _read_keys(event: BlockStored | _StoredArray, lora: str) -> tuple[str, int]:
+def _own_salt(event: _StoredMap | _StoredArray) -> str:
+    """The salt where it is a field of its own."""
+    if isinstance(event, _StoredMap):
+        return event.cache_salt or ""
+    return event.lora_name.cache_salt if isinstance(event.lora_name, _Metadata) else ""
+
+
+def _read_keys(event: _StoredMap | _StoredArray, lora: str) -> tuple[str, int]:
     """(tenant salt, leading blocks that tokens, LoRA and salt alone decide).
 
     vLLM's extra keys of a block: the LoRA's name, then what else its content depends on; a chain's first block ends

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.router.events import Batch, Cleared, Removed, Stored, decode
+from services.router.events import (
+    BATCH_LIMIT_BLOCKS,
+    PAYLOAD_LIMIT_BYTES,
+    Batch,
+    Cleared,
+    Removed,
+    Stored,
+    decode,
+)
 from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
 from tests.router.captured import SESSIONS, payloads
@@ -112,6 +120,46 @@ def test_a_lora_without_a_name_is_not_routable() -> None:
     assert stored(["BlockStored", [7], None, [1, 2], 2, 4]).routable == 0
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", [-7, 8], None, [1, 2, 3, 4], 2, None, "CPU_PINNED", {"cache_salt": "tenant"}],
+        {
+            "type": "BlockStored",
+            "block_hashes": [-7, 8],
+            "parent_block_hash": None,
+            "token_ids": [1, 2, 3, 4],
+            "block_size": 2,
+            "lora_id": None,
+            "medium": "CPU_PINNED",
+            "cache_salt": "tenant",
+            "session_id": "s",
+        },
+    ],
+)
+def test_sglangs_events_name_their_salt(event: Any) -> None:
+    found = stored(event, 1)
+    assert (found.hashes, found.tier, found.lora, found.salt, found.routable) == ([-7, 8], 1, "", "tenant", 2)
+
+
+def test_sglangs_shortest_arrays_are_read() -> None:
+    found = stored(["BlockStored", [5740354900026072187], -3, [1, 2], 2, None])
+    assert (found.hashes, found.parent, found.tier, found.salt) == ([5740354900026072187], -3, 0, "")
+    assert decode(msgspec.msgpack.encode([1.0, [["BlockRemoved", [-3]]]])).events == [Removed([-3], 0, None)]
+
+
+def test_a_batch_of_more_blocks_or_bytes_than_the_limit_is_refused() -> None:
+    def removed(blocks: int) -> bytes:
+        half = blocks // 2
+        return msgspec.msgpack.encode([1.0, [["BlockRemoved", [7] * half], ["BlockRemoved", [7] * (blocks - half)]]])
+
+    assert len(decode(removed(BATCH_LIMIT_BLOCKS)).events) == 2
+    with pytest.raises(ProtocolError, match="more than 65536 blocks"):
+        decode(removed(BATCH_LIMIT_BLOCKS + 1))
+    with pytest.raises(ProtocolError, match="bytes"):
+        decode(bytes(PAYLOAD_LIMIT_BYTES + 1))
+
+
 def test_a_windowed_cache_is_marked() -> None:
     assert stored([*FULL[:10], "sliding_window"]).windowed
     assert not stored([*FULL[:10], "mla_attention"]).windowed
@@ -126,6 +174,12 @@ def test_a_windowed_cache_is_marked() -> None:
         ["BlockStored", [7], None, [1, -2], 2],
         ["BlockStored", [7], None, [1, 1 << 32], 2],
         ["BlockStored", ["seven"], None, [1, 2], 2],
+        ["BlockStored", [1.5], None, [1, 2], 2],
+        ["BlockStored", [True], None, [1, 2], 2],
+        ["BlockStored", [7], "parent", [1, 2], 2],
+        ["BlockStored", [7], None, [1, 2], 1 << 63],
+        ["BlockStored", [7], None, [(1, 2), (2, 3)], 2],
+        ["BlockStored", [7], None, [1, 2], 2, None, "GPU", ["tenant"]],
         ["BlockStored", [7], None, [[1, 2]], 2],
         ["BlockStored", 7, None, [1, 2], 2],
         ["BlockStored", [7]],

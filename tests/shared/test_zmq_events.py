@@ -82,6 +82,22 @@ async def test_a_replay_is_one_answer_a_batch_and_an_end(events: ZmqEvents, stra
     publisher.close()
 
 
+async def test_a_replay_without_topics_is_read_as_sglang_sends_it(events: ZmqEvents, stranger: Stranger) -> None:
+    router = stranger.socket(zmq.ROUTER)
+    port = free_port()
+    await bind(router, f"tcp://127.0.0.1:{port}")
+    source = EventSource(f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{port}")
+    subscription = events.subscribe(source, lambda sequence, payload: None)
+    asked = asyncio.create_task(subscription.replay(4, timeout_s=DEADLINE_S))
+    asker, delimiter, first = await asyncio.wait_for(router.recv_multipart(), DEADLINE_S)
+    assert (delimiter, first) == (b"", (4).to_bytes(8, "big"))
+    for number in (4, 5):
+        await router.send_multipart([asker, b"", number.to_bytes(8, "big"), b"payload"])
+    await router.send_multipart([asker, b"", END, b""])
+    assert await asked == [(4, b"payload"), (5, b"payload")]
+    subscription.close()
+
+
 async def test_malformed_questions_are_ignored(events: ZmqEvents, stranger: Stranger) -> None:
     publisher = events.open_publisher()
     asker = stranger.socket(zmq.DEALER)
