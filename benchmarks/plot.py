@@ -1,0 +1,53 @@
+"""Curves of a benchmark, as a PNG beside its JSON. matplotlib is imported here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from msgspec import Struct
+
+mpl.use("Agg")
+
+from matplotlib import pyplot
+
+Curve = tuple[Sequence[float], Sequence[float]]
+
+
+class Panel(Struct, frozen=True):
+    """One chart."""
+
+    title: str
+    x: str
+    y: str
+    curves: Mapping[str, Curve]
+    """Label → (x values, y values)."""
+    goal: float | None = None
+    """A horizontal line."""
+    log: bool = False
+    """Of the y axis."""
+
+
+def draw(panels: Sequence[Panel], path: Path, *, columns: int) -> None:
+    """Panels from left to right, row by row, with one legend."""
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        for label, (xs, ys) in panel.curves.items():
+            axis.plot(xs, ys, marker="o" if len(xs) < 20 else "", markersize=4, label=label)
+        if panel.goal is not None:
+            axis.axhline(panel.goal, color="grey", linestyle="--", linewidth=1)
+        if panel.log:
+            axis.set_yscale("log")
+        axis.set_title(panel.title, fontsize=10)
+        axis.set_xlabel(panel.x, fontsize=9)
+        axis.set_ylabel(panel.y, fontsize=9)
+        axis.grid(visible=True, alpha=0.3)
+    labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="lower center", ncols=max(len(labels[0]), 1), fontsize=9)
+    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

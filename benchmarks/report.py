@@ -1,0 +1,37 @@
+"""What every benchmark prints with --json: one object, the same shape for all."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Goal(Struct, frozen=True):
+    """One figure that was promised."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float
+    met: bool
+
+
+def report(benchmark: str, command: Sequence[str], goals: Sequence[Goal], rows: Sequence[Any]) -> dict[str, Any]:
+    """`command` are the arguments after `python -m benchmarks.…`, free of paths that only exist here."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "benchmark": benchmark,
+        "machine": f"{platform.machine()}, {sys.implementation.name} {platform.python_version()}",
+        "commit": commit.stdout.strip(),
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *command]),
+        "goals": list(goals),
+        "rows": list(rows),
+    }

@@ -1,0 +1,216 @@
+"""How much of a real trace's cache hits does each routing policy keep, and at what time to the first token?
+
+The Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25: 12,031 requests, 145 M prompt tokens, blocks
+of 512) through 4, 8 and 16 workers of 6,000 blocks, in virtual time (`fleet.py`: what is real and what is a model). The
+arrivals are the trace's, bursts included, with time stretched to 0.5, 0.8 and 0.95 of the workers' capacity.
+
+capacity    requests a second that one worker gets through, with a cache that holds everything, when 128 of the trace's
+            requests are always there; times the workers. No policy can serve more, for the ideal cache saves the most.
+hit rate    cached prompt tokens over prompt tokens; `of ideal` divides by what one unbounded shared cache would find
+            by order of arrival (`loads.py`: 37.3 % of the tokens; one shared cache of 8 x 6,000 blocks, least recently
+            used first out, finds 96.9 % of that).
+imbalance   prompt tokens computed in a window of 60 s, the busiest worker's over the mean; p90 over the windows.
+ttft        from arrival to the first token; requests that wait at the end are waited for.
+
+What could mislead: time is a model's (an 8B model on one H200, `services/worker/timing.py`), without jitter; engines
+are equal; the trace's output lengths are kept, but outputs never reappear in prompts, as the trace does not say which
+tokens they were, so real conversations hit more. The trace repeats one hour of one service.
+
+    python -m benchmarks.trace --trace conversation_trace.jsonl [--quick] [--json] [--plot FILE] [--jobs N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.fleet import Fleet, StepTime
+from benchmarks.loads import Ideal, Load, ideal, read_trace
+from benchmarks.report import Goal, report
+from services.router.policy import BUILT_IN
+from services.worker.config import SimulatedConfig
+from services.worker.timing import Timing
+
+FLEETS: tuple[int, ...] = (4, 8, 16)
+LOADS: tuple[float, ...] = (0.5, 0.8, 0.95)
+WORKER_BLOCKS = 6000
+ALL_BLOCKS = 1 << 18
+IN_FLIGHT = 128
+WINDOW_S = 60.0
+HITS_GOAL = 0.95
+QUICK_REQUESTS = 2000
+
+
+class Row(Struct, frozen=True):
+    """One policy at one load."""
+
+    policy: str
+    workers: int
+    load: float
+    """Of capacity."""
+    requests_per_s: float
+    hit_rate: float
+    """Of tokens."""
+    of_ideal: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    ttft_mean_s: float
+    latency_mean_s: float
+    """To the last token."""
+    output_tokens_per_s: float
+    """From the first arrival to the last end."""
+    imbalance: float
+    failed: int
+
+
+def main() -> int:
+    """Print a table, or with --json one object."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl of Mooncake")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests, 8 workers, load 0.8")
+    parser.add_argument("--policies", nargs="+", default=[], help="by name or module:attribute")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; the figures do not depend on it")
+    parser.add_argument("--plot", type=Path, help="a PNG")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    load = read_trace(flags.trace)
+    policies, fleets, loads = flags.policies or list(BUILT_IN), FLEETS, LOADS
+    if flags.quick:
+        load, fleets, loads = load.first(QUICK_REQUESTS), (8,), (0.8,)
+        policies = flags.policies or ["kv", "round-robin", "random"]
+    rate = capacity(load)
+    runs = [(load, policy, size, part, rate) for size in fleets for part in loads for policy in policies]
+    rows = list(_all(runs, flags.jobs))
+    if flags.plot:
+        _plot(rows, flags.plot)
+    if flags.json:
+        command = [word if word != str(flags.trace) else flags.trace.name for word in sys.argv[1:]]
+        print(msgspec.json.encode(report("trace", command, _goals(rows), rows)).decode())
+        return 0
+    print(f"capacity of one worker: {rate:.2f} requests/s")
+    for row in rows:
+        print(_line(row))
+    return 0
+
+
+def _all(runs: Sequence[tuple[Load, str, int, float, float]], jobs: int) -> Iterable[Row]:
+    if jobs == 1:
+        yield from (_one(run) for run in runs)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(_one, runs)
+
+
+def default_timing() -> StepTime:
+    return Timing(SimulatedConfig()).step_s
+
+
+def capacity(load: Load) -> float:
+    """Requests a second of one worker; see the module."""
+    fleet = Fleet(load, "round-robin", capacity_blocks=ALL_BLOCKS)
+    fleet.join(default_timing())
+    fleet.run_closed(IN_FLIGHT)
+    return len(load.requests) / fleet.clock.now_s
+
+
+def _one(run: tuple[Load, str, int, float, float]) -> Row:
+    load, policy, workers, part, rate = run
+    fleet = Fleet(load.at(part * workers * rate), policy, capacity_blocks=WORKER_BLOCKS)
+    for _ in range(workers):
+        fleet.join(default_timing())
+    fleet.run()
+    return _measured(fleet, ideal(load), policy, workers, part)
+
+
+def _measured(fleet: Fleet, best: Ideal, policy: str, workers: int, part: float) -> Row:
+    ended = [journey for journey in fleet.journeys if not journey.failed]
+    ttft_s = sorted(journey.ttft_s for journey in ended)
+    cached = sum(journey.cached_tokens for journey in ended)
+    return Row(
+        policy=policy,
+        workers=workers,
+        load=part,
+        requests_per_s=fleet.load.rate,
+        hit_rate=cached / best.prompt_tokens,
+        of_ideal=cached / best.cached_tokens,
+        ttft_p50_s=_quantile(ttft_s, 0.5),
+        ttft_p90_s=_quantile(ttft_s, 0.9),
+        ttft_p99_s=_quantile(ttft_s, 0.99),
+        ttft_mean_s=sum(ttft_s) / len(ttft_s),
+        latency_mean_s=sum(journey.end_s - journey.request.arrival_s for journey in ended) / len(ended),
+        output_tokens_per_s=sum(journey.request.output_tokens for journey in ended) / fleet.clock.now_s,
+        imbalance=_imbalance(fleet, workers),
+        failed=len(fleet.journeys) - len(ended),
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def _imbalance(fleet: Fleet, workers: int) -> float:
+    """Whole windows up to the last arrival only: what is left over afterwards says nothing about balance."""
+    windows: dict[int, dict[str, int]] = {}
+    last_s = fleet.load.requests[-1].arrival_s
+    for prefill in fleet.prefills:
+        window = windows.setdefault(int(prefill.time_s // WINDOW_S), {})
+        window[prefill.worker] = window.get(prefill.worker, 0) + prefill.tokens
+    whole = [tokens for number, tokens in windows.items() if (number + 1) * WINDOW_S <= last_s]
+    return _quantile(sorted(max(each.values()) * workers / sum(each.values()) for each in whole), 0.9)
+
+
+# --- what is told
+
+
+def _goals(rows: Sequence[Row]) -> list[Goal]:
+    """At 8 workers, at every load."""
+    goals = []
+    for row in rows:
+        if row.policy != "kv" or row.workers != 8:
+            continue
+        name = f"hits of ideal, 8 workers, load {row.load}"
+        goals.append(Goal(name, row.of_ideal, "share", HITS_GOAL, row.of_ideal >= HITS_GOAL))
+        rival = next((each for each in rows if (each.policy, each.workers, each.load) == ("random", 8, row.load)), None)
+        if rival is not None:
+            name = f"imbalance, 8 workers, load {row.load} (goal: below random's)"
+            goals.append(Goal(name, row.imbalance, "ratio", rival.imbalance, row.imbalance < rival.imbalance))
+    return goals
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.workers:3} workers  load {row.load:4.2f}  {row.policy:13}  hits {row.hit_rate:6.1%} "
+        f"({row.of_ideal:6.1%} of ideal)  ttft {row.ttft_p50_s:6.2f} {row.ttft_p90_s:7.2f} {row.ttft_p99_s:7.2f} s  "
+        f"latency {row.latency_mean_s:7.2f} s  {row.output_tokens_per_s:6.0f} tokens/s  imbalance {row.imbalance:.2f}"
+        + (f"  {row.failed} failed" if row.failed else "")
+    )
+
+
+def _plot(rows: Sequence[Row], path: Path) -> None:
+    from benchmarks.plot import Panel, draw  # matplotlib is among the development packages only
+
+    panels = []
+    for workers in sorted({row.workers for row in rows}):
+        here = {policy: [row for row in rows if row.workers == workers and row.policy == policy] for policy in BUILT_IN}
+        told = {policy: found for policy, found in here.items() if found}
+        loads = {policy: [row.load for row in found] for policy, found in told.items()}
+        hits = {policy: (loads[policy], [100 * row.of_ideal for row in found]) for policy, found in told.items()}
+        ttft = {policy: (loads[policy], [row.ttft_p90_s for row in found]) for policy, found in told.items()}
+        spread = {policy: (loads[policy], [row.imbalance for row in found]) for policy, found in told.items()}
+        panels += [
+            Panel(f"{workers} workers: hits", "load", "% of the ideal cache's", hits, goal=100 * HITS_GOAL),
+            Panel(f"{workers} workers: first token", "load", "p90, seconds", ttft, log=True),
+            Panel(f"{workers} workers: imbalance", "load", "busiest over mean, p90 of 60 s", spread),
+        ]
+    draw(panels, path, columns=3)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
