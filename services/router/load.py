@@ -25,7 +25,6 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-import msgspec
 from msgspec import Struct
 
 from services.router.index import CandidateId
@@ -47,6 +46,8 @@ class CandidateLoad(Struct, frozen=True, gc=False):
 
 
 IDLE = CandidateLoad()
+_PRIORITIES_LIMIT = 16
+"""Remembered at once."""
 
 
 class Speed(Struct, frozen=True, gc=False):
@@ -105,8 +106,19 @@ class _Place:
     """Of reservations that the report does not know."""
     queued: dict[int, int] = field(default_factory=dict)
     """Priority → tokens of all reservations that are not prefilled."""
-    load: CandidateLoad | None = None
-    """What these sums come to; None: they have changed."""
+    loads: dict[int, CandidateLoad] = field(default_factory=dict)
+    """Priority → what these sums come to for a question of that priority: a memo, emptied when they change."""
+
+    def load(self, priority: int) -> CandidateLoad:
+        if len(self.loads) >= _PRIORITIES_LIMIT:
+            self.loads.clear()
+        behind = sum(tokens for level, tokens in self.queued.items() if level < priority)
+        load = self.loads[priority] = CandidateLoad(
+            requests=len(self.attempts) + self.reported_requests,
+            queued_tokens=max(self.reported_tokens + self.new_tokens - behind, 0),
+            active_blocks=self.reported_blocks + self.new_blocks,
+        )
+        return load
 
     def queue(self, reservation: Reservation, tokens: int) -> None:
         """So many tokens of the reservation are queued more, or less."""
@@ -177,7 +189,7 @@ class Load:
         place.new_blocks += event.blocks
         place.new_tokens += reservation.queued_tokens
         place.queue(reservation, reservation.queued_tokens)
-        place.load = None
+        place.loads.clear()
         return True
 
     def prefilled(self, attempt: AttemptId) -> Reservation | None:
@@ -211,7 +223,7 @@ class Load:
             place = self._places[candidate]
             place.new_tokens = place.new_blocks = 0
             place.queued.clear()
-            place.load = None
+            place.loads.clear()
             for attempt in list(place.attempts):
                 reservation = self._reservations[attempt]
                 if attempt in running:
@@ -285,17 +297,7 @@ class Load:
         place = self._places.get(candidate)
         if place is None:
             return IDLE
-        load = place.load
-        if load is None:
-            load = place.load = CandidateLoad(
-                requests=len(place.attempts) + place.reported_requests,
-                queued_tokens=place.reported_tokens + place.new_tokens,
-                active_blocks=place.reported_blocks + place.new_blocks,
-            )
-        if not place.queued or (len(place.queued) == 1 and priority in place.queued):
-            return load
-        behind = sum(tokens for level, tokens in place.queued.items() if level < priority)
-        return msgspec.structs.replace(load, queued_tokens=max(load.queued_tokens - behind, 0)) if behind else load
+        return place.loads.get(priority) or place.load(priority)
 
     def statistics(self) -> LoadStatistics:
         """Counts, in constant time."""
@@ -318,7 +320,7 @@ class Load:
         place = self._places[reservation.candidate]
         tokens = reservation.queued_tokens
         place.queue(reservation, -tokens)
-        place.load = None
+        place.loads.clear()
         if reservation.known:
             place.reported_tokens = max(place.reported_tokens - tokens, 0)
         else:
