@@ -11,7 +11,8 @@ asked the same questions in turn with ours, round by round. `stored` compares ou
 our whole way, from a msgpack payload with token ids over hashing into the index.
 
 What could mislead: times are process CPU, its tree's own thread included; its wall time is longer, because each call
-crosses threads. Medians over rounds. Finds go through a thousand chains in turn, with hashes that are not the index's
+crosses threads. Medians over rounds, ten passes each; a router that does other things between two finds meets colder
+caches, and takes up to twice as long. Finds go through a thousand chains in turn, with hashes that are not the index's
 own objects. Bytes are traced allocations of the index alone, for Dynamo the growth of the resident set over its first
 fill; the map of an engine's own hashes is reported apart. A find of ours that leaves a run midway costs a search more
 than these, where most prompts end where a stored chain does or go on.
@@ -65,7 +66,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--dynamo", metavar="PYTHON", help="an interpreter with ai-dynamo-runtime, to compare with")
     flags = parser.parse_args()
-    pairs, rounds = (100_000, 5) if flags.quick else (1_000_000, 15)
+    pairs, rounds = (100_000, 3) if flags.quick else (1_000_000, 9)
     with _peer(flags.dynamo) as peer:
         rows = [*_compared(peer, pairs, rounds), *_payloads_applied(rounds), *_sizes(pairs), *_stalls(pairs)]
     if flags.json:
@@ -173,7 +174,8 @@ def _cpu_ns(work: Callable[[T], object], items: Sequence[T]) -> int:
 
 
 def _find(index: Index, prompts: list[list[int]]) -> float:
-    return _cpu_ns(index.find, prompts) / len(prompts)
+    spent = sum(_cpu_ns(index.find, prompts) for _ in range(workload.PASSES))
+    return spent / len(prompts) / workload.PASSES
 
 
 def _event(index: Index, slots: list[Slot], size: int) -> tuple[float, float]:
@@ -182,9 +184,11 @@ def _event(index: Index, slots: list[Slot], size: int) -> tuple[float, float]:
     slot = draw.choice(slots)
     hashes = draw_hashes(draw, 1024)
     events = [(hashes[at : at + size], hashes[at - 1] if at else None) for at in range(0, 1024, size)]
-    stored = _cpu_ns(lambda event: index.stored(slot, 0, *event), events)
-    removed = _cpu_ns(lambda event: index.removed(slot, 0, event[0]), events[::-1])
-    return stored / 1024, removed / 1024
+    stored = removed = 0
+    for _ in range(workload.PASSES):
+        stored += _cpu_ns(lambda event: index.stored(slot, 0, *event), events)
+        removed += _cpu_ns(lambda event: index.removed(slot, 0, event[0]), events[::-1])
+    return stored / 1024 / workload.PASSES, removed / 1024 / workload.PASSES
 
 
 # --- the whole way of a payload

@@ -11,6 +11,9 @@ from typing import NamedTuple
 INSTANCES = 64
 DEPTH = 1024
 HOLDERS = 15
+PASSES = 10
+"""Times that a round asks all its questions, or stores and removes its events, so that the first, cold pass after the
+other's turn weighs little."""
 
 
 class Chain(NamedTuple):

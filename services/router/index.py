@@ -41,6 +41,8 @@ HOLDERS_BYTES = 480
 REPEAT_BYTES = 120
 """One block that a slot holds more than once."""
 
+_MOST_BYTES = BLOCK_BYTES + 2 * RUN_BYTES + HOLDERS_BYTES + REPEAT_BYTES
+"""By which one block stored or removed can make the index larger."""
 _NAMED_LIMIT = 16_384
 
 
@@ -89,9 +91,11 @@ class Index:
         self._repeats_count = 0
         self._retired = 0
         """Mask of slots that `find` does not see."""
-        self._named: dict[int, tuple[CandidateId, ...]] = {}
+        self._named: dict[int, dict[CandidateId, None]] = {}
         """Mask → the candidates of its slots; a bounded memo, emptied when a slot changes hands."""
         self._dropped_blocks = 0
+        self._unchecked_blocks = 0
+        """Blocks that may be stored or removed before the size must be looked at."""
 
     # --- slots
 
@@ -142,7 +146,7 @@ class Index:
         while at < count:
             run = runs.of(hashes[at])
             if run is None:
-                before, blocks = runs.add(hashes, at, runs.holders(slot.alone[tier]), before)
+                before, blocks = runs.add(hashes, at, slot.alone[tier], before)
                 added += blocks
                 at += blocks
                 continue
@@ -156,8 +160,7 @@ class Index:
             at += blocks
             before = run if run.last == hashes[at - 1] else None
         self._pairs[tier][slot.number] += added
-        if self.bytes > self._limit_bytes:
-            self._drop_coldest()
+        self._count(count)
 
     def removed(self, slot: Slot, tier: int, hashes: Sequence[int]) -> None:
         """The blocks, in any order, are held once less; those not held are ignored (they may have been dropped)."""
@@ -191,6 +194,7 @@ class Index:
         if gone:
             self._pairs[tier][slot.number] -= gone
             self._free_if_empty(slot)
+            self._count(gone)
 
     def touch(self, hashes: Sequence[int]) -> None:
         """These leading blocks of a chain were asked for: they are the warmest now."""
@@ -250,7 +254,13 @@ class Index:
     def _settle(self, found: dict[CandidateId, Overlap], ended: int, depth: int, lower: dict[int, list[int]]) -> None:
         """The chains of the slots in `ended` are `depth` blocks long."""
         if not lower:
-            found.update(dict.fromkeys(self._names(ended), Overlap(depth)))
+            overlap = Overlap(depth)
+            names = self._names(ended)
+            if not found:
+                found.update(dict.fromkeys(names, overlap))  # takes the hashes of `names` over: a tuple's is dear
+                return
+            for candidate in names:
+                found[candidate] = overlap
             return
         while ended:
             bit = ended & -ended
@@ -259,12 +269,12 @@ class Index:
             for candidate in self._names(bit):
                 found[candidate] = Overlap(depth - host - disk, host, disk)
 
-    def _names(self, mask: int) -> tuple[CandidateId, ...]:
+    def _names(self, mask: int) -> dict[CandidateId, None]:
         names = self._named.get(mask)
         if names is None:
             if len(self._named) >= _NAMED_LIMIT:
                 self._named.clear()
-            names = self._named[mask] = tuple(self._each_name(mask))
+            names = self._named[mask] = dict.fromkeys(self._each_name(mask))
         return names
 
     def _each_name(self, mask: int) -> Iterator[CandidateId]:
@@ -313,6 +323,13 @@ class Index:
     def crowded(self) -> bool:
         """Near the limit: what is asked for should be touched, so that it stays."""
         return self.bytes > self._limit_bytes * 7 // 8
+
+    def _count(self, blocks: int) -> None:
+        """So many blocks were stored or removed."""
+        self._unchecked_blocks -= blocks
+        if self._unchecked_blocks < 0:
+            self._drop_coldest()
+            self._unchecked_blocks = (self._limit_bytes - self.bytes) // _MOST_BYTES
 
     def _drop_coldest(self) -> None:
         while self.bytes > self._limit_bytes:
@@ -399,8 +416,11 @@ def _leaves(own: array[int], hashes: Sequence[int], at: int) -> int:
 def _piece(run: Run, hashes: Sequence[int], at: int) -> tuple[int, int]:
     """(where in the run block `at` of `hashes` is, how many blocks from there on are in both)."""
     own = run.hashes
-    start = 0 if own[0] == hashes[at] else own.index(hashes[at])
-    most = min(len(own) - start, len(hashes) - at)
+    block = hashes[at]
+    start = max(0, run.size - len(hashes) + at)  # it begins here if they end where the run does
+    if own[start] != block:
+        start = 0 if own[0] == block else own.index(block)
+    most = min(run.size - start, len(hashes) - at)
     count = 1
     while count < most and own[start + count] == hashes[at + count]:
         count += 1
