@@ -21,7 +21,7 @@ from services.router.decisions import Decision, Decisions, Prediction
 from services.router.index import CandidateId, Index
 from services.router.load import UNTOLD, Load
 from services.router.policy import Policy, reason
-from services.router.question import Facts, Question
+from services.router.question import Facts, Fleet, Question
 from services.router.seats import Nobody, Refusal, Seats
 from services.router.speculation import Run, Speculation
 from shared.errors import ProtocolError
@@ -159,7 +159,7 @@ class ModelRouter:
             )
             for candidate, instance, total_blocks, since_s in seats
         ]
-        question = Question(ask.prompt_tokens, block_size, ask.session, priority)
+        question = Question(ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts))
         verdict = self.chooser.choose(question, facts)
         chosen = verdict.chosen.facts
         reserved = self._reserve(ask, question, chosen, now_s)

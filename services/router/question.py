@@ -19,6 +19,22 @@ from shared.hashing import SEED, block_hash, next_sequence_hash
 from shared.messages import Overlap
 
 
+class Fleet(Struct, frozen=True):
+    """All candidates together, as far as one must know it to judge each of them."""
+
+    requests: float = 0.0
+    """In flight, of the mean candidate."""
+    prefill_tokens_per_s: float = 0.0
+    """The mean of those who told; 0: nobody did."""
+
+    @staticmethod
+    def of(candidates: Sequence[Facts]) -> Fleet:
+        """Of at least one candidate."""
+        requests = sum([each.load.requests for each in candidates]) / len(candidates)
+        told = [each.speed.prefill_tokens_per_s for each in candidates if each.speed.prefill_tokens_per_s]
+        return Fleet(requests, sum(told) / len(told) if told else 0.0)
+
+
 class Question(Struct, frozen=True):
     """One prompt that needs a candidate."""
 
@@ -28,6 +44,7 @@ class Question(Struct, frozen=True):
     session: str = ""
     """Requests of one session prefer the same candidate, all else equal."""
     priority: int = 0
+    fleet: Fleet = Fleet()
 
 
 class Facts(Struct, frozen=True, gc=False):

@@ -53,38 +53,6 @@ def test_every_policy_picks_a_candidate_and_the_same_one_for_the_same_draw(
     assert picked <= {each.candidate[0] for each in candidates}
 
 
-@given(CANDIDATES)
-def test_kv_never_picks_one_that_is_worse_in_everything(candidates: list[Facts]) -> None:
-    best = Facts(("best", 0), Overlap(16), IDLE, 10**6)
-    assert choose(BUILT_IN["kv"](), [*candidates, best]) == "best"
-
-
-def test_kv_follows_the_cache() -> None:
-    assert choose(BUILT_IN["kv"](), [facts("a"), facts("b", Overlap(19)), facts("c", Overlap(3))]) == "b"
-
-
-def test_kv_sends_a_second_conversation_to_the_idle_worker_though_the_busy_one_has_their_common_beginning() -> None:
-    busy = CandidateLoad(requests=1, queued_tokens=0, active_blocks=6)
-    assert choose(BUILT_IN["kv"](), [facts("busy", Overlap(2), busy), facts("idle")], tokens=60) == "idle"
-
-
-def test_kv_sends_a_follow_up_to_its_blocks_though_others_wait_there() -> None:
-    waiting = CandidateLoad(requests=2, queued_tokens=1000, active_blocks=100)
-    assert choose(BUILT_IN["kv"](), [facts("home", Overlap(100), waiting), facts("idle")], tokens=1700) == "home"
-
-
-def test_kv_prefers_the_faster_tier_and_any_tier_to_computing() -> None:
-    kv = BUILT_IN["kv"]()
-    assert choose(kv, [facts("disk", Overlap(0, 0, 10)), facts("host", Overlap(0, 10))]) == "host"
-    assert choose(kv, [facts("host", Overlap(0, 10)), facts("device", Overlap(10))]) == "device"
-    assert choose(kv, [facts("disk", Overlap(0, 0, 10)), facts("none")]) == "disk"
-
-
-def test_kv_keeps_away_from_a_worker_where_the_prompt_does_not_fit() -> None:
-    full = CandidateLoad(requests=1, active_blocks=95)
-    assert choose(BUILT_IN["kv"](), [facts("full", Overlap(8), full, total_blocks=100), facts("free")]) == "free"
-
-
 @pytest.mark.parametrize("name", ["kv", "least-loaded", "power-of-two", "random"])
 def test_ties_are_spread(name: str) -> None:
     idle = [facts(letter) for letter in "abcd"]

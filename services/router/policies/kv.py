@@ -2,16 +2,25 @@
 
 Everything is counted in prompt tokens to compute, the unit in which candidates differ most:
 
-    cost = uncached tokens                       the work that this choice adds to the fleet
-         + 0.1  x tokens a lower tier would bring up (host), 0.3 x (disk)
-         + 0.1  x tokens queued before it        low: see below
-         + 64   x requests running there         each shares every step; a step lasts as long as about 64 tokens
-         + 0.1  x tokens of the blocks in use    their share of every step's reading
+    cost = slowness x ( uncached tokens             the work that this choice adds to the fleet
+                      + 0.1 x tokens fetched        from host memory, 0.3 x from disk
+                      + patience x queued tokens    the wait before it
+                      + 128 x requests there )      their decoding shares every step with its own
+         + tokens that do not fit beside those running
 
-Waiting is the asker's own loss and is over soon; uncached work is everyone's. Weighted 1.0, waiting made each request
-greedy for its own first token and gave 80 to 85 % of the ideal cache hits in simulation; 0.1 gave 95 to 97 % at the
-same or a better tail, because hits are what keeps queues short. Requests that do not fit beside those running cost
-their overflow again in preemption: the blocks over capacity are counted in full.
+    patience = 1 / (10 + requests in flight, of the mean candidate)
+
+*Patience.* Waiting is the asker's own loss, and soon over. Uncached work is everyone's: it delays all that run there,
+takes room from what others would have found, and delays those to come, who are the more the more are in flight
+(Little's law). So a busy fleet guards its caches, and an idle one its first tokens. With a weight of 1, each prompt is
+greedy for its own first token, and hits, which keep queues short, are lost: `docs/decisions/0016-kv-policy.md` has
+what was tried.
+
+*Slowness* is the fleet's usual prefill speed over the candidate's own. Speeds of equal engines differ by what they were
+asked lately, so between 2/3 and 3/2 they count as equal: else prompts leave their blocks for nothing.
+
+*Requests.* A neighbour's tokens each cost a share of a step that is at least as long as a prefilled token: some 128 of
+them. So a short common beginning does not keep strangers together on one of two workers.
 """
 
 from __future__ import annotations
@@ -23,9 +32,11 @@ from services.router.question import Facts, Question, Scored, best
 
 HOST_FETCH = 0.1
 DISK_FETCH = 0.3
-WAITING = 0.1
-STEP_TOKENS = 64
-IN_USE = 0.1
+CALM = 10.0
+"""The inverse of patience where nothing is in flight."""
+REQUEST_TOKENS = 128
+ALIKE = 1.5
+"""Engines whose speeds differ by less are taken as equal."""
 
 
 class KvPolicy:
@@ -42,21 +53,27 @@ class KvPolicy:
     def reason(self, question: Question, candidate: Facts) -> str:
         """The terms of the cost."""
         uncached, fetched, waiting, running = _costs(question, candidate)
-        return f"uncached {uncached} + fetch {fetched:.0f} + waiting {waiting:.0f} + running {running:.0f}"
+        return f"uncached {uncached:.0f} + fetch {fetched:.0f} + waiting {waiting:.0f} + running {running:.0f}"
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         """The cheapest."""
         return best(question, scored, draw)
 
 
-def _costs(question: Question, candidate: Facts) -> tuple[int, float, float, float]:
+def _costs(question: Question, candidate: Facts) -> tuple[float, float, float, float]:
     """(uncached, fetched, waiting, running), in prompt tokens."""
-    size = question.block_size
-    overlap, load = candidate.overlap, candidate.load
+    size, overlap, load = question.block_size, candidate.overlap, candidate.load
+    slow = _slowness(question.fleet.prefill_tokens_per_s, candidate.speed.prefill_tokens_per_s)
     uncached = question.prompt_tokens - overlap.blocks * size
     fetched = size * (HOST_FETCH * overlap.host + DISK_FETCH * overlap.disk)
-    waiting = WAITING * load.queued_tokens
+    waiting = load.queued_tokens / (CALM + question.fleet.requests)
     needed = load.active_blocks + -(-question.prompt_tokens // size) - overlap.device
     overflow = max(needed - candidate.total_blocks, 0) * size if load.active_blocks else 0
-    running = STEP_TOKENS * load.requests + IN_USE * size * load.active_blocks + overflow
-    return uncached, fetched, waiting, running
+    return slow * uncached, slow * fetched, slow * waiting, slow * REQUEST_TOKENS * load.requests + overflow
+
+
+def _slowness(usual: float, own: float) -> float:
+    """1 where they are alike, or nobody told."""
+    if not usual or not own or usual < ALIKE * own < ALIKE * ALIKE * usual:
+        return 1.0
+    return usual / own
