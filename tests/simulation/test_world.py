@@ -56,7 +56,7 @@ def told(seed: int, hash_seed: str) -> list[str]:
 
 def test_a_seed_runs_the_same_in_every_process() -> None:
     once = told(SEED, "1")
-    assert len(once) > 500
+    assert len(once) > 100
     assert told(SEED, "2") == once
 
 
