@@ -48,7 +48,8 @@ class KvPolicy:
 
     def score(self, question: Question, candidate: Facts) -> float:
         """The cost above, in tokens."""
-        return sum(_costs(question, candidate))
+        uncached, fetched, waiting, running = _costs(question, candidate)
+        return uncached + fetched + waiting + running
 
     def reason(self, question: Question, candidate: Facts) -> str:
         """The terms of the cost."""
@@ -61,15 +62,21 @@ class KvPolicy:
 
 
 def _costs(question: Question, candidate: Facts) -> tuple[float, float, float, float]:
-    """(uncached, fetched, waiting, running), in prompt tokens."""
+    """(uncached, fetched, waiting, running), in prompt tokens. Asked for every candidate of every question: what is
+    mostly nothing is skipped rather than computed."""
     size, overlap, load = question.block_size, candidate.overlap, candidate.load
-    slow = _slowness(question.fleet.prefill_tokens_per_s, candidate.speed.prefill_tokens_per_s)
-    uncached = question.prompt_tokens - overlap.blocks * size
-    fetched = size * (HOST_FETCH * overlap.host + DISK_FETCH * overlap.disk)
-    waiting = load.queued_tokens / (CALM + question.fleet.requests)
-    needed = load.active_blocks + -(-question.prompt_tokens // size) - overlap.device
-    overflow = max(needed - candidate.total_blocks, 0) * size if load.active_blocks else 0
-    return slow * uncached, slow * fetched, slow * waiting, slow * REQUEST_TOKENS * load.requests + overflow
+    device, host, disk = overlap.device, overlap.host, overlap.disk
+    own = candidate.speed.prefill_tokens_per_s
+    slow = _slowness(question.fleet.prefill_tokens_per_s, own) if own else 1.0
+    uncached = slow * (question.prompt_tokens - (device + host + disk) * size)
+    fetched = slow * size * (HOST_FETCH * host + DISK_FETCH * disk) if host or disk else 0.0
+    waiting = slow * load.queued_tokens / (CALM + question.fleet.requests)
+    running = slow * REQUEST_TOKENS * load.requests
+    if load.active_blocks:
+        needed = load.active_blocks + -(-question.prompt_tokens // size) - device
+        if needed > candidate.total_blocks:
+            running += (needed - candidate.total_blocks) * size
+    return uncached, fetched, waiting, running
 
 
 def _slowness(usual: float, own: float) -> float:
