@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -133,6 +134,18 @@ class Process:
         """Its lease ends although it lives."""
         for registration in self._discovery.registrations:
             self._store.expire(registration)
+
+    def kill_engine(self) -> None:
+        """The engine's process dies, the worker's own lives on."""
+        if self.engine is not None:
+            self.context.copy().run(self.engine.kill)
+
+    def freeze_engine(self) -> Callable[[], None] | None:
+        """The engine's process is stopped; what lets it go on."""
+        if self.engine is None:
+            return None
+        self.engine.freeze()
+        return partial(self.context.copy().run, self.engine.thaw)
 
     def mute(self, *, muted: bool) -> None:
         """What it publishes of its cache is lost."""

@@ -11,10 +11,10 @@ All of it is one task on a loop that owns time (clock.py), so that a seed runs t
 from __future__ import annotations
 
 import asyncio
-import random
 import traceback
 from collections.abc import Callable
 from contextvars import Context
+from functools import partial
 from random import Random
 from typing import Any, assert_never
 
@@ -126,49 +126,42 @@ class World:
         await asyncio.sleep(fault.at_s)
         only: ServiceName | None = "worker" if fault.kind in ("kill engine", "freeze engine", "mute events") else None
         among = self._alive(only)
-        target = among[fault.target % len(among)] if among else None
-        if target is None:
-            return
-        self._tell(f"fault: {fault.kind} {target.instance} for {fault.for_s:g} s")
+        if among:
+            target = among[fault.target % len(among)]
+            self._tell(f"fault: {fault.kind} {target.instance} for {fault.for_s:g} s")
+            undo = self._begin(fault, target)
+            if undo is not None:
+                await self._pass(fault.for_s)
+                undo()
+
+    def _begin(self, fault: Fault, target: Process) -> Callable[[], None] | None:
+        """Let it befall; what ends it."""
         match fault.kind:
             case "kill":
                 target.kill()
                 self._hang_up(target)
-                await self._pass(fault.for_s)
-                self._start(target.service)
+                return partial(self._start, target.service)
             case "stop":
                 target.stop()
-                await self._pass(fault.for_s)
-                self._start(target.service)
+                return partial(self._start, target.service)
             case "freeze":
                 target.freeze()
-                await self._pass(fault.for_s)
-                target.thaw()
+                return target.thaw
             case "kill engine":
-                if target.engine is not None:
-                    target.context.copy().run(target.engine.kill)
+                target.kill_engine()
             case "freeze engine":
-                engine = target.engine
-                if engine is not None:
-                    engine.freeze()
-                    await self._pass(fault.for_s)
-                    target.context.copy().run(engine.thaw)
+                return target.freeze_engine()
             case "lose NATS":
                 self._broker.disconnect(target.bus)
-                await self._pass(fault.for_s)
-                self._reconnect(target)
+                return partial(self._reconnect, target)
             case "lose all NATS":
                 self._nats_away = True
                 for process in self._alive():
                     self._broker.disconnect(process.bus)
-                await self._pass(fault.for_s)
-                self._nats_away = False
-                for process in self._alive():
-                    self._reconnect(process)
+                return self._find_nats
             case "lose discovery":
                 self._store.outage()
-                await self._pass(fault.for_s)
-                self._store.recover()
+                return self._store.recover
             case "wipe discovery":
                 if not self._store.away:
                     self._store.wipe()
@@ -177,16 +170,15 @@ class World:
                     target.expire()
             case "mute events":
                 target.mute(muted=True)
-                await self._pass(fault.for_s)
-                target.mute(muted=False)
+                return partial(target.mute, muted=False)
             case "part":
                 self.weather.parted.add(target.instance)
-                await self._pass(fault.for_s)
-                self.weather.parted.discard(target.instance)
+                return partial(self.weather.parted.discard, target.instance)
             case "set the clock":
                 target.wall_offset_s += fault.for_s * self._draw.choice((-1, 1))
             case _:
                 assert_never(fault.kind)
+        return None
 
     def _hang_up(self, process: Process) -> None:
         """The process is no more, and with it the connections of its clients."""
@@ -194,6 +186,11 @@ class World:
             if answer.frontend == process.instance and answer.end is None:
                 answer.end, answer.ended_s = "reset", self._loop.time()
                 self._asking[answer.request.name].cancel()
+
+    def _find_nats(self) -> None:
+        self._nats_away = False
+        for process in self._alive():
+            self._reconnect(process)
 
     def _reconnect(self, process: Process) -> None:
         if process.state != "dead" and not self._nats_away:
@@ -324,7 +321,6 @@ def _crashed(process: Process) -> bool:
 
 def run(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[str]:
     """What went wrong in a plan's world, one line each."""
-    random.seed(plan.seed)
     wrong: list[str] = []
 
     async def main() -> None:
