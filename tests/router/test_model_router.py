@@ -98,16 +98,6 @@ def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to
     assert row.reason == router.explain("second")[0].selected.reason
 
 
-def test_only_the_last_decisions_are_kept() -> None:
-    router = model()
-    router.card_up(card("a"))
-    for number in range(8):
-        router.select(select(f"r{number}", [number + 1]), 0.0)
-    assert [decision.selected.request for decision in router.explain("")] == ["r3", "r4", "r5", "r6", "r7"]
-    assert router.explain("r0") == []
-    assert len(router.explain("r7")) == 1
-
-
 def test_the_same_question_again_reserves_once() -> None:
     router = model()
     router.card_up(card("a"))
@@ -211,22 +201,6 @@ def test_one_that_joins_takes_part_in_a_growing_share_of_the_questions() -> None
     assert 250 <= shares(router, 27.5)["new"] <= 350
     assert shares(router, 30.0)["new"] == 400
     router.validate()
-
-
-def test_those_that_come_up_together_share_from_the_start() -> None:
-    router = model("round-robin")
-    for number, name in enumerate("abcd"):
-        router.card_up(card(name), float(number))
-    assert set(shares(router, 4.0).values()) == {100}
-
-
-def test_one_that_joins_gets_all_where_nobody_else_can_serve() -> None:
-    router = model()
-    router.card_up(card("a"), 0.0)
-    router.card_up(card("new", lora=("l",)), 20.0)
-    assert chosen(router, select("r", [1], lora="l"), 20.0).instance == "new"
-    router.card_down("a")
-    assert chosen(router, select("s", [1]), 20.0).instance == "new"
 
 
 # --- what is expected
