@@ -24,7 +24,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.router.runs import Holders, Masks, Run, Runs
+from services.router.runs import Holders, Masks, Runs, leaves, piece, piece_either_way
 from shared.messages import Overlap, Tier
 
 CandidateId = tuple[str, int]
@@ -150,7 +150,7 @@ class Index:
                 added += blocks
                 at += blocks
                 continue
-            start, blocks = _piece(run, hashes, at)
+            start, blocks = piece(run, hashes, at)
             if run.holders.masks[tier] & bit:
                 self._repeat(slot.number, tier, hashes[at : at + blocks])
             else:
@@ -183,7 +183,7 @@ class Index:
                     at += 1
                     continue
             else:
-                start, blocks = _piece_either_way(run, hashes, at)
+                start, blocks = piece_either_way(run, hashes, at)
             masks = _without(run.holders.masks, tier, bit)
             if any(masks):
                 runs.change(run, start, start + blocks, runs.holders(masks))
@@ -235,7 +235,7 @@ class Index:
                 current = run.holders
                 start = at
             end = at + run.size
-            at = end if end <= count and hashes[end - 1] == run.last else _leaves(run.hashes, hashes, at)
+            at = end if end <= count and hashes[end - 1] == run.last else leaves(run.hashes, hashes, at)
         if current is not None:
             if current.below:
                 self._count_lower(lower, alive, current, count - start)
@@ -397,51 +397,6 @@ class Index:
         owners = [slot.candidate for slot in self._slots if slot is not None and slot.state == "open"]
         assert len(owners) == len(set(owners)), "one open slot a candidate"
         assert self.bytes <= self._limit_bytes
-
-
-def _leaves(own: array[int], hashes: Sequence[int], at: int) -> int:
-    """Where a chain that enters the run `own` at its first block leaves it: once they differ, they differ for good."""
-    low, high = 1, min(len(own), len(hashes) - at)
-    if hashes[at + high - 1] == own[high - 1]:
-        return at + high
-    while low < high:
-        middle = (low + high) // 2
-        if hashes[at + middle] == own[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return at + low
-
-
-def _piece(run: Run, hashes: Sequence[int], at: int) -> tuple[int, int]:
-    """(where in the run block `at` of `hashes` is, how many blocks from there on are in both)."""
-    own = run.hashes
-    block = hashes[at]
-    start = max(0, run.size - len(hashes) + at)  # it begins here if they end where the run does
-    if own[start] != block:
-        start = 0 if own[0] == block else own.index(block)
-    most = min(run.size - start, len(hashes) - at)
-    count = 1
-    while count < most and own[start + count] == hashes[at + count]:
-        count += 1
-    return start, count
-
-
-def _piece_either_way(run: Run, hashes: Sequence[int], at: int) -> tuple[int, int]:
-    """The same where `hashes` may also go from a chain's end to its beginning, as caches evict. `start` is the first
-    of them in the run."""
-    own = run.hashes
-    last = len(own) - 1
-    if own[-1] != hashes[at]:
-        start, count = _piece(run, hashes, at)
-        if count > 1 or not start:
-            return start, count
-        last = start
-    most = min(last + 1, len(hashes) - at)
-    count = 1
-    while count < most and own[last - count] == hashes[at + count]:
-        count += 1
-    return last + 1 - count, count
 
 
 def _with(masks: Masks, tier: int, bit: int) -> Masks:

@@ -270,6 +270,51 @@ class Runs:
         assert uses == {masks: holders.runs for masks, holders in self._sets.items()}
 
 
+def leaves(own: array[int], hashes: Sequence[int], at: int) -> int:
+    """Where a chain that enters the run `own` at its first block leaves it: once they differ, they differ for good."""
+    low, high = 1, min(len(own), len(hashes) - at)
+    if hashes[at + high - 1] == own[high - 1]:
+        return at + high
+    while low < high:
+        middle = (low + high) // 2
+        if hashes[at + middle] == own[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return at + low
+
+
+def piece(run: Run, hashes: Sequence[int], at: int) -> tuple[int, int]:
+    """(where in the run block `at` of `hashes` is, how many blocks from there on are in both)."""
+    own = run.hashes
+    block = hashes[at]
+    start = max(0, run.size - len(hashes) + at)  # it begins here if they end where the run does
+    if own[start] != block:
+        start = 0 if own[0] == block else own.index(block)
+    most = min(run.size - start, len(hashes) - at)
+    count = 1
+    while count < most and own[start + count] == hashes[at + count]:
+        count += 1
+    return start, count
+
+
+def piece_either_way(run: Run, hashes: Sequence[int], at: int) -> tuple[int, int]:
+    """The same where `hashes` may also go from a chain's end to its beginning, as caches evict. `start` is the first
+    of them in the run."""
+    own = run.hashes
+    last = len(own) - 1
+    if own[-1] != hashes[at]:
+        start, count = piece(run, hashes, at)
+        if count > 1 or not start:
+            return start, count
+        last = start
+    most = min(last + 1, len(hashes) - at)
+    count = 1
+    while count < most and own[last - count] == hashes[at + count]:
+        count += 1
+    return last + 1 - count, count
+
+
 def _measured(run: Run) -> Run:
     """After its hashes changed."""
     run.size = len(run.hashes)
