@@ -376,9 +376,9 @@ async def test_a_worker_that_stands_still_is_passed_over_and_shown() -> None:
     config = msgspec.structs.replace(NO_SPECULATION, load=msgspec.structs.replace(NO_SPECULATION.load, frozen_s=0.3))
     async with fleet(config) as world:
         a, b = [await world.worker(name) for name in ("a", "b")]
-        prompt = tokens_of("x", 20)
+        prompt = tokens_of("x", 200)
         await a.stores(prompt)
-        await world.finds("a", prompt, 20)
+        await world.finds("a", prompt, 200)
         seats = world.router.models[MODEL].seats
         await a.reports("long")
         await b.reports()
