@@ -350,8 +350,11 @@ def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     from benchmarks.plot import Panel, draw  # matplotlib is among the development packages only
 
-    curves = {row["what"]: (row["percentiles ms"], [share / 2 for share in range(201)]) for row in rows[1:]}
-    draw([Panel("Answers that came within that time", "round trip, ms", "% of answers", curves)], path, columns=1)
+    shares = [share / 2 for share in range(201)]
+    curves = {
+        label: (row["percentiles ms"], shares) for label, row in zip(("alone", "beside events"), rows[1:], strict=True)
+    }
+    draw([Panel(rows[1]["what"], "round trip, ms", "% of answers within", curves)], path, columns=1)
 
 
 if __name__ == "__main__":
