@@ -48,9 +48,10 @@ HOP_S = 0.001
 """One message's way."""
 REPORT_S = 0.25
 TICK_S = 0.1
+WINDOW_S = 60.0
+"""In which the work of each worker is summed."""
 MODEL = "model"
 FRONTEND = "frontend"
-MAX_RUNNING = 256
 _UNBOUNDED = 1 << 40
 _SLICE_BLOCKS = 1 << 16
 
@@ -70,20 +71,11 @@ class Journey:
     end_s: float = -1.0
     failed: str = ""
     output: bytearray = field(default_factory=bytearray)
-    """Packed u32."""
+    """Packed u32; emptied at the end."""
 
     @property
     def ttft_s(self) -> float:
         return self.first_token_s - self.request.arrival_s
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Prompt tokens that one step computed."""
-
-    time_s: float
-    worker: str
-    tokens: int
 
 
 class Clock:
@@ -124,16 +116,17 @@ class Worker:
 
 
 class Fleet:
-    """One run of one load. What became of each request is in `journeys`, what was computed when in `prefills`."""
+    """One run of one load. What became of each request is in `journeys`, what was computed when in `prefilled`."""
 
     def __init__(self, load: Load, policy: str, *, capacity_blocks: int, seed: int = 0) -> None:
         self.clock = Clock()
         self.load = load
         self.journeys = [Journey(request) for request in load.requests]
-        self.prefills: list[Prefill] = []
+        self.prefilled: dict[tuple[int, str], int] = {}
+        """(window of time, worker) → prompt tokens computed."""
         self.workers: dict[str, Worker] = {}
         self.router = ModelRouter(MODEL, "router", RouterConfig(), load_policy(policy)(), Random(seed))
-        self._prompts = Prompts(load.block_size)
+        self.prompts = Prompts(load.block_size)
         self._capacity_blocks = capacity_blocks
         self._upcoming: Iterator[Journey] = iter(())
         """Those that come when another has ended."""
@@ -169,7 +162,6 @@ class Fleet:
             eos_token_ids=frozenset(),
             block_size=self.load.block_size,
             capacity_blocks=self._capacity_blocks,
-            max_running=MAX_RUNNING,
             max_waiting=_UNBOUNDED,
             max_waiting_tokens=_UNBOUNDED,
         )
@@ -196,7 +188,7 @@ class Fleet:
         request = journey.request
         journey.attempt += 1
         name, left = str(request.number), request.output_tokens - len(journey.output) // 4
-        hashes, tokens = self._prompts.hashes(request), request.prompt_tokens + len(journey.output) // 4
+        hashes, tokens = self.prompts.hashes(request), request.prompt_tokens + len(journey.output) // 4
         ask = Select(name, journey.attempt, FRONTEND, MODEL, hashes, tokens, left)
         reply = self.router.select(ask, self.clock.now_s).reply
         if not isinstance(reply, Selected):
@@ -207,7 +199,7 @@ class Fleet:
             name,
             journey.attempt,
             FRONTEND,
-            self._prompts.tokens(request) + journey.output,
+            self.prompts.tokens(request) + journey.output,
             request.prompt_tokens,
             Sampling(request.output_tokens, temperature=0.0, ignore_eos=True),
             _UNBOUNDED,
@@ -237,7 +229,8 @@ class Fleet:
         worker.last = worker.core.finish([_drawn(work) if work.draws else None for work in works], elapsed_s)
         prompt_tokens = sum(len(work.tokens) for work in works if work.start < work.prompt_tokens)
         if prompt_tokens:
-            self.prefills.append(Prefill(self.clock.now_s, worker.name, prompt_tokens))
+            window = int(self.clock.now_s // WINDOW_S), worker.name
+            self.prefilled[window] = self.prefilled.get(window, 0) + prompt_tokens
         if worker.last.events:
             payload = EVENT_BATCH.encode(EventBatch(self.clock.now_s, worker.last.events))
             self.clock.after(HOP_S, partial(self._hear, worker, payload))
@@ -260,6 +253,7 @@ class Fleet:
     def _end(self, journey: Journey, failed: str) -> None:
         journey.end_s = self.clock.now_s
         journey.failed = failed
+        journey.output = bytearray()
         self._left -= 1
         follower = next(self._upcoming, None)
         if follower is not None:

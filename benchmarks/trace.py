@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import Fleet, StepTime
+from benchmarks.fleet import WINDOW_S, Fleet, StepTime
 from benchmarks.loads import Ideal, Load, ideal, read_trace
 from benchmarks.report import Goal, report
 from services.router.policy import BUILT_IN
@@ -42,7 +42,6 @@ LOADS: tuple[float, ...] = (0.5, 0.8, 0.95)
 WORKER_BLOCKS = 6000
 ALL_BLOCKS = 1 << 18
 IN_FLIGHT = 128
-WINDOW_S = 60.0
 HITS_GOAL = 0.95
 QUICK_REQUESTS = 2000
 
@@ -157,13 +156,12 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 def _imbalance(fleet: Fleet, workers: int) -> float:
     """Whole windows up to the last arrival only: what is left over afterwards says nothing about balance."""
-    windows: dict[int, dict[str, int]] = {}
+    windows: dict[int, list[int]] = {}
     last_s = fleet.load.requests[-1].arrival_s
-    for prefill in fleet.prefills:
-        window = windows.setdefault(int(prefill.time_s // WINDOW_S), {})
-        window[prefill.worker] = window.get(prefill.worker, 0) + prefill.tokens
+    for (number, _), tokens in fleet.prefilled.items():
+        windows.setdefault(number, []).append(tokens)
     whole = [tokens for number, tokens in windows.items() if (number + 1) * WINDOW_S <= last_s]
-    return _quantile(sorted(max(each.values()) * workers / sum(each.values()) for each in whole), 0.9)
+    return _quantile(sorted(max(each) * workers / sum(each) for each in whole), 0.9)
 
 
 # --- what is told
