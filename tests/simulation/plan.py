@@ -19,6 +19,8 @@ VOCABULARY = 64
 EOS = 0
 SHARED_TOKENS = 24
 """Of the longest common prefix."""
+STARTED_S = 0.1
+"""By then everybody is there, under clear skies; who asks before may be told to come again."""
 
 FaultKind = Literal[
     "kill",  # SIGKILL; its lease ends by its TTL; another one starts after `for_s`
@@ -140,7 +142,7 @@ def plan(seed: int) -> Plan:
         sizes=_sizes(draw),
         storm_s=storm_s,
         skies=CLEAR if clear else _skies(draw),
-        requests=_requests(draw, storm_s),
+        requests=_requests(draw, STARTED_S if clear else 0.0, storm_s),
         faults=_faults(draw, storm_s, draw.choice((0, 1, 1, 1) if clear else (0, 1, 2, 4, 8))),
     )
 
@@ -178,9 +180,9 @@ def _faults(draw: Random, storm_s: float, count: int) -> tuple[Fault, ...]:
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-def _requests(draw: Random, storm_s: float) -> tuple[Request, ...]:
+def _requests(draw: Random, from_s: float, until_s: float) -> tuple[Request, ...]:
     prefixes = [_tokens(draw, SHARED_TOKENS) for _ in range(draw.randint(1, 4))]
-    times = sorted(draw.uniform(0.0, storm_s) for _ in range(draw.randint(4, 16)))
+    times = sorted(draw.uniform(from_s, until_s) for _ in range(draw.randint(4, 16)))
     return tuple(request(draw, f"r{number}", at_s, prefixes) for number, at_s in enumerate(times))
 
 
