@@ -64,16 +64,19 @@ class Asker:
         self.overlaps: list[int] = []
         self.failed = 0
 
-    async def ask(self, due_s: float) -> None:
-        """One prompt: the beginning of a known one, and new blocks up to DEPTH."""
+    def question(self) -> tuple[str, bytes]:
+        """A request's id and question: the beginning of a known prompt, and new blocks up to DEPTH."""
         draw = self._draw
         common = draw.choice(self._known)[: draw.randrange(DEPTH // 2, DEPTH)]
         hashes = array("Q", common)
         hashes.frombytes(draw.randbytes(8 * (DEPTH - len(common))))
         request = f"{os.getpid():08x}{next(self._numbers):024x}"
-        question = Select(request, 1, "f", MODEL, hashes.tobytes(), DEPTH * BLOCK_SIZE + 1, 100)
+        return request, SELECT.encode(Select(request, 1, "f", MODEL, hashes.tobytes(), DEPTH * BLOCK_SIZE + 1, 100))
+
+    async def ask(self, request: str, question: bytes, due_s: float) -> None:
+        """Ask, and tell afterwards what a frontend tells."""
         try:
-            answer = await self._bus.request(self._subject, SELECT.encode(question), timeout_s=TIMEOUT_S)
+            answer = await self._bus.request(self._subject, question, timeout_s=TIMEOUT_S)
         except Unavailable:
             self.failed += 1
             return
@@ -103,7 +106,7 @@ async def _closed(asker: Asker, in_flight: int, until_s: float) -> None:
 
     async def one_after_another() -> None:
         while loop.time() < until_s:
-            await asker.ask(loop.time())
+            await asker.ask(*asker.question(), loop.time())
 
     async with asyncio.TaskGroup() as askers:
         for _ in range(in_flight):
@@ -116,9 +119,10 @@ async def _open(asker: Asker, rate: float, until_s: float) -> None:
     async with asyncio.TaskGroup() as asked:
         while due_s < until_s:
             due_s += draw.expovariate(rate)
+            question = asker.question()
             if due_s > loop.time():
                 await asyncio.sleep(due_s - loop.time())
-            asked.create_task(asker.ask(due_s))
+            asked.create_task(asker.ask(*question, due_s))
 
 
 def cpu_s(pid: int) -> float:
