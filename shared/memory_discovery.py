@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from contextvars import copy_context
 from functools import partial
 
 from shared.discovery import Alive, Change, Entries
@@ -105,10 +106,11 @@ class MemoryStore:
 
 
 class MemoryRegistration:
-    """One lease of the store."""
+    """One lease of the store. What follows its loss runs in the context of who registered: its owner does it."""
 
     def __init__(self, store: MemoryStore, entries: Entries) -> None:
         self._store = store
+        self._context = copy_context()
         self._entries = entries
         self._epoch = 1
         self._again: asyncio.TimerHandle | None = None
@@ -126,7 +128,8 @@ class MemoryRegistration:
     def lost(self) -> None:
         """The lease is gone; a new one follows a little later, as it would from a real back end."""
         if self._again is None and not self._ended:
-            self._again = asyncio.get_running_loop().call_later(self._store.ttl_s / 2, self._grant)
+            loop, delay_s = asyncio.get_running_loop(), self._store.ttl_s / 2
+            self._again = loop.call_later(delay_s, self._grant, context=self._context)
 
     def _grant(self) -> None:
         self._again = None
