@@ -85,7 +85,8 @@ async def test_what_another_router_reserves_is_heard_in_the_middle_of_a_burst() 
         elsewhere = asyncio.create_task(world.tell(Reserved("elsewhere", 1, "f", "a", 0, 100_000, 300, router="0b")))
         await elsewhere
         chosen = [await each for each in asked]
-        assert sum(isinstance(each, Selected) and each.instance == "b" for each in chosen) >= 50
+        # Much later `b` is as busy with these questions.
+        assert all(isinstance(each, Selected) and each.instance == "b" for each in chosen[10:25])
 
 
 async def test_reservations_of_one_moment_are_told_together_and_the_answers_do_not_wait() -> None:
