@@ -70,6 +70,14 @@ def _router(process: Process, workers: dict[str, Process]) -> Iterator[str]:
     if model.cards.keys() != workers.keys():
         yield f"{process.instance} routes to {sorted(model.cards)}"
         return
+    if {instance for instance, _ in model.chains} != workers.keys():
+        yield f"{process.instance} keeps the chains of {sorted(model.chains)}"
+    if model.speculation.bytes:
+        yield f"{process.instance} still expects {model.speculation.bytes} bytes of blocks"
+    cached = sum(model.index.blocks_of(chains.slot) for chains in model.chains.values())
+    indexed = sum(model.index.statistics().pairs.values())
+    if indexed != cached:
+        yield f"{process.instance}'s index has {indexed} blocks, {cached} of the living"
     living = model.load.living()
     if living:
         yield f"{process.instance} keeps the reservations {[one.reserved for one in living]}"

@@ -7,17 +7,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from services.frontend.sessions import Action, Expired, Session
+from services.router.following import Following
 from services.router.index import CandidateId
 from services.router.load import Load
 from services.router.sources import Source
+from services.router.speculation import Speculation
+from services.worker.service import Worker
 from shared.messages import Part
+from shared.messaging import Message
 from tests.simulation.plan import Plan, plan
 from tests.simulation.seeds import failures
 from tests.simulation.world import run
@@ -32,7 +35,7 @@ def stormy() -> Iterator[Plan]:
 
 
 def clear() -> Iterator[Plan]:
-    return (each for each in map(plan, count()) if each.clear)
+    return (each for each in map(plan, range(20 * TRIED)) if each.clear)
 
 
 def first_wrong(plans: Iterator[Plan]) -> str:
@@ -98,6 +101,27 @@ def test_a_token_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Session, "_on_part", blind)
     assert re.search("instead of|was due", first_wrong(stormy()))
+
+
+def test_expectations_that_do_not_expire_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "expire", lambda *_, **__: None)
+    assert "still expects" in first_wrong(clear())
+
+
+def test_blocks_of_workers_that_are_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Following, "_clear_later", lambda *_: None)
+    assert "of the living" in first_wrong(stormy())
+
+
+def test_an_exception_out_of_a_callback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Worker._cancel
+
+    async def wild(worker: Worker, message: Message) -> None:
+        await sound(worker, message)
+        raise ValueError
+
+    monkeypatch.setattr(Worker, "_cancel", wild)
+    assert re.search(r"a subscription of w\d failed", first_wrong(clear()))
 
 
 def test_a_request_that_outlives_its_deadline_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

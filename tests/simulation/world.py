@@ -21,9 +21,10 @@ from typing import Any, assert_never
 import msgspec
 
 from shared.errors import RequestTimeout
-from shared.memory_bus import MemoryBroker
+from shared.memory_bus import MemoryBroker, MemorySubscription
 from shared.memory_discovery import MemoryStore
 from shared.messages import ServiceName
+from shared.weather import Weather
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
 from tests.simulation.invariants import troubles, violations
@@ -63,7 +64,7 @@ class World:
         contexts: dict[str, Context] = {}
         self._contexts = contexts
         self.weather = StormyWeather(loop, plan.seed, plan.skies, contexts, tell)
-        self._broker = MemoryBroker(self.weather)
+        self._broker = RememberingBroker(self.weather)
         self._store = MemoryStore(ttl_s=TTL_S, weather=self.weather)
         self._quiet = asyncio.Event()
         self._quiet_s = 0.0
@@ -295,8 +296,7 @@ class World:
                 self.wrong.append(f"{process.instance} crashed: {error!r}")
         self.wrong += [
             f"a subscription of {subscription.bus.name} failed {subscription.statistics().failed} times"
-            for process in self.processes
-            for subscription in self._broker.subscriptions(process.bus)
+            for subscription in self._broker.all
             if subscription.statistics().failed
         ]
         dead = [process for process in self.processes if process.state == "dead"]
@@ -313,6 +313,18 @@ class World:
 
     def _on_exception(self, _loop: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
         self.wrong.append(f"{told['message']}: {told.get('exception')!r}")
+
+
+class RememberingBroker(MemoryBroker):
+    """Which also knows the subscriptions that have ended."""
+
+    def __init__(self, weather: Weather) -> None:
+        super().__init__(weather)
+        self.all: list[MemorySubscription] = []
+
+    def add(self, subscription: MemorySubscription) -> None:
+        super().add(subscription)
+        self.all.append(subscription)
 
 
 def _crashed(process: Process) -> bool:
