@@ -81,6 +81,10 @@ class Decisions:
         if len(self._kept) > self._limit:
             del self._kept[next(iter(self._kept))]
 
+    def keeps(self, attempt: AttemptId) -> bool:
+        """Whether its choice is here."""
+        return attempt in self._kept
+
     def prefilled(self, event: Prefilled) -> Prediction | None:
         """The first token was told; None if it was before, or of a choice that is not kept."""
         kept = self._kept.get((event.request, event.attempt))

@@ -278,6 +278,11 @@ class Load:
             self._release(attempt)
         return attempts
 
+    def withdrawn(self, attempt: AttemptId) -> None:
+        """A reservation that nobody is to count; the attempt may be reserved again."""
+        if attempt in self._reservations:
+            self._release(attempt)
+
     def instance_gone(self, instance: str) -> list[AttemptId]:
         """Its lease ended: what was reserved there is released, and its reports are forgotten."""
         released: list[AttemptId] = []
@@ -298,6 +303,11 @@ class Load:
         if place is None:
             return IDLE
         return place.loads.get(priority) or place.load(priority)
+
+    def candidate_of(self, attempt: AttemptId) -> CandidateId | None:
+        """Where an attempt that has not ended is reserved."""
+        reservation = self._reservations.get(attempt)
+        return None if reservation is None else reservation.candidate
 
     def statistics(self) -> LoadStatistics:
         """Counts, in constant time."""

@@ -4,6 +4,9 @@ Select ──▶ checked ──▶ seats ──▶ facts: overlap, load ──�
                                    ▲              ▲                                  │
                 index, speculation, history      load ◀──────────────────────────────┘  in the same step, so that the
                                                                                         next question sees it
+
+A question asked again, because its answer was late or lost, is answered with what is reserved for it, here or by
+another router, as long as that may be chosen: so it runs where all routers count it.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class Choice(Struct, frozen=True):
 
     reply: Selected | SelectRefused
     reserved: Reserved | None = None
+    """None: nothing new is."""
     trouble: Trouble | None = None
     """What was wrong with the policy; the reply is right all the same."""
 
@@ -141,6 +145,10 @@ class ModelRouter:
             return Choice(_refused(ask, "bad_request", str(wrong)))
         except Nobody as nobody:
             return Choice(_refused(ask, nobody.code, str(nobody)))
+        attempt = ask.request, ask.attempt
+        before = self.load.candidate_of(attempt)
+        if before is not None:
+            seats = [seat for seat in seats if seat.candidate == before] or seats
         block_size = self.cards[seats[0].instance].block_size
         # One token of a prompt is always computed, so its last block is never all cached.
         findable = hashes[: (ask.prompt_tokens - 1) // block_size]
@@ -162,10 +170,12 @@ class ModelRouter:
         question = Question(ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts))
         verdict = self.chooser.choose(question, facts)
         chosen = verdict.chosen.facts
-        reserved = self._reserve(ask, question, chosen, now_s)
+        repeated = chosen.candidate == before
+        reserved = None if repeated else self._reserve(ask, question, chosen, now_s)
         self._expect(ask, hashes, chosen, expected, now_s)
         selected = self._answer(ask, question, verdict)
-        self.decisions.add(selected, question, verdict, now_s)
+        if not (repeated and self.decisions.keeps(attempt)):
+            self.decisions.add(selected, question, verdict, now_s)
         if ask.explain:
             selected = self.decisions.explain(ask.request, latest=1)[0].selected
         return Choice(selected, reserved, verdict.trouble)
@@ -191,7 +201,8 @@ class ModelRouter:
             raise ProtocolError("hashes repeat: those of one prompt are all different")
         return hashes
 
-    def _reserve(self, ask: Select, question: Question, chosen: Facts, now_s: float) -> Reserved:
+    def _reserve(self, ask: Select, question: Question, chosen: Facts, now_s: float) -> Reserved | None:
+        """What is reserved now; None for an attempt whose end was told."""
         size = question.block_size
         reserved = Reserved(
             request=ask.request,
@@ -204,8 +215,8 @@ class ModelRouter:
             router=self._router,
             priority=ask.priority,
         )
-        self.load.reserved(reserved, now_s)
-        return reserved
+        self.load.withdrawn((ask.request, ask.attempt))
+        return reserved if self.load.reserved(reserved, now_s) else None
 
     def _expect(self, ask: Select, hashes: Sequence[int], chosen: Facts, followed: Iterable[Run], now_s: float) -> None:
         """The prompt's blocks will be where it was sent."""

@@ -200,7 +200,7 @@ class Router:
         if answered:
             self._outbox.tell(ask.model, reserved)  # a router that misses it sees the attempt in the worker's report
         else:
-            self.models[ask.model].load.finished((ask.request, ask.attempt))
+            self.models[ask.model].load.withdrawn((ask.request, ask.attempt))
         self._in_a_row = (self._in_a_row + 1) % SELECTS_A_TURN
         if not self._in_a_row and self._following.others:
             await asyncio.sleep(0)

@@ -54,6 +54,17 @@ def test_a_reservation_is_prefill_then_decode_then_nothing() -> None:
     load.validate()
 
 
+def test_what_is_withdrawn_may_be_reserved_again() -> None:
+    load = Load()
+    load.reserved(reservation("r"), 0.0)
+    load.withdrawn(("r", 1))
+    assert (load.of(A), load.candidate_of(("r", 1))) == (IDLE, None)
+    load.withdrawn(("r", 1))
+    assert load.reserved(reservation("r", "b"), 1.0)
+    assert (load.of(A), load.of(B).requests, load.candidate_of(("r", 1))) == (IDLE, 1, B)
+    load.validate()
+
+
 def test_everything_may_be_told_twice() -> None:
     load = Load()
     assert load.reserved(reservation("r"), 0.0)
@@ -261,6 +272,11 @@ class LoadMachine(RuleBasedStateMachine):
     @rule(request=st.sampled_from("pqrstuvw"))
     def finish(self, request: str) -> None:
         self.load.finished((request, 1))
+
+    @rule(request=st.sampled_from("pqrstuvw"))
+    def withdraw(self, request: str) -> None:
+        self.load.withdrawn((request, 1))
+        assert self.load.candidate_of((request, 1)) is None
 
     @rule(
         instance=st.sampled_from("ab"),

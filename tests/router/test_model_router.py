@@ -98,12 +98,55 @@ def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to
     assert row.reason == router.explain("second")[0].selected.reason
 
 
-def test_the_same_question_again_reserves_once() -> None:
+def test_the_same_question_again_is_answered_alike_reserves_once_and_is_told_once() -> None:
+    router = model()
+    for instance in "abc":
+        router.card_up(card(instance))
+    first = router.select(select("r", list(range(1, 9))), 0.0)
+    again = router.select(select("r", list(range(1, 9)), explain=True), 1.0)
+    assert isinstance(first.reply, Selected)
+    assert isinstance(again.reply, Selected)
+    assert again.reply.instance == first.reply.instance
+    assert first.reserved is not None
+    assert again.reserved is None
+    assert router.load.statistics().reservations == 1
+    assert len(again.reply.candidates) == 3, "the rows are those of the choice"
+    router.validate()
+
+
+def test_what_another_router_reserved_is_answered_alike() -> None:
+    for instance in "ab":
+        router = model()
+        for each in "ab":
+            router.card_up(card(each))
+        router.told(Reserved("r", 1, "f", instance, 0, 400, 100, router="r2"), 0.0)
+        choice = router.select(select("r", list(range(1, 100))), 0.0)
+        assert isinstance(choice.reply, Selected)
+        assert choice.reply.instance == instance
+        assert choice.reserved is None
+        assert [row.instance for row in router.explain("r")[0].selected.candidates] == [instance]
+
+
+def test_a_question_that_comes_again_for_another_instance_moves_its_reservation() -> None:
+    router = model()
+    for instance in "ab":
+        router.card_up(card(instance))
+    first = chosen(router, select("r", [1, 2, 3])).instance
+    choice = router.select(select("r", [1, 2, 3], excluded=(first,)), 0.0)
+    assert isinstance(choice.reply, Selected)
+    assert choice.reserved is not None
+    assert [one.reserved.instance for one in router.load.living()] == [choice.reply.instance] != [first]
+    router.validate()
+
+
+def test_an_attempt_whose_end_was_told_is_answered_and_not_reserved() -> None:
     router = model()
     router.card_up(card("a"))
-    router.select(select("r", [1]), 0.0)
-    router.select(select("r", [1]), 0.0)
-    assert router.load.statistics().reservations == 1
+    router.told(Finished("r", 1), 0.0)
+    choice = router.select(select("r", [1]), 0.0)
+    assert isinstance(choice.reply, Selected)
+    assert choice.reserved is None
+    assert not router.load.living()
 
 
 # --- who may serve
@@ -252,8 +295,10 @@ class RouterMachine(RuleBasedStateMachine):
         if self.router.cards:
             assert isinstance(choice.reply, Selected)
             assert choice.reply.instance in self.router.cards
-            assert choice.reserved is not None
-            assert choice.reserved.uncached_tokens >= 1
+            assert choice.reserved is None or choice.reserved.uncached_tokens >= 1
+            here = [one.reserved.instance for one in self.router.load.living() if one.reserved.request == request]
+            assert here in ([], [choice.reply.instance]), "elsewhere than answered"
+            assert here or choice.reserved is None
         else:
             assert isinstance(choice.reply, SelectRefused)
 

@@ -132,9 +132,24 @@ async def test_an_answer_that_cannot_be_sent_reserves_nothing_anywhere(fault: st
             own_bus(first).find()
         own_bus(first)._payload_limit_bytes = 1 << 20
         assert first.metric("headrace_selects_total", outcome="selected") == 0
-        chosen = await first.chosen(tokens_of("x", 5), "after")
+        await first.ask_raw(question, router=True)
         await until(lambda: [len(load.living()) for load in loads] == [1, 1])
-        assert [each.reserved.request for load in loads for each in load.living()] == [chosen.request] * 2
+        assert [each.reserved.request for load in loads for each in load.living()] == ["r", "r"], "asked again"
+
+
+async def test_a_question_asked_again_of_another_router_is_answered_alike_and_ends_once() -> None:
+    async with two() as (first, second):
+        loads = [world.router.models[MODEL].load for world in (first, second)]
+        for number in range(8):
+            question = SELECT.encode(select(tokens_of(f"{number:04}", 5), f"r{number}"))
+            here = await first.ask_raw(question, router=True)
+            await until(lambda: [len(load.living()) for load in loads] == [number + 1] * 2)  # noqa: B023
+            there = await second.ask_raw(question, router=True)
+            assert isinstance(here, Selected)
+            assert isinstance(there, Selected)
+            assert here.instance == there.instance
+        await first.tell(*(Finished(f"r{number}", 1) for number in range(8)))
+        await until(lambda: [len(load.living()) for load in loads] == [0, 0])
 
 
 async def test_reservations_made_while_nats_is_away_are_told_when_it_is_back() -> None:
