@@ -59,6 +59,8 @@ class Following:
         self.models: dict[str, ModelRouter] = {}
         self.feeds: dict[str, Feed] = {}
         """By instance; each feeds the chains of one model."""
+        self._fed: dict[str, str] = {}
+        """The instance of each feed → that model: the first that it served."""
         self.others: set[str] = set()
         """The ids of the other routers."""
         self._unserved: dict[str, float] = {}
@@ -126,7 +128,7 @@ class Following:
         feed = self.feeds.get(worker)
         if feed is not None and (changed or feed.stream != stream):
             feed.close()
-            del self.feeds[worker]
+            del self.feeds[worker], self._fed[worker]
             for name in cards:
                 # A stream that begins anew: what the old one told is not kept under the new one.
                 self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
@@ -134,7 +136,7 @@ class Following:
             self._follow(worker, stream, min(cards))
         feed = self.feeds.get(worker)
         for name in cards:
-            self.models[name].sends_events(worker, feed is not None and feed.usable and name == min(cards))
+            self.models[name].sends_events(worker, feed is not None and feed.usable and name == self._fed[worker])
 
     def _leave_out(self, cards: dict[str, ModelCard]) -> None:
         """Takes those out of `cards` that are of models for which there is no room."""
@@ -181,6 +183,7 @@ class Following:
                 trust=lambda usable: self.models[model].sends_events(worker, usable),
                 snapshot_turns=self._snapshot_turns,
             )
+            self._fed[worker] = model
         except ProtocolError as wrong:
             self._metrics.malformed.labels("event source").inc()
             self._seldom.warn("event source", wrong)

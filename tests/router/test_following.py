@@ -36,6 +36,20 @@ async def test_models_beyond_the_bound_are_left_out_and_the_others_are_served(mo
         await world.finds("a", tokens_of("x", 5), 5)
 
 
+async def test_a_worker_that_comes_to_serve_another_model_is_known_by_events_where_it_was_and_by_history_there() -> (
+    None
+):
+    async with fleet() as world:
+        worker = await world.worker("a")
+        await _also_serves(world, world.router.models[MODEL].cards["a"], "another")
+        assert "another" < MODEL
+        await until(lambda: "another" in world.router.models)
+        models = world.router.models
+        assert ["a" in models[name]._without_events for name in (MODEL, "another")] == [False, True]
+        await worker.stores(tokens_of("x", 5))
+        await world.finds("a", tokens_of("x", 5), 5)
+
+
 async def test_a_model_that_nobody_has_served_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "MODELS_LIMIT", 1)
     async with fleet() as world:
