@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.worker.engine import Ready
+from services.worker.model_facts import facts_of
+from shared.errors import ModelError
+
+SOUND = {"max_position_embeddings": 128, "vocab_size": 300, "eos_token_id": 2, "rope_theta": 1e4}
+
+
+def facts(directory: Path, config: object, capacity_blocks: int = 0) -> Ready:
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return facts_of(directory, block_size=16, capacity_blocks=capacity_blocks)
+
+
+def test_sizes_are_the_models_and_the_capacity_is_as_given_or_some_thousand_blocks(tmp_path: Path) -> None:
+    found = facts(tmp_path, SOUND)
+    assert (found.context_length, found.vocab_size, found.eos_token_ids) == (128, 300, (2,))
+    assert (found.block_size, found.capacity_blocks, found.path) == (16, 4096, str(tmp_path))
+    assert facts(tmp_path, SOUND, capacity_blocks=7).capacity_blocks == 7
+
+
+def test_several_ends_of_sequence_are_kept_in_order(tmp_path: Path) -> None:
+    assert facts(tmp_path, SOUND | {"eos_token_id": [9, 2]}).eos_token_ids == (9, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"eos_token_id": None},
+        {"eos_token_id": []},
+        {"eos_token_id": ["2"]},
+        {"eos_token_id": [-1]},
+        {"vocab_size": 0},
+        {"max_position_embeddings": 0},
+        {"max_position_embeddings": "long"},
+    ],
+)
+def test_a_config_that_no_engine_could_serve_is_an_error_of_the_model(tmp_path: Path, wrong: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        facts(tmp_path, SOUND | wrong)
+
+
+def test_no_config_and_one_that_is_no_object_are_errors_of_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        facts_of(tmp_path, block_size=16, capacity_blocks=0)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        facts(tmp_path, [SOUND])
+    (tmp_path / "config.json").write_bytes(b"\xff{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        facts_of(tmp_path, block_size=16, capacity_blocks=0)
