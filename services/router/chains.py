@@ -13,10 +13,12 @@ their parent (the oldest run goes).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+import msgspec
 from msgspec import Struct
 
 from services.router.events import CacheEvent, Cleared, EngineHash, Removed, Stored
@@ -53,7 +55,7 @@ class _Known:
     hashes: dict[EngineHash, int | None] = field(default_factory=dict)
     """Engine hash → sequence hash; None: not routable."""
     repeats: dict[EngineHash, int] = field(default_factory=dict)
-    """How often a block is stored beyond the first."""
+    """How often a block is stored beyond the first; the index is told of that one alone."""
     seeds: dict[EngineHash, int] = field(default_factory=dict)
     """The hash seed of the block's chain where it is not the plain one."""
 
@@ -77,16 +79,10 @@ class Clearing:
     def step(self, blocks: int) -> bool:
         """Remove up to so many blocks; False when none are left."""
         for tier, known in enumerate(self._tiers):
-            if not known.hashes:
-                continue
-            gone: list[int] = []
-            for _ in range(min(blocks, len(known.hashes))):
-                name, sequence = known.hashes.popitem()
-                if sequence is not None:
-                    gone += [sequence] * (1 + known.repeats.pop(name, 0))
-            self._index.removed(self._slot, tier, gone)
-            return True
-        return False
+            taken = [known.hashes.popitem()[1] for _ in range(min(blocks, len(known.hashes)))]
+            blocks -= len(taken)
+            self._index.removed(self._slot, tier, [sequence for sequence in taken if sequence is not None])
+        return any(known.hashes for known in self._tiers)
 
 
 class Chains:
@@ -255,8 +251,9 @@ class Chains:
         stride = 4 * self._block_size
         sequences = sequence_hashes(packed[: stride * min(routable, len(names))], self._block_size, seed, above)
         fresh = dict(zip_longest(names, sequences))
+        stretches = [(above, sequences)]
         if len(fresh) < len(names) or not tier.hashes.keys().isdisjoint(fresh):
-            fresh = self._without_repeats(tier, names, sequences)
+            fresh, stretches = self._without_repeats(tier, names, sequences, above)
         tier.hashes.update(fresh)
         if seed != SEED:
             tier.seeds.update(dict.fromkeys(fresh, seed))
@@ -264,7 +261,8 @@ class Chains:
         self._digests[number] ^= (
             _digest(name for name in fresh if (number, name) not in orphaned) if orphaned else _digest(fresh)
         )
-        self._index.stored(self.slot, number, sequences, above)
+        for before, stretch in stretches:
+            self._index.stored(self.slot, number, stretch, before)
 
     def _within_limit(self, tier: _Known, names: Sequence[EngineHash]) -> Sequence[EngineHash]:
         """Those that come before the first that is one too many."""
@@ -280,16 +278,26 @@ class Chains:
         return names
 
     def _without_repeats(
-        self, tier: _Known, names: Sequence[EngineHash], sequences: Sequence[int]
-    ) -> dict[EngineHash, int | None]:
-        """Those not known yet, with their sequence hashes; the others are counted."""
+        self, tier: _Known, names: Sequence[EngineHash], sequences: Sequence[int], above: int | None
+    ) -> tuple[dict[EngineHash, int | None], list[tuple[int | None, list[int]]]]:
+        """Those not known yet, with their sequence hashes, and these in stretches, each behind the block it follows.
+        The others are counted: what they are called already stays what they are, whatever is told of them now."""
         fresh: dict[EngineHash, int | None] = {}
+        stretches: list[tuple[int | None, list[int]]] = []
+        goes_on = False
         for name, sequence in zip_longest(names, sequences):
             if name in tier.hashes or name in fresh:
                 tier.repeats[name] = tier.repeats.get(name, 0) + 1
+                goes_on = False
             else:
                 fresh[name] = sequence
-        return fresh
+                if sequence is not None:
+                    if not goes_on:
+                        stretches.append((above, []))
+                        goes_on = True
+                    stretches[-1][1].append(sequence)
+            above = sequence
+        return fresh, stretches
 
     # --- removed
 
@@ -304,15 +312,14 @@ class Chains:
                 self._remove_orphan(event.tier, name)
                 continue
             if tier.repeats and name in tier.repeats:
-                sequence = tier.hashes[name]
                 tier.repeats[name] -= 1
                 if not tier.repeats[name]:
                     del tier.repeats[name]
-            else:
-                sequence = tier.hashes.pop(name)
-                tier.seeds.pop(name, None)
-                if not self._orphaned or (event.tier, name) not in self._orphaned:
-                    gone.append(name)
+                continue
+            sequence = tier.hashes.pop(name)
+            tier.seeds.pop(name, None)
+            if not self._orphaned or (event.tier, name) not in self._orphaned:
+                gone.append(name)
             if sequence is not None:
                 sequences.append(sequence)
         self._digests[event.tier] ^= _digest(gone)
@@ -322,7 +329,8 @@ class Chains:
 
     def _keep_orphan(self, run: Stored) -> None:
         assert run.parent is not None
-        orphan = _Orphan(run)
+        # A run with a parent has its seed from there, and these may be of any length.
+        orphan = _Orphan(msgspec.structs.replace(run, lora="", salt="") if run.lora or run.salt else run)
         self._orphans.setdefault(run.parent, []).append(orphan)
         for name in run.hashes:
             if not self._holds(run.tier, name):
@@ -355,9 +363,7 @@ class Chains:
         waiting.remove(orphan)
         if not waiting:
             del self._orphans[run.parent]
-        left = list(run.hashes)
-        for name in orphan.removed:
-            left.remove(name)
+        left = (Counter(run.hashes) - Counter(orphan.removed)).elements()
         for name in left:
             runs = self._orphaned[run.tier, name]
             runs.remove(orphan)

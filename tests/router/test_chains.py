@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
 from functools import reduce
@@ -347,3 +348,76 @@ def test_what_the_index_drops_at_its_limit_stays_in_the_digest() -> None:
     assert chains.digest(0) == digest_of("ab")
     chains.apply(Removed(letters("ab"), 0, None))
     assert chains.digest(0) == 0
+
+
+def test_a_name_told_of_again_with_other_tokens_stays_what_it_is_and_leaves_nothing_behind() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(stored([1, 2], None, [1, 1, 2, 2]))
+    chains.apply(stored([1, 3, 1, 4], None, [5, 5, 3, 3, 1, 1, 4, 4]))
+    chains.validate()
+    assert index.statistics().blocks == 4
+    chains.apply(Removed([1], 0, None))
+    assert index.find(sequence_hashes(pack_tokens([1, 1]), 2)) == {A: Overlap(1)}
+    chains.apply(Removed([1, 2, 1, 3, 4], 0, None))
+    assert index.bytes == 0
+
+
+def test_what_was_stored_a_thousand_times_is_cleared_as_one_block() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    for _ in range(1000):
+        chains.apply(stored_letters("ab"))
+    slot = chains.slot
+    assert index.statistics().pairs["device"] == 2
+    assert not chains.clear().step(2)
+    assert slot.state == "freed"
+    assert index.bytes == 0
+
+
+def test_a_small_clearing_is_done_in_one_step_over_all_tiers() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    for tier in range(3):
+        chains.apply(stored_letters("ab", tier=tier))
+    clearing = chains.clear()
+    assert clearing.step(5)
+    assert index.statistics().blocks == 1
+    assert not clearing.step(1)
+    assert index.bytes == 0
+
+
+class Compared(int):
+    """Counts how often one is compared with another."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return int.__eq__(self, other)
+
+    __hash__ = int.__hash__
+
+
+def test_an_orphan_whose_blocks_went_from_its_end_is_joined_in_time_that_grows_with_its_length() -> None:
+    chains = chains_of(Index(limit_bytes=1 << 30), orphans=2000)
+    names: list[EngineHash] = [Compared(number) for number in range(1000, 3000)]
+    chains.apply(stored(names, 1, [7] * 4000))
+    chains.apply(Removed(names[:0:-1], 0, None))
+    Compared.times = 0
+    chains.apply(stored([1]))
+    assert chains.held(0).keys() == {1, 1000}
+    assert Compared.times < 20 * len(names)
+
+
+def test_runs_that_wait_for_their_parent_keep_no_names_of_any_length() -> None:
+    chains = chains_of(Index(limit_bytes=1 << 30))
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(100):
+        waits = stored([number], 1000)
+        chains.apply(msgspec.structs.replace(waits, lora=f"{number}" * 5000, salt=f"{number}" * 5000))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert chains.statistics().orphans == 100
+    assert after - before < 100 * 2000
