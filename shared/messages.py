@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
@@ -591,11 +591,15 @@ class SnapshotChunk(Struct, frozen=True):
 # --- KV events on ZMQ: vLLM's format (0.32: maps), [topic][sequence, 8 bytes big-endian][EventBatch]
 
 
+EventHash = int | Annotated[bytes, Meta(max_length=64)]
+"""An engine's own name for a block. The longest hash in use is SHA-256; whoever keeps a name must know its bound."""
+
+
 class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
     """Blocks became reusable, in order, the first behind `parent_block_hash`."""
 
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
+    block_hashes: list[EventHash]
+    parent_block_hash: EventHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None = None
@@ -611,7 +615,7 @@ class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
 class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
     """Blocks are no longer reusable."""
 
-    block_hashes: list[int | bytes]
+    block_hashes: list[EventHash]
     medium: str | None = None
     group_idx: int | None = None
 

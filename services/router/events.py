@@ -16,14 +16,15 @@ from msgspec import Struct
 
 from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventHash
 
 EngineHash = int | bytes
 """An engine's own name for a block: opaque, compared and nothing else."""
 
 PAYLOAD_LIMIT_BYTES = 8 << 20
 BATCH_LIMIT_BLOCKS = 65_536
-"""Of all events of a batch. A larger one is refused: no engine's step makes it, and it would stall the loop."""
+"""Of all events of a batch, of which each counts as one at least. A larger one is refused: no engine's step makes it,
+and it would stall the loop."""
 
 _TIERS = {
     0: ("gpu", "device", "cuda", "hbm"),
@@ -97,8 +98,8 @@ class _Metadata(Struct, frozen=True):
 
 
 class _StoredArray(Struct, frozen=True, array_like=True, tag="BlockStored"):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
+    block_hashes: list[EventHash]
+    parent_block_hash: EventHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None = None
@@ -110,7 +111,7 @@ class _StoredArray(Struct, frozen=True, array_like=True, tag="BlockStored"):
 
 
 class _RemovedArray(Struct, frozen=True, array_like=True, tag="BlockRemoved"):
-    block_hashes: list[int | bytes]
+    block_hashes: list[EventHash]
     medium: str | None = None
     group_idx: int | None = None
 
@@ -139,12 +140,12 @@ def decode(payload: bytes) -> Batch:
     events: list[CacheEvent] = []
     blocks = ignored = 0
     for event in raw.events:
+        blocks += 1 if isinstance(event, AllBlocksCleared | _ClearedArray) else max(len(event.block_hashes), 1)
+        if blocks > BATCH_LIMIT_BLOCKS:
+            raise ProtocolError(f"event batch of more than {BATCH_LIMIT_BLOCKS} blocks")
         if isinstance(event, AllBlocksCleared | _ClearedArray):
             events.append(Cleared())
             continue
-        blocks += len(event.block_hashes)
-        if blocks > BATCH_LIMIT_BLOCKS:
-            raise ProtocolError(f"event batch of more than {BATCH_LIMIT_BLOCKS} blocks")
         tier = 0 if event.medium is None else _MEDIA.get(event.medium.lower())
         if tier is None:
             ignored += 1

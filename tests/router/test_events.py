@@ -160,6 +160,13 @@ def test_a_batch_of_more_blocks_or_bytes_than_the_limit_is_refused() -> None:
         decode(bytes(PAYLOAD_LIMIT_BYTES + 1))
 
 
+@pytest.mark.parametrize("event", [["AllBlocksCleared"], ["BlockRemoved", []], ["BlockStored", [], None, [], 16]])
+def test_events_without_blocks_count_too(event: list[Any]) -> None:
+    assert len(decode(msgspec.msgpack.encode([1.0, [event] * BATCH_LIMIT_BLOCKS])).events) == BATCH_LIMIT_BLOCKS
+    with pytest.raises(ProtocolError, match="more than 65536 blocks"):
+        decode(msgspec.msgpack.encode([1.0, [event] * (BATCH_LIMIT_BLOCKS + 1)]))
+
+
 def test_a_windowed_cache_is_marked() -> None:
     assert stored([*FULL[:10], "sliding_window"]).windowed
     assert not stored([*FULL[:10], "mla_attention"]).windowed
@@ -183,6 +190,10 @@ def test_a_windowed_cache_is_marked() -> None:
         ["BlockStored", [7], None, [[1, 2]], 2],
         ["BlockStored", 7, None, [1, 2], 2],
         ["BlockStored", [7]],
+        ["BlockStored", [bytes(65)], None, [1, 2], 2],
+        ["BlockStored", [7], bytes(65), [1, 2], 2],
+        ["BlockRemoved", [bytes(65)]],
+        {"type": "BlockRemoved", "block_hashes": [bytes(65)]},
         ["BlockRemoved", [None]],
         ["Unheard"],
         {"type": "BlockStored", "block_hashes": [1]},
