@@ -144,6 +144,20 @@ async def test_malformed_batches_are_counted_logged_once_and_left_out(
     subscription.close()
 
 
+async def test_a_batch_that_ends_behind_its_sequence_is_counted_also_if_nothing_follows(
+    events: ZmqEvents, stranger: Stranger
+) -> None:
+    subscription, batches, publisher = await bound(events, stranger)
+    await publisher.send_multipart([b"", (7).to_bytes(8, "big")])
+    async with asyncio.timeout(10):
+        while not subscription.malformed:  # noqa: ASYNC110 - nothing is called for it
+            await asyncio.sleep(0.01)
+    await publisher.send_multipart([b"", (8).to_bytes(8, "big"), b"payload"])
+    await batches.wait(8)
+    assert (set(batches.sequences), subscription.malformed) == ({0, 8}, 1)
+    subscription.close()
+
+
 async def test_a_receiver_that_raises_does_not_stop_the_stream(events: ZmqEvents, stranger: Stranger) -> None:
     raised: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: raised.append(str(told.get("exception"))))
