@@ -7,6 +7,7 @@ Kept as they were decided, and put into words only when somebody asks: most are 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -134,9 +135,14 @@ def _row(kept: _Kept, scored: Scored) -> Candidate:
         instance=facts.candidate[0],
         rank=facts.candidate[1],
         overlap=facts.overlap,
-        score=float(scored.score),
+        score=_told(scored.score),
         active_blocks=facts.load.active_blocks,
         queued_tokens=facts.load.queued_tokens,
         reason=reason(kept.policy, kept.question, facts),
-        predicted_s=(facts.load.queued_tokens + uncached_tokens) / rate if rate else 0.0,
+        predicted_s=_told((facts.load.queued_tokens + uncached_tokens) / rate) if rate else 0.0,
     )
+
+
+def _told(number: float) -> float:
+    """As JSON can tell it, which knows no infinity."""
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))

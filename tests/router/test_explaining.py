@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -10,9 +11,21 @@ from services.router.config import RouterConfig
 from services.router.decisions import ROWS
 from services.router.explaining import AT_ONCE, asked_for, explain, model_states
 from services.router.model_router import ModelRouter
+from services.router.policies.kv import KvPolicy
 from services.router.policy import BUILT_IN
+from services.router.question import Facts, Question
 from shared.hashing import pack_hashes
-from shared.messages import Finished, KvLayout, LoadReport, ModelCard, ModelState, Prefilled, Select
+from shared.messages import (
+    EXPLANATIONS,
+    JSON_HEADER,
+    Finished,
+    KvLayout,
+    LoadReport,
+    ModelCard,
+    ModelState,
+    Prefilled,
+    Select,
+)
 
 
 def model(name: str, *instances: str, policy: str = "kv") -> ModelRouter:
@@ -84,6 +97,25 @@ def test_the_chosen_one_is_among_the_rows_however_badly_it_scores() -> None:
         (told,) = explain("r1", [router], f"r{number}", 0.0).decisions
         assert len(told.candidates) == ROWS
         assert told.instance in {row.instance for row in told.candidates}
+
+
+class NeverPolicy(KvPolicy):
+    """Says never, and always, by infinite scores; its worker has a speed that is next to none."""
+
+    def score(self, question: Question, candidate: Facts) -> float:
+        return math.inf if candidate.candidate[0] == "a" else -math.inf
+
+
+def test_scores_and_times_without_a_bound_can_be_told_in_json() -> None:
+    router = ModelRouter("m", "r1", RouterConfig(), NeverPolicy(), Random(1))
+    for card in model("m", "a", "b").cards.values():
+        router.card_up(card)
+    for instance in "ab":
+        router.reported(LoadReport(instance, 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=1e-310), 0.0)
+    ask(router, "r")
+    told = explain("r1", [router], "r", 0.0)
+    assert [row.instance for row in told.decisions[0].candidates] == ["b", "a"]
+    assert EXPLANATIONS.decode(EXPLANATIONS.encode(told, JSON_HEADER), JSON_HEADER) == told
 
 
 def test_a_models_state_counts_what_is_known_of_it() -> None:
