@@ -55,6 +55,8 @@ JOIN_LIMIT_S = 4.0
 SELECTS_A_TURN = 4
 """Where there are other routers: then what they reserved is heard, and told what this one did, also within a burst. A
 turn of the loop has its price."""
+EVENTS_A_TURN = 256
+"""Of a batch of load events: what waited for NATS comes 4096 at a time, 8 ms of work."""
 _TICK_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -254,10 +256,11 @@ class Router:
         except ProtocolError as wrong:
             self._malformed("load events", wrong)
             return
-        now_s = self._now()
-        for event in batch.events:
+        for number, event in enumerate(batch.events, 1):
+            if not number % EVENTS_A_TURN:
+                await asyncio.sleep(0)
             try:
-                prediction = model.told(event, now_s)
+                prediction = model.told(event, self._now())
             except ProtocolError as wrong:
                 self._malformed("load events", wrong)
                 continue

@@ -28,6 +28,7 @@ from shared.messages import (
     Selected,
 )
 from shared.messaging import Message
+from shared.outbox import EVENTS_A_MESSAGE
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, NO_SPECULATION, Fleet, fleet, select, tokens_of, until
 
 
@@ -161,6 +162,19 @@ async def test_reservations_made_while_nats_is_away_are_told_when_it_is_back() -
         own_bus(first).find()
         load = second.router.models[MODEL].load
         await until(lambda: load.of(("w0", 0)).queued_tokens == 5000)
+
+
+async def test_what_waited_for_nats_and_comes_at_once_leaves_the_loop_to_others() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        load = world.router.models[MODEL].load
+        events = [Reserved(f"r{number}", 1, "f", "a", 0, 1, 1, router="0b") for number in range(EVENTS_A_MESSAGE)]
+        await world.tell(*events)
+        grown: set[int] = set()
+        while len(load.living()) < EVENTS_A_MESSAGE:
+            await asyncio.sleep(0)
+            grown.add(len(load.living()))
+        assert len(grown) >= 8
 
 
 async def test_load_events_of_a_model_that_nobody_knows_are_counted() -> None:
