@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from shared import messages
 from shared.errors import ProtocolError
 from shared.messages import JSON_HEADER, Codec
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 LAYOUT = messages.KvLayout("float32", 2, 2, 16, 16)
 EXAMPLES: list[tuple[Codec[Any], Any]] = [
     (
@@ -195,3 +198,9 @@ def test_a_blocks_size_is_that_of_keys_and_values_of_all_layers() -> None:
     assert LAYOUT.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert len(LAYOUT.digest) == 16
     assert LAYOUT.digest != msgspec.structs.replace(LAYOUT, layers=3).digest
+
+
+def test_the_document_names_the_structs_that_are_arrays() -> None:
+    (said,) = re.findall(r"Structs are maps, but (.*) are arrays", DOCUMENT.read_text())
+    structs = (each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, msgspec.Struct))
+    assert set(re.findall(r"`(\w+)`", said)) == {each.__name__ for each in structs if each.__struct_config__.array_like}
