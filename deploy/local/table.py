@@ -27,7 +27,7 @@ def age(seconds: float) -> str:
 def size(size_bytes: float) -> str:
     """In the largest unit of which there is one."""
     for unit in ("B", "kB", "MB"):
-        if size_bytes < 1000:
+        if size_bytes < 999.5:  # what rounds to 1000 is one of the next unit
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
-    return f"{size_bytes:.3g} GB"
+    return f"{size_bytes:.3g} GB" if size_bytes < 999.5 else f"{size_bytes:.0f} GB"

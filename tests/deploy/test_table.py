@@ -19,7 +19,8 @@ def test_an_age_is_told_in_its_largest_unit(seconds: float, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "said"), [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (45_600_000, "45.6 MB"), (3e12, "3e+03 GB")]
+    ("size_bytes", "said"),
+    [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (45_600_000, "45.6 MB"), (999_700, "1 MB"), (3e12, "3000 GB")],
 )
 def test_a_size_is_told_in_its_largest_unit(size_bytes: float, said: str) -> None:
     assert size(size_bytes) == said
