@@ -19,5 +19,10 @@ def failures(first: int, count: int) -> list[str]:
 
 def failure(seed: int) -> str:
     """What went wrong in a seed; empty: nothing."""
-    wrong = run(plan(seed))
-    return "\n  ".join([f"python -m tests.simulation {seed}", *wrong]) if wrong else ""
+    again = f"python -m tests.simulation {seed}"
+    try:
+        wrong = run(plan(seed))
+    except BaseException as error:
+        error.add_note(again)
+        raise
+    return "\n  ".join([again, *wrong]) if wrong else ""

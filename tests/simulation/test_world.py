@@ -68,6 +68,16 @@ def test_a_seed_that_fails_tells_how_to_run_it_again(monkeypatch: pytest.MonkeyP
     assert failures(3, 2) == [f"python -m tests.simulation {seed}\n  r1 has no end" for seed in (3, 4)]
 
 
+def test_a_seed_that_breaks_the_simulation_itself_tells_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_plan: Plan) -> list[str]:
+        raise KeyError
+
+    monkeypatch.setattr("tests.simulation.seeds.run", broken)
+    with pytest.raises(KeyError) as raised:
+        failures(3, 2)
+    assert raised.value.__notes__ == ["python -m tests.simulation 3"]
+
+
 def test_under_a_clear_sky_nothing_goes_wrong() -> None:
     skies = clear()
     assert first_wrong(next(skies) for _ in range(5)) == ""
