@@ -56,7 +56,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     block_size: Positive = 16
     """Tokens a block."""
     capacity_blocks: Natural = 0
-    """Blocks of the device tier; 0: as many as `capacity_bytes` holds."""
+    """Blocks of the device tier; 0: as many as `capacity_bytes` holds, or 4096 where no arithmetic needs the bytes."""
     capacity_bytes: Positive = 512 << 20
     max_running: Positive = 64
     """Sequences a step computes at most."""
