@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Literal
 
 import zmq
 
@@ -33,6 +34,8 @@ REPLAYS_WAITING_LIMIT = 8
 """Replays that wait for a slow asker; one more is ignored, and its asker times out."""
 REPLAY_LIMIT_S = 30.0
 """An asker that has not taken its replay by then is given up."""
+REPLAY_SHARE = 64
+"""Batches sent to one asker before the event loop gets a turn."""
 REPLAY_LIMIT_BATCHES = 100_000
 REPLAY_LIMIT_BYTES = 512 << 20
 """A source that replays more than this is broken."""
@@ -149,7 +152,7 @@ class ZmqEventPublisher:
             publish=_dialled(self._publish, advertise), replay=_dialled(self._replay, advertise), topic=topic
         )
         self._answers: deque[_Answer] = deque()
-        self._resume: asyncio.TimerHandle | None = None
+        self._resume: asyncio.Handle | None = None
         self._complaint = _Complaint("an asker for replay")
         self._reader = _Reader(self._replay, self._asked)
 
@@ -178,33 +181,39 @@ class ZmqEventPublisher:
             self._answer()
 
     def _answer(self) -> None:
-        """Send what askers take now; an asker that takes no more is tried again in a moment."""
+        """Send what askers take now, a few batches a turn of the loop; one that takes no more is tried again later."""
         loop = asyncio.get_running_loop()
         if self._resume is not None:
             self._resume.cancel()
             self._resume = None
+        taking = False
         for _ in range(len(self._answers)):
             answer = self._answers.popleft()
-            if not self._sent(answer) and loop.time() < answer.deadline:
+            said = self._send(answer)
+            if said != "done" and loop.time() < answer.deadline:
                 self._answers.append(answer)
+                taking = taking or said == "taking"
         if self._answers:
-            self._resume = loop.call_later(0.01, self._answer)
+            self._resume = loop.call_soon(self._answer) if taking else loop.call_later(0.01, self._answer)
         loop.call_soon(self._reader.read)
 
-    def _sent(self, answer: _Answer) -> bool:
-        """Whether this asker has got everything, or is gone."""
+    def _send(self, answer: _Answer) -> Literal["done", "taking", "full"]:
+        """A share of the answer: whether its asker has got everything (or is gone), takes more, or no more now."""
         try:
-            while answer.batches:
+            for _ in range(REPLAY_SHARE):
+                if not answer.batches:
+                    self._reply(answer.asker, b"", END, b"")
+                    return "done"
                 sequence, payload = answer.batches[0]
                 self._reply(answer.asker, self._topic, sequence.to_bytes(8, "big"), payload)
                 answer.batches.popleft()
-            self._reply(answer.asker, b"", END, b"")
         except zmq.Again:
-            return False
+            return "full"
         except zmq.ZMQError as wrong:
             if wrong.errno != zmq.EHOSTUNREACH:
                 raise
-        return True
+            return "done"
+        return "taking"
 
     def _reply(self, asker: bytes, *frames: bytes) -> None:
         self._replay.send_multipart((asker, b"", *frames), zmq.DONTWAIT)

@@ -82,6 +82,22 @@ async def test_a_replay_is_one_answer_a_batch_and_an_end(events: ZmqEvents, stra
     publisher.close()
 
 
+async def test_a_long_replay_leaves_the_loop_to_others(events: ZmqEvents) -> None:
+    publisher = events.open_publisher()
+    for sequence in range(2000):
+        publisher.publish(sequence, b"payload")
+    subscription = events.subscribe(publisher.source, lambda _sequence, _payload: None)
+    replaying = asyncio.create_task(subscription.replay(0, timeout_s=10))
+    left: set[int] = set()
+    while not replaying.done():
+        await asyncio.sleep(0)
+        left |= {len(answer.batches) for answer in publisher._answers}
+    assert [sequence for sequence, _ in await replaying] == list(range(2000))
+    assert len(left) >= 16
+    subscription.close()
+    publisher.close()
+
+
 async def test_a_replay_without_topics_is_read_as_sglang_sends_it(events: ZmqEvents, stranger: Stranger) -> None:
     router = stranger.socket(zmq.ROUTER)
     port = free_port()
