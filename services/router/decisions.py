@@ -110,6 +110,10 @@ class Decisions:
         if kept is not None and kept.decision.ended_s is None:
             kept.decision.ended_s = now_s - kept.decision.at_s
 
+    def of(self, attempt: AttemptId) -> Decision:
+        """One that is kept, with its rows."""
+        return _in_words(self._kept[attempt])
+
     def explain(self, request: str, latest: int) -> list[Decision]:
         """The latest kept of a request, or of all requests where it is empty; oldest first, with their rows."""
         found = [kept for key, kept in self._kept.items() if not request or key[0] == request]

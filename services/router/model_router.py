@@ -96,13 +96,11 @@ class ModelRouter:
 
     # --- who is there
 
-    def card_up(self, card: ModelCard, now_s: float = 0.0) -> list[Clearing]:
-        """An instance serves the model now, or serves it in another way than before."""
-        left: list[Clearing] = []
+    def card_up(self, card: ModelCard, now_s: float = 0.0) -> None:
+        """An instance serves the model now. One that did so in another way before goes down first."""
         if card.instance in self.cards:
-            if self.cards[card.instance] == card:
-                return []
-            left = self._close(card.instance)
+            assert self.cards[card.instance] == card
+            return
         self.seats.up(card, now_s)
         limit = max(self._config.index.lower_tier_limit_blocks, card.capacity_blocks)
         for rank in range(max(card.ranks, 1)):
@@ -115,24 +113,20 @@ class ModelRouter:
                 limit_blocks=limit,
                 orphan_limit_blocks=self._config.index.orphan_limit_blocks,
             )
-        return left
 
     def card_down(self, instance: str) -> list[Clearing]:
         """It serves the model no longer: its blocks and reservations are gone. Returns the clearing left to do."""
         if instance not in self.cards:
             return []
         self.load.instance_gone(instance)
-        return self._close(instance)
-
-    def sends_events(self, instance: str, sends: bool) -> None:
-        """Whether events tell what the instance caches; without, what was routed there is all we know."""
-        (self._without_events.discard if sends else self._without_events.add)(instance)
-
-    def _close(self, instance: str) -> list[Clearing]:
         self.seats.down(instance)
         self._without_events.discard(instance)
         gone = [candidate for candidate in self.chains if candidate[0] == instance]
         return [self.chains.pop(candidate).close() for candidate in gone]
+
+    def sends_events(self, instance: str, sends: bool) -> None:
+        """Whether events tell what the instance caches; without, what was routed there is all we know."""
+        (self._without_events.discard if sends else self._without_events.add)(instance)
 
     # --- select
 
@@ -153,8 +147,8 @@ class ModelRouter:
         # One token of a prompt is always computed, so its last block is never all cached.
         findable = hashes[: (ask.prompt_tokens - 1) // block_size]
         overlaps = self.index.find(findable)
-        expected = self.speculation.extend(overlaps, findable, ask.hashes, now_s)
-        expected += self.history.extend(overlaps, findable, ask.hashes, now_s)
+        self.speculation.extend(overlaps, findable, ask.hashes, now_s)
+        remembered = self.history.extend(overlaps, findable, ask.hashes, now_s)
         load, speed, priority = self.load.of, self.load.speeds.get, ask.priority
         facts = [
             Facts(
@@ -172,12 +166,12 @@ class ModelRouter:
         chosen = verdict.chosen.facts
         repeated = chosen.candidate == before
         reserved = None if repeated else self._reserve(ask, question, chosen, now_s)
-        self._expect(ask, hashes, chosen, expected, now_s)
+        self._expect(ask, hashes, chosen, remembered, now_s)
         selected = self._answer(ask, question, verdict)
         if not (repeated and self.decisions.keeps(attempt)):
             self.decisions.add(selected, question, verdict, now_s)
         if ask.explain:
-            selected = self.decisions.explain(ask.request, latest=1)[0].selected
+            selected = self.decisions.of(attempt).selected
         return Choice(selected, reserved, verdict.trouble)
 
     def _checked(self, ask: Select) -> list[int]:
@@ -195,8 +189,12 @@ class ModelRouter:
         except ValueError as wrong:
             raise ProtocolError(f"hashes: {wrong}") from None
         card = next(iter(self.cards.values()), None)
-        if card is not None and len(hashes) > ask.prompt_tokens // card.block_size:
-            raise ProtocolError(f"{len(hashes)} hashes for a prompt of {ask.prompt_tokens} tokens")
+        if card is not None:
+            blocks = ask.prompt_tokens // card.block_size
+            if blocks > self._config.most_hashes:
+                raise ProtocolError(f"prompt_tokens of more than {self._config.most_hashes} blocks")
+            if len(hashes) > blocks:
+                raise ProtocolError(f"{len(hashes)} hashes for a prompt of {ask.prompt_tokens} tokens")
         if len(set(hashes)) != len(hashes):
             raise ProtocolError("hashes repeat: those of one prompt are all different")
         return hashes
@@ -218,12 +216,14 @@ class ModelRouter:
         self.load.withdrawn((ask.request, ask.attempt))
         return reserved if self.load.reserved(reserved, now_s) else None
 
-    def _expect(self, ask: Select, hashes: Sequence[int], chosen: Facts, followed: Iterable[Run], now_s: float) -> None:
+    def _expect(
+        self, ask: Select, hashes: Sequence[int], chosen: Facts, remembered: Iterable[Run], now_s: float
+    ) -> None:
         """The prompt's blocks will be where it was sent."""
         slot = self.chains[chosen.candidate].slot
         known = chosen.overlap.blocks
         if chosen.candidate[0] in self._without_events:
-            self.history.renew([run for run in followed if run.slot is slot], now_s)
+            self.history.renew([run for run in remembered if run.slot is slot], now_s)
             self.history.add(slot, ask.hashes[8 * known :], now_s)
         else:
             self.speculation.add(slot, ask.hashes[8 * known :], now_s)
@@ -250,8 +250,8 @@ class ModelRouter:
             case Reserved():
                 if min(event.attempt, event.rank, event.uncached_tokens, event.blocks) < 0:
                     raise ProtocolError("reserved: a negative number")
-                # Of an instance that is gone here nobody would release it; one that comes later reports what it runs.
-                if event.router != self._router and event.instance in self.cards:
+                # Of one that is not here nobody would release it; one that comes later reports what it runs.
+                if event.router != self._router and (event.instance, event.rank) in self.chains:
                     self.load.reserved(event, now_s)
             case Prefilled():
                 self.load.prefilled((event.request, event.attempt))

@@ -18,6 +18,7 @@ from services.router.model_router import ModelRouter
 from services.router.policy import BUILT_IN
 from shared.hashing import pack_hashes
 from shared.messages import (
+    SELECT_REPLY,
     Finished,
     KvLayout,
     LoadReport,
@@ -112,6 +113,25 @@ def test_the_same_question_again_is_answered_alike_reserves_once_and_is_told_onc
     assert router.load.statistics().reservations == 1
     assert len(again.reply.candidates) == 3, "the rows are those of the choice"
     router.validate()
+
+
+def test_an_earlier_attempt_asked_for_again_is_explained_by_its_own_rows() -> None:
+    router = model()
+    for instance in "ab":
+        router.card_up(card(instance))
+    ask = select("r", [1, 2, 3], explain=True)
+    first = chosen(router, ask)
+    second = chosen(router, msgspec.structs.replace(ask, attempt=2, excluded=(first.instance,)))
+    assert second.instance != first.instance
+    assert chosen(router, ask) == first
+
+
+def test_a_prompt_longer_than_any_that_may_be_hashed_is_refused_though_it_has_no_hashes() -> None:
+    router = model(config=msgspec.structs.replace(CONFIG, most_hashes=10))
+    router.card_up(card("a"))
+    ask = select("r", [])
+    assert chosen(router, msgspec.structs.replace(ask, prompt_tokens=43)).instance == "a"
+    assert refused(router, msgspec.structs.replace(ask, request="s", prompt_tokens=44)) == "bad_request"
 
 
 def test_what_another_router_reserved_is_answered_alike() -> None:
@@ -272,6 +292,18 @@ def test_of_one_without_events_what_was_sent_is_known_for_as_long_as_it_is_used(
     router.validate()
 
 
+def test_when_events_cease_to_be_trusted_what_was_expected_by_then_expires_as_it_would_have() -> None:
+    router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(history_s=100, speculation_s=5)))
+    router.card_up(card("a"))
+    chosen(router, select("r", [1, 2, 3]), 0.0)
+    router.sends_events("a", False)
+    assert chosen(router, select("s", [1, 2, 3, 4]), 1.0).overlap.device == 3
+    router.validate()
+    assert chosen(router, select("t", [1, 2, 3]), 6.0).overlap.device == 0
+    assert chosen(router, select("u", [1, 2, 3]), 50.0).overlap.device == 3
+    router.validate()
+
+
 class RouterMachine(RuleBasedStateMachine):
     """Workers come and go while few requests are asked for, told of and reported; the index is small enough to drop."""
 
@@ -283,11 +315,19 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from("abc"), ranks=st.integers(1, 2))
     def come(self, instance: str, ranks: int) -> None:
-        self.clearings += self.router.card_up(card(instance, ranks=ranks), self.now_s)
+        changed = card(instance, ranks=ranks)
+        if self.router.cards.get(instance, changed) != changed:
+            self.clearings += self.router.card_down(instance)
+        self.router.card_up(changed, self.now_s)
 
     @rule(instance=st.sampled_from("abc"))
     def go(self, instance: str) -> None:
         self.clearings += self.router.card_down(instance)
+
+    @rule(instance=st.sampled_from("abc"), sends=st.booleans())
+    def trust(self, instance: str, sends: bool) -> None:
+        if instance in self.router.cards:
+            self.router.sends_events(instance, sends)
 
     @rule(request=st.sampled_from("pqrstuv"), first=st.integers(1, 200), blocks=st.integers(0, 60))
     def ask(self, request: str, first: int, blocks: int) -> None:
@@ -302,9 +342,11 @@ class RouterMachine(RuleBasedStateMachine):
         else:
             assert isinstance(choice.reply, SelectRefused)
 
-    @rule(request=st.sampled_from("pqrstuv"), instance=st.sampled_from("abc"), own=st.booleans())
-    def hear_reserved(self, request: str, instance: str, own: bool) -> None:
-        self.router.told(Reserved(request, 1, "g", instance, 0, 50, 5, "r1" if own else "r2"), self.now_s)
+    @rule(
+        request=st.sampled_from("pqrstuv"), instance=st.sampled_from("abc"), rank=st.integers(0, 2), own=st.booleans()
+    )
+    def hear_reserved(self, request: str, instance: str, rank: int, own: bool) -> None:
+        self.router.told(Reserved(request, 1, "g", instance, rank, 50, 5, "r1" if own else "r2"), self.now_s)
 
     @rule(request=st.sampled_from("pqrstuv"), cached=st.integers(-5, 500))
     def hear_prefilled(self, request: str, cached: int) -> None:
@@ -337,7 +379,7 @@ class RouterMachine(RuleBasedStateMachine):
             while clearing.step(10):
                 pass
         self.router.tick(self.now_s + 1000)
-        assert self.router.speculation.bytes == 0
+        assert self.router.speculation.bytes == self.router.history.bytes == 0
         assert self.router.index.bytes == 0
         assert self.router.load.statistics().reservations == 0
 
@@ -346,12 +388,23 @@ TestModelRouter = RouterMachine.TestCase
 TestModelRouter.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_what_another_router_reserved_at_an_instance_that_is_gone_is_not_kept() -> None:
+def test_what_another_router_reserved_at_an_instance_or_a_rank_that_is_not_there_is_not_kept() -> None:
     router = model()
     router.card_up(card("a"))
-    for request, instance in (("r", "a"), ("s", "gone")):
-        router.told(Reserved(request, 1, "f", instance, 0, 8, 2, router="r2"), 0.0)
+    for request, instance, rank in (("r", "a", 0), ("s", "gone", 0), ("t", "a", 1)):
+        router.told(Reserved(request, 1, "f", instance, rank, 8, 2, router="r2"), 0.0)
     assert [one.reserved.instance for one in router.load.living()] == ["a"]
+
+
+def test_counts_beyond_what_a_message_can_carry_are_told_as_the_most_it_can() -> None:
+    router = model()
+    router.card_up(card("a"))
+    most = (1 << 64) - 1
+    router.reported(LoadReport("a", 1, 1, 0, 0, most, 1000, most, 0), 0.0)
+    for request in ("r", "s"):
+        ask = select(request, [1, 2], explain=True)
+        reply = chosen(router, ask)
+        assert SELECT_REPLY.decode(SELECT_REPLY.encode(reply)) == reply
 
 
 def test_a_decision_is_plain_json() -> None:
