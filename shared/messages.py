@@ -233,6 +233,8 @@ class Prefilled(Struct, frozen=True, tag="prefilled"):
     cached_tokens: int
     first_token_s: float = 0.0
     """From the request's arrival at the frontend, as its client saw it; 0: not told."""
+    instance: str = ""
+    """Who computed it; empty: not told."""
 
 
 class Finished(Struct, frozen=True, tag="finished"):

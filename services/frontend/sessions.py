@@ -300,7 +300,7 @@ class Session:
             self._prefilled = True
             if not self.tokens:
                 self.cached_tokens = part.cached_tokens
-            actions.append(Tell(Prefilled(self.request, self.attempt, part.cached_tokens)))
+            actions.append(Tell(Prefilled(self.request, self.attempt, part.cached_tokens, instance=self.instance)))
         self._fruitless = 0
         self.tokens.extend(new)
         shown = new[:-1] if part.finish == "stop" else new

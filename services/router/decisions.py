@@ -21,6 +21,8 @@ from shared.messages import Candidate, Prefilled, Selected
 
 ROWS = 16
 """Candidates kept of a decision: the best, and the chosen one."""
+_COUNT_MOST = (1 << 64) - 1
+"""A message carries no more; sums of what workers report may be."""
 
 
 class Decision(Struct):
@@ -87,9 +89,12 @@ class Decisions:
         return attempt in self._kept
 
     def prefilled(self, event: Prefilled) -> Prediction | None:
-        """The first token was told; None if it was before, or of a choice that is not kept."""
+        """The first token was told; None if it was before, or is of no choice that is kept: two routers may have been
+        asked, and only one's answer was in time."""
         kept = self._kept.get((event.request, event.attempt))
         if kept is None or kept.decision.actual_cached_tokens is not None:
+            return None
+        if event.instance not in ("", kept.decision.selected.instance):
             return None
         decision, block_size = kept.decision, kept.question.block_size
         actual_tokens = min(max(event.cached_tokens, 0), decision.prompt_tokens)
@@ -140,8 +145,8 @@ def _row(kept: _Kept, scored: Scored) -> Candidate:
         rank=facts.candidate[1],
         overlap=facts.overlap,
         score=_told(scored.score),
-        active_blocks=facts.load.active_blocks,
-        queued_tokens=facts.load.queued_tokens,
+        active_blocks=min(facts.load.active_blocks, _COUNT_MOST),
+        queued_tokens=min(facts.load.queued_tokens, _COUNT_MOST),
         reason=reason(kept.policy, kept.question, facts),
         predicted_s=_told((facts.load.queued_tokens + uncached_tokens) / rate) if rate else 0.0,
     )

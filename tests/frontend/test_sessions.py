@@ -231,7 +231,7 @@ def test_a_request_goes_from_ask_to_finish() -> None:
     assert session.start() == [Ask(1, 0, ())]
     assert step(session, selected(1)) == [Offer(1, "w1", 0)]
     assert step(session, Accepted(R, 1)) == []
-    assert step(session, Received("w1", part(0, [5]))) == [Tell(Prefilled(R, 1, 0)), Emit([5], None)]
+    assert step(session, Received("w1", part(0, [5]))) == [Tell(Prefilled(R, 1, 0, instance="w1")), Emit([5], None)]
     last = step(session, Received("w1", part(1, [6, 7], "length")))
     assert last == [Emit([6, 7], None), Tell(Finished(R, 1)), Finish("length")]
 

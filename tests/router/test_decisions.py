@@ -67,6 +67,15 @@ def test_a_first_token_is_compared_once_and_within_what_can_be() -> None:
     assert (decision.actual_cached_tokens, decision.first_token_s) == (32, 0.5)
 
 
+def test_a_first_token_from_elsewhere_tells_nothing_of_a_choice_that_came_too_late() -> None:
+    decisions = kept("a")
+    chosen = decisions.explain("a", latest=1)[0].selected.instance
+    assert decisions.prefilled(Prefilled("a", 1, 32, 0.5, instance="elsewhere")) is None
+    (decision,) = decisions.explain("a", latest=1)
+    assert (decision.actual_cached_tokens, decision.first_token_s) == (None, None)
+    assert decisions.prefilled(Prefilled("a", 1, 32, 0.5, instance=chosen)) is not None
+
+
 def test_an_end_is_noted_once() -> None:
     decisions = kept("a")
     decisions.ended(("a", 1), 2.5)
