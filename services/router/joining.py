@@ -17,7 +17,14 @@ from services.router.model_router import ModelRouter
 from shared import subjects
 from shared.errors import ProtocolError, Unavailable
 from shared.lifecycle import Runtime
-from shared.messages import RESERVATIONS, RESERVATIONS_REQUEST, Reservations, ReservationsRequest
+from shared.messages import (
+    JSON_HEADER,
+    RESERVATIONS,
+    RESERVATIONS_REQUEST,
+    Reservations,
+    ReservationsRequest,
+    is_json,
+)
 from shared.messaging import LAST_HEADER, Message
 
 ROUTERS_ASKED = 3
@@ -81,6 +88,6 @@ async def tell(runtime: Runtime, question: Message, model: ModelRouter | None, n
             [(each.reserved.request, each.reserved.attempt) for each in part if each.prefilled],
         )
         last = start + RESERVATIONS_A_MESSAGE >= len(living)
-        headers = {LAST_HEADER: "true"} if last else None
-        await runtime.bus.publish(question.reply, RESERVATIONS.encode(answer), headers=headers)
+        headers = {**(JSON_HEADER if is_json(question.headers) else {}), **({LAST_HEADER: "true"} if last else {})}
+        await runtime.bus.publish(question.reply, RESERVATIONS.encode(answer, headers), headers=headers)
         await asyncio.sleep(0)

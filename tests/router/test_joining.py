@@ -115,6 +115,18 @@ async def test_of_a_model_that_is_not_known_nothing_is_reserved() -> None:
             ]
 
 
+async def test_who_asks_in_json_is_told_in_json() -> None:
+    async with fleet() as world:
+        await world.worker("a")
+        await world.chosen(tokens_of("x", 4), "r")
+        question = RESERVATIONS_REQUEST.encode(ReservationsRequest(MODEL), JSON_HEADER)
+        subject = subjects.reservations(NAMESPACE, world.runtime.instance)
+        async with world.bus.stream(subject, question, idle_timeout_s=LIMIT_S, headers=JSON_HEADER) as answers:
+            (message,) = [message async for message in answers]
+        (told,) = RESERVATIONS.decode(message.payload, message.headers).reserved
+        assert (told.request, message.headers["Content-Type"]) == ("r", "application/json")
+
+
 async def test_an_end_that_is_heard_before_the_answer_comes_counts() -> None:
     async with fleet() as world:
         await world.worker("a")
