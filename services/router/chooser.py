@@ -1,7 +1,7 @@
 """Asks the policy; where it fails, the built-in `kv` chooses instead. Pure: the clock is an argument.
 
     trusted ──(more than `strikes` over budget)──▶ off, for good: `kv` from then on
-       └─ an exception, or a choice that is none: `kv` for this question
+       └─ an exception, or a choice that is none: `kv` for this question (late as well: it counts as over budget)
 
 One over-budget answer is forgiven for every FORGIVEN within it, so a busy machine's hiccups do not add up to a verdict.
 """
@@ -13,10 +13,11 @@ from operator import attrgetter
 from random import Random
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from services.router.policies.kv import KvPolicy
-from services.router.policy import Policy
+from services.router.policy import Policy, reason
 from services.router.question import Facts, Question, Scored
 from shared.errors import ProtocolError
 
@@ -30,7 +31,7 @@ class Trouble(Struct, frozen=True):
     """What was wrong with the policy's answer."""
 
     kind: Literal["failed", "slow", "off"]
-    """slow: its choice was taken, but too late. off: it was slow once too often."""
+    """failed: kv chose. slow: its answer came too late, but counts. off: it was slow once too often."""
     problem: str
 
 
@@ -41,6 +42,8 @@ class Verdict(Struct, frozen=True):
     scored: Sequence[Scored]
     """Best first."""
     chosen: Scored
+    reason: str = ""
+    """Why, in the policy's words."""
     trouble: Trouble | None = None
 
 
@@ -74,17 +77,19 @@ class Chooser:
 
     def choose(self, question: Question, facts: Sequence[Facts]) -> Verdict:
         """One of `facts`, which is not empty."""
+        facts = tuple(facts)  # the policy may want to change what it is shown
         began_s = 0.0 if self._clock is None else self._clock()
+        failure = ""
         try:
             verdict = _ask(self._policy, question, facts, self._draw)
         except Exception as wrong:  # noqa: BLE001 - a policy is a plug-in: whatever it does, the request is routed
+            failure = f"{type(wrong).__name__}: {wrong}"[:_WORDS_LIMIT]
             verdict = _ask(self._fallback, question, facts, self._draw)
-            trouble = Trouble("failed", f"{type(wrong).__name__}: {wrong}"[:_WORDS_LIMIT])
-            return Verdict(verdict.policy, verdict.scored, verdict.chosen, trouble)
-        if self._clock is None:
-            return verdict
-        late = self._timed(self._clock() - began_s)
-        return verdict if late is None else Verdict(verdict.policy, verdict.scored, verdict.chosen, late)
+        trouble = None if self._clock is None else self._timed(self._clock() - began_s)
+        if failure:
+            late = trouble
+            trouble = Trouble("failed", failure) if late is None else Trouble(late.kind, f"{late.problem}; {failure}")
+        return verdict if trouble is None else msgspec.structs.replace(verdict, trouble=trouble)
 
     def _timed(self, took_s: float) -> Trouble | None:
         """Every change of what we think of the policy's speed."""
@@ -106,8 +111,9 @@ def _ask(policy: Policy, question: Question, facts: Sequence[Facts], draw: Rando
     left = policy.filter(question, facts) or facts
     score = policy.score
     # A score that is no number fails here.
-    scored = [Scored(candidate, 0.0 + score(question, candidate)) for candidate in left]
+    scored = tuple([Scored(candidate, float(0.0 + score(question, candidate))) for candidate in left])
     chosen = policy.pick(question, scored, draw)
+    chosen = Scored(chosen.facts, float(0.0 + chosen.score))
     if chosen.facts not in facts:
         raise ProtocolError(f"the policy picked {chosen.facts.candidate}, which is no candidate")
-    return Verdict(policy, sorted(scored, key=_score), chosen)
+    return Verdict(policy, sorted(scored, key=_score), chosen, reason(policy, question, chosen.facts))

@@ -23,7 +23,7 @@ from services.router.config import RouterConfig
 from services.router.decisions import Decision, Decisions, Prediction
 from services.router.index import CandidateId, Index
 from services.router.load import UNTOLD, Load
-from services.router.policy import Policy, reason
+from services.router.policy import Policy
 from services.router.question import Facts, Fleet, Question
 from services.router.seats import Nobody, Refusal, Seats
 from services.router.speculation import Run, Speculation
@@ -167,7 +167,7 @@ class ModelRouter:
         repeated = chosen.candidate == before
         reserved = None if repeated else self._reserve(ask, question, chosen, now_s)
         self._expect(ask, hashes, chosen, remembered, now_s)
-        selected = self._answer(ask, question, verdict)
+        selected = self._answer(ask, verdict)
         if not (repeated and self.decisions.keeps(attempt)):
             self.decisions.add(selected, question, verdict, now_s)
         if ask.explain:
@@ -230,7 +230,7 @@ class ModelRouter:
         if self.index.crowded:
             self.index.touch(hashes[:known])
 
-    def _answer(self, ask: Select, question: Question, verdict: Verdict) -> Selected:
+    def _answer(self, ask: Select, verdict: Verdict) -> Selected:
         chosen = verdict.chosen.facts
         return Selected(
             request=ask.request,
@@ -239,7 +239,7 @@ class ModelRouter:
             rank=chosen.candidate[1],
             router=self._router,
             overlap=chosen.overlap,
-            reason=reason(verdict.policy, question, chosen),
+            reason=verdict.reason,
         )
 
     # --- what happens afterwards

@@ -44,8 +44,8 @@ class Policy(Protocol):
 
 def reason(policy: Policy, question: Question, candidate: Facts) -> str:
     """Why `policy` scores the candidate as it does, in words; empty where it does not say."""
-    tell: Callable[[Question, Facts], object] | None = getattr(policy, "reason", None)
     try:
+        tell: Callable[[Question, Facts], object] | None = getattr(policy, "reason", None)
         return "" if tell is None else str(tell(question, candidate))[:_REASON_LIMIT]
     except Exception as wrong:  # noqa: BLE001 - a policy is a plug-in: words that fail must not fail the choice
         return f"no reason: {type(wrong).__name__}: {wrong}"[:_REASON_LIMIT]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
@@ -76,3 +76,39 @@ class LastPolicy(BrokenPolicy):
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         return min(scored, key=lambda each: each.score)
+
+
+class GreedyPolicy(BrokenPolicy):
+    """Takes what it was shown away with it."""
+
+    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
+        candidates.clear()  # type: ignore[attr-defined]
+        return []
+
+
+class OwnScorePolicy(BrokenPolicy):
+    """Picks a candidate under a score of its own making."""
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return Scored(scored[0].facts, "best")  # type: ignore[arg-type]
+
+
+class VectorPolicy(BrokenPolicy):
+    """Its scores are numbers, but many."""
+
+    def score(self, question: Question, candidate: Facts) -> float:
+        return np.zeros(3)  # type: ignore[return-value]
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return scored[0]
+
+
+class WordyPolicy(WordlessPolicy):
+    """Takes its time to say why, as its clock sees it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+
+    def reason(self, question: Question, candidate: Facts) -> str:
+        self.clock()
+        return "because"

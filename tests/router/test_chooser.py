@@ -12,7 +12,17 @@ from services.router.policies.kv import KvPolicy
 from services.router.policy import BUILT_IN, Policy, reason
 from services.router.question import Facts, Question
 from shared.messages import Overlap
-from tests.router.broken_policy import BrokenPolicy, ForeignPolicy, LastPolicy, SenselessPolicy, WordlessPolicy
+from tests.router.broken_policy import (
+    BrokenPolicy,
+    ForeignPolicy,
+    GreedyPolicy,
+    LastPolicy,
+    OwnScorePolicy,
+    SenselessPolicy,
+    VectorPolicy,
+    WordlessPolicy,
+    WordyPolicy,
+)
 
 QUESTION = Question(320, 16)
 FACTS = [Facts(("a", 0), Overlap(19), IDLE, 1000), Facts(("b", 0), Overlap(), IDLE, 1000)]
@@ -52,6 +62,9 @@ def test_those_scored_come_best_first_with_the_choice_and_who_made_it(name: str)
     [
         (BrokenPolicy(), "ZeroDivisionError: somebody's mistake"),
         (SenselessPolicy(), "TypeError"),
+        (GreedyPolicy(), "AttributeError"),
+        (OwnScorePolicy(), "TypeError"),
+        (VectorPolicy(), "TypeError"),
         (ForeignPolicy(), "ProtocolError: the policy picked ('nowhere', 0), which is no candidate"),
     ],
 )
@@ -81,6 +94,24 @@ def test_one_that_is_slow_too_often_is_switched_off_for_good() -> None:
     assert after.trouble is None
 
 
+def test_failing_slowly_is_slow() -> None:
+    asked = chooser(BrokenPolicy(), 0.2, 0.2, 0.2)
+    told = [asked.choose(QUESTION, FACTS) for _ in range(4)]
+    assert [None if each.trouble is None else each.trouble.kind for each in told] == ["slow", "slow", "off", None]
+    assert told[0].trouble is not None
+    assert "ZeroDivisionError: somebody's mistake" in told[0].trouble.problem
+    assert {each.chosen.facts for each in told} == {FACTS[0]}
+
+
+def test_the_words_for_a_choice_count_towards_its_time() -> None:
+    clock = Clock(0.0, 0.006, 0.0)
+    asked = Chooser(WordyPolicy(clock), Random(1), clock=clock, budget_s=0.005)
+    verdict = asked.choose(QUESTION, FACTS)
+    assert verdict.reason == "because"
+    assert verdict.trouble is not None
+    assert verdict.trouble.kind == "slow"
+
+
 def test_a_hiccup_now_and_then_is_forgiven() -> None:
     policy = LastPolicy()
     asked = chooser(policy, *([0.006] + [0.001] * FORGIVEN) * 5)
@@ -96,5 +127,6 @@ def test_without_a_clock_nothing_is_slow() -> None:
 
 def test_a_policy_that_cannot_say_why_is_not_disturbed_by_it() -> None:
     assert reason(WordlessPolicy(), QUESTION, FACTS[0]) == "no reason: LookupError: lost for words"
+    assert Chooser(WordlessPolicy(), Random(1)).choose(QUESTION, FACTS).reason.startswith("no reason: LookupError")
     assert reason(LastPolicy(), QUESTION, FACTS[0]) == ""
     assert reason(KvPolicy(), QUESTION, FACTS[0]) != ""
