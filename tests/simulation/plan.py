@@ -84,6 +84,8 @@ class Sizes(Struct, frozen=True):
     """That a worker keeps for replay."""
     held_batches: int
     """That a router keeps while a replay is on its way."""
+    index_bytes: int
+    """Of a router's index, which drops blocks beyond."""
 
 
 class Request(Struct, frozen=True):
@@ -153,6 +155,7 @@ def _sizes(draw: Random) -> Sizes:
         speed=draw.choice((0.2, 1.0, 1.0)),
         ring_batches=draw.choice((1, 5, 1000)),
         held_batches=draw.choice((2, 1000, 1000)),
+        index_bytes=draw.choice((3000, 1 << 20, 1 << 20, 1 << 20)),
     )
 
 
