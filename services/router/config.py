@@ -11,7 +11,7 @@ class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How much of what the fleet caches is known here."""
 
     limit_bytes: int = 1 << 30
-    """Per model; about 10 M distinct blocks. At the limit the coldest are dropped."""
+    """Per model; about 7 M distinct blocks. At the limit the coldest are dropped."""
     lower_tier_limit_blocks: int = 1_000_000
     """Blocks that one candidate may hold in host memory or on disk; the device's limit is its capacity."""
     orphan_limit_blocks: int = 65_536

@@ -32,18 +32,17 @@ CandidateId = tuple[str, int]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
-BLOCK_BYTES = 105
-"""One sequence hash: an int, its place in a run, and 30 to 60 of the dict, by how full it is. benchmarks/index.py
-measures."""
+BLOCK_BYTES = 150
+"""One sequence hash at the most: an int, its place in a run, and 108 of the dict. CPython gives a dict in which keys
+come and go three to six times the places they need; one that only grows takes half of that."""
 RUN_BYTES = 150
 HOLDERS_BYTES = 480
-"""One distinct set of holders with its key, two masks and its place in the table."""
+"""One distinct set of holders with its key, two masks and its place in the table, for few slots."""
 REPEAT_BYTES = 120
 """One block that a slot holds more than once."""
 
-_MOST_BYTES = BLOCK_BYTES + 2 * RUN_BYTES + HOLDERS_BYTES + REPEAT_BYTES
-"""By which one block stored or removed can make the index larger."""
-_NAMED_LIMIT = 16_384
+_NAMED_LIMIT = 1 << 19
+"""Names in all masks that are remembered: 10 MB, forgotten within 1 ms."""
 
 
 class IndexStatistics(Struct, frozen=True):
@@ -93,6 +92,7 @@ class Index:
         """Mask of slots that `find` does not see."""
         self._named: dict[int, dict[CandidateId, None]] = {}
         """Mask → the candidates of its slots; a bounded memo, emptied when a slot changes hands."""
+        self._named_names = 0
         self._dropped_blocks = 0
         self._unchecked_blocks = 0
         """Blocks that may be stored or removed before the size must be looked at."""
@@ -101,7 +101,7 @@ class Index:
 
     def open(self, candidate: CandidateId) -> Slot:
         """A slot for the blocks of `candidate`, which has no other open one."""
-        self._named.clear()
+        self._forget_names()
         if None in self._slots:
             slot = Slot(candidate, self._slots.index(None))
             self._slots[slot.number] = slot
@@ -111,6 +111,8 @@ class Index:
         for tier in range(3):
             self._pairs[tier].append(0)
             self._repeats[tier].append({})
+        self._drop_coldest()  # all holders' masks may be longer now
+        self._unchecked_blocks = 0
         return slot
 
     def retire(self, slot: Slot) -> None:
@@ -130,7 +132,7 @@ class Index:
             slot.state = "freed"
             self._retired &= ~(1 << slot.number)
             self._slots[slot.number] = None
-            self._named.clear()
+            self._forget_names()
 
     # --- events
 
@@ -272,10 +274,15 @@ class Index:
     def _names(self, mask: int) -> dict[CandidateId, None]:
         names = self._named.get(mask)
         if names is None:
-            if len(self._named) >= _NAMED_LIMIT:
-                self._named.clear()
+            if self._named_names >= _NAMED_LIMIT:
+                self._forget_names()
             names = self._named[mask] = dict.fromkeys(self._each_name(mask))
+            self._named_names += len(names)
         return names
+
+    def _forget_names(self) -> None:
+        self._named.clear()
+        self._named_names = 0
 
     def _each_name(self, mask: int) -> Iterator[CandidateId]:
         while mask:
@@ -315,9 +322,19 @@ class Index:
         return (
             BLOCK_BYTES * runs.blocks
             + RUN_BYTES * runs.runs
-            + HOLDERS_BYTES * runs.sets
+            + self._holders_bytes * runs.sets
             + REPEAT_BYTES * self._repeats_count
         )
+
+    @property
+    def _holders_bytes(self) -> int:
+        """One set: five ints have a bit for every slot at most, and 30 bits take 4 bytes."""
+        return HOLDERS_BYTES + 20 * len(self._slots) // 30
+
+    @property
+    def _most_bytes(self) -> int:
+        """By which one block stored or removed can make the index larger."""
+        return BLOCK_BYTES + 2 * RUN_BYTES + self._holders_bytes + REPEAT_BYTES
 
     @property
     def crowded(self) -> bool:
@@ -329,7 +346,7 @@ class Index:
         self._unchecked_blocks -= blocks
         if self._unchecked_blocks < 0:
             self._drop_coldest()
-            self._unchecked_blocks = (self._limit_bytes - self.bytes) // _MOST_BYTES
+            self._unchecked_blocks = (self._limit_bytes - self.bytes) // self._most_bytes
 
     def _drop_coldest(self) -> None:
         while self.bytes > self._limit_bytes:
@@ -397,6 +414,7 @@ class Index:
         owners = [slot.candidate for slot in self._slots if slot is not None and slot.state == "open"]
         assert len(owners) == len(set(owners)), "one open slot a candidate"
         assert self.bytes <= self._limit_bytes
+        assert self._named_names == sum(map(len, self._named.values()))
 
 
 def _with(masks: Masks, tier: int, bit: int) -> Masks:

@@ -154,6 +154,8 @@ class Runs:
         for block in piece:
             del shards[block & _SHARD][block]
         self.blocks -= len(piece)
+        if not self.blocks:  # a dict keeps the room of what it held until it grows
+            self._shards = [{} for _ in range(SHARDS)]
 
     def touch(self, run: Run) -> None:
         """It is the warmest now."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import gc
+import tracemalloc
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -162,6 +167,70 @@ def test_a_run_larger_than_the_limit_leaves_nothing() -> None:
     index.stored(index.open(("a", 0)), DEVICE, range(100))
     index.validate()
     assert index.bytes == 0
+
+
+def traced(index: Index, fill: Callable[[Index], None]) -> int:
+    """Bytes that the index takes more after it was filled."""
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    fill(index)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return after - before
+
+
+def churned(index: Index) -> None:
+    """As many blocks a shard as make its dict largest for them, after each was replaced a few times."""
+    draw = Random(3)
+    slot = index.open(("a", 0))
+    held: deque[array[int]] = deque()
+    for _ in range(4 * 210):
+        hashes = [draw.getrandbits(64) for _ in range(32)]
+        index.stored(slot, DEVICE, hashes)
+        held.append(array("Q", hashes))
+        if len(held) > 210:
+            index.removed(slot, DEVICE, held.popleft())
+
+
+def scattered(index: Index) -> None:
+    """Every block held by others, of a thousand."""
+    draw = Random(4)
+    slots = [index.open((f"w{number}", 0)) for number in range(1000)]
+    for block in range(2000):
+        index.stored(draw.choice(slots), DEVICE, [block])
+        index.stored(slots[-1], DEVICE, [block])
+        index.stored(draw.choice(slots), HOST, [block])
+
+
+@pytest.mark.parametrize("fill", [churned, scattered])
+def test_the_index_is_no_larger_than_it_is_held_to_be(fill: Callable[[Index], None]) -> None:
+    index = Index(limit_bytes=UNLIMITED)
+    assert traced(index, fill) < index.bytes
+
+
+def test_after_all_blocks_are_removed_their_room_is_given_back() -> None:
+    def fill_and_empty(index: Index) -> None:
+        slot = index.open(("a", 0))
+        index.stored(slot, DEVICE, range(20_000))
+        index.removed(slot, DEVICE, range(20_000))
+
+    index = Index(limit_bytes=UNLIMITED)
+    assert traced(index, fill_and_empty) < 50_000
+    index.validate()
+
+
+def test_one_more_slot_makes_sets_of_holders_larger_and_the_bound_holds() -> None:
+    index = Index(limit_bytes=100_000)
+    slots = [index.open((f"w{number}", 0)) for number in range(10)]
+    for block in range(1000):
+        index.stored(slots[block % 10], DEVICE, [block])
+        index.stored(slots[block % 7], HOST, [block])
+    for number in range(100):
+        index.open((f"more {number}", 0))
+        index.validate()
+    assert index.find([999])
 
 
 TREE: dict[int, int] = {}
