@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from services.router.chooser import Verdict
+from services.router.index import CandidateId
 from services.router.load import AttemptId
 from services.router.policy import Policy, reason
 from services.router.question import Question, Scored
@@ -84,9 +85,10 @@ class Decisions:
         if len(self._kept) > self._limit:
             del self._kept[next(iter(self._kept))]
 
-    def keeps(self, attempt: AttemptId) -> bool:
-        """Whether its choice is here."""
-        return attempt in self._kept
+    def keeps(self, attempt: AttemptId, candidate: CandidateId) -> bool:
+        """Whether this choice is here."""
+        kept = self._kept.get(attempt)
+        return kept is not None and (kept.decision.selected.instance, kept.decision.selected.rank) == candidate
 
     def prefilled(self, event: Prefilled) -> Prediction | None:
         """The first token was told; None if it was before, or is of no choice that is kept: two routers may have been

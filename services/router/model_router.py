@@ -168,7 +168,7 @@ class ModelRouter:
         reserved = None if repeated else self._reserve(ask, question, chosen, now_s)
         self._expect(ask, hashes, chosen, remembered, now_s)
         selected = self._answer(ask, verdict)
-        if not (repeated and self.decisions.keeps(attempt)):
+        if not (repeated and self.decisions.keeps(attempt, chosen.candidate)):
             self.decisions.add(selected, question, verdict, now_s)
         if ask.explain:
             selected = self.decisions.of(attempt).selected

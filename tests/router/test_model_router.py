@@ -147,6 +147,18 @@ def test_what_another_router_reserved_is_answered_alike() -> None:
         assert [row.instance for row in router.explain("r")[0].selected.candidates] == [instance]
 
 
+def test_what_another_router_reserved_in_place_of_a_choice_that_was_taken_back_is_what_is_explained() -> None:
+    router = model()
+    for instance in "ab":
+        router.card_up(card(instance))
+    first = chosen(router, select("r", [1])).instance
+    router.load.withdrawn(("r", 1))
+    other = "b" if first == "a" else "a"
+    router.told(Reserved("r", 1, "f", other, 0, 5, 2, router="r2"), 0.0)
+    assert chosen(router, select("r", [1], explain=True)).instance == other
+    assert [each.selected.instance for each in router.explain("r")] == [other]
+
+
 def test_a_question_that_comes_again_for_another_instance_moves_its_reservation() -> None:
     router = model()
     for instance in "ab":
