@@ -21,7 +21,6 @@ that long. Only one who listens all the time can tell: whoever was cut off, or s
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -378,5 +377,5 @@ class Load:
 
 
 def _told(rate: float) -> float:
-    """As reported, if it can be."""
-    return rate if 0.0 < rate < math.inf else 0.0
+    """As reported, if it can be: what policies make of it must stay a number."""
+    return rate if 1e-9 < rate < 1e12 else 0.0

@@ -191,8 +191,9 @@ def test_how_fast_a_worker_is_is_what_it_last_said() -> None:
     assert load.speeds == {}
     load.reported(report(speed=Speed(1000.0, 0.02)), 0.0)
     assert load.speeds["a"] == Speed(1000.0, 0.02)
-    load.reported(report(speed=Speed(float("nan"), -1.0)), 1.0)
-    assert load.speeds["a"] == UNTOLD
+    for never in (float("nan"), float("inf"), -1.0, 1e300, 5e-324):
+        load.reported(report(speed=Speed(never, never)), 1.0)
+        assert load.speeds["a"] == UNTOLD
     load.instance_gone("a")
     assert load.speeds == {}
     load.validate()
