@@ -140,7 +140,8 @@ def main() -> int:
     for row in soak.rows[:: max(len(soak.rows) // 12, 1)]:
         print(
             f"minute {row.minute:4}  rss {row.rss_bytes / 1e6:7.1f} MB  {row.workers} workers  "
-            f"{row.index_pairs:6} pairs of {row.bytes_a_pair:3.0f} bytes  {row.reservations:3} reservations  {row.ended:6} ended"
+            f"{row.index_pairs:6} pairs of {row.bytes_a_pair:3.0f} bytes  {row.reservations:3} reserved  "
+            f"{row.ended:6} ended"
         )
     for goal in _goals(soak):
         print(f"{goal.name}: {goal.value:.3f} {goal.unit}{'' if goal.met else '  NOT MET'}")

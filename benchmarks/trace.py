@@ -95,7 +95,7 @@ def main() -> int:
         return 0
     print(f"capacity of one worker: {rate:.2f} requests/s")
     for row in rows:
-        print(_line(row))
+        print(line(row))
     return 0
 
 
@@ -108,24 +108,30 @@ def _all(runs: Sequence[tuple[Load, str, int, float, float]], jobs: int) -> Iter
 
 
 def default_timing() -> StepTime:
+    """An 8B model on one H200."""
     return Timing(SimulatedConfig()).step_s
 
 
-def capacity(load: Load) -> float:
+def capacity(load: Load, step_s: StepTime | None = None) -> float:
     """Requests a second of one worker; see the module."""
     fleet = Fleet(load, "round-robin", capacity_blocks=ALL_BLOCKS)
-    fleet.join(default_timing())
+    fleet.join(step_s or default_timing())
     fleet.run_closed(IN_FLIGHT)
     return len(load.requests) / fleet.clock.now_s
 
 
 def _one(run: tuple[Load, str, int, float, float]) -> Row:
     load, policy, workers, part, rate = run
-    fleet = Fleet(load.at(part * workers * rate), policy, capacity_blocks=WORKER_BLOCKS)
-    for _ in range(workers):
-        fleet.join(default_timing())
+    return run_open(load.at(part * workers * rate), policy, [default_timing()] * workers, part)
+
+
+def run_open(load: Load, policy: str, workers: Sequence[StepTime], part: float) -> Row:
+    """A load through workers of these speeds, at its own pace, which is `part` of what they can do."""
+    fleet = Fleet(load, policy, capacity_blocks=WORKER_BLOCKS)
+    for step_s in workers:
+        fleet.join(step_s)
     fleet.run()
-    return _measured(fleet, ideal(load), policy, workers, part)
+    return _measured(fleet, ideal(load), policy, len(workers), part)
 
 
 def _measured(fleet: Fleet, best: Ideal, policy: str, workers: int, part: float) -> Row:
@@ -138,7 +144,7 @@ def _measured(fleet: Fleet, best: Ideal, policy: str, workers: int, part: float)
         load=part,
         requests_per_s=fleet.load.rate,
         hit_rate=cached / best.prompt_tokens,
-        of_ideal=cached / best.cached_tokens,
+        of_ideal=cached / best.cached_tokens if best.cached_tokens else 1.0,
         ttft_p50_s=_quantile(ttft_s, 0.5),
         ttft_p90_s=_quantile(ttft_s, 0.9),
         ttft_p99_s=_quantile(ttft_s, 0.99),
@@ -161,7 +167,7 @@ def _imbalance(fleet: Fleet, workers: int) -> float:
     for (number, _), tokens in fleet.prefilled.items():
         windows.setdefault(number, []).append(tokens)
     whole = [tokens for number, tokens in windows.items() if (number + 1) * WINDOW_S <= last_s]
-    return _quantile(sorted(max(each) * workers / sum(each) for each in whole), 0.9)
+    return _quantile(sorted(max(each) * workers / sum(each) for each in whole), 0.9) if whole else 1.0
 
 
 # --- what is told
@@ -182,7 +188,8 @@ def _goals(rows: Sequence[Row]) -> list[Goal]:
     return goals
 
 
-def _line(row: Row) -> str:
+def line(row: Row) -> str:
+    """As the table has it."""
     return (
         f"{row.workers:3} workers  load {row.load:4.2f}  {row.policy:13}  hits {row.hit_rate:6.1%} "
         f"({row.of_ideal:6.1%} of ideal)  ttft {row.ttft_p50_s:6.2f} {row.ttft_p90_s:7.2f} {row.ttft_p99_s:7.2f} s  "

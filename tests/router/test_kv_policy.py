@@ -76,9 +76,10 @@ def test_a_second_conversation_goes_to_the_idle_worker_though_the_busy_one_has_t
 
 
 def test_a_long_common_beginning_is_kept_together_until_the_worker_is_crowded() -> None:
-    calm, crowded = CandidateLoad(requests=10, active_blocks=100), CandidateLoad(requests=100, active_blocks=100)
-    assert choose([facts("home", Overlap(512), calm), facts("idle")], tokens=8500) == "home"
-    assert choose([facts("home", Overlap(512), crowded), facts("idle")], tokens=8500) == "idle"
+    calm, crowded = CandidateLoad(requests=3, active_blocks=100), CandidateLoad(requests=40, active_blocks=100)
+    idle = facts("idle", speed=20_000.0)
+    assert choose([facts("home", Overlap(512), calm, speed=20_000.0), idle], tokens=8500) == "home"
+    assert choose([facts("home", Overlap(512), crowded, speed=20_000.0), idle], tokens=8500) == "idle"
 
 
 def test_a_follow_up_goes_to_its_blocks_though_others_wait_there() -> None:
@@ -87,9 +88,8 @@ def test_a_follow_up_goes_to_its_blocks_though_others_wait_there() -> None:
 
 
 def test_the_more_is_in_flight_in_the_fleet_the_longer_a_follow_up_waits_for_its_blocks() -> None:
-    queued = CandidateLoad(requests=40, queued_tokens=80_000)
+    home = facts("home", Overlap(250), CandidateLoad(requests=40, queued_tokens=120_000))
     busy, idle = CandidateLoad(requests=40), IDLE
-    home = facts("home", Overlap(250), queued)
     assert choose([home, *[facts(name, None, busy) for name in "abc"]], tokens=4100) == "home"
     assert choose([home, *[facts(name, None, idle) for name in "abc"]], tokens=4100) != "home"
 

@@ -2,39 +2,43 @@
 
 Everything is counted in prompt tokens to compute, the unit in which candidates differ most:
 
-    cost = slowness x ( uncached tokens             the work that this choice adds to the fleet
-                      + 0.1 x tokens fetched        from host memory, 0.3 x from disk
-                      + patience x queued tokens    the wait before it
-                      + 128 x requests there )      their decoding shares every step with its own
+    cost = slowness x ( uncached tokens              the work that this choice adds to the fleet
+                      + 0.1 x tokens fetched         from host memory, 0.3 x from disk
+                      + patience x queued tokens     the wait before it
+                      + crowding x log2(1 + requests there) )
          + tokens that do not fit beside those running
 
-    patience = 1 / (10 + requests in flight, of the mean candidate)
+    patience = 1 / (20 + requests in flight, of the mean candidate)
+    crowding = 128 + what the fleet's usual engine prefills in 0.08 s
 
 *Patience.* Waiting is the asker's own loss, and soon over. Uncached work is everyone's: it delays all that run there,
 takes room from what others would have found, and delays those to come, who are the more the more are in flight
 (Little's law). So a busy fleet guards its caches, and an idle one its first tokens. With a weight of 1, each prompt is
-greedy for its own first token, and hits, which keep queues short, are lost: `docs/decisions/0016-kv-policy.md` has
-what was tried.
+greedy for its own first token, and hits, which keep queues short, are lost.
+
+*Crowding.* Who decodes beside others shares steps with them, and waits for their prefills; the first neighbours cost
+the most. So a common beginning, however long, does not gather strangers on one worker while others are idle.
 
 *Slowness* is the fleet's usual prefill speed over the candidate's own. Speeds of equal engines differ by what they were
 asked lately, so between 2/3 and 3/2 they count as equal: else prompts leave their blocks for nothing.
 
-*Requests.* A neighbour's tokens each cost a share of a step that is at least as long as a prefilled token: some 128 of
-them. So a short common beginning does not keep strangers together on one of two workers.
+The numbers were chosen on a trace and on made-up loads; `docs/decisions/0016-kv-policy.md` has what was tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log2
 from random import Random
 
 from services.router.question import Facts, Question, Scored, best
 
 HOST_FETCH = 0.1
 DISK_FETCH = 0.3
-CALM = 10.0
+CALM = 20.0
 """The inverse of patience where nothing is in flight."""
-REQUEST_TOKENS = 128
+NEIGHBOUR_TOKENS = 128
+NEIGHBOUR_S = 0.08
 ALIKE = 1.5
 """Engines whose speeds differ by less are taken as equal."""
 
@@ -71,7 +75,8 @@ def _costs(question: Question, candidate: Facts) -> tuple[float, float, float, f
     uncached = slow * (question.prompt_tokens - (device + host + disk) * size)
     fetched = slow * size * (HOST_FETCH * host + DISK_FETCH * disk) if host or disk else 0.0
     waiting = slow * load.queued_tokens / (CALM + question.fleet.requests)
-    running = slow * REQUEST_TOKENS * load.requests
+    crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * question.fleet.prefill_tokens_per_s
+    running = slow * crowding * log2(1 + load.requests)
     if load.active_blocks:
         needed = load.active_blocks + -(-question.prompt_tokens // size) - device
         if needed > candidate.total_blocks:
