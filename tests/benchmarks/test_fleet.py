@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from benchmarks.fleet import Fleet
+from benchmarks.loads import Load, chats, ideal
+from services.worker.engine import TakeSnapshot, Work
+
+REQUESTS = 150
+
+
+def slow(works: Sequence[Work]) -> float:
+    """A step of 20 ms and a millisecond a token, so that some wait."""
+    return 0.02 + 0.001 * sum(len(work.tokens) for work in works)
+
+
+def busy(load: Load, *, workers: int = 2, capacity_blocks: int = 400) -> Fleet:
+    fleet = Fleet(load, "kv", capacity_blocks=capacity_blocks)
+    for _ in range(workers):
+        fleet.join(slow)
+    return fleet
+
+
+def settle(fleet: Fleet) -> None:
+    """Until what was sent has arrived."""
+    until_s = fleet.clock.now_s + 1.0
+    while fleet.clock.now_s < until_s:
+        fleet.clock.step()
+
+
+def check(fleet: Fleet) -> None:
+    """Everything was answered, and the router's picture is right."""
+    settle(fleet)
+    assert all(journey.end_s >= journey.first_token_s > journey.request.arrival_s for journey in fleet.journeys)
+    assert not any(journey.failed for journey in fleet.journeys)
+    fleet.router.validate()
+    held = 0
+    for worker in fleet.workers.values():
+        worker.core.validate()
+        snapshot = worker.core.obey(TakeSnapshot(0), fleet.clock.now_s)
+        assert snapshot is not None
+        held += len(snapshot.blocks)
+    assert fleet.router.index.statistics().pairs["device"] == held
+    assert fleet.router.load.statistics().reservations == 0
+
+
+def test_every_request_ends_and_the_routers_index_is_what_the_workers_hold() -> None:
+    fleet = busy(chats(REQUESTS, Random(1)))
+    fleet.run()
+    check(fleet)
+    assert sum(fleet.prefilled.values()) > 0
+
+
+def test_no_fleet_finds_more_than_the_ideal_cache_and_one_unbounded_worker_nearly_as_much() -> None:
+    load = chats(REQUESTS, Random(2))
+    alone = busy(load, workers=1, capacity_blocks=1 << 14)
+    alone.run()
+    found = sum(journey.cached_tokens for journey in alone.journeys)
+    assert 0.98 * ideal(load).cached_tokens <= found <= ideal(load).cached_tokens  # siblings in one step find nothing
+    many = busy(load, workers=3)
+    many.run()
+    assert sum(journey.cached_tokens for journey in many.journeys) <= ideal(load).cached_tokens
+
+
+def test_the_same_load_comes_out_the_same_again() -> None:
+    load = chats(REQUESTS, Random(3))
+    runs = [busy(load), busy(load)]
+    for fleet in runs:
+        fleet.run()
+    first, second = ([journey.end_s for journey in fleet.journeys] for fleet in runs)
+    assert first == second
+
+
+def test_what_a_dying_worker_was_doing_goes_on_elsewhere_and_ends_with_as_many_tokens() -> None:
+    load = chats(REQUESTS, Random(4))
+    fleet = busy(load, workers=3)
+    middle_s = load.requests[REQUESTS // 2].arrival_s
+    fleet.clock.at(middle_s, lambda: fleet.leave(next(iter(fleet.workers))))
+    fleet.run()
+    check(fleet)
+    assert any(journey.attempt > 0 for journey in fleet.journeys)
+
+
+def test_a_closed_loop_keeps_so_many_in_flight_until_the_end() -> None:
+    fleet = busy(chats(REQUESTS, Random(5)), workers=1)
+    fleet.run_closed(4)
+    settle(fleet)
+    assert all(journey.end_s > 0 for journey in fleet.journeys)
+    assert fleet.router.load.statistics().reservations == 0
