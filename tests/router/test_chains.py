@@ -421,3 +421,50 @@ def test_runs_that_wait_for_their_parent_keep_no_names_of_any_length() -> None:
     tracemalloc.stop()
     assert chains.statistics().orphans == 100
     assert after - before < 100 * 2000
+
+
+TOLD_NAMES: st.SearchStrategy[EngineHash] = st.one_of(st.integers(1, 9), st.sampled_from([b"x", b"y"]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["stored", "stored", "removed", "cleared"]),
+            st.integers(0, 2),
+            st.lists(st.tuples(TOLD_NAMES, st.integers(0, 2)), max_size=5),
+            st.none() | TOLD_NAMES,
+            st.booleans(),
+            st.integers(0, 5),
+        ),
+        max_size=40,
+    )
+)
+def test_a_source_may_contradict_itself_as_it_likes_and_leaves_nothing_behind(
+    steps: list[tuple[str, int, list[tuple[EngineHash, int]], EngineHash | None, bool, int]],
+) -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index, block_size=1, limit=6, orphans=5)
+    slots = [chains.slot]
+    clearings = []
+    for kind, tier, blocks, parent, salted, routable in steps:
+        names = [name for name, _ in blocks]
+        tokens = pack_tokens([token for _, token in blocks])
+        match kind:
+            case "stored":
+                salt = "s" if salted else ""
+                chains.apply(Stored(names, parent, tokens, 1, tier, None, False, "", salt, min(routable, len(names))))
+            case "removed":
+                chains.apply(Removed(names, tier, None))
+            case _:
+                clearings.append(chains.clear())
+                slots.append(chains.slot)
+        chains.validate()
+        index.validate()
+        held = [{sequence for sequence in chains.held(each).values() if sequence is not None} for each in range(3)]
+        assert index.blocks_of(chains.slot) == sum(map(len, held))
+    for clearing in [*clearings, chains.close()]:
+        while clearing.step(2):
+            index.validate()
+    assert index.bytes == 0
+    assert {slot.state for slot in slots} == {"freed"}
