@@ -2,53 +2,60 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
 
 
 class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How much of what the fleet caches is known here."""
 
-    limit_bytes: int = 1 << 30
+    limit_bytes: Natural = 1 << 30
     """Per model; about 7 M distinct blocks. At the limit the coldest are dropped."""
-    lower_tier_limit_blocks: int = 1_000_000
-    """Blocks that one candidate may hold in host memory or on disk; the device's limit is its capacity."""
-    orphan_limit_blocks: int = 65_536
+    lower_tier_limit_blocks: Natural = 1_000_000
+    """Blocks that one candidate may hold in any one tier; its capacity, if that is larger. Each takes 100 to 160 bytes,
+    beside the index."""
+    orphan_limit_blocks: Natural = 65_536
     """Blocks of one candidate that wait for their parent."""
-    speculation_s: float = 5.0
+    speculation_s: Seconds = 5.0
     """How long a routed prompt's blocks count as cached without an event that says so; 0: not at all."""
-    history_s: float = 120.0
+    history_s: Seconds = 120.0
     """The same for instances that send no events, since it was last of use."""
-    speculation_limit_bytes: int = 64 << 20
+    speculation_limit_bytes: Natural = 64 << 20
     """Of each, per model; 8 bytes a block and 400 a prompt. At the limit the oldest go early."""
 
 
 class LoadConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """When a reservation is given up that nobody ended, and who is passed over."""
 
-    limit: int = 100_000
+    limit: Positive = 100_000
     """Reservations held at once, per model; at the limit the oldest goes."""
-    grace_s: float = 3.0
+    grace_s: Seconds = 3.0
     """A worker's reports may not know a new attempt for so long."""
-    unknown_s: float = 10.0
+    unknown_s: Seconds = 10.0
     """After that, reports without it for so long release it."""
-    frozen_s: float = 5.0
+    frozen_s: Annotated[float, Meta(gt=0, le=86400)] = 5.0
     """A worker with work and without a step, or without a report, for so long is passed over while others are there."""
-    ramp_s: float = 10.0
+    ramp_s: Seconds = 10.0
     """An instance that joins others takes part in all choices only after so long."""
 
 
 class SourceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How event streams are followed."""
 
-    held_limit_batches: int = 10_000
+    held_limit_batches: Positive = 10_000
     """Batches kept while a replay or snapshot is on its way, and batches that wait to be applied."""
-    replay_timeout_s: float = 5.0
-    snapshot_idle_timeout_s: float = 5.0
-    digest_s: float = 60.0
+    replay_timeout_s: Seconds = 5.0
+    snapshot_idle_timeout_s: Seconds = 5.0
+    digest_s: Seconds = 60.0
     """How often a source's digest is compared with what we made of its events; 0: never."""
-    silence_s: float = 60.0
+    silence_s: Seconds = 60.0
     """Alarm after requests computed new blocks for so long and no batch was heard; 0: never."""
 
 
@@ -58,13 +65,13 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str = "default"
     policy: str = "kv"
     """kv, round-robin, random, least-loaded, power-of-two, or module:attribute."""
-    policy_budget_ms: float = 5.0
+    policy_budget_ms: Annotated[float, Meta(ge=0)] = 5.0
     """What one choice may take of a policy that is not built in."""
-    policy_strikes: int = 10
+    policy_strikes: Natural = 10
     """Choices over the budget that are put up with, one more for every 100 within it; then kv chooses for good."""
-    most_hashes: int = 131_072
+    most_hashes: Positive = 131_072
     """Blocks a prompt may have."""
-    explained: int = 1_000
+    explained: Natural = 1_000
     """Decisions kept for `explain`, per model; at least one."""
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
