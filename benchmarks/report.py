@@ -25,13 +25,13 @@ class Goal(Struct, frozen=True):
 
 
 def report(benchmark: str, command: Sequence[str], goals: Sequence[Goal], rows: Sequence[Any]) -> dict[str, Any]:
-    """`command` are the arguments after `python -m benchmarks.…`, free of paths that only exist here."""
+    """`command` are the arguments after `python -m benchmarks.…`; of paths only the names are told."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "benchmark": benchmark,
         "machine": f"{platform.machine()}, {sys.implementation.name} {platform.python_version()}",
         "commit": commit.stdout.strip(),
-        "command": " ".join([f"python -m benchmarks.{benchmark}", *command]),
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *(Path(word).name for word in command)]),
         "goals": list(goals),
         "rows": list(rows),
     }

@@ -134,8 +134,7 @@ def main() -> int:
     if flags.plot:
         _plot(soak, flags.plot)
     if flags.json:
-        command = [word if word != str(flags.trace) else flags.trace.name for word in sys.argv[1:]]
-        print(msgspec.json.encode(report("soak", command, _goals(soak), soak.rows)).decode())
+        print(msgspec.json.encode(report("soak", sys.argv[1:], _goals(soak), soak.rows)).decode())
         return 0
     for row in soak.rows[:: max(len(soak.rows) // 12, 1)]:
         print(

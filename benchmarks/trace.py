@@ -90,8 +90,7 @@ def main() -> int:
     if flags.plot:
         _plot(rows, flags.plot)
     if flags.json:
-        command = [word if word != str(flags.trace) else flags.trace.name for word in sys.argv[1:]]
-        print(msgspec.json.encode(report("trace", command, _goals(rows), rows)).decode())
+        print(msgspec.json.encode(report("trace", sys.argv[1:], _goals(rows), rows)).decode())
         return 0
     print(f"capacity of one worker: {rate:.2f} requests/s")
     for row in rows:
