@@ -28,7 +28,7 @@ class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     history_s: Seconds = 120.0
     """The same for instances that send no events, since it was last of use."""
     speculation_limit_bytes: Natural = 64 << 20
-    """Of each, per model; 8 bytes a block and 400 a prompt. At the limit the oldest go early."""
+    """Of each, per model; 8 bytes a block and 600 a prompt. At the limit the oldest go early."""
 
 
 class LoadConfig(Struct, frozen=True, forbid_unknown_fields=True):

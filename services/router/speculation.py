@@ -21,8 +21,9 @@ from itertools import islice
 from services.router.index import CandidateId, Slot
 from shared.messages import Overlap
 
-RUN_BYTES = 400
-"""One run beside its hashes, as traced: an object, its two places in the tables, and the key."""
+RUN_BYTES = 600
+"""One run beside its hashes at the most, as traced: an object, its key, and its places in two tables in which keys
+come and go."""
 _HASH_BYTES = 8
 _NOTHING = Overlap()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from random import Random
 
 import pytest
@@ -123,6 +124,19 @@ def test_what_is_used_lives_on_and_the_beginning_of_a_chain_outlives_its_end(slo
     assert expected(entries, [1, 2, 3, 4], 8.9) == {A: Overlap(4)}
     entries.add(slots[0], pack_hashes([9]), 9.5)
     assert expected(entries, [1, 2, 3, 4], 8.9) == {A: Overlap(2)}
+
+
+def test_runs_that_come_and_go_are_no_larger_than_they_are_held_to_be(slots: list[Slot]) -> None:
+    draw = Random(1)
+    entries = Speculation(ttl_s=1400, limit_bytes=1 << 30)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for second in range(4 * 1400):
+        entries.add(slots[second % len(slots)], draw.randbytes(80), float(second))
+        entries.expire(float(second), runs=10)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < entries.bytes
 
 
 def test_expiring_stops_after_a_slice(slots: list[Slot]) -> None:
