@@ -99,12 +99,13 @@ async def test_a_request_without_a_reply_subject_is_counted_and_costs_nothing(di
 async def test_a_reply_subject_that_nats_would_not_take_costs_nobody_else_anything(directory: Path) -> None:
     async with world(directory) as w:
         w.say("next")
+        client = MemoryBus(w.broker)
         unusable = ["foo..bar", "foo.*", ">", ".", "foo."]
         for reply in unusable:
             for operation in ("chat", "completions", "models"):
                 subject = subjects.client(NAMESPACE, operation)
-                w.broker.publish(Message(subject, body(), reply, {}))
-                w.broker.publish(Message(subject, b"{", reply, {}))
+                w.broker.publish(Message(subject, body(), reply, {}), client)
+                w.broker.publish(Message(subject, b"{", reply, {}), client)
         answer, _ = await ask(w, "chat", body())
         assert answer["choices"][0]["message"]["content"] == "next"
         assert w.metric("headrace_unanswerable_requests_total") == 6 * len(unusable)
@@ -115,7 +116,7 @@ async def test_a_client_that_vanishes_cancels_its_stream(directory: Path) -> Non
     async with world(directory) as w:
         worker = w.workers[0]
         worker.output = None
-        w.broker.publish(Message(CHAT, body(stream=True), "_INBOX.nobody", {}))
+        w.broker.publish(Message(CHAT, body(stream=True), "_INBOX.nobody", {}), MemoryBus(w.broker))
         [generate] = await worker.generates.at_least(1)
         async with asyncio.timeout(DEADLINE_S):
             first = 0
