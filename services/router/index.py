@@ -18,6 +18,7 @@ first, for all their holders.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -41,8 +42,10 @@ HOLDERS_BYTES = 480
 REPEAT_BYTES = 120
 """One block that a slot holds more than once."""
 
-_NAMED_LIMIT = 1 << 19
-"""Names in all masks that are remembered: 10 MB, forgotten within 1 ms."""
+_NAMED_LIMIT_BYTES = 16 << 20
+"""Of names remembered by mask; forgotten within 2 ms."""
+_NAMED_BYTES = 150
+"""One mask, and its place among them."""
 
 
 class IndexStatistics(Struct, frozen=True):
@@ -92,7 +95,7 @@ class Index:
         """Mask of slots that `find` does not see."""
         self._named: dict[int, dict[CandidateId, None]] = {}
         """Mask → the candidates of its slots; a bounded memo, emptied when a slot changes hands."""
-        self._named_names = 0
+        self._named_bytes = 0
         self._dropped_blocks = 0
         self._unchecked_blocks = 0
         """Blocks that may be stored or removed before the size must be looked at."""
@@ -274,15 +277,15 @@ class Index:
     def _names(self, mask: int) -> dict[CandidateId, None]:
         names = self._named.get(mask)
         if names is None:
-            if self._named_names >= _NAMED_LIMIT:
+            if self._named_bytes >= _NAMED_LIMIT_BYTES:
                 self._forget_names()
             names = self._named[mask] = dict.fromkeys(self._each_name(mask))
-            self._named_names += len(names)
+            self._named_bytes += sys.getsizeof(names) + _NAMED_BYTES
         return names
 
     def _forget_names(self) -> None:
         self._named.clear()
-        self._named_names = 0
+        self._named_bytes = 0
 
     def _each_name(self, mask: int) -> Iterator[CandidateId]:
         while mask:
@@ -414,7 +417,7 @@ class Index:
         owners = [slot.candidate for slot in self._slots if slot is not None and slot.state == "open"]
         assert len(owners) == len(set(owners)), "one open slot a candidate"
         assert self.bytes <= self._limit_bytes
-        assert self._named_names == sum(map(len, self._named.values()))
+        assert self._named_bytes == sum(sys.getsizeof(names) + _NAMED_BYTES for names in self._named.values())
 
 
 def _with(masks: Masks, tier: int, bit: int) -> Masks:

@@ -42,7 +42,7 @@ class Question(Struct, frozen=True):
     block_size: int
     """Tokens a block."""
     session: str = ""
-    """Requests of one session prefer the same candidate, all else equal."""
+    """Requests of one session prefer the same candidate, all else nearly equal."""
     priority: int = 0
     fleet: Fleet = Fleet()
 
@@ -68,12 +68,14 @@ class Scored(Struct, frozen=True, gc=False):
     score: float
 
 
-def best(question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
-    """The lowest score. Among equals: the session's own candidate, else the least busy, else any."""
+def best(question: Question, scored: Sequence[Scored], draw: Random, *, session_margin: float = 0.0) -> Scored:
+    """The lowest score. Among equals: the session's own candidate, else the least busy, else any. For a session those
+    are equal that are within `session_margin` of the lowest."""
     lowest = min([each.score for each in scored])
+    if question.session:
+        near = [each for each in scored if each.score <= lowest + session_margin]
+        return max(near, key=lambda each: _affinity(question.session, each.facts.candidate))
     equal = [each for each in scored if each.score == lowest]
-    if len(equal) > 1 and question.session:
-        return max(equal, key=lambda each: _affinity(question.session, each.facts.candidate))
     if len(equal) > 1:
         calm = min(busyness(each.facts) for each in equal)
         equal = [each for each in equal if busyness(each.facts) == calm]

@@ -73,6 +73,17 @@ def test_a_session_stays_together_all_else_equal_and_only_its_own_moves_when_one
         assert home == "a" or choose(kv, left, session=session) == home
 
 
+def test_a_session_goes_home_though_a_little_waits_there_and_not_if_that_would_cost_more_than_a_neighbour() -> None:
+    kv = BUILT_IN["kv"]()
+    home = choose(kv, [facts("a"), facts("b")], session="s")
+    away = "b" if home == "a" else "a"
+    a_little = CandidateLoad(requests=0, queued_tokens=200)
+    assert choose(kv, [facts(home, None, a_little), facts(away)], session="s") == home
+    assert choose(kv, [facts(home, None, a_little), facts(away)]) == away
+    a_lot = CandidateLoad(requests=3, queued_tokens=200)
+    assert choose(kv, [facts(home, None, a_lot), facts(away)], session="s") == away
+
+
 def test_round_robin_takes_turns_and_who_comes_or_goes_does_not_disturb_them() -> None:
     policy = BUILT_IN["round-robin"]()
     assert [choose(policy, [facts("a"), facts("b"), facts("c")]) for _ in range(4)] == ["a", "b", "c", "a"]

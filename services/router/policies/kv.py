@@ -61,8 +61,8 @@ class KvPolicy:
         return f"uncached {uncached:.0f} + fetch {fetched:.0f} + waiting {waiting:.0f} + running {running:.0f}"
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
-        """The cheapest."""
-        return best(question, scored, draw)
+        """The cheapest; for a session its own candidate, where that costs no more than one neighbour would."""
+        return best(question, scored, draw, session_margin=NEIGHBOUR_TOKENS)
 
 
 def _costs(question: Question, candidate: Facts) -> tuple[float, float, float, float]:
