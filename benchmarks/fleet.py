@@ -65,7 +65,8 @@ class Journey:
 
     request: Request
     attempt: int = -1
-    worker: str = ""
+    begun: int = -1
+    """The attempt whose first token has come."""
     cached_tokens: int = 0
     first_token_s: float = -1.0
     end_s: float = -1.0
@@ -91,6 +92,7 @@ class Clock:
         heappush(self._heap, (time_s, next(self._order), act))
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        """So much later than now."""
         self.at(self.now_s + delay_s, act)
 
     def step(self) -> None:
@@ -194,7 +196,6 @@ class Fleet:
         if not isinstance(reply, Selected):
             self._end(journey, reply.reason)
             return
-        journey.worker = reply.instance
         submit = Submit(
             name,
             journey.attempt,
@@ -243,7 +244,9 @@ class Fleet:
         if part.tokens and not journey.output:
             journey.first_token_s = self.clock.now_s
             journey.cached_tokens = part.cached_tokens
-            self._tell(Prefilled(part.request, part.attempt, part.cached_tokens, journey.ttft_s))
+        if part.tokens and journey.begun != part.attempt:
+            journey.begun = part.attempt
+            self._tell(Prefilled(part.request, part.attempt, part.cached_tokens, journey.ttft_s, worker.name))
         journey.output += part.tokens
         if part.finish is not None:
             del worker.attempts[part.request, part.attempt]
