@@ -148,7 +148,7 @@ class Select(Struct, frozen=True, tag="select"):
     lora: str = ""
     priority: int = 0
     session: str = ""
-    """Requests with the same non-empty session prefer the same instance, all else equal."""
+    """Requests with the same non-empty session prefer the same instance, all else nearly equal."""
     explain: bool = False
     """Whether the answer shall name the candidates that were not chosen."""
 
