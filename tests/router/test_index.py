@@ -170,7 +170,7 @@ def test_a_run_larger_than_the_limit_leaves_nothing() -> None:
 
 
 def traced(index: Index, fill: Callable[[Index], None]) -> int:
-    """Bytes that the index takes more after it was filled."""
+    """Bytes that the index takes more after it was filled, or asked."""
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -208,6 +208,23 @@ def scattered(index: Index) -> None:
 def test_the_index_is_no_larger_than_it_is_held_to_be(fill: Callable[[Index], None]) -> None:
     index = Index(limit_bytes=UNLIMITED)
     assert traced(index, fill) < index.bytes
+
+
+def test_names_remembered_for_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.router.index._NAMED_LIMIT_BYTES", 100_000)
+    index = Index(limit_bytes=UNLIMITED)
+    slots = [index.open((f"w{number}", 0)) for number in range(100)]
+    draw = Random(6)
+    for block in range(200):
+        for slot in draw.sample(slots, 50):
+            index.stored(slot, DEVICE, [block])
+
+    def ask(index: Index) -> None:
+        for block in range(200):
+            assert len(index.find([block])) == 50
+
+    assert traced(index, ask) < 120_000
+    index.validate()
 
 
 def test_after_all_blocks_are_removed_their_room_is_given_back() -> None:
