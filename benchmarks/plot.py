@@ -1,12 +1,19 @@
-"""Curves of a benchmark, as a PNG beside its JSON. matplotlib is imported here alone."""
+"""Curves of a benchmark, as a PNG beside its JSON; and of any benchmark its goals. matplotlib is imported here alone.
+
+python -m benchmarks.plot benchmarks/results/index.json …      writes index.png beside it
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+import msgspec
 from msgspec import Struct
+
+from benchmarks.report import Goal
 
 mpl.use("Agg")
 
@@ -51,3 +58,33 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int) -> None:
     figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+class _Report(Struct, frozen=True):
+    benchmark: str
+    commit: str
+    goals: list[Goal]
+
+
+def draw_goals(report: Path) -> Path:
+    """One bar a goal, as a multiple of the goal; green where it was met. Raises MsgspecError on what is no report."""
+    read = msgspec.json.decode(report.read_bytes(), type=_Report)
+    figure, axis = pyplot.subplots(figsize=(9, 1 + 0.32 * len(read.goals)))
+    shares = [goal.value / goal.goal if goal.goal else float(goal.value != 0) for goal in read.goals]
+    names = [f"{goal.name}: {goal.value:,.4g} {goal.unit} ({goal.goal:,.4g})" for goal in read.goals]
+    axis.barh(names, shares, color=["seagreen" if goal.met else "indianred" for goal in read.goals])
+    axis.axvline(1, color="grey", linestyle="--", linewidth=1)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8)
+    axis.set_xlabel("value as a multiple of the goal", fontsize=9)
+    axis.set_title(f"{read.benchmark}, commit {read.commit[:7]}", fontsize=10)
+    figure.tight_layout()
+    path = report.with_suffix(".png")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(draw_goals(Path(name)))
