@@ -14,7 +14,9 @@ ttft        from arrival to the first token; requests that wait at the end are w
 
 What could mislead: time is a model's (an 8B model on one H200, `services/worker/timing.py`), without jitter; engines
 are equal; the trace's output lengths are kept, but outputs never reappear in prompts, as the trace does not say which
-tokens they were, so real conversations hit more. The trace repeats one hour of one service.
+tokens they were, so real conversations hit more. The trace is one hour of one service. Where a policy is given more
+than it can serve (random from 0.8 on), all workers are always busy, and so evenly loaded: its imbalance says nothing,
+its time to the first token grows with the length of the trace. Any change in the order of things moves hits by 0.2 %.
 
     python -m benchmarks.trace --trace conversation_trace.jsonl [--quick] [--json] [--plot FILE] [--jobs N]
 """
