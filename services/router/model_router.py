@@ -159,7 +159,7 @@ class ModelRouter:
                 speed(instance, UNTOLD),
                 now_s - since_s,
             )
-            for candidate, instance, total_blocks, since_s in seats
+            for candidate, instance, total_blocks, since_s, _ in seats
         ]
         question = Question(ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts))
         verdict = self.chooser.choose(question, facts)

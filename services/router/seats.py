@@ -1,7 +1,7 @@
 """Who may be chosen: the candidates of a model, and which of them a question is put to. Pure.
 
-    all ──▶ with the LoRA ──▶ not excluded ──▶ not standing still ──▶ not waiting out its ramp ──▶ asked the policy
-             └──────────────┴─ none left: refused     └──────────────────────┴─ none left: all of those before
+    all ─▶ with the LoRA ─▶ not excluded ─▶ with room for the prompt ─▶ not standing still ─▶ not waiting out its ramp
+            └──────────────┴─ none left: refused   └──────────────────────────┴────────────────┴─ none: all before them
 
 *Ramp-up.* An instance that joins others which have served for `ramp_s` or longer is idle and empty: it would get
 everything at once. So it takes part in a share of the questions only, drawn for each, which grows in a straight line
@@ -26,6 +26,8 @@ class Seat(NamedTuple):
     instance: str
     total_blocks: int
     since_s: float
+    room_tokens: int
+    """The longest prompt that it takes."""
 
 
 class Nobody(Exception):
@@ -53,6 +55,8 @@ class Seats:
         """The same, of those that ramp up."""
         self._seats: dict[str, list[Seat]] = {}
         """By LoRA, "" for any: a memo, emptied when a card comes or goes."""
+        self._least_room_tokens = 0
+        """Shorter prompts have room everywhere."""
 
     def up(self, card: ModelCard, now_s: float) -> None:
         """A card of an instance that has none."""
@@ -61,13 +65,17 @@ class Seats:
             self._ramping[card.instance] = now_s
         self._since_s[card.instance] = now_s
         self.cards[card.instance] = card
-        self._seats.clear()
+        self._changed()
 
     def down(self, instance: str) -> None:
         """Its card is gone."""
         del self.cards[instance], self._since_s[instance]
         self._ramping.pop(instance, None)
+        self._changed()
+
+    def _changed(self) -> None:
         self._seats.clear()
+        self._least_room_tokens = min(map(_room, self.cards.values()), default=0)
 
     def asked(self, ask: Select, now_s: float) -> list[Seat]:
         """Those to choose among for a question, never none. Raises Nobody."""
@@ -77,6 +85,8 @@ class Seats:
             able, seats = seats, [seat for seat in seats if seat.instance not in excluded]
             if not seats:
                 raise Nobody("all_excluded", f"all {len(able)} candidates are excluded")
+        if ask.prompt_tokens > self._least_room_tokens:
+            seats = [seat for seat in seats if ask.prompt_tokens <= seat.room_tokens] or seats
         for passed_over in (self.standing_still, self._waiting(now_s)):
             if passed_over:
                 seats = [seat for seat in seats if seat.instance not in passed_over] or seats
@@ -87,7 +97,7 @@ class Seats:
         if not serving:
             raise Nobody("no_instances", f"no instance serves {self._model}")
         able = [
-            Seat((card.instance, rank), card.instance, card.capacity_blocks, self._since_s[card.instance])
+            Seat((card.instance, rank), card.instance, card.capacity_blocks, self._since_s[card.instance], _room(card))
             for card in serving
             if not lora or lora in card.lora
             for rank in range(max(card.ranks, 1))
@@ -114,3 +124,8 @@ class Seats:
         assert all(seats for seats in self._seats.values())
         for seats in self._seats.values():
             assert {seat.instance for seat in seats} <= self.cards.keys()
+
+
+def _room(card: ModelCard) -> int:
+    """The longest prompt, in tokens: what a worker refuses as too long for its blocks or its context is longer."""
+    return min(card.capacity_blocks * card.block_size, card.context_length - 1)

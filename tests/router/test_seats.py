@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -55,6 +56,22 @@ def test_where_nobody_can_serve_the_refusal_says_why() -> None:
     assert refusal(made, lora="welsh") == "unknown_model"
     assert refusal(made, lora="french", excluded=("b",)) == "all_excluded"
     assert asked(made, excluded=("b",)) == ["a"]
+
+
+def test_a_prompt_is_not_put_to_who_has_no_room_for_it_while_others_have() -> None:
+    small = msgspec.structs.replace(card("small"), capacity_blocks=3)
+    short = msgspec.structs.replace(card("short"), context_length=10)
+    made = seats(small, short, card("a"))
+    for tokens, able in (
+        (9, ["small", "short", "a"]),
+        (10, ["small", "a"]),
+        (13, ["a"]),
+        (5000, ["small", "short", "a"]),
+    ):
+        ask = Select("r", 1, "f", "m", b"", tokens, 1)
+        assert [seat.instance for seat in made.asked(ask, 0.0)] == able, tokens
+    made.down("a")
+    assert asked(made) == ["small", "short"]
 
 
 def test_who_stands_still_is_passed_over_while_others_are_there() -> None:
