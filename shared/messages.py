@@ -219,7 +219,7 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     rank: int
     uncached_tokens: int
     blocks: int
-    """Blocks the prompt will occupy."""
+    """Blocks the prompt will occupy beside those that it finds on the device, which others may hold too."""
     router: str = ""
     """The router that reserved; it ignores its own message."""
     priority: int = 0

@@ -209,7 +209,7 @@ class ModelRouter:
             instance=chosen.candidate[0],
             rank=chosen.candidate[1],
             uncached_tokens=ask.prompt_tokens - chosen.overlap.blocks * size,
-            blocks=-(-ask.prompt_tokens // size),
+            blocks=-(-ask.prompt_tokens // size) - chosen.overlap.device,
             router=self._router,
             priority=ask.priority,
         )

@@ -86,6 +86,15 @@ def test_only_an_answer_that_was_asked_to_tells_its_rows_at_most_so_many_and_the
     assert router.explain("second")[0].selected == reply
 
 
+def test_blocks_that_a_prompt_shares_with_those_before_it_are_reserved_once() -> None:
+    router = model()
+    router.card_up(card("a"))
+    router.select(select("first", [1, 2, 3]), 0.0)
+    router.select(select("sibling", [1, 2, 9]), 0.0)
+    (first, sibling) = (each.reserved for each in router.load.living())
+    assert (first.blocks, sibling.blocks) == (4, 2)
+
+
 def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to_come() -> None:
     router = model()
     router.card_up(card("a"))
