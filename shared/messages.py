@@ -176,8 +176,8 @@ class Candidate(Struct, frozen=True):
     active_blocks: int
     queued_tokens: int
     reason: str
-    predicted_s: float = 0.0
-    """Until the first token, if chosen; 0: how fast the worker is has not been heard."""
+    predicted_s: float | None = None
+    """Until the first token, if chosen; None: how fast the worker is has not been heard."""
 
 
 class Selected(Struct, frozen=True, tag="selected"):
@@ -358,6 +358,8 @@ class RouterState(Struct, frozen=True):
     policy: str
     models: list[ModelState]
     sources: list[SourceState]
+    policy_trouble: str = ""
+    """Why not all choices are the policy's, at the worst of the models; empty: they are."""
 
 
 # --- frontend → worker

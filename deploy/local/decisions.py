@@ -45,7 +45,7 @@ def _candidate(row: Candidate, *, chosen: bool) -> tuple[str, ...]:
     """Overlap and held in blocks, queued in tokens."""
     overlap = (row.overlap.device, row.overlap.host, row.overlap.disk)
     numbers = (row.rank, *overlap, row.active_blocks, row.queued_tokens)
-    predicted = _seconds(row.predicted_s) if row.predicted_s else "?"
+    predicted = _seconds(row.predicted_s) if row.predicted_s is not None else "?"
     mark = "*" if chosen else ""
     return (mark, row.instance, *(str(number) for number in numbers), predicted, f"{row.score:.4g}", row.reason)
 
@@ -57,7 +57,7 @@ def _cached(one: Explanation) -> str:
 
 def _first_token(one: Explanation) -> str:
     predicted = _predicted_s(one)
-    said = f"{_seconds(predicted)} predicted, " if predicted else ""
+    said = f"{_seconds(predicted)} predicted, " if predicted is not None else ""
     if one.first_token_s is not None:
         return f"{said}{_seconds(one.first_token_s)} as the client saw it"
     if one.actual_cached_tokens is not None:
@@ -65,10 +65,10 @@ def _first_token(one: Explanation) -> str:
     return f"{said}not told yet"
 
 
-def _predicted_s(one: Explanation) -> float:
-    """Of the chosen one; 0: not known."""
+def _predicted_s(one: Explanation) -> float | None:
+    """Of the chosen one; None: not known."""
     rows = (row.predicted_s for row in one.candidates if (row.instance, row.rank) == (one.instance, one.rank))
-    return next(rows, 0.0)
+    return next(rows, None)
 
 
 def _seconds(seconds: float) -> str:

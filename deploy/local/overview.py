@@ -143,6 +143,8 @@ def layout(view: Overview) -> str:
     """The tables that people read."""
     parts = [f"namespace {view.namespace}, NATS {view.nats}, {view.discovery}", ""]
     parts.append(_instances(view.instances) if view.instances else "nothing is alive here")
+    if any(row.service == "worker" and row.load is None for row in view.instances):
+        parts.append("?: no load report was heard; a process that died is listed until its lease ends, some 10 s")
     if view.models:
         parts += ["", _models(view.models)]
     if view.routers:
@@ -182,7 +184,8 @@ def _routers(rows: Sequence[RouterState]) -> str:
         reserved = sum(model.reservations for model in row.models)
         blocks = sum(model.index_blocks for model in row.models)
         size_bytes = sum(model.index_bytes for model in row.models)
-        cells.append((row.router, row.policy, str(reserved), str(blocks), size(size_bytes), _sources(row.sources)))
+        policy = f"{row.policy} ({row.policy_trouble})" if row.policy_trouble else row.policy
+        cells.append((row.router, policy, str(reserved), str(blocks), size(size_bytes), _sources(row.sources)))
     return table(cells)
 
 

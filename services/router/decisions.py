@@ -122,8 +122,9 @@ class Decisions:
         return _in_words(self._kept[attempt])
 
     def explain(self, request: str, latest: int) -> list[Decision]:
-        """The latest kept of a request, or of all requests where it is empty; oldest first, with their rows."""
-        found = [kept for key, kept in self._kept.items() if not request or key[0] == request]
+        """The latest kept of a request, or of all requests where it is empty; oldest first, with their rows. A client's
+        own name for it does as well, before the hyphen and what the frontend added: then there may be several."""
+        found = [kept for (name, _), kept in self._kept.items() if request in ("", name, name.rpartition("-")[0])]
         return [_in_words(kept) for kept in found[-latest:]]
 
     def validate(self) -> None:
@@ -149,8 +150,8 @@ def _row(kept: _Kept, scored: Scored) -> Candidate:
         score=_told(scored.score),
         active_blocks=min(facts.load.active_blocks, _COUNT_MOST),
         queued_tokens=min(facts.load.queued_tokens, _COUNT_MOST),
-        reason=reason(kept.policy, kept.question, facts),
-        predicted_s=_told((facts.load.queued_tokens + uncached_tokens) / rate) if rate else 0.0,
+        reason=reason(kept.policy, kept.question, facts)[0],
+        predicted_s=round(_told((facts.load.queued_tokens + uncached_tokens) / rate), 6) if rate else None,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from services.router.config import RouterConfig
-from services.router.explaining import asked_for, explain, model_states
+from services.router.explaining import asked_for, explain, model_states, policy_trouble
 from services.router.feed import Feed
 from services.router.model_router import ModelRouter
 from services.router.seldom import Seldom
@@ -66,7 +66,10 @@ class Desk:
     async def tell_state(self, message: Message) -> None:
         """The payload is ignored."""
         sources = [feed.status() for _, feed in sorted(self._feeds.items())]
-        state = RouterState(self._runtime.instance, self._config.policy, model_states(self._models), sources)
+        state = RouterState(
+            *(self._runtime.instance, self._config.policy, model_states(self._models), sources),
+            policy_trouble=policy_trouble(self._models.values()),
+        )
         await self._answer("state", message, state)
 
     def _found(self, names: Iterable[str], message: Message) -> Explanations:

@@ -16,7 +16,7 @@ AT_ONCE = 20
 def asked_for(payload: bytes) -> str:
     """The request that a question names, as an answer's `id` has it or bare; empty: the latest ones."""
     request = payload.decode("utf-8", "replace").strip().strip('"')
-    return request.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    return request.removeprefix("chatcmpl-").removeprefix("cmpl-") or request
 
 
 def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:
@@ -33,7 +33,7 @@ def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
         router=selected.router,
         request=selected.request,
         attempt=selected.attempt,
-        age_s=now_s - decision.at_s,
+        age_s=round(now_s - decision.at_s, 6),
         instance=selected.instance,
         rank=selected.rank,
         reason=selected.reason,
@@ -41,9 +41,23 @@ def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
         prompt_tokens=decision.prompt_tokens,
         predicted_cached_tokens=decision.predicted_cached_tokens,
         actual_cached_tokens=decision.actual_cached_tokens,
-        first_token_s=decision.first_token_s,
-        ended_s=decision.ended_s,
+        first_token_s=_rounded(decision.first_token_s),
+        ended_s=_rounded(decision.ended_s),
     )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """To microseconds."""
+    return None if seconds is None else round(seconds, 6)
+
+
+def policy_trouble(models: Iterable[ModelRouter]) -> str:
+    """Why not all choices are the policy's, at the worst of the models; empty: they are."""
+    choosers = [model.chooser for model in models]
+    if any(chooser.off for chooser in choosers):
+        return "off: kv chooses"
+    failures = sum(chooser.failures for chooser in choosers)
+    return f"failed: kv made {failures} of its choices" if failures else ""
 
 
 def model_states(models: Mapping[str, ModelRouter]) -> list[ModelState]:

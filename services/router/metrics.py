@@ -85,7 +85,7 @@ class Metrics:
         self.policy_troubles = counter(
             registry,
             "headrace_policy_troubles",
-            "What was wrong with the policy: failed (kv chose instead), slow (over its budget), off (slow too often)",
+            "What was wrong with the policy: failed (kv chose, or no reason), slow (over its budget), off (for good)",
             ["kind"],
         )
         self.standing_still = gauge(

@@ -80,7 +80,11 @@ class ModelRouter:
             frozen_s=config.load.frozen_s,
         )
         self.chooser = Chooser(
-            policy, draw, clock=clock, budget_s=config.policy_budget_ms / 1000, strikes=config.policy_strikes
+            *(policy, draw),
+            name=config.policy,
+            clock=clock,
+            budget_s=config.policy_budget_ms / 1000,
+            strikes=config.policy_strikes,
         )
         self.seats = Seats(model, draw, ramp_s=config.load.ramp_s)
         self.cards = self.seats.cards

@@ -24,6 +24,9 @@ from services.router.question import Facts, Question, Scored
 from shared.errors import ConfigError
 
 _REASON_LIMIT = 500
+_PROBLEM_LIMIT = 200
+FAILURES = (Exception, SystemExit)
+"""What a policy may raise, being a plug-in, without ending the router."""
 
 
 class Policy(Protocol):
@@ -42,13 +45,28 @@ class Policy(Protocol):
         ...
 
 
-def reason(policy: Policy, question: Question, candidate: Facts) -> str:
-    """Why `policy` scores the candidate as it does, in words; empty where it does not say."""
+def reason(policy: Policy, question: Question, candidate: Facts) -> tuple[str, str]:
+    """Why `policy` scores the candidate as it does, in words, empty where it does not say; and what went wrong."""
     try:
         tell: Callable[[Question, Facts], object] | None = getattr(policy, "reason", None)
-        return "" if tell is None else str(tell(question, candidate))[:_REASON_LIMIT]
-    except Exception as wrong:  # noqa: BLE001 - a policy is a plug-in: words that fail must not fail the choice
-        return f"no reason: {type(wrong).__name__}: {wrong}"[:_REASON_LIMIT]
+        return "" if tell is None else _sent(str(tell(question, candidate))[:_REASON_LIMIT]), ""
+    except FAILURES as wrong:  # words that fail must not fail the choice
+        problem = problem_of(wrong)
+        return f"no reason: {problem}", problem
+
+
+def problem_of(wrong: BaseException) -> str:
+    """What a plug-in raised, in words that can be sent."""
+    try:
+        text = f"{type(wrong).__name__}: {wrong}"
+    except Exception:  # noqa: BLE001 - even its words are somebody's code
+        text = type(wrong).__name__
+    return _sent(text[:_PROBLEM_LIMIT])
+
+
+def _sent(text: str) -> str:
+    """Without what UTF-8 cannot say."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 BUILT_IN: dict[str, Callable[[], Policy]] = {
@@ -69,13 +87,13 @@ def load_policy(name: str) -> Callable[[], Policy]:
         raise ConfigError(f"policy {name}: not one of {', '.join(BUILT_IN)} and not module:attribute")
     try:
         made = getattr(import_module(module), attribute)
-    except Exception as wrong:  # a policy is a plug-in: its module may do anything while it is imported
-        raise ConfigError(f"policy {name}: {type(wrong).__name__}: {wrong}") from wrong
+    except FAILURES as wrong:  # a policy is a plug-in: its module may do anything while it is imported
+        raise ConfigError(f"policy {name}: {problem_of(wrong)}") from wrong
     missing = [method for method in ("filter", "score", "pick") if not callable(getattr(made, method, None))]
     if missing or not callable(made):
         raise ConfigError(f"policy {name}: it is no class with {', '.join(missing) or 'a constructor'}")
     try:
         made()
-    except Exception as wrong:  # the same plug-in; better now than at the first worker
-        raise ConfigError(f"policy {name}: it cannot be made: {type(wrong).__name__}: {wrong}") from wrong
+    except FAILURES as wrong:  # the same plug-in; better now than at the first worker
+        raise ConfigError(f"policy {name}: it cannot be made: {problem_of(wrong)}") from wrong
     return cast(Callable[[], Policy], made)

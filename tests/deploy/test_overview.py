@@ -98,7 +98,9 @@ def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
 
 
 def test_a_worker_that_was_not_heard_has_question_marks() -> None:
-    assert "?        ?        ?     ?       ?" in layout(look(instance("worker", "w1"), card("w1")))
+    text = layout(look(instance("worker", "w1"), card("w1")))
+    assert "?        ?        ?     ?       ?" in text
+    assert "\n?: no load report was heard; a process that died is listed until its lease ends, some 10 s\n" in text
 
 
 def test_the_card_of_the_later_instance_is_the_refused_one() -> None:
@@ -131,6 +133,11 @@ def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> Non
         "r1      kv      4         1200          100 kB      2 live, 1 refused, 1 partial, 1 not exact, 1 silent",
         "events of w2 at router r1: refused: blocks of 8 tokens",
     ]
+
+
+def test_a_policy_that_does_not_choose_is_not_shown_as_if_it_did() -> None:
+    state = RouterState("r1", "mine:Sleeps", [], [], policy_trouble="off: kv chooses")
+    assert "r1      mine:Sleeps (off: kv chooses)  0" in layout(look(instance("router", "r1"), states=(state,)))
 
 
 def test_nothing_alive_is_said_in_words() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
 
-from services.router.question import Facts, Question, Scored
+from services.router.question import Facts, Question, Scored, best
 
 
 class BrokenPolicy:
@@ -31,6 +32,58 @@ class SenselessPolicy(BrokenPolicy):
 
     def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
         return scored[0]
+
+
+class NoNumberPolicy(SenselessPolicy):
+    """Divides nothing by nothing; and picks as `kv` does, whom that leaves without a lowest score."""
+
+    def score(self, question: Question, candidate: Facts) -> float:
+        return math.nan if candidate.candidate[0] == "a" else 1.0
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return best(question, scored, draw)
+
+
+class OwnNoNumberPolicy(BrokenPolicy):
+    """Its own choice has a score that is not a number."""
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return Scored(scored[0].facts, math.nan)
+
+
+class NamingPolicy(BrokenPolicy):
+    """Picks a name instead of one of the scored."""
+
+    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
+        return scored[0].facts.candidate[0]  # type: ignore[return-value]
+
+
+class LeavingPolicy(BrokenPolicy):
+    """Ends the process, were it asked."""
+
+    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
+        raise SystemExit(3)
+
+
+class UnspeakableError(Exception):
+    """Has no words."""
+
+    def __str__(self) -> str:
+        raise self
+
+
+class UnspeakablePolicy(BrokenPolicy):
+    """Raises what cannot even be printed."""
+
+    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
+        raise UnspeakableError
+
+
+class GarbledPolicy(BrokenPolicy):
+    """Raises what no message carries."""
+
+    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
+        raise ValueError("\udcff")
 
 
 class NumpyPolicy(BrokenPolicy):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
 
-from services.router.chooser import FORGIVEN, Chooser
+from services.router.chooser import FORGIVEN, Chooser, Trouble
 from services.router.load import IDLE
 from services.router.policies.kv import KvPolicy
 from services.router.policy import BUILT_IN, Policy, reason
@@ -15,10 +16,16 @@ from shared.messages import Overlap
 from tests.router.broken_policy import (
     BrokenPolicy,
     ForeignPolicy,
+    GarbledPolicy,
     GreedyPolicy,
     LastPolicy,
+    LeavingPolicy,
+    NamingPolicy,
+    NoNumberPolicy,
+    OwnNoNumberPolicy,
     OwnScorePolicy,
     SenselessPolicy,
+    UnspeakablePolicy,
     VectorPolicy,
     WordlessPolicy,
     WordyPolicy,
@@ -66,17 +73,26 @@ def test_those_scored_come_best_first_with_the_choice_and_who_made_it(name: str)
         (OwnScorePolicy(), "TypeError"),
         (VectorPolicy(), "TypeError"),
         (ForeignPolicy(), "ProtocolError: the policy picked ('nowhere', 0), which is no candidate"),
+        (NoNumberPolicy(), "ProtocolError: score of ('a', 0) is nan"),
+        (OwnNoNumberPolicy(), "ProtocolError: score of ('a', 0) is nan"),
+        (NamingPolicy(), "ProtocolError: pick returned str, not one of the scored"),
+        (LeavingPolicy(), "SystemExit: 3"),
+        (UnspeakablePolicy(), "UnspeakableError"),
+        (GarbledPolicy(), "ValueError: ?"),
     ],
 )
 def test_where_the_policy_fails_kv_chooses_and_the_problem_is_told(policy: Policy, problem: str) -> None:
     asked = chooser(policy)
-    for _ in range(30):
+    for count in range(1, 31):
         verdict = asked.choose(QUESTION, FACTS)
         assert verdict.chosen.facts is FACTS[0]
         assert isinstance(verdict.policy, KvPolicy)
         assert verdict.trouble is not None
         assert verdict.trouble.kind == "failed"
         assert problem in verdict.trouble.problem
+        said = f"{type(policy).__name__} failed ({verdict.trouble.problem}), kv chose: uncached 16 + "
+        assert verdict.reason.startswith(said)
+        assert asked.failures == count
     assert asked.policy is policy, "failing is no reason to stop asking"
 
 
@@ -92,6 +108,8 @@ def test_one_that_is_slow_too_often_is_switched_off_for_good() -> None:
     after = asked.choose(QUESTION, FACTS)
     assert after.chosen.facts is FACTS[0]
     assert after.trouble is None
+    assert asked.off
+    assert after.reason.startswith("LastPolicy is off, kv chose: uncached 16 + ")
 
 
 def test_failing_slowly_is_slow() -> None:
@@ -125,8 +143,26 @@ def test_without_a_clock_nothing_is_slow() -> None:
     assert asked.choose(QUESTION, FACTS).trouble is None
 
 
-def test_a_policy_that_cannot_say_why_is_not_disturbed_by_it() -> None:
-    assert reason(WordlessPolicy(), QUESTION, FACTS[0]) == "no reason: LookupError: lost for words"
-    assert Chooser(WordlessPolicy(), Random(1)).choose(QUESTION, FACTS).reason.startswith("no reason: LookupError")
-    assert reason(LastPolicy(), QUESTION, FACTS[0]) == ""
-    assert reason(KvPolicy(), QUESTION, FACTS[0]) != ""
+class NeverPolicy(KvPolicy):
+    """Its scores add up to what is not a number."""
+
+    def score(self, question: Question, candidate: Facts) -> float:
+        return math.inf if candidate.candidate[0] == "a" else -math.inf
+
+
+def test_infinite_scores_are_scores() -> None:
+    verdict = Chooser(NeverPolicy(), Random(1)).choose(QUESTION, FACTS)
+    assert (verdict.trouble, verdict.chosen.facts) == (None, FACTS[1])
+
+
+def test_a_policy_that_cannot_say_why_chooses_all_the_same_and_the_problem_is_told() -> None:
+    problem = "LookupError: lost for words"
+    assert reason(WordlessPolicy(), QUESTION, FACTS[0]) == (f"no reason: {problem}", problem)
+    asked = Chooser(WordlessPolicy(), Random(1))
+    verdict = asked.choose(QUESTION, FACTS)
+    assert isinstance(verdict.policy, WordlessPolicy)
+    assert verdict.reason == f"no reason: {problem}"
+    assert verdict.trouble == Trouble("failed", f"reason: {problem}")
+    assert asked.failures == 0, "the choice was its own"
+    assert reason(LastPolicy(), QUESTION, FACTS[0]) == ("", "")
+    assert reason(KvPolicy(), QUESTION, FACTS[0])[0] != ""

@@ -43,6 +43,12 @@ def test_only_the_latest_are_kept_and_asking_again_counts_as_late() -> None:
     assert decisions.explain("b", latest=9) == []
 
 
+def test_a_request_is_found_by_its_clients_own_name_too() -> None:
+    decisions = kept("a-b-0e", "a-b-0f", "a-b", "a", "a-0a")
+    found = {name: [each.selected.request for each in decisions.explain(name, latest=9)] for name in ("a-b", "a", "a-")}
+    assert found == {"a-b": ["a-b-0e", "a-b-0f", "a-b"], "a": ["a-b", "a", "a-0a"], "a-": []}
+
+
 def test_rows_are_the_best_few_and_the_chosen_one() -> None:
     (decision,) = kept("a", candidates=ROWS + 9, chosen=ROWS + 5).explain("a", latest=1)
     rows = decision.selected.candidates
@@ -50,7 +56,7 @@ def test_rows_are_the_best_few_and_the_chosen_one() -> None:
     assert rows[0].overlap == Overlap(2, 1)
     assert (rows[0].queued_tokens, rows[0].active_blocks) == (300, 20)
     assert rows[0].predicted_s == (300 + 100 - 3 * 16) / 1000
-    assert rows[1].predicted_s == 0.0, "how fast it is was not told"
+    assert rows[1].predicted_s is None, "how fast it is was not told"
 
 
 def test_a_first_token_is_compared_once_and_within_what_can_be() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from random import Random
 
@@ -9,7 +10,7 @@ import pytest
 
 from services.router.config import RouterConfig
 from services.router.decisions import ROWS
-from services.router.explaining import AT_ONCE, asked_for, explain, model_states
+from services.router.explaining import AT_ONCE, asked_for, explain, model_states, policy_trouble
 from services.router.model_router import ModelRouter
 from services.router.policies.kv import KvPolicy
 from services.router.policy import BUILT_IN
@@ -26,6 +27,7 @@ from shared.messages import (
     Prefilled,
     Select,
 )
+from tests.router.broken_policy import BrokenPolicy
 
 
 def model(name: str, *instances: str, policy: str = "kv") -> ModelRouter:
@@ -43,6 +45,12 @@ def ask(router: ModelRouter, request: str, now_s: float = 0.0, *, attempt: int =
 @pytest.mark.parametrize("payload", [b"abc", b"chatcmpl-abc", b"cmpl-abc", b'"chatcmpl-abc"', b" abc\n"])
 def test_a_request_is_named_bare_or_as_its_answer_names_it(payload: bytes) -> None:
     assert asked_for(payload) == "abc"
+
+
+@pytest.mark.parametrize("payload", [b"chatcmpl-", b'"cmpl-"'])
+def test_a_name_of_nothing_but_its_beginning_is_not_empty(payload: bytes) -> None:
+    assert explain("r1", [model("m", "a")], asked_for(payload), 0.0).decisions == []
+    assert asked_for(payload) != ""
 
 
 @pytest.mark.parametrize("payload", [b"", b'""', b"\n"])
@@ -116,6 +124,35 @@ def test_scores_and_times_without_a_bound_can_be_told_in_json() -> None:
     told = explain("r1", [router], "r", 0.0)
     assert [row.instance for row in told.decisions[0].candidates] == ["b", "a"]
     assert EXPLANATIONS.decode(EXPLANATIONS.encode(told, JSON_HEADER), JSON_HEADER) == told
+
+
+def test_times_are_told_in_microseconds() -> None:
+    router = model("m", "a")
+    router.reported(LoadReport("a", 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=700.0), 0.0)
+    ask(router, "r", 1 / 3)
+    router.told(Prefilled("r", 1, 4, 2 / 3), 1.0)
+    router.told(Finished("r", 1), 1.0)
+    (told,) = explain("r1", [router], "r", 4 / 3 + 1e-9).decisions
+    assert (told.age_s, told.first_token_s, told.ended_s) == (1.0, 0.666667, 0.666667)
+    assert told.candidates[0].predicted_s == 0.012857
+
+
+def test_a_policy_that_does_not_choose_is_told_by_the_worst_of_its_models() -> None:
+    clock = itertools.count().__next__  # a second goes by each time it is looked at
+    fine = ModelRouter("m", "r1", RouterConfig(), KvPolicy(), Random(1))
+    failing = ModelRouter("m", "r1", RouterConfig(policy="mine:Broken"), BrokenPolicy(), Random(1))
+    slow = ModelRouter("m", "r1", RouterConfig(policy_strikes=0), KvPolicy(), Random(1), clock)
+    for router in (fine, failing, slow):
+        router.card_up(next(iter(model(router.model, "a").cards.values())))
+        ask(router, "r")
+    (told,) = explain("r1", [failing], "r", 0.0).decisions
+    assert told.reason == (
+        "mine:Broken failed (ZeroDivisionError: somebody's mistake), "
+        "kv chose: uncached 9 + fetch 0 + waiting 0 + running 0"
+    )
+    assert policy_trouble([fine]) == ""
+    assert policy_trouble([fine, failing]) == "failed: kv made 1 of its choices"
+    assert policy_trouble([fine, failing, slow]) == "off: kv chooses"
 
 
 def test_a_models_state_counts_what_is_known_of_it() -> None:

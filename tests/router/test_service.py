@@ -363,7 +363,9 @@ async def test_a_decision_can_be_explained_with_what_came_of_it() -> None:
         assert world.metric("headrace_kv_hit_rate_error_sum") == pytest.approx(4 / 21)
 
 
-@pytest.mark.parametrize(("policy", "errors"), [("BrokenPolicy", 1), ("SenselessPolicy", 1), ("NumpyPolicy", 0)])
+@pytest.mark.parametrize(
+    ("policy", "errors"), [("BrokenPolicy", 1), ("LeavingPolicy", 1), ("WordlessPolicy", 1), ("NumpyPolicy", 0)]
+)
 async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted(policy: str, errors: int) -> None:
     config = msgspec.structs.replace(NO_SPECULATION, policy=f"tests.router.broken_policy:{policy}")
     async with fleet(config) as world:
