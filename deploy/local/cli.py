@@ -87,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     fleet.add_argument("--namespace", default="default")
     commands.add_parser("status", parents=[state, fleet], help="what is alive, and how busy")
     explain = commands.add_parser("explain", parents=[state, fleet], help="why a request went where it went")
-    explain.add_argument("request", nargs="?", default="", help="the `id` of its answer (the latest ones, a line each)")
+    explain.add_argument(
+        "request", nargs="?", help="the `id` of its answer, or its X-Request-Id (the latest ones, a line each)"
+    )
 
     chat = commands.add_parser("chat", parents=[state], help="ask one question")
     chat.add_argument("question")

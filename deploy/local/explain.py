@@ -15,25 +15,29 @@ from shared import subjects
 from shared.errors import Unavailable
 from shared.messages import EXPLANATIONS, Explanations
 
+BLANK = ' \t\r\n"'
 
-def show(config: FleetConfig, request: str, *, as_json: bool) -> int:
-    """Print why `request` went where it went, or the latest choices where it is empty; 1 if no router knows it.
+
+def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
+    """Print why `request` went where it went, or the latest choices where it is None; 1 if no router knows it.
 
     Raises Unavailable where discovery, NATS or every router is away.
     """
     logging.basicConfig(level=logging.CRITICAL)  # what a retry loop says of itself
-    answers, notes = asyncio.run(_ask(config, request))
+    nameless = request is not None and not request.strip(BLANK)  # routers would tell the latest
+    answers, notes = ([], []) if nameless else asyncio.run(_ask(config, request or ""))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    decisions = joined(answers, latest=not request)
+    decisions = joined(answers, latest=request is None)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode({"decisions": decisions})).decode())
     elif decisions:
-        print(layout(decisions) if request else overview(decisions))
-    elif not request:
+        print(overview(decisions) if request is None else layout(decisions))
+    elif request is None:
         print("nothing was routed yet")
-    if request and not decisions:
-        print(f"error: no router remembers {request}: it was not routed here, or long ago", file=sys.stderr)
+    if request is not None and not decisions:
+        name = request if request.isprintable() and not nameless else ascii(request)
+        print(f"error: no router remembers {name}: it was not routed here, or long ago", file=sys.stderr)
         return 1
     return 0
 
@@ -44,7 +48,9 @@ async def _ask(config: FleetConfig, request: str) -> tuple[list[Explanations], l
         raise Unavailable(f"no router is there, says {config.discovery_shown}")
     async with bus_of(config, "headrace explain") as bus:
         subject = partial(subjects.explain, config.namespace)
-        answers, notes = await ask_routers(bus, routers, subject, request.encode(), EXPLANATIONS)
+        answers, notes = await ask_routers(
+            bus, routers, subject, request.encode(errors="surrogateescape"), EXPLANATIONS
+        )
     if not answers:
         raise Unavailable(f"no router answers: {'; '.join(notes)}")
     return answers, notes

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import cli, fleet
+from services.router.explaining import asked_for
 from shared import subjects
 from shared.config import NatsConfig
 from shared.file_discovery import FileDiscovery
@@ -79,7 +80,7 @@ class Fleet:
                 continue
 
             async def explain(message: Message, router: str = router, known: list[Explanation] = known) -> None:
-                request = message.payload.decode().removeprefix("chatcmpl-")
+                request = asked_for(message.payload)
                 found = [each for each in known if request in ("", each.request)]
                 answer = EXPLANATIONS.encode(Explanations(router, found), JSON_HEADER)
                 await bus.publish(message.reply, answer, headers=JSON_HEADER)
@@ -153,6 +154,20 @@ def test_an_unknown_request_is_told_in_one_line_with_status_1(
         assert cli.main(["explain", "never", *place]) == 1
         said = capsys.readouterr()
         assert said.err == "error: no router remembers never: it was not routed here, or long ago\n"
+        assert not said.out
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [(" ", "' '"), ("", "''"), ('"\n"', "'\"\\n\"'"), ("\udcff\udcfe", r"'\udcff\udcfe'"), ("chatcmpl-",) * 2],
+)
+def test_a_name_that_is_none_is_a_request_that_nobody_remembers(
+    name: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(tmp_path, KNOWN) as place:
+        assert cli.main(["explain", name, *place]) == 1
+        said = capsys.readouterr()
+        assert said.err == f"error: no router remembers {shown}: it was not routed here, or long ago\n"
         assert not said.out
 
 
