@@ -41,7 +41,7 @@ from shared.discovery_backends import open_discovery
 from shared.errors import ConfigError, ModelError
 from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, EventSource, Instance, Pong, ServiceName
 from shared.messaging import Bus, Events, Message
-from shared.metrics import process_registry
+from shared.metrics import counted, process_registry
 from shared.nats_bus import connect
 from shared.observe import Vitals
 from shared.version import VERSION
@@ -221,6 +221,7 @@ async def _serve(
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
         host = "127.0.0.1" if process.observe is None else process.observe.host
         events = opened.enter_context(ZmqEvents(host, advertise=observe.advertised(host)))
+        _count_unreadable(registry, bus, events)
         directory = Directory(discovery, bus, process.namespace, registry=registry)
         vitals.unready("starting")
         try:
@@ -246,6 +247,16 @@ async def _serve(
                 raise _Served
         except* _Served:
             pass
+
+
+def _count_unreadable(registry: CollectorRegistry, bus: Bus, events: Events) -> None:
+    counted(
+        registry,
+        "headrace_unreadable_messages",
+        "Messages on any subject, and questions for a replay of KV events, that nobody here could read; what a router "
+        "answers or tells apart is in headrace_malformed_messages instead",
+        lambda: bus.malformed + events.malformed,
+    )
 
 
 async def answer_pings(runtime: Runtime) -> None:

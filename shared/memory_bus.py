@@ -18,6 +18,7 @@ from itertools import count
 from typing import Literal
 
 from shared import subjects
+from shared.complaint import Tally
 from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
 from shared.event_ring import EventRing
 from shared.messages import EventSource
@@ -174,12 +175,17 @@ class MemoryBus:
         self.name = name
         self.replies = Replies()
         self._payload_limit_bytes = payload_limit_bytes
+        self._malformed = Tally()
         self._state: Literal["connected", "away", "closed"] = "connected"
         broker.join(self, self.replies.prefix, self.replies.take)
 
     @property
     def connected(self) -> bool:
         return self._state == "connected"
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed.count
 
     async def publish(
         self,
@@ -204,7 +210,7 @@ class MemoryBus:
         subjects.check(subject, wildcards=True)
         if self._state == "closed":
             raise BusDown("the bus is closed")
-        receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped)
+        receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped, malformed=self._malformed)
         subscription = MemorySubscription(self, subject, queue, receiver)
         self.broker.add(subscription)
         return subscription
@@ -360,6 +366,8 @@ def _next_turn(callback: Callable[..., None], *arguments: object) -> None:
 
 class MemoryEvents:
     """One process's way to KV events; see `shared.messaging.Events`. `name` is for the weather."""
+
+    malformed = 0
 
     def __init__(self, broker: MemoryBroker, name: str = "") -> None:
         self._broker = broker

@@ -37,6 +37,8 @@ class SubscriptionStatistics(Struct, frozen=True):
     pending: int
     failed: int = 0
     """Messages on which `receive` raised; each was logged."""
+    malformed: int = 0
+    """Messages that `receive` could not read: it raised ProtocolError. Logged once a minute."""
 
 
 Receive = Callable[[Message], Awaitable[None]]
@@ -62,6 +64,11 @@ class Bus(Protocol):
     @property
     def connected(self) -> bool: ...
 
+    @property
+    def malformed(self) -> int:
+        """Messages so far that could not be read, whatever has become of their subscriptions."""
+        ...
+
     async def publish(
         self,
         subject: str,
@@ -84,8 +91,10 @@ class Bus(Protocol):
         dropped: Callable[[int], None] | None = None,
     ) -> Subscription:
         """Deliver to `receive`, one message at a time. At `pending_limit` waiting messages new ones are dropped,
-        counted and told to `dropped(count_so_far)`. An exception out of `receive` is logged and counted, and the
-        subscription lives on. Members of the same `queue` share the messages."""
+        counted and told to `dropped(count_so_far)`. ProtocolError out of `receive` says that a message cannot be
+        read: it is counted as malformed, and logged in one line once a minute. Any other exception (PayloadTooLarge is
+        one: the answer was ours) is logged whole and counted as failed. The subscription lives on. Members of the same
+        `queue` share the messages."""
         ...
 
     async def request(
@@ -144,6 +153,11 @@ class EventSubscription(Protocol):
 
 class Events(Protocol):
     """Opens both ends of the event stream."""
+
+    @property
+    def malformed(self) -> int:
+        """Questions so far for a replay, to all publishers opened here, that could not be read."""
+        ...
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> EventPublisher: ...
 

@@ -8,11 +8,12 @@ the event loop. The labels namespace, service and instance are attached to every
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from shared.messages import ServiceName
 
@@ -36,6 +37,11 @@ def counter(registry: CollectorRegistry, name: str, explanation: str, labels: Se
     return Counter(_checked(name), explanation, labels, registry=registry)
 
 
+def counted(registry: CollectorRegistry, name: str, explanation: str, count: Callable[[], int]) -> None:
+    """A counter that is kept elsewhere: `count()` is asked at each scrape. `name` without `_total`."""
+    registry.register(_Counted(_checked(name), explanation, count))
+
+
 def gauge(registry: CollectorRegistry, name: str, explanation: str, labels: Sequence[str] = ()) -> Gauge:
     """Something that rises and falls."""
     return Gauge(_checked(name), explanation, labels, registry=registry)
@@ -46,6 +52,20 @@ def histogram(
 ) -> Histogram:
     """A distribution; take `buckets` from the tables above, so that dashboards can compare."""
     return Histogram(_checked(name), explanation, labels, buckets=buckets, registry=registry)
+
+
+class _Counted(Collector):
+    def __init__(self, name: str, explanation: str, count: Callable[[], int]) -> None:
+        self._name = name
+        self._explanation = explanation
+        self._count = count
+
+    def describe(self) -> Iterator[Metric]:
+        """So that a second one of the same name is refused."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._explanation, value=self._count())
 
 
 class LabelledRegistry(CollectorRegistry):

@@ -24,8 +24,9 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as RemoteSubscription
 
 from shared import subjects
+from shared.complaint import Complaint, Tally
 from shared.config import NatsConfig
-from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
+from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout
 from shared.messaging import Message, Receive, SubscriptionStatistics
 from shared.nats_connection import (
     FAILURES,
@@ -124,6 +125,8 @@ class NatsBus:
         self._subscriptions: list[NatsSubscription] = []
         self._client: Client | None = None
         self._closed = False
+        self._malformed = Tally()
+        self._torn = Complaint("unreadable message from NATS", self._malformed)
         self._complained_at = -math.inf
         self._reported_at = -math.inf
         self._keeper = asyncio.get_running_loop().create_task(self._keep_connected(), name="nats connection")
@@ -131,6 +134,11 @@ class NatsBus:
     @property
     def connected(self) -> bool:
         return self._client is not None and self._client.is_connected
+
+    @property
+    def malformed(self) -> int:
+        """Those whose very subject or headers cannot be read included."""
+        return self._malformed.count
 
     async def wait_connected(self) -> None:
         """Returns once there is a connection."""
@@ -164,7 +172,7 @@ class NatsBus:
         subjects.check(subject, wildcards=True)
         if self._closed:
             raise BusDown("the bus is closed")
-        receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped)
+        receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped, malformed=self._malformed)
         subscription = NatsSubscription(self, subject, queue, receiver)
         self._subscriptions.append(subscription)
         client = self._client
@@ -329,6 +337,8 @@ class NatsBus:
                     subscription.lost()
         elif isinstance(wrong, nats.errors.UnexpectedEOF):
             pass  # told when the connection has ended
+        elif isinstance(wrong, ProtocolError):
+            self._torn.add(wrong)
         elif now - self._reported_at >= COMPLAIN_INTERVAL_S:
             self._reported_at = now
             _log.error("NATS: %s", wrong)

@@ -3,7 +3,9 @@
     offer ──▶ [ waiting, bounded ] ──▶ receive(message), one at a time
       └─ over the bound: dropped, counted, told
 
-The same for NATS and the in-process twin, so that both drop, count, log and drain alike.
+A message that cannot be read (`receive` raised ProtocolError) is counted, and told once a minute: anybody may send one,
+so a flood of them must not fill the log. The same for NATS and the in-process twin, so that both drop, count, log and
+drain alike.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from shared.complaint import Complaint, Tally
+from shared.errors import PayloadTooLarge, ProtocolError
 from shared.messaging import Message, Receive, SubscriptionStatistics
 
 PENDING_LIMIT_BYTES = 64 << 20
@@ -25,11 +29,18 @@ _log = logging.getLogger(__name__)
 class Receiver:
     """Owns the task from construction (in a running loop) until `drain`.
 
-    Beyond `pending_limit` messages or PENDING_LIMIT_BYTES waiting, new ones are dropped.
+    Beyond `pending_limit` messages or PENDING_LIMIT_BYTES waiting, new ones are dropped. What cannot be read counts in
+    `malformed` too.
     """
 
     def __init__(
-        self, subject: str, receive: Receive, *, pending_limit: int, dropped: Callable[[int], None] | None = None
+        self,
+        subject: str,
+        receive: Receive,
+        *,
+        pending_limit: int,
+        dropped: Callable[[int], None] | None = None,
+        malformed: Tally | None = None,
     ) -> None:
         assert pending_limit > 0
         self._subject = subject
@@ -41,6 +52,7 @@ class Receiver:
         self._received = 0
         self._dropped = 0
         self._failed = 0
+        self._malformed = Complaint(f"unreadable message on {subject}", malformed)
         self._closing = False
         self._wake = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._hand_over(), name=f"receive {subject}")
@@ -66,7 +78,11 @@ class Receiver:
 
     def statistics(self) -> SubscriptionStatistics:
         return SubscriptionStatistics(
-            received=self._received, dropped=self._dropped, pending=len(self._waiting), failed=self._failed
+            received=self._received,
+            dropped=self._dropped,
+            pending=len(self._waiting),
+            failed=self._failed,
+            malformed=self._malformed.count,
         )
 
     async def drain(self) -> None:
@@ -98,9 +114,8 @@ class Receiver:
                 self._waiting_bytes -= _size_bytes(message)
                 try:
                     await self._receive(message)
-                except Exception:  # noqa: BLE001 - the subscriber's code: one bad message must not end its subscription
-                    self._failed += 1
-                    _log.exception("receiving from %s failed on %s", self._subject, message.subject)
+                except Exception as wrong:  # noqa: BLE001 - the subscriber's code: one bad message must not end it
+                    self._went_wrong(message, wrong)
                 share += 1
                 if share >= _FAIR_SHARE:
                     share = 0
@@ -109,6 +124,14 @@ class Receiver:
                 return
             self._wake.clear()
             await self._wake.wait()
+
+    def _went_wrong(self, message: Message, wrong: Exception) -> None:
+        """The sender's fault, or ours. (An answer over the payload limit is a ProtocolError, but of our making.)"""
+        if isinstance(wrong, ProtocolError) and not isinstance(wrong, PayloadTooLarge):
+            self._malformed.add(f"{message.subject}: {wrong}")
+        else:
+            self._failed += 1
+            _log.error("receiving from %s failed on %s", self._subject, message.subject, exc_info=wrong)
 
 
 def _size_bytes(message: Message) -> int:

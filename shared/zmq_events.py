@@ -15,7 +15,6 @@ receiver sees a gap in the sequences. The ring for replay is bounded in number a
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Literal
 
 import zmq
 
+from shared.complaint import Complaint, Tally
 from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
 from shared.event_ring import EventRing
 from shared.messages import EventSource
@@ -42,10 +42,7 @@ REPLAY_LIMIT_BYTES = 512 << 20
 FAIR_SHARE = 16
 """Messages taken from one socket before the event loop gets a turn: a flood of small batches delays others by
 less than half a millisecond a source, and costs no more a message than with larger shares."""
-COMPLAIN_INTERVAL_S = 60.0
 END = b"\xff" * 8
-
-_log = logging.getLogger(__name__)
 
 
 def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
@@ -113,26 +110,18 @@ class _Reader:
         self._socket.close(linger=0)
 
 
-class _Complaint:
-    """Malformed frames of one source: counted, and logged at most once a minute."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._logged_at: float | None = None
-        self.count = 0
-
-    def add(self, wrong: str) -> None:
-        self.count += 1
-        now = asyncio.get_running_loop().time()
-        if self._logged_at is None or now - self._logged_at >= COMPLAIN_INTERVAL_S:
-            self._logged_at = now
-            _log.warning("malformed KV event from %s (%d so far): %s", self._source, self.count, wrong)
-
-
 class ZmqEventPublisher:
     """A PUB socket and its replay ROUTER, each on a free port."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, advertise: str, topic: str, ring: EventRing):
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        advertise: str,
+        topic: str,
+        ring: EventRing,
+        malformed: Tally,
+    ) -> None:
         self._topic = topic.encode()
         self._ring = ring
         self._publish = context.socket(zmq.PUB)
@@ -153,7 +142,7 @@ class ZmqEventPublisher:
         )
         self._answers: deque[_Answer] = deque()
         self._resume: asyncio.Handle | None = None
-        self._complaint = _Complaint("an asker for replay")
+        self._complaint = Complaint("malformed question for a replay of KV events", malformed)
         self._reader = _Reader(self._replay, self._asked)
 
     @property
@@ -237,7 +226,7 @@ class ZmqEventSubscription:
         self._context = context
         self._source = source
         self._receive = receive
-        self._complaint = _Complaint(source.publish)
+        self._complaint = Complaint(f"malformed KV event from {source.publish}")
         socket = context.socket(zmq.SUB)
         try:
             socket.rcvhwm = RECEIVE_LIMIT_BATCHES
@@ -293,7 +282,7 @@ class _Replay:
     """One question to a source's ROUTER."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, complaint: _Complaint
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, complaint: Complaint
     ) -> None:
         self.batches: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
         self._so_far: list[tuple[int, bytes]] = []
@@ -342,6 +331,12 @@ class ZmqEvents:
         self._host = host
         self._advertise = advertise or host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._malformed = Tally()
+
+    @property
+    def malformed(self) -> int:
+        """Questions that were not a sequence in its envelope."""
+        return self._malformed.count
 
     def __enter__(self) -> ZmqEvents:
         return self
@@ -353,7 +348,8 @@ class ZmqEvents:
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> ZmqEventPublisher:
         """Within a running event loop. Raises ConfigError where `host` is not this machine's."""
-        return ZmqEventPublisher(self._context, self._host, self._advertise, topic, EventRing(ring_batches))
+        ring = EventRing(ring_batches)
+        return ZmqEventPublisher(self._context, self._host, self._advertise, topic, ring, self._malformed)
 
     def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> ZmqEventSubscription:
         """Within a running event loop. Raises ProtocolError where an endpoint of `source` is none."""

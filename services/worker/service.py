@@ -231,7 +231,7 @@ class Worker:
         self._sender.append(frontend, parts)
         self._attempts_changed.set()
 
-    # --- what frontends and routers say
+    # --- what frontends and routers say; what cannot be read is the subscription's to count: ProtocolError comes out
 
     async def _generate(self, message: Message) -> None:
         try:
@@ -249,11 +249,7 @@ class Worker:
         await self._answer(message, GENERATE_REPLY.encode(reply, message.headers))
 
     async def _cancel(self, message: Message) -> None:
-        try:
-            cancel = CANCEL.decode(message.payload, message.headers)
-        except ProtocolError as wrong:
-            _log.warning("%s: %s", message.subject, wrong)
-            return
+        cancel = CANCEL.decode(message.payload, message.headers)
         self._cancel_attempt(cancel.request, cancel.attempt)
 
     def _cancel_attempt(self, request: str, attempt: int) -> None:
@@ -261,11 +257,7 @@ class Worker:
             self.engine.cancel(request, attempt)
 
     async def _resend(self, message: Message) -> None:
-        try:
-            asked = RESEND_REQUEST.decode(message.payload, message.headers)
-        except ProtocolError as wrong:
-            _log.warning("%s: %s", message.subject, wrong)
-            return
+        asked = RESEND_REQUEST.decode(message.payload, message.headers)
         first, after = self._sender.log.rewind(asked.frontend, asked.first)
         resent = Resent(FrameLog.EPOCH, first, after, self._attempts.of(asked.frontend))
         await self._answer(message, RESENT.encode(resent, message.headers))
@@ -273,13 +265,13 @@ class Worker:
 
     async def _snapshot(self, message: Message) -> None:
         """Silent where there is no snapshot to give: the asker's time-out and the card's absence say so."""
+        asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
+        if asked.rank:
+            raise ProtocolError(f"a snapshot of rank {asked.rank}: there is rank 0 only")
+        epoch = self.engine.epoch
         try:
-            asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
-            if asked.rank:
-                raise ProtocolError(f"a snapshot of rank {asked.rank}: there is rank 0 only")
-            epoch = self.engine.epoch
             taken = await self.engine.snapshot(SNAPSHOT_LIMIT_S)
-        except (ProtocolError, Unavailable) as wrong:
+        except Unavailable as wrong:
             _log.warning("%s: %s", message.subject, wrong)
             return
         chunks = in_chunks(taken.blocks, SNAPSHOT_CHUNK_BYTES)
@@ -290,13 +282,13 @@ class Worker:
                 return  # a snapshot with a hole must not get an end
 
     async def _answer(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
-        """Whether it was sent. One that was not is not kept: who asked will ask again, or has gone."""
+        """Whether it was sent. One that was not is not kept: who asked will ask again, or has gone. Raises
+        ProtocolError where the question names no subject to answer to."""
         headers = dict(JSON_HEADER) if is_json(message.headers) else {}
         if last:
             headers[LAST_HEADER] = "true"
         if not message.reply:
-            _log.warning("%s: no reply subject", message.subject)
-            return False
+            raise ProtocolError("no reply subject")
         try:
             await self._runtime.bus.publish(message.reply, payload, headers=headers or None)
         except (BusDown, PayloadTooLarge) as wrong:

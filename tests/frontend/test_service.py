@@ -9,10 +9,14 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.frontend.config import LimitsConfig
+from shared import subjects
 from shared.hashing import unpack_tokens
+from shared.memory_bus import MemoryBus
 from shared.messages import Cancel, Generate
-from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedWorker, World, clients, world
+from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
 QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.05, frozen_s=1.0)
 COUNT: Any = [{"role": "user", "content": "count"}]
@@ -47,6 +51,27 @@ async def halfway(w: World, then: Callable[[Generate], Awaitable[None]]) -> str:
         await then(offered)
         async with asyncio.timeout(DEADLINE_S):
             return (await asking).choices[0].message.content or ""
+
+
+async def test_step_frames_and_reports_that_cannot_be_read_are_counted_and_told_once(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(directory, limits=QUICK) as w:
+
+        async def garbage(offered: Generate) -> None:
+            noise = MemoryBus(w.broker)
+            for _ in range(20):
+                await noise.publish(subjects.stream(NAMESPACE, offered.frontend), b"\xc1 not msgpack")
+                await noise.publish(subjects.worker(NAMESPACE, "anybody", "load"), b"\xc1 not msgpack")
+            await w.workers[0].send(offered, 3, [*w.ids("one two three")[3:], 2], "stop")
+
+        assert await halfway(w, garbage) == "one two three"
+        async with asyncio.timeout(DEADLINE_S):
+            while w.bus.malformed < 40:  # noqa: ASYNC110 - nothing is called for it
+                await asyncio.sleep(0.01)
+    told = [record for record in caplog.records if record.name in ("shared.complaint", "shared.receiver")]
+    assert len(told) == 2
+    assert not any(record.exc_info for record in told)
 
 
 async def test_a_request_whose_last_part_was_lost_goes_on_in_a_new_attempt(directory: Path) -> None:

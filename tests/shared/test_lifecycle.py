@@ -151,6 +151,27 @@ async def test_what_it_shows_of_itself(tmp_path: Path, nats_url: str) -> None:
         assert re.match(rf'time=\S+Z level=\w+ service=worker instance={instance} logger=\S+ message="', line), line
 
 
+async def test_garbage_at_its_control_subject_is_counted_and_told_in_one_line(tmp_path: Path, nats_url: str) -> None:
+    async with started(tmp_path, "--nats-url", nats_url, "--namespace", "noisy") as child:
+        await ready(tmp_path)
+        _, text = await get(tmp_path, "/metrics")
+        found = re.search(r'^headrace_unreadable_messages_total\{instance="(\w+)".*\} 0.0$', text, re.MULTILINE)
+        assert found is not None
+        bus = await connect(NatsConfig(url=nats_url), "test")
+        where = subjects.control("noisy", "worker", found[1])
+        for _ in range(200):
+            await bus.publish(where, b"\xc1 not msgpack")
+        await bus.request(where, PING.encode(Ping()), timeout_s=DEADLINE_S)
+        await bus.drain()
+        _, text = await get(tmp_path, "/metrics")
+        assert re.search(r"^headrace_unreadable_messages_total\{.*\} 200.0$", text, re.MULTILINE)
+        child.process.send_signal(signal.SIGTERM)
+        assert await child.ended() == 0
+    assert child.log.count(where) == 2  # the subscription's name and the message's, in one line
+    assert child.log.count("unreadable message") == 1
+    assert "Traceback" not in child.log
+
+
 async def test_a_process_without_nats_is_live_and_says_what_it_waits_for(tmp_path: Path) -> None:
     server = NatsServer(tmp_path)
     async with started(tmp_path, "--nats-url", server.url) as child:

@@ -244,6 +244,30 @@ async def test_an_exception_out_of_receive_is_logged_and_counted(
     assert "a bad message" in caplog.text
 
 
+async def test_what_cannot_be_read_is_counted_beyond_its_subscriptions_end(
+    open_bus: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus, other, inbox = await open_bus(), await open_bus(), Inbox()
+
+    async def receive(message: Message) -> None:
+        if message.payload == b"bad":
+            raise ProtocolError("a bad message")
+        await inbox.receive(message)
+
+    for number in (1, 2):
+        where = subject()
+        subscription = await bus.subscribe(where, receive)
+        for payload in (b"bad", b"bad", b"good"):
+            await other.publish(where, payload)
+        await inbox.wait(number)
+        assert (subscription.statistics().malformed, subscription.statistics().failed) == (2, 0)
+        assert caplog.text.count(f"unreadable message on {where}") == 1
+        await subscription.unsubscribe()
+        assert bus.malformed == 2 * number
+    assert other.malformed == 0
+    assert "Traceback" not in caplog.text
+
+
 async def test_unsubscribing_hands_over_what_has_come(open_bus: Open) -> None:
     sender, bus, where = await open_bus(), await open_bus(), subject()
     inbox, first, release = Inbox(), asyncio.Event(), asyncio.Event()

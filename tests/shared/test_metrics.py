@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram, process_registry
+from shared.metrics import ROUND_TRIP_SECONDS, counted, counter, gauge, histogram, process_registry
 
 
 def test_every_series_carries_namespace_service_and_instance() -> None:
@@ -19,6 +19,19 @@ def test_every_series_carries_namespace_service_and_instance() -> None:
     labels = 'instance="0a",namespace="default",outcome="selected",service="router"'
     assert f"headrace_selects_total{{{labels}}} 1.0" in series
     assert any(line.startswith("process_resident_memory_bytes{") for line in series)
+
+
+def test_a_counter_kept_elsewhere_is_asked_at_each_scrape() -> None:
+    registry = process_registry("default", "router", "0a")
+    lost: list[str] = []
+    counted(registry, "headrace_lost_things", "Lost things", lambda: len(lost))
+    labels = {"namespace": "default", "service": "router", "instance": "0a"}
+    for count in range(3):
+        assert registry.get_sample_value("headrace_lost_things_total", labels) == pytest.approx(count)
+        lost.append("a thing")
+    assert "# TYPE headrace_lost_things_total counter" in generate_latest(registry).decode()
+    with pytest.raises(ValueError, match="Duplicated"):
+        counter(registry, "headrace_lost_things", "Another")
 
 
 def test_a_metrics_own_label_wins() -> None:

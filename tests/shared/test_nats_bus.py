@@ -50,8 +50,8 @@ async def publish_bytes(bus: NatsBus, size_bytes: int) -> None:
 
 
 @contextmanager
-def logged(text: str) -> Iterator[asyncio.Event]:
-    """An event that is set when the bus logs a message with `text` in it."""
+def logged(text: str, by: str = "shared.nats_bus") -> Iterator[asyncio.Event]:
+    """An event that is set when a message with `text` in it is logged."""
     found = asyncio.Event()
 
     def look(record: logging.LogRecord) -> bool:
@@ -59,7 +59,7 @@ def logged(text: str) -> Iterator[asyncio.Event]:
             found.set()
         return True
 
-    log = logging.getLogger("shared.nats_bus")
+    log = logging.getLogger(by)
     log.addFilter(look)
     try:
         yield found
@@ -241,12 +241,13 @@ async def test_a_message_that_cannot_be_read_is_dropped_and_the_next_one_heard(
         await bus.subscribe("chat", receive)
         host, _, port = own_nats.url.removeprefix("nats://").partition(":")
         _reader, writer = await asyncio.open_connection(host, int(port))
-        with logged("dropped a message") as dropped:
+        with logged("dropped a message", by="shared.complaint") as dropped:
             writer.write(b'CONNECT {"verbose": false, "headers": true, "no_responders": true}\r\n')
             writer.write(unreadable + b"PUB chat 4\r\nnext\r\n")
             async with asyncio.timeout(DEADLINE_S):
                 assert await heard.get() == b"next"
                 await dropped.wait()
+        assert bus.malformed >= 1
         writer.close()
         await writer.wait_closed()
 

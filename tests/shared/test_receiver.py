@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
-from shared import receiver
+from shared import complaint, receiver
+from shared.complaint import Tally
+from shared.errors import PayloadTooLarge, ProtocolError
 from shared.messaging import Message
 from shared.receiver import Receiver
 
@@ -91,3 +94,47 @@ async def test_a_receiver_that_never_waits_lets_others_run() -> None:
     await receiving.drain()
     counting.cancel()
     assert turns > 100
+
+
+async def test_a_flood_of_unreadable_messages_is_counted_and_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def receive(message: Message) -> None:
+        raise ProtocolError("not msgpack")
+
+    tally = Tally()
+    receiving = [Receiver(f"subject.{each}.>", receive, pending_limit=1000, malformed=tally) for each in "ab"]
+    for one in receiving:
+        for _ in range(200):
+            one.offer(Message("subject.x", b"garbage"))
+        await one.drain()
+        assert (one.statistics().malformed, one.statistics().failed) == (200, 0)
+    assert tally.count == 400
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert [record.exc_info for record in caplog.records] == [None] * 2
+    for told, subject in zip(caplog.messages, ("subject.a.>", "subject.b.>"), strict=True):
+        assert told == f"unreadable message on {subject} (1 so far, told once a minute): subject.x: not msgpack"
+
+
+async def test_the_next_minute_unreadable_messages_are_told_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def receive(message: Message) -> None:
+        raise ProtocolError("not msgpack")
+
+    monkeypatch.setattr(complaint, "COMPLAIN_INTERVAL_S", 0.0)
+    receiving = Receiver("subject", receive, pending_limit=10)
+    for _ in range(3):
+        receiving.offer(Message("subject", b"garbage"))
+    await receiving.drain()
+    assert ["3 so far" in told for told in caplog.messages] == [False, False, True]
+
+
+async def test_an_answer_over_the_limit_is_a_failure_and_told_whole(caplog: pytest.LogCaptureFixture) -> None:
+    async def receive(message: Message) -> None:
+        raise PayloadTooLarge(2, 1)
+
+    receiving = Receiver("subject", receive, pending_limit=10)
+    receiving.offer(Message("subject", b""))
+    await receiving.drain()
+    assert (receiving.statistics().malformed, receiving.statistics().failed) == (0, 1)
+    assert caplog.records[0].levelno == logging.ERROR
+    assert caplog.records[0].exc_info is not None

@@ -114,7 +114,9 @@ async def test_a_replay_without_topics_is_read_as_sglang_sends_it(events: ZmqEve
     subscription.close()
 
 
-async def test_malformed_questions_are_ignored(events: ZmqEvents, stranger: Stranger) -> None:
+async def test_malformed_questions_are_ignored_counted_and_logged_once(
+    events: ZmqEvents, stranger: Stranger, caplog: pytest.LogCaptureFixture
+) -> None:
     publisher = events.open_publisher()
     asker = stranger.socket(zmq.DEALER)
     asker.connect(publisher.source.replay)
@@ -122,6 +124,8 @@ async def test_malformed_questions_are_ignored(events: ZmqEvents, stranger: Stra
         await asker.send_multipart(frames)
     assert await asyncio.wait_for(asker.recv_multipart(), DEADLINE_S) == [b"", b"", END, b""]
     publisher.close()
+    assert events.malformed == 4
+    assert caplog.text.count("malformed question") == 1
 
 
 async def bound(events: ZmqEvents, stranger: Stranger) -> tuple[ZmqEventSubscription, Batches, zmq.asyncio.Socket]:

@@ -295,9 +295,10 @@ class World:
             elif (error := process.main.exception()) is not None:
                 self.wrong.append(f"{process.instance} crashed: {error!r}")
         self.wrong += [
-            f"a subscription of {subscription.bus.name} failed {subscription.statistics().failed} times"
+            f"a subscription of {subscription.bus.name} failed {statistics.failed} times, "
+            f"and could not read {statistics.malformed} messages"
             for subscription in self._broker.all
-            if subscription.statistics().failed
+            if (statistics := subscription.statistics()).failed or statistics.malformed
         ]
         dead = [process for process in self.processes if process.state == "dead"]
         left = asyncio.all_tasks() - {asyncio.current_task()}

@@ -136,7 +136,7 @@ def subject_of_snapshots() -> str:
 async def test_a_snapshot_of_a_rank_that_is_not_there_is_not_that_of_another(config: WorkerConfig) -> None:
     async with running_worker(config) as shell:
         await serving(shell)
-        with logged("a snapshot of rank 1") as said:
+        with logged("a snapshot of rank 1", by="shared.complaint") as said:
             question = SNAPSHOT_REQUEST.encode(SnapshotRequest(rank=1))
             async with shell.peer.bus.stream(subject_of_snapshots(), question, idle_timeout_s=0.1) as messages:
                 with pytest.raises(RequestTimeout):
@@ -145,8 +145,8 @@ async def test_a_snapshot_of_a_rank_that_is_not_there_is_not_that_of_another(con
 
 
 @contextmanager
-def logged(text: str) -> Iterator[asyncio.Event]:
-    """An event that is set when the worker logs a message with `text` in it."""
+def logged(text: str, by: str = "services.worker.service") -> Iterator[asyncio.Event]:
+    """An event that is set when a message with `text` in it is logged."""
     found = asyncio.Event()
 
     def look(record: logging.LogRecord) -> bool:
@@ -154,7 +154,7 @@ def logged(text: str) -> Iterator[asyncio.Event]:
             found.set()
         return True
 
-    log = logging.getLogger("services.worker.service")
+    log = logging.getLogger(by)
     log.addFilter(look)
     try:
         yield found
@@ -247,6 +247,24 @@ async def test_bad_requests_are_refused_by_name(config: WorkerConfig) -> None:
         assert reply.code == "wrong_model"
         torn = await shell.peer.ask("generate", b"\xc1 not msgpack")
         assert b"bad_request" in torn.payload
+
+
+async def test_what_cannot_be_read_is_counted_and_told_once_a_subject(
+    config: WorkerConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        for operation in ("cancel", "resend", "snapshot"):
+            for _ in range(3):
+                await shell.peer.bus.publish(subjects.worker(NAMESPACE, WORKER, operation), b"\xc1 not msgpack")
+        resend = RESEND_REQUEST.encode(ResendRequest(FRONTEND, 0))
+        await shell.peer.bus.publish(subjects.worker(NAMESPACE, WORKER, "resend"), resend)
+        await shell.peer.until(lambda: shell.runtime.bus.malformed == 10)
+        assert await shell.peer.generate(request("r", PROMPT)) == Accepted("r", 1)
+        assert await shell.peer.ended("r") == "stop"
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 3
+    assert not any(record.exc_info for record in told)
 
 
 async def test_a_number_that_cannot_be_passed_on_is_refused_and_the_worker_lives_on(config: WorkerConfig) -> None:

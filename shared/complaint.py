@@ -1,0 +1,37 @@
+"""What came from others and could not be read: every one counted, and one line in the log a minute at most."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+COMPLAIN_INTERVAL_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Tally:
+    """The sum over many complaints, those that are over included."""
+
+    count: int = 0
+
+
+class Complaint:
+    """About one source. `what` begins its lines in the log; `tally` counts with it."""
+
+    def __init__(self, what: str, tally: Tally | None = None) -> None:
+        self._what = what
+        self._tally = Tally() if tally is None else tally
+        self._logged_at_s: float | None = None
+        self.count = 0
+
+    def add(self, wrong: object) -> None:
+        """One more; `wrong` says what is wrong with it. Within a running event loop."""
+        self.count += 1
+        self._tally.count += 1
+        now_s = asyncio.get_running_loop().time()
+        if self._logged_at_s is None or now_s - self._logged_at_s >= COMPLAIN_INTERVAL_S:
+            self._logged_at_s = now_s
+            _log.warning("%s (%d so far, told once a minute): %s", self._what, self.count, wrong)
