@@ -1,8 +1,9 @@
-"""`python -m tests.simulation SEED`: runs one seed and tells every message, fault and answer, and what went wrong."""
+"""`.venv/bin/python -m tests.simulation SEED` runs one seed, and tells messages, faults, answers and what went wrong."""
 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 
 import msgspec
@@ -25,4 +26,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` ends it, and no world is told of it
     sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ def failures(first: int, count: int) -> list[str]:
 
 def failure(seed: int) -> str:
     """What went wrong in a seed; empty: nothing."""
-    again = f"python -m tests.simulation {seed}"
+    again = f".venv/bin/python -m tests.simulation {seed}"
     try:
         wrong = run(plan(seed))
     except BaseException as error:

@@ -65,7 +65,7 @@ def test_a_seed_runs_the_same_in_every_process() -> None:
 
 def test_a_seed_that_fails_tells_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.simulation.seeds.run", lambda _: ["r1 has no end"])
-    assert failures(3, 2) == [f"python -m tests.simulation {seed}\n  r1 has no end" for seed in (3, 4)]
+    assert failures(3, 2) == [f".venv/bin/python -m tests.simulation {seed}\n  r1 has no end" for seed in (3, 4)]
 
 
 def test_a_seed_that_breaks_the_simulation_itself_tells_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_seed_that_breaks_the_simulation_itself_tells_how_to_run_it_again(monk
     monkeypatch.setattr("tests.simulation.seeds.run", broken)
     with pytest.raises(KeyError) as raised:
         failures(3, 2)
-    assert raised.value.__notes__ == ["python -m tests.simulation 3"]
+    assert raised.value.__notes__ == [".venv/bin/python -m tests.simulation 3"]
 
 
 def test_under_a_clear_sky_nothing_goes_wrong() -> None:
