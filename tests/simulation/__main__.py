@@ -1,4 +1,4 @@
-"""`.venv/bin/python -m tests.simulation SEED` runs one seed, and tells messages, faults, answers and what went wrong."""
+"""`.venv/bin/python -m tests.simulation SEED` runs one seed: every message, fault and answer, and what went wrong."""
 
 from __future__ import annotations
 
