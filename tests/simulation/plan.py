@@ -78,6 +78,8 @@ class Sizes(Struct, frozen=True):
 
     capacity_blocks: int
     """Of a worker's pool."""
+    max_waiting: int
+    """At a worker. Under a clear sky there is room for all requests: being refused is no excuse there."""
     speed: float
     """Of an engine; 1 is some 20 ms a step."""
     ring_batches: int
@@ -141,7 +143,7 @@ def plan(seed: int) -> Plan:
         frontends=draw.randint(1, 2),
         routers=draw.randint(1, 3),
         workers=draw.randint(2, 3),
-        sizes=_sizes(draw),
+        sizes=_sizes(draw, max_waiting=64 if clear else 4),
         storm_s=storm_s,
         skies=CLEAR if clear else _skies(draw),
         requests=_requests(draw, STARTED_S if clear else 0.0, storm_s),
@@ -149,9 +151,10 @@ def plan(seed: int) -> Plan:
     )
 
 
-def _sizes(draw: Random) -> Sizes:
+def _sizes(draw: Random, *, max_waiting: int) -> Sizes:
     return Sizes(
         capacity_blocks=draw.randint(CONTEXT_LENGTH // BLOCK_SIZE, 48),
+        max_waiting=max_waiting,
         speed=draw.choice((0.2, 1.0, 1.0)),
         ring_batches=draw.choice((1, 5, 1000)),
         held_batches=draw.choice((2, 1000, 1000)),

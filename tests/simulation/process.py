@@ -238,7 +238,7 @@ class Process:
             block_size=BLOCK_SIZE,
             capacity_blocks=self._sizes.capacity_blocks,
             max_running=4,
-            max_waiting=4,
+            max_waiting=self._sizes.max_waiting,
             stall_s=2.0,
             drain_s=1.0,
         )
