@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from shared.config import NatsConfig
 from shared.errors import BusDown, ConfigError, NoResponders, ProtocolError
 from shared.messaging import Message
 from shared.nats_bus import NatsBus, connect
+from tests.logged import logged
 from tests.servers import NatsServer, nats_server
 
 DEADLINE_S = 15.0
@@ -47,24 +48,6 @@ async def publish_on_and_on(bus: NatsBus) -> None:
 async def publish_bytes(bus: NatsBus, size_bytes: int) -> None:
     for _ in range(size_bytes >> 20):
         await bus.publish("anything", bytes(1 << 20))
-
-
-@contextmanager
-def logged(text: str, by: str = "shared.nats_bus") -> Iterator[asyncio.Event]:
-    """An event that is set when a message with `text` in it is logged."""
-    found = asyncio.Event()
-
-    def look(record: logging.LogRecord) -> bool:
-        if text in record.getMessage():
-            found.set()
-        return True
-
-    log = logging.getLogger(by)
-    log.addFilter(look)
-    try:
-        yield found
-    finally:
-        log.removeFilter(look)
 
 
 async def wait_back(bus: NatsBus) -> None:
@@ -117,7 +100,7 @@ async def test_what_waits_for_an_answer_fails_when_the_connection_is_lost(own_na
 
 async def test_a_bus_connects_to_a_server_that_starts_later(tmp_path: Path) -> None:
     server = NatsServer(tmp_path)
-    with logged("waiting for NATS") as waiting:
+    with logged("waiting for NATS", "shared.nats_bus") as waiting:
         connecting = asyncio.create_task(connect(NatsConfig(url=server.url), "early"))
         await asyncio.wait_for(waiting.wait(), DEADLINE_S)
     await asyncio.to_thread(server.start)
@@ -150,7 +133,7 @@ async def test_a_refused_password_is_said_loudly_and_tried_again(
     try:
         secret = secrets.token_hex(8)
         config = NatsConfig(url=server.url, user="service", password=secret)
-        with logged("refuses user 'service'") as refused:
+        with logged("refuses user 'service'", "shared.nats_bus") as refused:
             connecting = asyncio.create_task(connect(config, "test"))
             await asyncio.wait_for(refused.wait(), DEADLINE_S)
         assert any(record.levelno == logging.ERROR for record in caplog.records)
@@ -178,7 +161,7 @@ async def test_what_a_user_may_not_do_is_said_and_the_rest_goes_on(tmp_path: Pat
                 heard.put_nowait(message.payload)
 
             await bus.subscribe("allowed", receive)
-            with logged("permissions violation") as said:
+            with logged("permissions violation", "shared.nats_bus") as said:
                 await bus.publish("forbidden", b"")
                 await asyncio.wait_for(said.wait(), DEADLINE_S)
             await bus.publish("allowed", b"heard")
@@ -241,7 +224,7 @@ async def test_a_message_that_cannot_be_read_is_dropped_and_the_next_one_heard(
         await bus.subscribe("chat", receive)
         host, _, port = own_nats.url.removeprefix("nats://").partition(":")
         _reader, writer = await asyncio.open_connection(host, int(port))
-        with logged("dropped a message", by="shared.complaint") as dropped:
+        with logged("dropped a message", "shared.complaint") as dropped:
             writer.write(b'CONNECT {"verbose": false, "headers": true, "no_responders": true}\r\n')
             writer.write(unreadable + b"PUB chat 4\r\nnext\r\n")
             async with asyncio.timeout(DEADLINE_S):
@@ -257,7 +240,7 @@ async def test_a_connection_that_reads_no_more_is_replaced(own_nats: NatsServer)
         client = bus._client
         assert client is not None
         assert client._reading_task is not None
-        with logged("lost the connection") as lost:
+        with logged("lost the connection", "shared.nats_bus") as lost:
             client._reading_task.cancel()
             async with asyncio.timeout(DEADLINE_S):
                 await lost.wait()

@@ -4,8 +4,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -34,6 +33,7 @@ from shared.messages import (
     SnapshotBlock,
     SnapshotRequest,
 )
+from tests.logged import logged
 from tests.worker.shell import (
     EOS,
     FRONTEND,
@@ -136,30 +136,12 @@ def subject_of_snapshots() -> str:
 async def test_a_snapshot_of_a_rank_that_is_not_there_is_not_that_of_another(config: WorkerConfig) -> None:
     async with running_worker(config) as shell:
         await serving(shell)
-        with logged("a snapshot of rank 1", by="shared.complaint") as said:
+        with logged("a snapshot of rank 1", "shared.complaint") as said:
             question = SNAPSHOT_REQUEST.encode(SnapshotRequest(rank=1))
             async with shell.peer.bus.stream(subject_of_snapshots(), question, idle_timeout_s=0.1) as messages:
                 with pytest.raises(RequestTimeout):
                     await anext(messages)
             await said.wait()
-
-
-@contextmanager
-def logged(text: str, by: str = "services.worker.service") -> Iterator[asyncio.Event]:
-    """An event that is set when a message with `text` in it is logged."""
-    found = asyncio.Event()
-
-    def look(record: logging.LogRecord) -> bool:
-        if text in record.getMessage():
-            found.set()
-        return True
-
-    log = logging.getLogger(by)
-    log.addFilter(look)
-    try:
-        yield found
-    finally:
-        log.removeFilter(look)
 
 
 class TornBus(MemoryBus):
@@ -417,7 +399,7 @@ async def test_a_load_report_over_the_payload_limit_is_left_out_and_the_worker_l
         pid = shell.worker.engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        with logged("no load report") as left_out:
+        with logged("no load report", "services.worker.service") as left_out:
             for name in "abcdefgh":
                 assert await shell.peer.generate(endless(name * 256)) == Accepted(name * 256, 1)
             async with asyncio.timeout(LIMIT_S):
