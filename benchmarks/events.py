@@ -19,13 +19,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
-import subprocess
 import sys
 import time
 from array import array
 from asyncio.subprocess import PIPE
-from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
@@ -33,13 +30,13 @@ from typing import Any
 import msgspec
 import uvloop
 
+from benchmarks.report import ROOT, Goal, report
 from services.router.chains import Chains
 from services.router.events import decode
 from services.router.index import Index
 from shared.messages import EVENT_BATCH, BlockStored, EventBatch, EventSource
 from shared.zmq_events import ZmqEvents
 
-ROOT = Path(__file__).resolve().parents[1]
 BLOCK_SIZE = 16
 BLOCKS_PER_S = 50_000
 BATCH_BLOCKS = (1, 8, 64)
@@ -73,7 +70,7 @@ def main() -> int:
             kind = {"blocks a batch": size, "sent": "paced" if rate else "burst"}
             rows.append(kind | {name: _summed(name, measured) for name in measured[0]})
     if flags.json:
-        print(json.dumps(_report(rows)))
+        print(msgspec.json.encode(_report(rows)).decode())
         return 0
     for row in rows:
         shown = (f"{name} {value if isinstance(value, str) else f'{value:,.2f}'}" for name, value in row.items())
@@ -220,22 +217,14 @@ def _payloads(size: int, batches: int) -> list[bytes]:
 
 
 def _report(rows: list[Row]) -> Row:
-    goals: list[Row] = []
+    goals: list[Goal] = []
     for row in rows:
         name = f"batches of {row['blocks a batch']}, {row['sent']}"
         ratio, lost = row["ratio"], row["batches lost"]
         over = f"{name}: received over decoded and applied alone"
-        goals.append({"name": over, "value": ratio, "unit": "x", "goal": RATIO_GOAL, "met": ratio <= RATIO_GOAL})
-        goals.append({"name": f"{name}: lost", "value": lost, "unit": "batches", "goal": 0, "met": lost == 0})
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "benchmark": "events",
-        "machine": f"{platform.machine()}, CPython {platform.python_version()}",
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python -m benchmarks.events", *sys.argv[1:]]),
-        "goals": goals,
-        "rows": rows,
-    }
+        goals.append(Goal(over, ratio, "x", RATIO_GOAL, met=ratio <= RATIO_GOAL))
+        goals.append(Goal(f"{name}: lost", lost, "batches", 0, met=lost == 0))
+    return report("events", sys.argv[1:], goals, rows)
 
 
 if __name__ == "__main__":

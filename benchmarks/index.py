@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -35,19 +34,20 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any, TypeVar
 
+import msgspec
+
 from benchmarks import index_workload as workload
 from benchmarks.index_workload import INSTANCES, Chain, draw_hashes
+from benchmarks.report import ROOT, Goal, report
 from services.router.chains import Chains
 from services.router.events import Stored, decode
 from services.router.index import Index, Slot
 from shared.messages import EVENT_BATCH, BlockStored, EventBatch
 
-ROOT = Path(__file__).resolve().parents[1]
 UNLIMITED = 1 << 40
 BLOCK_SIZE = 16
 DEPTHS = (16, 128, 1024)
@@ -72,7 +72,7 @@ def main() -> int:
     with _peer(flags.dynamo) as peer:
         rows = [*_compared(peer, pairs, rounds), *_payloads_applied(rounds), *_sizes(pairs), *_stalls(pairs)]
     if flags.json:
-        print(json.dumps(_report(rows)))
+        print(msgspec.json.encode(_report(rows)).decode())
         return 0
     for row in rows:
         against = f"{row['dynamo']:>12,.2f} {row['ratio']:>7.1f} x" if "ratio" in row else ""
@@ -312,7 +312,7 @@ def _longest(work: Callable[[], object], times: int) -> float:
 
 def _report(rows: list[Row]) -> dict[str, Any]:
     found = {row["what"]: row for row in rows}
-    goals: list[Row] = []
+    goals: list[Goal] = []
     for name in ("staggered", "quarter"):
         for depth, least in FIND_GOALS.items():
             workload_name = name if name == "staggered" else f"quarter {depth}"
@@ -327,25 +327,15 @@ def _report(rows: list[Row]) -> dict[str, Any]:
         ("longest stall of clearing", STALL_GOAL_MS),
     ):
         row = found[what]
-        goals.append(
-            {"name": what, "value": row["value"], "unit": row["unit"], "goal": most, "met": row["value"] <= most}
-        )
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "benchmark": "index",
-        "machine": f"{platform.machine()}, CPython {platform.python_version()}",
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python -m benchmarks.index", *sys.argv[1:]]),
-        "goals": goals,
-        "rows": rows,
-    }
+        goals.append(Goal(what, row["value"], row["unit"], most, met=row["value"] <= most))
+    return report("index", sys.argv[1:], goals, rows)
 
 
-def _ratio_goal(row: Row, least: float) -> Row:
+def _ratio_goal(row: Row, least: float) -> Goal:
     """How many times as fast as Dynamo; without it, not met."""
     ratio = row.get("ratio")
     name = f"{row['what']}, times as fast as Dynamo"
-    return {"name": name, "value": ratio, "unit": "x", "goal": least, "met": ratio is not None and ratio >= least}
+    return Goal(name, ratio, "x", least, met=ratio is not None and ratio >= least)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,14 @@ def draw_goals(report: Path) -> Path:
     """One bar a goal, as a multiple of the goal; green where it was met. Raises MsgspecError on what is no report."""
     read = msgspec.json.decode(report.read_bytes(), type=_Report)
     figure, axis = pyplot.subplots(figsize=(9, 1 + 0.32 * len(read.goals)))
-    shares = [goal.value / goal.goal if goal.goal else float(goal.value != 0) for goal in read.goals]
-    names = [f"{goal.name}: {goal.value:,.4g} {goal.unit} ({goal.goal:,.4g})" for goal in read.goals]
+    values = [goal.value or 0.0 for goal in read.goals]
+    shares = [
+        value / goal.goal if goal.goal else float(value != 0) for value, goal in zip(values, read.goals, strict=True)
+    ]
+    names = [
+        f"{goal.name}: {value:,.4g} {goal.unit} ({goal.goal:,.4g})"
+        for value, goal in zip(values, read.goals, strict=True)
+    ]
     axis.barh(names, shares, color=["seagreen" if goal.met else "indianred" for goal in read.goals])
     axis.axvline(1, color="grey", linestyle="--", linewidth=1)
     axis.invert_yaxis()

@@ -20,10 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +33,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.report import ROOT, Goal, report
 from services.router.config import RouterConfig
 from services.router.model_router import ModelRouter
 from services.router.policies.kv import KvPolicy
@@ -65,7 +62,6 @@ from shared.messages import (
 from shared.nats_bus import NatsBus, connect
 from tests.servers import NatsServer
 
-ROOT = Path(__file__).resolve().parents[1]
 INSTANCES = 16
 BURSTS = (16, 64, 256)
 ROUTERS = (1, 2, 4)
@@ -265,40 +261,32 @@ def main() -> int:
     flags = parser.parse_args()
     rows = asyncio.run(_measure(10 if flags.quick else 100))
     if flags.json:
-        print(json.dumps(_report(rows)))
+        print(msgspec.json.encode(_report(rows)).decode())
         return 0
     print("  ".join(f"{name:>17}" for name in rows[0]))
     for row in rows:
         print("  ".join(f"{value:>17}" for value in row.values()))
     for goal in _goals(rows):
-        print(f"{'met' if goal['met'] else 'NOT met':<8} {goal['name']}: {goal['value']}")
+        print(f"{'met' if goal.met else 'NOT met':<8} {goal.name}: {goal.value}")
     return 0
 
 
-def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
     return [
-        {
-            "name": f"a burst of {row['burst']} over two routers: max / mean, as a multiple of one router's",
-            "value": row["over one router"],
-            "unit": "ratio",
-            "goal": GOAL,
-            "met": row["over one router"] <= GOAL,
-        }
+        Goal(
+            f"a burst of {row['burst']} over two routers: max / mean, as a multiple of one router's",
+            row["over one router"],
+            "ratio",
+            GOAL,
+            met=row["over one router"] <= GOAL,
+        )
         for row in rows
         if row["routers"] == 2
     ]
 
 
 def _report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "benchmark": "replicas",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPython {platform.python_version()}",
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python -m benchmarks.replicas", *sys.argv[1:]]),
-        "goals": _goals(rows),
-        "rows": rows,
-    }
+    return report("replicas", sys.argv[1:], _goals(rows), rows)
 
 
 if __name__ == "__main__":

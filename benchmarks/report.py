@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from typing import Any
 from msgspec import Struct
 
 ROOT = Path(__file__).resolve().parents[1]
+_PYTHON = f"{sys.implementation.name} {platform.python_version()}"
 
 
 class Goal(Struct, frozen=True):
     """One figure that was promised."""
 
     name: str
-    value: float
+    value: float | None
+    """None: its yardstick was missing."""
     unit: str
     goal: float
     met: bool
@@ -29,7 +32,7 @@ def report(benchmark: str, command: Sequence[str], goals: Sequence[Goal], rows: 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "benchmark": benchmark,
-        "machine": f"{platform.machine()}, {sys.implementation.name} {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_PYTHON}",
         "commit": commit.stdout.strip(),
         "command": " ".join([f"python -m benchmarks.{benchmark}", *(Path(word).name for word in command)]),
         "goals": list(goals),
