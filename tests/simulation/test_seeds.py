@@ -1,4 +1,4 @@
-"""Nothing goes wrong in the worlds of many seeds; HEADRACE_SEEDS says of how many (5,000)."""
+"""Nothing goes wrong in the worlds of many seeds; SIMULATION_SEEDS says of how many (5,000)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulation.seeds import failures
 
-SEEDS = int(os.environ.get("HEADRACE_SEEDS", "5000"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "5000"))
 BLOCK = 100
 """Seeds a test."""
 PROCESSES = 2
