@@ -151,6 +151,10 @@ class Select(Struct, frozen=True, tag="select"):
     """Requests with the same non-empty session prefer the same instance, all else nearly equal."""
     explain: bool = False
     """Whether the answer shall name the candidates that were not chosen."""
+    time_left_s: float = 0.0
+    """Of the request; 0: not told."""
+    wait_limit_s: float = 0.0
+    """Refuse as overloaded where every candidate's first token is predicted to come later than this; 0: never."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):
@@ -199,7 +203,7 @@ class SelectRefused(Struct, frozen=True, tag="refused"):
 
     request: str
     attempt: int
-    code: Literal["no_instances", "all_excluded", "unknown_model", "bad_request"]
+    code: Literal["no_instances", "all_excluded", "unknown_model", "bad_request", "overloaded"]
     reason: str
     retry_after_s: float = 1.0
 
@@ -482,7 +486,8 @@ class Part(Struct, frozen=True, array_like=True):
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
-    """What one engine step made for one frontend; sequences count up by one per (worker, frontend, epoch)."""
+    """What one engine step made for one frontend; sequences count up by one per (worker, frontend, epoch), from 0. A
+    worker that numbers anew, because it had forgotten the frontend, takes a larger epoch."""
 
     instance: str
     epoch: int
