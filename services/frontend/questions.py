@@ -1,0 +1,132 @@
+"""What a request asks others, and how their answers come back as its events.
+
+Ask      ─▶ a router, then others by their id        ─▶ Selected, SelectRefused, Unrouted
+Offer    ─▶ Generate to the chosen worker            ─▶ Accepted, Refused, Unreachable, Unsendable
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from services.frontend.config import LimitsConfig
+from services.frontend.metrics import Metrics
+from services.frontend.running import Running
+from services.frontend.sessions import Ask, Event, Offer, Unreachable, Unrouted, Unsendable
+from shared import subjects
+from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
+from shared.hashing import pack_tokens
+from shared.lifecycle import Runtime
+from shared.messages import GENERATE, GENERATE_REPLY, PING, SELECT, SELECT_REPLY, Generate, Ping, Select
+
+ROUTERS_TRIED = 3
+"""By their id, after the queue group did not answer."""
+SELECT_ROUNDS = 3
+"""Where routers are there but slow, all are asked again, with twice the time."""
+
+_log = logging.getLogger(__name__)
+
+Feed = Callable[[Running, Event], None]
+
+
+class Questions:
+    """Puts them, for all requests; `feed` gets what comes of each."""
+
+    def __init__(self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics, feed: Feed) -> None:
+        self._runtime = runtime
+        self._limits = limits
+        self._metrics = metrics
+        self._feed = feed
+
+    async def ask(self, one: Running, ask: Ask) -> None:
+        """Who shall compute it?"""
+        job = one.stream.job
+        payload = SELECT.encode(
+            Select(
+                request=job.request,
+                attempt=ask.attempt,
+                frontend=self._runtime.instance,
+                model=job.model,
+                hashes=job.hashes,
+                prompt_tokens=job.prompt_tokens + ask.produced,
+                max_tokens=job.sampling.max_tokens - ask.produced,
+                excluded=ask.excluded,
+                session=job.session,
+            )
+        )
+        for number in range(SELECT_ROUNDS):
+            timeout_s = self._limits.select_timeout_s * 2**number
+            slow = False
+            for tried, addressee in enumerate((job.model, *self._routers())):
+                if not one.stream.session.chooses(ask.attempt):
+                    return
+                if number or tried:
+                    self._metrics.router_retries.inc()
+                try:
+                    reply = await self._runtime.bus.request(
+                        subjects.select(self._runtime.namespace, addressee), payload, timeout_s=timeout_s
+                    )
+                    self._feed(one, SELECT_REPLY.decode(reply.payload))
+                    return
+                except Unavailable as why:
+                    slow = slow or isinstance(why, RequestTimeout)
+                    _log.warning("request %s: router %s: %s", job.request, addressee, why)
+                except ProtocolError as wrong:
+                    _log.error("request %s: router %s: %s", job.request, addressee, wrong)
+            if not slow:
+                break
+        away = not self._runtime.bus.connected
+        self._feed(one, Unrouted(ask.attempt, "NATS is not connected") if away else Unrouted(ask.attempt))
+
+    async def offer(self, one: Running, offer: Offer) -> None:
+        """Will you compute it?"""
+        job = one.stream.job
+        message = Generate(
+            request=job.request,
+            attempt=offer.attempt,
+            model=job.model,
+            frontend=self._runtime.instance,
+            tokens=job.prompt + pack_tokens(one.stream.session.tokens),
+            prompt_tokens=job.prompt_tokens,
+            sampling=job.sampling,
+            time_left_s=max(0.0, one.deadline - asyncio.get_running_loop().time()),
+            rank=offer.rank,
+            salt=job.salt,
+        )
+        subject = subjects.worker(self._runtime.namespace, offer.instance, "generate")
+        event: Event
+        try:
+            reply = await self._runtime.bus.request(
+                subject, GENERATE.encode(message), timeout_s=self._limits.offer_timeout_s
+            )
+            event = GENERATE_REPLY.decode(reply.payload)
+        except PayloadTooLarge as wrong:
+            event = Unsendable(offer.attempt, str(wrong))
+        except (Unavailable, ProtocolError) as why:
+            _log.warning("request %s: worker %s: %s", job.request, offer.instance, why)
+            event = Unreachable(offer.attempt, str(why))
+        self._feed(one, event)
+
+    async def faults(self) -> list[str]:
+        """Why nobody would answer; empty: somebody would."""
+        if not self._runtime.bus.connected:
+            return ["NATS is not connected"]
+        routers = self._routers()
+        if not routers:
+            return ["no router is there"]
+        answers = await asyncio.gather(*map(self._answers, routers))
+        return [] if any(answers) else ["no router answers"]
+
+    def _routers(self) -> list[str]:
+        """A few routers, in random order: nobody knows which of them is frozen."""
+        routers = [one.instance for one in self._runtime.directory.instances.values() if one.service == "router"]
+        return self._runtime.draw.sample(routers, min(ROUTERS_TRIED, len(routers)))
+
+    async def _answers(self, router: str) -> bool:
+        subject = subjects.control(self._runtime.namespace, "router", router)
+        try:
+            await self._runtime.bus.request(subject, PING.encode(Ping()), timeout_s=self._limits.select_timeout_s)
+        except Unavailable:
+            return False
+        return True
