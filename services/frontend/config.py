@@ -15,6 +15,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """0 picks a free port; it stands in the address book."""
     body_timeout_s: float = 30.0
     """How long a client may take to send its request's body."""
+    unread_s: float = 30.0
+    """How long a client of a stream may leave waiting what it should read; then its connection is ended."""
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):

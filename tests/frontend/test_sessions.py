@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -74,6 +75,25 @@ def step(session: Session, event: Event) -> list[Action]:
     return actions
 
 
+def copied(session: Session) -> Session:
+    """With tokens of its own."""
+    twin = copy.copy(session)
+    twin.tokens = session.tokens[:]
+    return twin
+
+
+def continues_alike(twin: Session, event: Received, session: Session, actions: list[Action]) -> None:
+    """The short way changes nothing, or does as `on` did to `session`."""
+    before = copied(twin)
+    token = twin.continued(event.instance, event.part)
+    twin.validate()
+    if token < 0:
+        assert vars(twin) == vars(before)
+    else:
+        assert vars(twin) == vars(session)
+        assert actions == [Emit([token], None)]
+
+
 class Sessions(RuleBasedStateMachine):
     """One session among routers that reserve and workers that stream the tokens 100, 101, … wherever they begin.
 
@@ -98,7 +118,10 @@ class Sessions(RuleBasedStateMachine):
 
     def feed(self, event: Event) -> list[Action]:
         before = self.session.state
+        twin = copied(self.session)
         actions = step(self.session, event)
+        if isinstance(event, Received):
+            continues_alike(twin, event, self.session, actions)
         if before is State.ENDED:
             assert all(isinstance(action, Tell | Withdraw) for action in actions)
         self.perform(actions)
@@ -234,6 +257,30 @@ def test_a_request_goes_from_ask_to_finish() -> None:
     assert step(session, Received("w1", part(0, [5]))) == [Tell(Prefilled(R, 1, 0, instance="w1")), Emit([5], None)]
     last = step(session, Received("w1", part(1, [6, 7], "length")))
     assert last == [Emit([6, 7], None), Tell(Finished(R, 1)), Finish("length")]
+
+
+def test_only_a_part_that_adds_one_token_to_its_stream_takes_the_short_way() -> None:
+    session = streaming(max_tokens=3)
+    assert session.continued("w1", part(0, [5])) == -1, "routers have to be told of the first token"
+    step(session, Received("w1", part(0, [5])))
+    for other in (
+        part(0, [5]),
+        part(2, [7]),
+        part(1, []),
+        part(1, [6, 7]),
+        part(1, [6], "length"),
+        part(1, [6], attempt=2),
+        Part(R, 1, 1, b"\0\0\0"),
+        Part(R, 1, 1, pack_tokens([6]), None, 0, (TokenLogprob(-1.0),)),
+    ):
+        assert session.continued("w1", other) == -1
+    assert session.continued("w2", part(1, [6])) == -1
+    assert session.continued("w1", part(1, [6])) == 6
+    assert session.continued("w1", part(2, [1 << 31])) == 1 << 31
+    assert session.continued("w1", part(3, [8])) == -1, "max_tokens are there"
+    session.on(ClientGone())
+    assert session.continued("", part(3, [8])) == -1
+    assert list(session.tokens) == [5, 6, 1 << 31]
 
 
 def test_an_attempt_that_was_lost_unheard_goes_on_behind_the_tokens_so_far() -> None:
