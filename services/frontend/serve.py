@@ -1,7 +1,8 @@
 """The frontend put together: what a process runs, and what tests run on the in-process twins.
 
 start    frames and lost instances, models, both doors, the address book
-drain    the address book goes, both doors refuse, running requests end (or drain_s passes)
+drain    no more of the NATS queue group's requests, HTTP refuses new ones, running requests end (or drain_s passes);
+         then the address book goes: workers cancel what a frontend that is gone had asked for
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
             try:
                 yield http
             finally:
+                await nats.stop()  # before it refuses: what it is asked until then could have gone to another one
                 requests.draining = True
-                if registering.done():
-                    await registering.result().close()
-                else:
-                    registering.cancel()
-                await nats.stop()
                 try:
                     async with asyncio.timeout(config.limits.drain_s):
                         await requests.idle()
                 except TimeoutError:
                     _log.warning("requests are still running after %s s", config.limits.drain_s)
+                if registering.done():
+                    await registering.result().close()
+                else:
+                    registering.cancel()
 
 
 async def serve(runtime: Runtime, config: FrontendConfig) -> None:

@@ -42,7 +42,7 @@ FaultKind = Literal[
 UNNOTICED: frozenset[FaultKind] = frozenset(
     ("kill engine", "freeze engine", "lose discovery", "wipe discovery", "expire lease", "mute events", "set the clock")
 )
-NOTICED_BY_ONE: frozenset[FaultKind] = frozenset(("kill", "freeze"))
+NOTICED_BY_ONE: frozenset[FaultKind] = frozenset(("kill", "stop", "freeze"))
 """Unnoticed where another one can take over."""
 
 

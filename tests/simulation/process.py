@@ -99,6 +99,11 @@ class Process:
         self._stopping = asyncio.Event()
         self.main = loop.create_task(self._live(), name=instance, context=self.context)
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a balancer would send a client here."""
+        return self.frontend is not None and not self.frontend.draining
+
     # --- what befalls it
 
     def freeze(self) -> None:
@@ -217,13 +222,13 @@ class Process:
             await self._stopping.wait()
         finally:
             frontend.draining = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LIMITS.drain_s):
+                    await frontend.idle()
             if registering.done():
                 await registering.result().close()
             else:
                 registering.cancel()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LIMITS.drain_s):
-                    await frontend.idle()
 
     async def _register(self, runtime: Runtime) -> Registration:
         operations = {"stream": subjects.stream(NAMESPACE, self.instance)}

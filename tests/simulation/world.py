@@ -216,7 +216,7 @@ class World:
 
     async def _ask_later(self, one: Request) -> None:
         await asyncio.sleep(one.at_s)
-        there = [process for process in self._alive("frontend") if process.frontend is not None]
+        there = [process for process in self._alive("frontend") if process.takes_requests]
         if there:
             self._ask(there[one.frontend % len(there)], one)
 
