@@ -16,6 +16,7 @@ from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine import CancelAttempt, EngineReport, Shutdown, Submit, TakeSnapshot
 from shared.config import environment
 
+ENGINE_MODULE = "services.worker.engine_process"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -27,12 +28,12 @@ class EngineClient:
     channel: ShellEnd
 
     @staticmethod
-    async def start(config: WorkerConfig, model_name: str) -> EngineClient:
-        """Returns when the process runs; it tells Loading and Ready by itself."""
+    async def start(config: WorkerConfig, model_name: str, *, module: str = ENGINE_MODULE) -> EngineClient:
+        """Returns when the process runs, which tells Loading and Ready by itself; `module` is its program."""
         ours, theirs = socket.socketpair()
         with theirs:
             engine_config = EngineConfig.of(config, model_name, parent_pid=os.getpid())
-            process = _spawn(engine_config, theirs.fileno(), _child_environment(config.threads))
+            process = _spawn(module, engine_config, theirs.fileno(), _child_environment(config.threads))
         return EngineClient(process, await ShellEnd.open(ours))
 
     @property
@@ -71,7 +72,7 @@ class EngineClient:
         return await asyncio.to_thread(self.process.wait)
 
 
-def _spawn(config: EngineConfig, channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(module: str, config: EngineConfig, channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
     """By vfork and exec, which runs no fork handlers: gRPC's do not survive a fork beside its threads, nor does CUDA.
 
     From the main thread, since the kernel's death signal follows the thread that spawned.
@@ -79,7 +80,7 @@ def _spawn(config: EngineConfig, channel: int, environ: dict[str, str]) -> subpr
     command = [
         sys.executable,
         "-m",
-        "services.worker.engine_process",
+        module,
         msgspec.json.encode(config).decode(),
         str(channel),
     ]
