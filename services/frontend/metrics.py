@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, gauge, histogram
+from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, distribution, gauge, histogram
 
 
 class Metrics:
@@ -24,7 +24,7 @@ class Metrics:
             "From the tokenised prompt to its first output token",
             REQUEST_SECONDS,
         )
-        self.inter_token = histogram(
+        self.inter_token = distribution(
             registry,
             "headrace_inter_token_latency_seconds",
             "Time per token between two step frames of one request",
@@ -41,6 +41,18 @@ class Metrics:
         self.cancellations = counter(
             registry, "headrace_model_cancellation", "Attempts withdrawn from a worker, for whatever reason"
         )
+        self.cancellation = histogram(
+            registry,
+            "headrace_cancellation_seconds",
+            "From a client's going, as noticed here, until its worker said that the attempt has ended",
+            STEP_SECONDS,
+        )
+        self.unnoticed = histogram(
+            registry,
+            "headrace_unnoticed_disconnect_seconds",
+            "How long at most a NATS client was gone before it was noticed; one over HTTP is noticed as TCP tells",
+            REQUEST_SECONDS,
+        )
         self.migrations = counter(
             registry, "headrace_model_migration", "Attempts that continued or repeated a lost one"
         )
@@ -53,6 +65,21 @@ class Metrics:
         self.stray_parts = counter(registry, "headrace_stray_parts", "Parts of step frames for requests that are over")
         self.dropped_frames = counter(
             registry, "headrace_dropped_frames", "Step frames lost at the subscription's bound"
+        )
+        self.frames_out_of_turn = counter(
+            registry,
+            "headrace_frames_out_of_turn",
+            "Step frames dropped: repeated, or ahead because one before them is missing (it is asked for)",
+            ["kind"],
+        )
+        self.resends = counter(
+            registry,
+            "headrace_resends",
+            "Questions to workers for step frames that are missing: resent, too_old (not kept any more), unanswered",
+            ["outcome"],
+        )
+        self.unheard = counter(
+            registry, "headrace_unheard_ends", "Attempts whose end was lost and could not be had again"
         )
         self.unanswerable = counter(
             registry, "headrace_unanswerable_requests", "Requests over NATS without a usable reply subject"

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from shared.metrics import ROUND_TRIP_SECONDS, counted, counter, gauge, histogram, process_registry
+from shared.metrics import (
+    ROUND_TRIP_SECONDS,
+    STEP_SECONDS,
+    counted,
+    counter,
+    distribution,
+    gauge,
+    histogram,
+    process_registry,
+)
 
 
 def test_every_series_carries_namespace_service_and_instance() -> None:
@@ -32,6 +43,28 @@ def test_a_counter_kept_elsewhere_is_asked_at_each_scrape() -> None:
     assert "# TYPE headrace_lost_things_total counter" in generate_latest(registry).decode()
     with pytest.raises(ValueError, match="Duplicated"):
         counter(registry, "headrace_lost_things", "Another")
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.001, 0.0011, 0.02, 0.25, 3.0, 10.0, 99.0]), max_size=6), max_size=4))
+def test_a_distribution_shows_what_a_histogram_shows(batches: list[list[float]]) -> None:
+    registry = process_registry("default", "frontend", "0a")
+    slow = histogram(registry, "headrace_slow_seconds", "Time", STEP_SECONDS)
+    quick = distribution(registry, "headrace_quick_seconds", "Time", STEP_SECONDS)
+    for batch in batches:
+        quick.observe_all(batch)
+        for value in batch:
+            slow.observe(value)
+    lines = generate_latest(registry).decode().splitlines()
+    shown = {name: [line for line in lines if f"headrace_{name}" in line] for name in ("slow", "quick")}
+    expected = [line.replace("slow", "quick") for line in shown["slow"] if "_created" not in line]
+    for line, other in zip(shown["quick"], expected, strict=True):
+        if "_sum" in line:
+            assert float(line.split()[-1]) == pytest.approx(float(other.split()[-1]))
+        else:
+            assert line == other
+    with pytest.raises(ValueError, match="Duplicated"):
+        distribution(registry, "headrace_slow_seconds", "Time", STEP_SECONDS)
 
 
 def test_a_metrics_own_label_wins() -> None:
