@@ -9,6 +9,9 @@ A frame that cannot be published stays unsent and goes out, in order, when the b
 number and in bytes; over a bound the oldest frame is dropped, and one that was never sent is counted as lost: the
 frontend sees the gap, in the sequence and in the parts' `first`. Beyond a bound of frontends, the one that has heard
 nothing for longest is forgotten.
+
+A frontend that comes again after it was forgotten is numbered anew, from 0. Its epoch is larger than before: all new
+frontends get the log's epoch, which grows with each that is forgotten. So no receiver takes a new frame for an old one.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from shared.messages import STEP_FRAME, Part, StepFrame
 
 @dataclass(slots=True)
 class _Ring:
+    epoch: int
     frames: deque[bytes] = field(default_factory=deque)
     size_bytes: int = 0
     next: int = 0
@@ -32,9 +36,7 @@ class _Ring:
 
 
 class FrameLog:
-    """The frames of one worker process. Its epoch stays 1: a new process has a new instance id."""
-
-    EPOCH = 1
+    """The frames of one worker process."""
 
     def __init__(self, instance: str, *, most_frontends: int = 64, most_frames: int = 8192, most_bytes: int = 4 << 20):
         self._instance = instance
@@ -43,16 +45,16 @@ class FrameLog:
         self._most_bytes = most_bytes
         self._rings: OrderedDict[str, _Ring] = OrderedDict()
         """Least recently appended to first."""
+        self._epoch = 1
+        """Of the next new frontend."""
         self.lost = 0
         """Frames dropped before they were ever sent."""
 
     def append(self, frontend: str, parts: list[Part]) -> None:
         """One step's parts become the frontend's next frame."""
-        ring = self._rings.setdefault(frontend, _Ring())
+        ring = self._rings.get(frontend) or self._new(frontend)
         self._rings.move_to_end(frontend)
-        if len(self._rings) > self._most_frontends:
-            self._rings.popitem(last=False)
-        frame = STEP_FRAME.encode(StepFrame(self._instance, self.EPOCH, ring.next, parts))
+        frame = STEP_FRAME.encode(StepFrame(self._instance, ring.epoch, ring.next, parts))
         ring.frames.append(frame)
         ring.size_bytes += len(frame)
         ring.next += 1
@@ -79,13 +81,14 @@ class FrameLog:
         if self.unsent(frontend) is frame:
             self._rings[frontend].unsent += 1
 
-    def rewind(self, frontend: str, first: int) -> tuple[int, int]:
-        """Send the frames from `first` on again: (the first that is still kept, the next new one)."""
+    def rewind(self, frontend: str, first: int) -> tuple[int, int, int]:
+        """Send the frames from `first` on again: (epoch, the first that is still kept, the next new one). Where nothing
+        is kept, what the frontend's next frame will be: its epoch is at least this one."""
         ring = self._rings.get(frontend)
         if ring is None:
-            return 0, 0
+            return self._epoch, 0, 0
         ring.unsent = min(max(first, ring.oldest), ring.unsent)
-        return ring.unsent, ring.next
+        return ring.epoch, ring.unsent, ring.next
 
     @property
     def last(self) -> dict[str, int]:
@@ -93,13 +96,23 @@ class FrameLog:
         return {frontend: ring.next - 1 for frontend, ring in self._rings.items()}
 
     def forget(self, frontend: str) -> None:
-        """The frontend is gone."""
-        self._rings.pop(frontend, None)
+        """The frontend is gone, or one too many."""
+        ring = self._rings.pop(frontend, None)
+        if ring is not None:
+            self._epoch += 1
+            self.lost += ring.next - ring.unsent
+
+    def _new(self, frontend: str) -> _Ring:
+        if len(self._rings) >= self._most_frontends:
+            self.forget(next(iter(self._rings)))
+        ring = self._rings[frontend] = _Ring(self._epoch)
+        return ring
 
     def validate(self) -> None:
         """Raises AssertionError where the log contradicts itself."""
         assert len(self._rings) <= self._most_frontends
         for ring in self._rings.values():
+            assert 1 <= ring.epoch <= self._epoch
             assert 0 <= ring.oldest <= ring.unsent <= ring.next
             assert ring.size_bytes == sum(len(frame) for frame in ring.frames)
             assert len(ring.frames) <= self._most_frames

@@ -258,8 +258,8 @@ class Worker:
 
     async def _resend(self, message: Message) -> None:
         asked = RESEND_REQUEST.decode(message.payload, message.headers)
-        first, after = self._sender.log.rewind(asked.frontend, asked.first)
-        resent = Resent(FrameLog.EPOCH, first, after, self._attempts.of(asked.frontend))
+        epoch, first, after = self._sender.log.rewind(asked.frontend, asked.first)
+        resent = Resent(epoch, first, after, self._attempts.of(asked.frontend))
         await self._answer(message, RESENT.encode(resent, message.headers))
         self._sender.wake()
 

@@ -42,7 +42,7 @@ def test_frames_are_sent_again_from_where_they_were_missed() -> None:
     for number in range(4):
         log.append("f", [part(number)])
         send(log)
-    assert log.rewind("f", 2) == (2, 4)
+    assert log.rewind("f", 2) == (1, 2, 4)
     assert [send(log), send(log), send(log)] == [2, 3, None]
 
 
@@ -51,9 +51,18 @@ def test_what_is_no_longer_kept_cannot_be_sent_again() -> None:
     for number in range(4):
         log.append("f", [part(number)])
         send(log)
-    assert log.rewind("f", 0) == (2, 4)
+    assert log.rewind("f", 0) == (1, 2, 4)
     assert log.lost == 0
-    assert log.rewind("stranger", 7) == (0, 0)
+    assert log.rewind("stranger", 7) == (1, 0, 0)
+
+
+def test_what_was_not_sent_yet_is_not_sent_earlier_for_a_question_that_is_ahead() -> None:
+    log = FrameLog("w")
+    for number in range(3):
+        log.append("f", [part(number)])
+    send(log)
+    assert log.rewind("f", 9) == (1, 1, 3)
+    assert [send(log), send(log), send(log)] == [1, 2, None]
 
 
 def test_frames_dropped_unsent_are_counted() -> None:
@@ -77,6 +86,45 @@ def test_the_frontend_that_heard_nothing_for_longest_is_forgotten() -> None:
     for frontend in ("a", "b", "a", "c"):
         log.append(frontend, [part()])
     assert set(log.frontends) == {"a", "c"}
+
+
+def numbers(log: FrameLog, frontend: str) -> tuple[int, int]:
+    """(epoch, sequence) of the frame that is next."""
+    frame = log.unsent(frontend)
+    assert frame is not None
+    log.sent(frontend, frame)
+    sent = STEP_FRAME.decode(frame)
+    return sent.epoch, sent.sequence
+
+
+def test_a_frontend_that_comes_again_after_it_was_forgotten_is_numbered_anew_under_a_larger_epoch() -> None:
+    log = FrameLog("w", most_frontends=2)
+    for _ in range(2):
+        log.append("a", [part()])
+    assert [numbers(log, "a"), numbers(log, "a")] == [(1, 0), (1, 1)]
+    for frontend in ("b", "c"):
+        log.append(frontend, [part()])
+        log.validate()
+    assert "a" not in log.frontends
+    epoch, first, after = log.rewind("a", 1)
+    assert (first, after) == (0, 0)
+    assert epoch > 1
+    log.append("a", [part()])
+    again = numbers(log, "a")
+    assert again[0] >= epoch
+    assert again[1] == 0
+    log.forget("a")
+    log.append("a", [part()])
+    assert numbers(log, "a") > again
+
+
+def test_what_a_forgotten_frontend_was_never_sent_is_counted_as_lost() -> None:
+    log = FrameLog("w", most_frontends=1)
+    for frontend in ("a", "b"):
+        log.append(frontend, [part()])
+    assert log.lost == 1
+    log.forget("b")
+    assert log.lost == 2
 
 
 class LogMachine(RuleBasedStateMachine):
@@ -103,7 +151,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, 20))
     def rewind(self, first: int) -> None:
         self.expected = min(max(first, self.made - 4, 0), self.expected)
-        assert self.log.rewind("f", first) == (self.expected, self.made)
+        assert self.log.rewind("f", first) == (1, self.expected, self.made)
 
     @invariant()
     def consistent(self) -> None:
