@@ -70,6 +70,10 @@ class Reply:
         deltas = [delta async for delta in self._stream]
         return self._shape.whole(join(deltas), self._stream.finish, self._stream.usage)
 
+    def nothing(self) -> bytes:
+        """A chunk that adds nothing to the answer; it may come at any time before the last one."""
+        return self._shape.chunk(join(()))
+
     async def chunks(self) -> AsyncIterator[Chunk]:
         """The answer in pieces; the first comes with the first text, so that errors before it stay errors."""
         shape, opened = self._shape, False

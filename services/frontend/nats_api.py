@@ -4,8 +4,9 @@
     replies   one JSON object a message          a whole answer, or one chunk a message with `stream: true`
     last      header Headrace-Last: true         a failure also has Headrace-Status: its HTTP status
 
-A client that vanishes is noticed by its inbox: about every PROBE_S of a stream a chunk asks for a sign that somebody
-listens. (A request without `stream` sends nothing that could ask; its deadline ends it.)
+A client that vanishes is noticed by its inbox, as inboxes.py says; a stream that has nothing to say meanwhile asks by
+chunks without text. A request without `stream` has one message to send and nothing to ask with (its deadline ends it),
+unless it carries the header Headrace-Probe: then empty messages may come before its answer.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ import asyncio
 import logging
 
 from services.frontend.error_object import failure_of
-from services.frontend.exchange import Exchange, Operation, Reply, request_id
+from services.frontend.exchange import Exchange, Operation, request_id
 from services.frontend.http import CLIENT_GONE
+from services.frontend.inboxes import Gone, Inbox, Inboxes
 from services.frontend.metrics import Metrics
 from services.frontend.service import Frontend
 from shared import subjects
-from shared.errors import BusDown, HeadraceError, ProtocolError
+from shared.errors import BusDown, HeadraceError, ProtocolError, Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import JSON_HEADER
 from shared.messaging import LAST_HEADER, Message, Subscription
 
 STATUS_HEADER = "Headrace-Status"
+PROBE_HEADER = "Headrace-Probe"
 QUEUE = "frontend"
-PROBE_S = 1.0
 
 _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
 _log = logging.getLogger(__name__)
@@ -41,10 +43,12 @@ class NatsDoor:
         self._frontend = frontend
         self._metrics = metrics
         self._publish = runtime.bus.publish
+        self._inboxes = Inboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
         """Subscribe, one of the queue group."""
+        self._runtime.tasks.create_task(self._inboxes.run(), name="ask whether NATS clients listen")
 
         async def chat(message: Message) -> None:
             self._begin("chat", message)
@@ -58,8 +62,7 @@ class NatsDoor:
 
     async def stop(self) -> None:
         """No new requests; those that run go on."""
-        for subscription in self._subscriptions:
-            await subscription.unsubscribe()
+        await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
 
     def _begin(self, operation: Operation, message: Message) -> None:
         if not self._answerable(message):
@@ -83,42 +86,39 @@ class NatsDoor:
         return False
 
     async def _serve(self, operation: Operation, message: Message) -> None:
-        status = 200
+        status = CLIENT_GONE
         try:
-            with self._frontend.admitted(len(message.payload)):
-                async with self._exchange.answer(operation, message.payload, request_id()) as reply:
-                    if reply.streams:
-                        status = await self._stream(message.reply, reply)
-                    else:
-                        await self._publish(message.reply, await reply.whole(), headers=_LAST)
+            async with self._inboxes.served(message.reply) as inbox:
+                status = await self._answer(operation, message, inbox)
+        except Gone:
+            self._metrics.disconnected.inc()
         except BusDown as why:
-            status = CLIENT_GONE
             _log.warning("an answer on %s is lost: %s", message.subject, why)
-        except HeadraceError as error:
-            status = await self._fail(message, error)
         except asyncio.CancelledError:
-            status = CLIENT_GONE
+            await self._fail(message, Unavailable("this frontend has ended"))
             raise
         finally:
             self._metrics.requests.labels(operation, str(status)).inc()
 
-    async def _stream(self, to: str, reply: Reply) -> int:
-        """The status it amounts to."""
-        now = asyncio.get_running_loop().time
-        gone = asyncio.Event()
-        probe_at = now()
-        async for chunk in reply.chunks():
-            if gone.is_set():
-                self._metrics.disconnected.inc()
-                return CLIENT_GONE
-            if chunk.last:
-                await self._publish(to, chunk.payload, headers=_LAST)
-            elif now() >= probe_at:
-                probe_at = now() + PROBE_S
-                await self._publish(to, chunk.payload, headers=JSON_HEADER, gone=gone.set)
-            else:
-                await self._publish(to, chunk.payload, headers=JSON_HEADER)
-        return 200
+    async def _answer(self, operation: Operation, message: Message, inbox: Inbox) -> int:
+        """The status it amounts to. Raises BusDown."""
+        if PROBE_HEADER in message.headers:
+            inbox.nothing = b""
+        try:
+            with self._frontend.admitted(len(message.payload)):
+                async with self._exchange.answer(operation, message.payload, request_id()) as reply:
+                    if not reply.streams:
+                        await inbox.send(await reply.whole(), _LAST)
+                        return 200
+                    if inbox.nothing is None:
+                        inbox.nothing = reply.nothing()
+                    async for chunk in reply.chunks():
+                        await inbox.send(chunk.payload, _LAST if chunk.last else JSON_HEADER)
+                    return 200
+        except BusDown:
+            raise
+        except HeadraceError as error:
+            return await self._fail(message, error)
 
     async def _fail(self, message: Message, error: HeadraceError) -> int:
         wrong = failure_of(error)

@@ -39,6 +39,7 @@ from services.frontend.sessions import (
 )
 from services.frontend.stream import Job, Stream
 from services.frontend.watch import Watch
+from services.frontend.withdrawals import Withdrawals
 from shared import subjects
 from shared.errors import Overloaded, Unavailable
 from shared.lifecycle import Runtime
@@ -61,6 +62,7 @@ class Frontend:
         self._metrics = metrics
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
         self._running: dict[str, Running] = {}
+        self._withdrawals = Withdrawals(metrics.cancellation)
         self._questions = Questions(runtime, limits, metrics, self._feed)
         self._watch = Watch(runtime, limits, self._running, self._feed)
         self.draining = False
@@ -125,6 +127,7 @@ class Frontend:
             self._do(one, stream.session.start())
             yield stream
         finally:
+            self._withdrawals.begin(stream.session, loop.time())
             self._feed(one, ClientGone())
             self._close(one)
 
@@ -149,6 +152,8 @@ class Frontend:
             elif part.finish is None:
                 self._metrics.stray_parts.inc()
                 self._cancel(frame.instance, Cancel(part.request, part.attempt))
+            else:
+                self._withdrawals.ended(part.request, part.attempt, asyncio.get_running_loop().time())
 
     def _on_dropped(self, count: int) -> None:
         self._metrics.dropped_frames.inc()

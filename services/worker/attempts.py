@@ -8,7 +8,7 @@
 
 Living attempts are bounded in number, and in tokens that wait for their first part: beyond, new ones are refused as
 overloaded. Ended ones are remembered, the latest few thousand, so that a repeated Generate is accepted again and
-computed once.
+computed once; so are cancelled ones that were unknown, so that a Generate which its Cancel overtook computes nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Attempts:
     def cancel(self, name: Name) -> bool:
         """Whether the engine has to be told."""
         living = self._living.get(name)
-        if living is None or living.cancelled:
+        if living is None:
+            self._remember(name)  # where it overtook its Generate, that one starts nothing
+            return False
+        if living.cancelled:
             return False
         living.cancelled = True
         return True
@@ -131,6 +134,9 @@ class Attempts:
 
     def _end(self, name: Name) -> None:
         self._waiting_tokens -= self._living.pop(name).unbegun_tokens
+        self._remember(name)
+
+    def _remember(self, name: Name) -> None:
         self._ended[name] = None
         if len(self._ended) > self._most_remembered:
             self._ended.popitem(last=False)

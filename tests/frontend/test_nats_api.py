@@ -6,19 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.frontend.config import LimitsConfig
+from services.frontend.nats_api import PROBE_HEADER
 from shared import subjects
 from shared.memory_bus import MemoryBus
-from shared.messages import Finished
+from shared.memory_discovery import MemoryDiscovery
+from shared.messages import Cancel, Finished, Generate
 from shared.messaging import LAST_HEADER, Message
 from tests.frontend.bad_bodies import BAD_BODIES
-from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, world
+from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, world
 
 CHAT = subjects.client(NAMESPACE, "chat")
 
 
 def body(**fields: Any) -> bytes:
     return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "hello", **fields}).encode()
 
 
 async def ask(w: World, operation: str, payload: bytes) -> tuple[Any, Mapping[str, str]]:
@@ -126,3 +134,109 @@ async def test_a_client_that_vanishes_cancels_its_stream(directory: Path) -> Non
                 await asyncio.sleep(0)
         await w.router.told.until(Finished(generate.request, 1))
         assert w.metric("headrace_disconnected_clients_total") == 1
+
+
+async def vanishing(w: World, payload: bytes, headers: Mapping[str, str] | None = None) -> MemoryBus:
+    """A client that asked and listens; `lose` is its end."""
+    client = MemoryBus(w.broker)
+
+    async def ignore(_: Message) -> None:
+        return
+
+    await client.subscribe("_INBOX.vanishing", ignore)
+    w.broker.publish(Message(CHAT, payload, "_INBOX.vanishing", headers or {}), client)
+    return client
+
+
+@pytest.mark.parametrize(
+    ("streams", "headers"), [(True, {}), (True, {PROBE_HEADER: "1"}), (False, {PROBE_HEADER: "1"})]
+)
+async def test_a_client_that_vanishes_before_the_first_token_cancels_too(
+    directory: Path, streams: bool, headers: dict[str, str]
+) -> None:
+    async with world(directory) as w:
+        worker = w.workers[0]
+        worker.output = None
+        client = await vanishing(w, body(stream=streams), headers)
+        [generate] = await worker.generates.at_least(1)
+        client.lose()
+        await w.router.told.until(Finished(generate.request, 1))
+        await worker.cancels.until(Cancel(generate.request, 1))
+        await worker.send(generate, 0, [], "cancelled")
+        await w.counted("headrace_cancellation_seconds_count", 1)
+        assert w.metric("headrace_disconnected_clients_total") == 1
+        assert w.metric("headrace_unnoticed_disconnect_seconds_count") == 1
+
+
+async def test_a_client_that_vanishes_while_its_request_is_routed_leaves_nothing_behind(directory: Path) -> None:
+    async with world(directory) as w:
+        w.router.answer = lambda _: None
+        client = await vanishing(w, body(stream=True))
+        [select] = await w.router.asked.at_least(1)
+        client.lose()
+        await w.router.told.until(Finished(select.request, 1))
+        assert w.workers[0].generates.all == []
+
+
+async def test_a_stream_that_waits_is_given_chunks_without_text_and_a_failure_still_tells_its_status(
+    directory: Path,
+) -> None:
+    async with world(directory) as w:
+        w.router.workers = ["w1"]
+        worker = w.workers[0]
+        worker.output = None
+        for operation, payload in (("chat", body(stream=True)), ("completions", completion(stream=True))):
+            subject = subjects.client(NAMESPACE, operation)
+            async with MemoryBus(w.broker).stream(subject, payload, idle_timeout_s=DEADLINE_S) as messages:
+                chunks = [json.loads((await anext(messages)).payload) for _ in range(2)]
+                generate = worker.generates.all[-1]
+                await worker.send(generate, 0, [], "error", "it broke")
+                *_, last = [message async for message in messages]
+            for chunk in chunks:
+                [choice] = chunk["choices"]
+                assert choice["delta"] == {"content": ""} if operation == "chat" else choice["text"] == ""
+                assert choice["finish_reason"] is None
+            assert last.headers["Headrace-Status"] == "503"
+            assert "it broke" in json.loads(last.payload)["error"]["message"]
+
+
+async def test_a_plain_request_gets_its_answer_as_the_first_message(directory: Path) -> None:
+    async with world(directory) as w:
+        worker = w.workers[0]
+        worker.output = None
+        asking = asyncio.create_task(ask(w, "chat", body()))
+        [plain] = await worker.generates.at_least(1)
+        waiting = await vanishing(w, body(stream=True))
+        [_, other] = await worker.generates.at_least(2)
+        waiting.lose()
+        await w.router.told.until(Finished(other.request, 1))  # so long that one who may be asked has been
+        await worker.send(plain, 0, w.ids("late"), "length")
+        answer, headers = await asking
+        assert answer["choices"][0]["message"]["content"] == "late"
+        assert headers[LAST_HEADER] == "true"
+
+
+async def test_a_frontend_that_ends_finishes_what_runs_and_tells_the_rest_that_it_ended(directory: Path) -> None:
+    for finishes in (True, False):
+        limits = LimitsConfig(drain_s=DEADLINE_S if finishes else 0.0)
+        async with asyncio.TaskGroup() as tasks:
+            async with world(directory, limits=limits) as w:
+                worker = w.workers[0]
+                worker.output = None
+                asking = tasks.create_task(ask(w, "chat", body()))
+                [generate] = await worker.generates.at_least(1)
+                if finishes:
+                    tasks.create_task(finish_once_draining(w, worker, generate))
+            answer, headers = await asking
+        assert headers[LAST_HEADER] == "true"
+        if finishes:
+            assert answer["choices"][0]["message"]["content"] == "late"
+        else:
+            assert headers["Headrace-Status"] == "503"
+
+
+async def finish_once_draining(w: World, worker: ScriptedWorker, generate: Generate) -> None:
+    await w.until("/health", lambda health: not health["ready"])
+    key = subjects.instance_key(NAMESPACE, "frontend", "f1")
+    assert key in await MemoryDiscovery(w.store).list(key), "workers cancel what a frontend asked for that is gone"
+    await worker.send(generate, 0, w.ids("late"), "length")

@@ -60,6 +60,16 @@ def test_a_living_attempt_is_not_accepted_for_a_second_frontend_that_would_hear_
     assert [stream.request for stream in account.of("f")] == ["r"]
 
 
+def test_a_generate_that_its_cancel_overtook_computes_nothing() -> None:
+    account = attempts()
+    assert not account.cancel(("r", 1)), "the engine does not know it"
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), False)
+    assert account.names == []
+    for number in range(10):
+        account.cancel((f"r{number}", 1))
+        account.validate()
+
+
 def test_parts_of_an_unknown_or_ended_attempt_are_not_passed_on() -> None:
     account = attempts()
     assert not account.tell(part("stranger"))

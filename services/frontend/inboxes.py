@@ -1,0 +1,108 @@
+"""Whether NATS clients still listen at their inboxes.
+
+    served(inbox) ──▶ every PROBE_S a message asks: one of the answer, or, where none came, one that says nothing
+                  ──▶ the server answers "no responders" ──▶ Gone, out of whatever the block waits for
+
+A client that went is so noticed within two PROBE_S of its going, in the queue and in a prefill as in decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from services.frontend.metrics import Metrics
+from shared.errors import BusDown
+from shared.messages import JSON_HEADER
+from shared.messaging import Bus
+
+PROBE_S = 0.3
+PROBES_A_TURN = 64
+"""Of the event loop: 4,096 clients that wait at once must not stop the streams of others."""
+
+
+class Gone(Exception):
+    """Nobody listens at the inbox any more."""
+
+
+class Inbox:
+    """One client's, while it is served."""
+
+    def __init__(self, bus: Bus, subject: str, end: asyncio.Timeout) -> None:
+        self.nothing: bytes | None = None
+        """A message that the client passes over; None: there is none, so it is asked only by messages of its answer."""
+        self._bus = bus
+        self._subject = subject
+        self._end: asyncio.Timeout | None = end
+        self._clock = asyncio.get_running_loop().time
+        self._due = True
+        """The next message asks."""
+        self._asked_s = self._seen_s = self._clock()
+        """When it was asked last, and the time before."""
+
+    async def send(self, payload: bytes, headers: Mapping[str, str] = JSON_HEADER) -> None:
+        """A message of the answer. Raises BusDown."""
+        if not self._due:
+            await self._bus.publish(self._subject, payload, headers=headers)
+            return
+        self._due = False
+        self._seen_s, self._asked_s = self._asked_s, self._clock()
+        await self._bus.publish(self._subject, payload, headers=headers, gone=self._found_gone)
+
+    async def probe(self) -> None:
+        """PROBE_S have passed. Raises BusDown."""
+        if self._due and self.nothing is not None:
+            await self.send(self.nothing)
+        self._due = True
+
+    def close(self) -> float:
+        """No longer served. For how long nobody can have listened, at most."""
+        self._end = None
+        return self._clock() - self._seen_s
+
+    def _found_gone(self) -> None:
+        if self._end is not None:
+            self._end.reschedule(self._clock())
+
+
+class Inboxes:
+    """Those of all requests that came by NATS."""
+
+    def __init__(self, bus: Bus, metrics: Metrics) -> None:
+        self._bus = bus
+        self._metrics = metrics
+        self._served: dict[Inbox, None] = {}
+
+    @asynccontextmanager
+    async def served(self, subject: str) -> AsyncIterator[Inbox]:
+        """Raises Gone out of the block as soon as nobody is found to listen."""
+        end = asyncio.timeout(None)
+        inbox = Inbox(self._bus, subject, end)
+        self._served[inbox] = None
+        unnoticed_s = 0.0
+        try:
+            async with end:
+                try:
+                    yield inbox
+                finally:
+                    unnoticed_s = inbox.close()
+        except TimeoutError:
+            if not end.expired():
+                raise
+            self._metrics.unnoticed.observe(unnoticed_s)
+            raise Gone from None
+        finally:
+            del self._served[inbox]
+
+    async def run(self) -> None:
+        """Asks, until cancelled."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for number, inbox in enumerate(list(self._served), 1):
+                try:
+                    await inbox.probe()
+                except BusDown:
+                    break  # nobody can be asked now
+                if not number % PROBES_A_TURN:
+                    await asyncio.sleep(0)

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.frontend.inboxes import Gone, Inboxes
+from services.frontend.metrics import Metrics
+from shared.errors import BusDown
+from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.messages import JSON_HEADER
+from shared.messaging import Message
+from tests.frontend.peers import DEADLINE_S
+
+INBOX = "_INBOX.client"
+
+
+class Client:
+    """Listens, and keeps what comes."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.bus = MemoryBus(broker)
+        self.heard: list[Message] = []
+        self._came = asyncio.Event()
+
+    async def listen(self) -> None:
+        await self.bus.subscribe(INBOX, self._take)
+
+    async def _take(self, message: Message) -> None:
+        self.heard.append(message)
+        self._came.set()
+
+    async def hears(self, count: int) -> list[bytes]:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.heard) < count:
+                self._came.clear()
+                await self._came.wait()
+        return [message.payload for message in self.heard[:count]]
+
+
+class Asking:
+    """Inboxes that ask, and their metric."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.bus = MemoryBus(broker)
+        self._registry = CollectorRegistry()
+        self.inboxes = Inboxes(self.bus, Metrics(self._registry))
+
+    @property
+    def noticed(self) -> float:
+        return self._registry.get_sample_value("headrace_unnoticed_disconnect_seconds_count") or 0.0
+
+    @property
+    def unnoticed_s(self) -> float:
+        return self._registry.get_sample_value("headrace_unnoticed_disconnect_seconds_sum") or 0.0
+
+
+@asynccontextmanager
+async def asking(broker: MemoryBroker) -> AsyncIterator[Asking]:
+    one = Asking(broker)
+    running = asyncio.create_task(one.inboxes.run())
+    try:
+        yield one
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def wait_for_ever(one: Asking, nothing: bytes) -> None:
+    async with one.inboxes.served(INBOX) as inbox, asyncio.timeout(DEADLINE_S):
+        inbox.nothing = nothing
+        await asyncio.Event().wait()
+
+
+async def talk(one: Asking) -> None:
+    async with one.inboxes.served(INBOX) as inbox, asyncio.timeout(DEADLINE_S):
+        inbox.nothing = b"nothing"
+        while True:
+            await inbox.send(b"text")
+            await asyncio.sleep(0)
+
+
+async def test_whoever_waits_for_an_answer_and_goes_is_noticed_without_one() -> None:
+    broker = MemoryBroker()
+    client = Client(broker)
+    await client.listen()
+    async with asking(broker) as one:
+        waiting = asyncio.create_task(wait_for_ever(one, b"nothing"))
+        assert await client.hears(2) == [b"nothing", b"nothing"]
+        client.bus.lose()
+        with pytest.raises(Gone):
+            await waiting
+        assert one.noticed == 1
+        assert 0 < one.unnoticed_s < DEADLINE_S
+        assert not one.inboxes._served
+
+
+async def test_what_flows_asks_by_itself_and_nothing_else_is_sent() -> None:
+    broker = MemoryBroker()
+    client = Client(broker)
+    await client.listen()
+    async with asking(broker) as one:
+        talking = asyncio.create_task(talk(one))
+        await client.hears(100)
+        client.bus.lose()
+        with pytest.raises(Gone):
+            await talking
+        assert {message.payload for message in client.heard} == {b"text"}
+        assert sum(bool(message.reply) for message in client.heard) == 1, "the first one asked, the next were too soon"
+        assert client.heard[0].headers == JSON_HEADER
+
+
+async def test_who_has_no_message_that_says_nothing_is_not_asked() -> None:
+    broker = MemoryBroker()
+    client = Client(broker)
+    await client.listen()
+    async with asking(broker) as one:
+        async with one.inboxes.served("_INBOX.gone") as silent, one.inboxes.served(INBOX) as other:
+            other.nothing = b"nothing"
+            await client.hears(3)
+            assert silent.nothing is None
+        assert one.noticed == 0
+
+
+async def test_an_answer_that_comes_too_late_ends_nobody() -> None:
+    broker = MemoryBroker()
+    one = Asking(broker)
+    async with one.inboxes.served(INBOX) as inbox:
+        await inbox.send(b"last")  # asks; "no responders" comes when this block has been left
+    await asyncio.sleep(0)
+    assert one.noticed == 0
+
+
+async def test_while_nats_is_away_nobody_is_asked_and_nobody_taken_for_gone() -> None:
+    broker = MemoryBroker()
+    client = Client(broker)
+    await client.listen()
+    async with asking(broker) as one, one.inboxes.served(INBOX) as inbox:
+        inbox.nothing = b"nothing"
+        await client.hears(1)
+        broker.disconnect(one.bus)
+        with pytest.raises(BusDown):
+            await inbox.probe()
+        await inbox.probe()
+        broker.reconnect(one.bus)
+        await client.hears(2)
+
+
+async def test_a_time_out_of_the_block_itself_is_not_taken_for_a_client_that_went() -> None:
+    one = Asking(MemoryBroker())
+    with pytest.raises(TimeoutError):
+        async with one.inboxes.served(INBOX):
+            raise TimeoutError
+    assert one.noticed == 0
