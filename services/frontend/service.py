@@ -64,7 +64,7 @@ class Frontend:
         self._running: dict[str, Running] = {}
         self._withdrawals = Withdrawals(metrics.cancellation)
         self._questions = Questions(runtime, limits, metrics, self._feed)
-        self._watch = Watch(runtime, limits, self._running, self._feed)
+        self._watch = Watch(runtime, limits, metrics, self._running, self._feed)
         self.draining = False
         """No new requests: this process is about to end."""
         self._admitted = 0
@@ -145,6 +145,8 @@ class Frontend:
 
     async def _on_frame(self, message: Message) -> None:
         frame = STEP_FRAME.decode(message.payload)
+        if not self._watch.due(frame):
+            return
         for part in frame.parts:
             one = self._running.get(part.request)
             if one is not None:

@@ -1,26 +1,30 @@
-"""Looks after running requests whose workers went quiet, or are gone.
+"""Looks after running requests whose workers' messages are missing, who went quiet, or are gone.
 
-load reports, Ping, lost instances ─▶ Lost, InstanceGone
+step frames ─▶ frames.py ─▶ due, or ResendRequest ─▶ Lost
+load reports, Ping ─▶ pulses.py ─▶ Lost            lost instances ─▶ InstanceGone
 
-So that a lost last part, a frozen engine or a dead worker ends no request's progress until its deadline.
+So that a lost frame, a frozen engine or a dead worker ends no request's progress until its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 from services.frontend.config import LimitsConfig
+from services.frontend.frames import Ask, Frames, Unheard
+from services.frontend.metrics import Metrics
 from services.frontend.pulses import Pulses
 from services.frontend.questions import Feed
 from services.frontend.running import Running
 from services.frontend.sessions import InstanceGone, Lost, State
 from shared import subjects
 from shared.directory import DirectoryChange, InstanceDown
-from shared.errors import NoResponders, Unavailable
+from shared.errors import NoResponders, ProtocolError, Unavailable
 from shared.lifecycle import Runtime
-from shared.messages import LOAD_REPORT, PING, Ping
+from shared.messages import LOAD_REPORT, PING, RESEND_REQUEST, RESENT, Ping, ResendRequest, StepFrame
 from shared.messaging import Message
 
 _log = logging.getLogger(__name__)
@@ -29,12 +33,16 @@ _log = logging.getLogger(__name__)
 class Watch:
     """Over all requests of `running`; `feed` gets what becomes of them."""
 
-    def __init__(self, runtime: Runtime, limits: LimitsConfig, running: Mapping[str, Running], feed: Feed) -> None:
+    def __init__(
+        self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics, running: Mapping[str, Running], feed: Feed
+    ) -> None:
         self._runtime = runtime
         self._limits = limits
+        self._metrics = metrics
         self._running = running
         self._feed = feed
         self._pulses = Pulses(quiet_s=limits.quiet_s, frozen_s=limits.frozen_s)
+        self._frames = Frames(retry_s=limits.quiet_s / 2, late_s=limits.quiet_s)
 
     async def start(self) -> None:
         """Listen for load reports and lost instances."""
@@ -42,6 +50,52 @@ class Watch:
         await runtime.bus.subscribe(subjects.worker(runtime.namespace, "*", "load"), self._on_report)
         runtime.directory.subscribe(self._on_change)
         runtime.tasks.create_task(self._look(), name="look after the quiet")
+
+    def due(self, frame: StepFrame) -> bool:
+        """Whether it is its worker's next one, which is to be read; where one is missing, it is asked for."""
+        now = asyncio.get_running_loop().time()
+        verdict = self._frames.on(frame.instance, frame.epoch, frame.sequence, now)
+        if verdict == "due":
+            return True
+        self._metrics.frames_out_of_turn.labels(verdict).inc()
+        if verdict == "ahead":
+            self._do(self._frames.look(frame.instance, now))
+        return False
+
+    def _do(self, actions: Sequence[Ask | Unheard]) -> None:
+        for action in actions:
+            match action:
+                case Ask():
+                    self._runtime.tasks.create_task(self._ask_again(action), name=f"resend {action.instance}")
+                case Unheard():
+                    self._metrics.unheard.inc(len(action.attempts))
+                    for request, attempt in action.attempts:
+                        one = self._running.get(request)
+                        if one is not None and one.stream.session.instance == action.instance:
+                            self._feed(one, Lost(attempt, "the end of its stream was lost", exclude=False))
+                case _:
+                    assert_never(action)
+
+    async def _ask_again(self, ask: Ask) -> None:
+        """For step frames that did not come."""
+        streaming = [
+            (one.stream.session.request, one.stream.session.attempt)
+            for one in self._running.values()
+            if one.stream.session.instance == ask.instance and one.stream.session.state is State.STREAMING
+        ]
+        question = RESEND_REQUEST.encode(ResendRequest(self._runtime.instance, ask.first))
+        subject = subjects.worker(self._runtime.namespace, ask.instance, "resend")
+        try:
+            reply = await self._runtime.bus.request(subject, question, timeout_s=self._limits.quiet_s / 2)
+            resent = RESENT.decode(reply.payload)
+        except (Unavailable, ProtocolError) as why:
+            self._metrics.resends.labels("unanswered").inc()
+            _log.warning("worker %s does not send frames again: %s", ask.instance, why)
+            return
+        self._metrics.resends.labels("resent" if resent.first <= ask.first else "too_old").inc()
+        now = asyncio.get_running_loop().time()
+        self._frames.answered(ask, resent, streaming)
+        self._do(self._frames.look(ask.instance, now))
 
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceDown):
@@ -56,7 +110,11 @@ class Watch:
     async def _on_report(self, message: Message) -> None:
         report = LOAD_REPORT.decode(message.payload)
         if report.instance in self._runtime.directory.instances:
-            self._pulses.report(report, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self._pulses.report(report, now)
+            last = report.frames.get(self._runtime.instance)
+            if last is not None:
+                self._frames.reported(report.instance, last, now)
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -78,9 +136,11 @@ class Watch:
                     case "silent":
                         silent[session.instance] = None
                     case "ended":
-                        self._feed(one, Lost(session.attempt, "the worker lost the end of the stream", exclude=False))
+                        self._frames.doubt(session.instance, attempt)
                     case "frozen":
                         self._feed(one, Lost(session.attempt, "the worker stands still", exclude=True))
+            if self._runtime.bus.connected:
+                self._do(self._frames.tick(loop.time()))
             await asyncio.gather(*map(self._ask_for_life, silent))
 
     async def _ask_for_life(self, worker: str) -> None:

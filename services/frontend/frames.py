@@ -1,0 +1,178 @@
+"""Which step frames are taken, and what becomes of those that did not come. Pure.
+
+A worker numbers what it sends to one frontend, (epoch, sequence), from 0. Of one epoch:
+
+    | taken            | missed, or on the way       | not sent yet, as far as is known
+    0                  expected = the one that is due target
+
+                the frame that is due
+                ┌────┐        a later frame; a report, or an attempt in doubt, says that more was sent
+                ▼    │        ┌──────────────────────────────────────────────────────────────┐
+               FLOWING ───────┘                                                              ▼
+                  ▲ all that was missed has come; its worker no longer has it             BEHIND: asks for a resend
+                  └──────────────────────────────────────────────────────────────────────────┤
+               ADRIFT ◀── asked TRIES times and nothing came: what comes next is taken ──────┘
+
+A worker that is asked goes back N: it publishes everything from that frame on again. So nothing has to be kept here:
+what comes ahead of its turn is dropped, and so is what comes again. What could not be had again shows as a gap in the
+parts' `first`; attempts that are not among the streams that the worker's answer names have ended unheard.
+
+A larger epoch numbers anew. The worker's answer to a question is its own word: its epoch holds, also a smaller one.
+Links outlive their worker's lease, because it may come back; beyond a bound the one heard last longest ago goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.messages import Resent
+
+TRIES = 3
+"""Resends asked for in a row without a frame that is due."""
+
+Verdict = Literal["due", "repeated", "ahead"]
+Attempt = tuple[str, int]
+"""(request, attempt)."""
+
+
+class Ask(Struct, frozen=True):
+    """Send ResendRequest; what comes of it goes to `answered`."""
+
+    instance: str
+    first: int
+
+
+class Unheard(Struct, frozen=True):
+    """These attempts have ended, and nothing more will be heard of it."""
+
+    instance: str
+    attempts: frozenset[Attempt]
+
+
+class _Link(Struct):
+    epoch: int = 0
+    """0: none yet, they begin with 1."""
+    expected: int = 0
+    target: int = 0
+    adrift: bool = False
+    heard_s: float = float("-inf")
+    """When a frame was taken."""
+    asked_s: float = float("-inf")
+    """When a resend was asked for."""
+    tries: int = 0
+    """How often that was, since a frame was taken."""
+    told_s: float = float("-inf")
+    """When a report first told of a frame that has not come."""
+    doubted: frozenset[Attempt] = frozenset()
+    """May have ended unheard: the worker has to be asked."""
+    ended: frozenset[Attempt] = frozenset()
+    """Have ended, as of the frames before `target`."""
+
+    @property
+    def behind(self) -> bool:
+        return self.target > self.expected or bool(self.doubted)
+
+    def number_anew(self, epoch: int) -> None:
+        self.epoch, self.expected, self.target, self.adrift = epoch, 0, 0, False
+
+
+class Frames:
+    """The links to all workers. Times are seconds on one clock."""
+
+    def __init__(self, *, retry_s: float, late_s: float, most_links: int = 4096) -> None:
+        """A resend has `retry_s` to bring something. A frame that was sent, as reports have said for `late_s`, while
+        nothing came, is lost."""
+        self._retry_s = retry_s
+        self._late_s = late_s
+        self._most_links = most_links
+        self._links: dict[str, _Link] = {}
+
+    def on(self, instance: str, epoch: int, sequence: int, now_s: float) -> Verdict:
+        """A frame came; only one that is due is to be read."""
+        link = self._links.get(instance)
+        if link is None:
+            link = self._new(instance)
+        if epoch > link.epoch:
+            link.number_anew(epoch)
+        if epoch < link.epoch or sequence < link.expected:
+            return "repeated"
+        if sequence > link.expected and not link.adrift:
+            link.target = max(link.target, sequence + 1)
+            return "ahead"
+        link.expected, link.adrift, link.heard_s = sequence + 1, False, now_s
+        return "due"
+
+    def reported(self, instance: str, last: int, now_s: float) -> None:
+        """The worker's load report: `last` is the sequence of the latest frame that it made for us."""
+        link = self._links.get(instance) or self._new(instance)
+        if last < link.expected or link.adrift:
+            link.told_s = float("-inf")
+        elif link.told_s <= link.heard_s:
+            link.told_s = now_s
+        elif now_s - link.told_s >= self._late_s:
+            link.target = max(link.target, last + 1)
+
+    def doubt(self, instance: str, attempt: Attempt) -> None:
+        """The worker's reports do not name it any more: has its end been lost?"""
+        link = self._links.get(instance) or self._new(instance)
+        if attempt not in link.ended:
+            link.doubted |= {attempt}
+
+    def answered(self, ask: Ask, resent: Resent, streaming: Iterable[Attempt]) -> None:
+        """What the worker said to `ask`; `streaming` are our attempts there that had begun when it was asked."""
+        link = self._links.get(ask.instance) or self._new(ask.instance)
+        if resent.epoch != link.epoch:
+            link.number_anew(resent.epoch)
+            link.target = resent.next
+            if ask.first > 0:  # a number of another epoch: what is before it was not sent again
+                link.asked_s = float("-inf")
+                return
+        link.expected = max(link.expected, resent.first)
+        link.target = resent.next
+        living = {(stream.request, stream.attempt) for stream in resent.streams}
+        link.ended = (link.ended | link.doubted | frozenset(streaming)) - living
+        link.doubted = frozenset()
+
+    def tick(self, now_s: float) -> list[Ask | Unheard]:
+        """What is to be done now about all links."""
+        actions: list[Ask | Unheard] = []
+        for instance in self._links:
+            actions += self.look(instance, now_s)
+        return actions
+
+    def look(self, instance: str, now_s: float) -> list[Ask | Unheard]:
+        """What is to be done now about one link, after a frame came ahead of its turn."""
+        link = self._links[instance]
+        actions: list[Ask | Unheard] = []
+        if link.behind and now_s - link.asked_s >= self._retry_s:
+            link.tries = link.tries + 1 if link.asked_s > link.heard_s else 1
+            if link.tries > TRIES:
+                self._give_up(link)
+            else:
+                link.asked_s = now_s
+                actions.append(Ask(instance, link.expected))
+        if link.ended and link.target <= link.expected:
+            actions.append(Unheard(instance, link.ended))
+            link.ended = frozenset()
+        return actions
+
+    def _give_up(self, link: _Link) -> None:
+        link.adrift, link.tries, link.target = True, 0, link.expected
+        link.ended, link.doubted = link.ended | link.doubted, frozenset()
+
+    def _new(self, instance: str) -> _Link:
+        if len(self._links) >= self._most_links:
+            del self._links[min(self._links, key=lambda name: self._links[name].heard_s)]
+        link = self._links[instance] = _Link()
+        return link
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        assert len(self._links) <= self._most_links
+        for link in self._links.values():
+            assert link.expected >= 0
+            assert 0 <= link.tries <= TRIES
+            assert not link.doubted & link.ended
