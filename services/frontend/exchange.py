@@ -9,8 +9,7 @@ import asyncio
 import random
 import re
 import time
-import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -19,11 +18,21 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend import openai
+from services.frontend.admission import Place
 from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.models import Models
 from services.frontend.openai import ChatRequest, CompletionRequest
 from services.frontend.output import Output
-from services.frontend.preprocess import Limits, Model, Prompt, encode_chat, encode_text, fit
+from services.frontend.preprocess import (
+    Limits,
+    Model,
+    Prompt,
+    check_encoded,
+    check_vocabulary,
+    encode_chat,
+    encode_text,
+    fit,
+)
 from services.frontend.service import Frontend
 from services.frontend.stream import Job, Stream, join
 from shared.errors import InvalidRequest, RequestTimeout
@@ -44,7 +53,7 @@ class RequestId(Struct, frozen=True):
 
 def request_id(given: str = "") -> RequestId:
     """`given` is the client's own name for it, not unique and perhaps unfit: then it is passed over."""
-    own = uuid.uuid4().hex
+    own = f"{random.getrandbits(128):032x}"  # uuid4 asks the kernel each time, which takes 30 µs and more
     return RequestId(f"{given}-{own}", given) if _PLAIN.fullmatch(given) else RequestId(own, own)
 
 
@@ -52,6 +61,8 @@ class Chunk(Struct, frozen=True):
     """One JSON object of a streamed answer."""
 
     payload: bytes
+    more: bool = False
+    """Another one follows at once; after the last one, the door's own end of the answer."""
     last: bool = False
 
 
@@ -74,19 +85,24 @@ class Reply:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
         return self._shape.chunk(join(()))
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """The answer in pieces; the first comes with the first text, so that errors before it stay errors."""
-        shape, opened = self._shape, False
-        async for delta in self._stream:
+    async def chunks(self, push: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
+        """The answer in pieces; the first comes with the first text, so that errors before it stay errors.
+
+        Once that is out, pieces go to `push`, where there is one; only what it does not take comes here.
+        """
+        shape, stream, opened = self._shape, self._stream, False
+        give = None if push is None else lambda delta: push(shape.chunk(delta))
+        async for delta in stream:
             if not opened and (opening := shape.opening()) is not None:
-                yield Chunk(opening)
+                yield Chunk(opening, more=True)
             opened = True
             yield Chunk(shape.chunk(delta))
+            stream.push_to(give)
         if not opened and (opening := shape.opening()) is not None:
-            yield Chunk(opening)
-        yield Chunk(shape.closing(self._stream.finish), last=not self._with_usage)
+            yield Chunk(opening, more=True)
+        yield Chunk(shape.closing(stream.finish), more=True, last=not self._with_usage)
         if self._with_usage:
-            yield Chunk(shape.usage(self._stream.usage), last=True)
+            yield Chunk(shape.usage(stream.usage), more=True, last=True)
 
 
 class Exchange:
@@ -98,7 +114,7 @@ class Exchange:
         self._pool = pool
 
     @asynccontextmanager
-    async def answer(self, operation: Operation, body: bytes, named: RequestId) -> AsyncIterator[Reply]:
+    async def answer(self, operation: Operation, body: bytes, named: RequestId, place: Place) -> AsyncIterator[Reply]:
         """Leaving it cancels what is still running. Raises InvalidRequest, Unavailable and RequestTimeout."""
         deadline = asyncio.get_running_loop().time() + self._frontend.deadline_s
         request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
@@ -109,6 +125,7 @@ class Exchange:
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         job = _job(named, request, model, prompt)
+        place.weigh(job.prompt_tokens + job.sampling.max_tokens)
         output = Output(model.token_bytes, openai.stops(request))
         async with self._frontend.open(job, output, deadline) as stream:
             yield Reply(request, _shape(request, job), stream)
@@ -116,12 +133,18 @@ class Exchange:
     async def _prompt(self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits) -> Prompt:
         """Raises InvalidRequest."""
         if isinstance(request, ChatRequest):
-            tokens = await encode_chat(model, openai.turns(request), self._pool)
             default, param = None, "messages"
+            tokens = await encode_chat(model, openai.turns(request), self._pool)
+            check_encoded(model, tokens, limits, param=param)
         else:
-            given = openai.prompt_of(request)
-            tokens = await encode_text(model, given, self._pool) if isinstance(given, str) else given
             default, param = openai.DEFAULT_COMPLETION_TOKENS, "prompt"
+            given = openai.prompt_of(request)
+            if isinstance(given, str):
+                tokens = await encode_text(model, given, self._pool)
+                check_encoded(model, tokens, limits, param=param)
+            else:
+                check_vocabulary(given, limits, param=param)
+                tokens = pack_tokens(given)
         for at, token in enumerate(request.stop_token_ids or ()):
             if token >= limits.vocab_size:
                 raise InvalidRequest(
@@ -155,14 +178,13 @@ def _card(name: str, context_length: int) -> dict[str, str | int]:
 
 
 def _job(named: RequestId, request: ChatRequest | CompletionRequest, model: Model, prompt: Prompt) -> Job:
-    packed = pack_tokens(prompt.tokens)
     salt = request.cache_salt or ""
     return Job(
         request=named.unique,
         model=model.name,
-        prompt=packed,
-        prompt_tokens=len(prompt.tokens),
-        hashes=pack_hashes(sequence_hashes(packed, model.block_size, seed_of("", salt))),
+        prompt=prompt.tokens,
+        prompt_tokens=prompt.count,
+        hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of("", salt))),
         sampling=openai.sampling(request, prompt.max_tokens, random.getrandbits(64)),
         salt=salt,
         session=(request.prompt_cache_key or "") if isinstance(request, ChatRequest) else "",

@@ -2,6 +2,10 @@
 
 A template comes with the model and is a program: it runs in the sandbox, its output is bounded, and whatever it raises
 is the request's error (templates refuse conversations with `raise_exception`).
+
+Its time is bounded by counting: each turn of a loop and each call of a macro is a *step*, which the compiled template
+counts itself. Python cannot end a thread, so a clock beside it would be of no use. What one step does is not bounded: a
+filter over all messages, or a text multiplied, takes what it takes.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -19,6 +23,13 @@ from shared.errors import InvalidRequest, ModelError
 
 RENDERED_LIMIT_CHARACTERS = 8 << 20
 """Twice the largest request body, in characters."""
+STEPS_LIMIT = 250_000
+"""0.2 s or so, of a thread that shares Python's lock. The largest body has fewer than half as many messages."""
+_STEP = "_step"
+
+
+class Unfinished(Exception):
+    """A template took more steps than it may."""
 
 
 class ChatTemplate:
@@ -34,25 +45,35 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         self._tokens = dict(tokens)
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(_counting(environment, source))
         except TemplateSyntaxError as wrong:
             raise ModelError(f"the chat template, line {wrong.lineno}: {wrong.message}") from None
         except Exception as wrong:  # noqa: BLE001  a template is a plug-in: what Jinja makes of it may not compile
             raise ModelError(f"the chat template: {type(wrong).__name__}: {wrong}") from None
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt, ending where the assistant's answer begins. Raises InvalidRequest."""
+    def render(self, messages: Sequence[Mapping[str, str]], steps: int = STEPS_LIMIT) -> str:
+        """The prompt, ending where the assistant's answer begins. Raises InvalidRequest, and Unfinished after so many
+        steps."""
         pieces: list[str] = []
         size = 0
+        left = steps
+
+        def step() -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Unfinished
+
+        given = {**self._tokens, "messages": messages, "add_generation_prompt": True, _STEP: step}
         try:
-            for piece in self._template.generate(messages=messages, add_generation_prompt=True, **self._tokens):
+            for piece in self._template.generate(given):
                 pieces.append(piece)
                 size += len(piece)
                 if size > RENDERED_LIMIT_CHARACTERS:
                     raise InvalidRequest(
                         f"the prompt is longer than {RENDERED_LIMIT_CHARACTERS} characters", param="messages"
                     )
-        except InvalidRequest:
+        except (InvalidRequest, Unfinished):
             raise
         except TemplateError as wrong:
             raise InvalidRequest(f"the chat template refuses the messages: {wrong}", param="messages") from None
@@ -61,6 +82,21 @@ class ChatTemplate:
                 f"the chat template fails on the messages: {type(wrong).__name__}: {wrong}", param="messages"
             ) from None
         return "".join(pieces)
+
+
+def _counting(environment: Environment, source: str) -> nodes.Template:
+    """The template's syntax tree, with a call of `_STEP` at the beginning of each loop's and macro's body."""
+    template = environment.parse(source)
+    repeated: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
+        *template.find_all(nodes.For),
+        *template.find_all(nodes.Macro),
+        *template.find_all(nodes.CallBlock),
+    ]
+    for node in repeated:
+        call = nodes.Call(nodes.Name(_STEP, "load"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+    template.set_environment(environment)
+    return template
 
 
 def pick_template(given: object, where: str) -> str:

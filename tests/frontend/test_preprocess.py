@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,8 +8,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.frontend.preprocess import INLINE_CHARACTERS, Limits, encode_chat, encode_text, fit, limits_of, load_model
+from services.frontend.preprocess import (
+    INLINE_CHARACTERS,
+    INLINE_STEPS,
+    TURN_CHARACTERS,
+    Limits,
+    Model,
+    check_encoded,
+    check_vocabulary,
+    encode_chat,
+    encode_text,
+    fit,
+    limits_of,
+    load_model,
+)
+from services.frontend.template import ChatTemplate
 from shared.errors import InvalidRequest, ModelError
+from shared.hashing import pack_tokens
 from shared.messages import MODEL_CARD, ModelCard
 from tests.frontend.peers import card_entry
 
@@ -26,7 +42,7 @@ def copy(directory: Path, tmp_path: Path) -> Path:
 
 
 def fitted(count: int, max_tokens: int | None = None, default: int | None = None) -> int:
-    return fit([5] * count, LIMITS, max_tokens=max_tokens, default=default, param="prompt").max_tokens
+    return fit(pack_tokens([5] * count), LIMITS, max_tokens=max_tokens, default=default, param="prompt").max_tokens
 
 
 def test_what_may_follow_is_asked_for_or_the_default_or_all_that_is_left() -> None:
@@ -51,33 +67,106 @@ def test_the_smallest_worker_sets_the_limits(directory: Path) -> None:
     assert limits_of([card, small]) == Limits(64, card.vocab_size)
 
 
-async def test_a_text_is_encoded_alike_inline_and_in_the_pool(directory: Path) -> None:
+def by_tokenizer(model: Model, text: str, *, special: bool) -> bytes:
+    return pack_tokens(model.tokenizer.encode(text, add_special_tokens=special).ids)
+
+
+@pytest.mark.parametrize("with_words", [True, False])
+async def test_texts_of_any_length_and_script_are_encoded_as_the_tokenizer_does(
+    directory: Path, with_words: bool
+) -> None:
     model = load_model(card_of(directory), directory)
+    assert model.words is not None
+    if not with_words:
+        model = msgspec.structs.replace(model, words=None)
+    assert model.template is not None
+    texts = ["", "water ", "water is wet. ", "水", "<|im_end|>water", "water 水 " * 2, "eau \u0301 "]
     with ThreadPoolExecutor(1) as pool:
-        word = "water "
-        short = await encode_text(model, word * 10, pool)
-        long = await encode_text(model, word * (INLINE_CHARACTERS // len(word) + 1), pool)
-        assert model.tokenizer.decode(long).startswith(model.tokenizer.decode(short))
-        chat = await encode_chat(model, [{"role": "user", "content": word * INLINE_CHARACTERS}], pool)
-        assert chat[0] == 1
+        for text in [*texts, *(text * INLINE_CHARACTERS for text in texts)]:
+            assert await encode_text(model, text, pool) == by_tokenizer(model, text, special=True)
+            chat = [{"role": "user", "content": text}]
+            rendered = model.template.render(chat)
+            assert await encode_chat(model, chat, pool) == by_tokenizer(model, rendered, special=False)
 
 
-async def test_many_short_messages_are_a_long_chat_and_go_to_the_pool(directory: Path) -> None:
+async def test_special_tokens_that_the_tokenizer_puts_around_a_text_are_there(copy: Path) -> None:
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    file["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            token: {"id": token, "ids": [number], "tokens": [token]}
+            for number, token in ((0, "<|endoftext|>"), (2, "<|im_end|>"))
+        },
+    }
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    model = load_model(card_of(copy), copy)
+    assert model.around == (pack_tokens([0]), pack_tokens([2]))
+    with ThreadPoolExecutor(1) as pool:
+        assert await encode_text(model, "water", pool) == by_tokenizer(model, "water", special=True)
+
+
+async def test_only_long_texts_that_are_left_to_the_tokenizer_go_to_the_pool(directory: Path) -> None:
     model = load_model(card_of(directory), directory)
     used: list[bool] = []
     with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
-        await encode_chat(model, [{"role": "user", "content": "water"}] * 3, pool)
+        await encode_text(model, "water " * INLINE_CHARACTERS, pool)
+        await encode_text(model, "水", pool)
         assert not used
-        await encode_chat(model, [{"role": "user", "content": ""}] * INLINE_CHARACTERS, pool)
+        await encode_text(model, "水" * (INLINE_CHARACTERS + 1), pool)
         assert used
 
 
-async def test_a_long_name_is_a_long_chat_too(directory: Path) -> None:
+async def test_a_long_text_lets_others_have_their_turns(directory: Path) -> None:
     model = load_model(card_of(directory), directory)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    text = "water " * TURN_CHARACTERS
+    with ThreadPoolExecutor(1) as pool:
+        await encode_text(model, text, pool)
+    beside.cancel()
+    assert turns >= len(text) // (2 * TURN_CHARACTERS)
+
+
+async def test_a_template_that_takes_many_steps_goes_to_the_pool_and_ends_there(directory: Path) -> None:
+    model = load_model(card_of(directory), directory)
+    messages = [{"role": "user", "content": "water"}]
     used: list[bool] = []
     with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
-        await encode_chat(model, [{"role": "user", "content": "", "name": "x" * INLINE_CHARACTERS}], pool)
-    assert used
+        await encode_chat(model, messages * INLINE_STEPS, pool)
+        assert not used
+        await encode_chat(model, messages * (INLINE_STEPS + 1), pool)
+        assert used
+        for_ever = "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
+        looping = msgspec.structs.replace(model, template=ChatTemplate(for_ever, {}))
+        with pytest.raises(InvalidRequest, match="not done after") as refusal:
+            await encode_chat(looping, messages, pool)
+        assert refusal.value.param == "messages"
+
+
+def test_token_ids_outside_the_vocabulary_are_named(directory: Path) -> None:
+    check_vocabulary([0, 319], LIMITS, param="prompt")
+    check_vocabulary([], LIMITS, param="prompt")
+    for token in (320, -1):
+        with pytest.raises(InvalidRequest, match=f"token id {token} at index 1") as refusal:
+            check_vocabulary([5, token, token], LIMITS, param="prompt")
+        assert refusal.value.param == "prompt[1]"
+    model = load_model(card_of(directory), directory)
+    check_encoded(model, pack_tokens([5, 319]), LIMITS, param="messages")
+    with pytest.raises(InvalidRequest, match="token id 319 at index 1"):
+        check_encoded(model, pack_tokens([5, 319]), Limits(100, 319), param="messages")
 
 
 async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Path) -> None:

@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from services.frontend import template
-from services.frontend.template import ChatTemplate, pick_template
+from services.frontend.template import ChatTemplate, Unfinished, pick_template
 from shared.errors import InvalidRequest, ModelError
 
 HELLO = [{"role": "user", "content": "<hello> & 'you'"}]
@@ -42,6 +42,26 @@ def test_a_template_that_refuses_is_the_requests_error() -> None:
 def test_a_template_that_fails_or_leaves_the_sandbox_is_the_requests_error(source: str) -> None:
     with pytest.raises(InvalidRequest):
         ChatTemplate(source, {}).render(HELLO)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100) %}{% endfor %}",
+        "{% for i in range(20) %}{% for j in range(20) %}{% set x = i * j %}{% endfor %}{% endfor %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(30) }}",
+        "{% macro m() %}{{ caller() }}{% endmacro %}{% for i in range(40) %}{% call m() %}x{% endcall %}{% endfor %}",
+    ],
+)
+def test_a_templates_steps_are_counted(source: str) -> None:
+    with pytest.raises(Unfinished):
+        ChatTemplate(source, {}).render(HELLO, 99)
+
+
+def test_steps_are_counted_for_each_rendering_and_leave_no_trace_in_the_text() -> None:
+    counting = ChatTemplate("{% for i in range(50) %}{{ loop.index }}{% endfor %}", {})
+    for _ in range(3):
+        assert counting.render(HELLO, 50) == "".join(map(str, range(1, 51)))
 
 
 def test_the_rendered_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from services.frontend.words import (
+    PATTERNS,
+    SLICE_CHARACTERS,
+    WORD_CHARACTERS,
+    WORDS_LIMIT,
+    Words,
+    read_words,
+)
+from shared.hashing import pack_tokens
+
+LESSONS = [
+    "The quick brown fox doesn't jump over the lazy dog's 1234 bones,   does it?\r\n\r\n\tIt'll  'VE  x = y[0] + 42;",
+    "Wasser, Feuer; Erde... Luft -- they've 'run', we're   done!  \n  indented\n\n",
+] * 4
+SPECIAL = ("<|end|>", "<|end|>x", "<|", "[go]")
+STEPS: dict[str, Any] = {
+    "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    **{
+        f"split{number}": pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        for number, pattern in enumerate(PATTERNS)
+    },
+}
+
+
+def trained(step: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = step
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(LESSONS, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    return tokenizer
+
+
+TOKENIZERS = {name: trained(step) for name, step in STEPS.items()}
+
+
+def table(tokenizer: Tokenizer) -> Words | None:
+    model = tokenizer.model
+    return read_words(tokenizer.to_str().encode(), lambda word: [token.id for token in model.tokenize(word)])
+
+
+def expected(tokenizer: Tokenizer, text: str) -> bytes:
+    return pack_tokens(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def encoded(words: Words, tokenizer: Tokenizer, text: str) -> bytes:
+    """As a frontend does."""
+    return b"".join([words.encode(section) or expected(tokenizer, section) for section in words.cut(text)])
+
+
+_ASCII = ["<", "|>", "'", "'s", "'LL", "'ve", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x00", "\x7f", " a"]
+_WORDS = ["word", " Word", "1", "23", " 456", "!", " ?!", "...\n", "_"]
+_OTHER = ["é", "水", "e\u0301", "\u00a0", "\u2028", "'\u017f", "😀"]
+PIECES = st.sampled_from([*SPECIAL, *_ASCII, *_WORDS, *_OTHER])
+TEXTS = st.lists(PIECES | st.text(st.characters(max_codepoint=127), max_size=3), max_size=40).map("".join)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS)
+def test_any_text_has_the_ids_that_tokenizers_gives(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    words = table(tokenizer)
+    assert words is not None
+    for _ in range(2):  # new words, then known ones
+        assert encoded(words, tokenizer, text) == expected(tokenizer, text)
+    words.validate()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=20, deadline=None)
+@given(seam=TEXTS)
+def test_a_long_text_is_cut_where_its_ids_do_not_change(name: str, seam: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    words = table(tokenizer)
+    assert words is not None
+    text = f"they've run  1 of\n{seam}some more " * (1 + 4 * SLICE_CHARACTERS // 25)
+    sections = list(words.cut(text))
+    assert "".join(sections) == text
+    assert len(sections) > 2
+    assert encoded(words, tokenizer, text) == expected(tokenizer, text)
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC"])
+def test_a_normal_form_leaves_ascii_alone_and_does_not_join_over_a_cut(form: str) -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZERS["gpt2"].to_str())
+    tokenizer.normalizer = getattr(normalizers, form)()
+    words = table(tokenizer)
+    assert words is not None
+    text = "cafe\u0301 and a \u0301b ﬁne " * SLICE_CHARACTERS
+    assert len(list(words.cut(text))) > 2
+    assert encoded(words, tokenizer, text) == expected(tokenizer, text)
+
+
+def test_a_tokenizer_whose_words_are_not_known_exactly_has_no_table() -> None:
+    known = json.loads(TOKENIZERS["gpt2"].to_str())
+    assert read_words(json.dumps(known).encode(), lambda _word: []) is not None
+    for change in (
+        {"model": {**known["model"], "dropout": 0.1}},
+        {"model": {**known["model"], "type": "Unigram"}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"normalizer": {"type": "Sequence", "normalizers": []}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": {**known["pre_tokenizer"], "add_prefix_space": True}},
+        {"pre_tokenizer": {**known["pre_tokenizer"], "use_regex": False}},
+        {"added_tokens": [{**known["added_tokens"][0], "lstrip": True}]},
+        {"added_tokens": [{**known["added_tokens"][0], "normalized": True}]},
+    ):
+        assert read_words(json.dumps({**known, **change}).encode(), lambda _word: []) is None, change
+    split = json.loads(TOKENIZERS["split0"].to_str())
+    split["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+|\S+"
+    assert read_words(json.dumps(split).encode(), lambda _word: []) is None
+    assert read_words(b"[]", lambda _word: []) is None
+
+
+def test_the_table_is_bounded_and_long_words_stay_out() -> None:
+    asked: list[str] = []
+
+    def ids(word: str) -> list[int]:
+        asked.append(word)
+        return [len(asked)]
+
+    words = Words(r" ?[a-z0-9]+", {}, ids)
+    long = "a" * (WORD_CHARACTERS + 1)
+    assert words.encode(long) != words.encode(long)
+    first = words.encode("first")
+    assert words.encode("first") == first
+    for number in range(WORDS_LIMIT):
+        words.encode(f"w{number}")
+    words.validate()
+    assert words.encode("first") != first, "forgotten at the limit, and asked for again"
+
+
+def test_a_long_section_that_cannot_be_cut_is_left_to_tokenizers() -> None:
+    words = table(TOKENIZERS["gpt2"])
+    assert words is not None
+    [section] = words.cut("x" * 5 * SLICE_CHARACTERS)
+    assert words.encode(section) is None
