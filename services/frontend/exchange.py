@@ -9,7 +9,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -18,7 +18,6 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend import openai
-from services.frontend.admission import Place
 from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.models import Models
 from services.frontend.openai import ChatRequest, CompletionRequest
@@ -61,8 +60,6 @@ class Chunk(Struct, frozen=True):
     """One JSON object of a streamed answer."""
 
     payload: bytes
-    more: bool = False
-    """Another one follows at once; after the last one, the door's own end of the answer."""
     last: bool = False
 
 
@@ -85,24 +82,19 @@ class Reply:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
         return self._shape.chunk(join(()))
 
-    async def chunks(self, push: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
-        """The answer in pieces; the first comes with the first text, so that errors before it stay errors.
-
-        Once that is out, pieces go to `push`, where there is one; only what it does not take comes here.
-        """
-        shape, stream, opened = self._shape, self._stream, False
-        give = None if push is None else lambda delta: push(shape.chunk(delta))
-        async for delta in stream:
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """The answer in pieces; the first comes with the first text, so that errors before it stay errors."""
+        shape, opened = self._shape, False
+        async for delta in self._stream:
             if not opened and (opening := shape.opening()) is not None:
-                yield Chunk(opening, more=True)
+                yield Chunk(opening)
             opened = True
             yield Chunk(shape.chunk(delta))
-            stream.push_to(give)
         if not opened and (opening := shape.opening()) is not None:
-            yield Chunk(opening, more=True)
-        yield Chunk(shape.closing(stream.finish), more=True, last=not self._with_usage)
+            yield Chunk(opening)
+        yield Chunk(shape.closing(self._stream.finish), last=not self._with_usage)
         if self._with_usage:
-            yield Chunk(shape.usage(stream.usage), more=True, last=True)
+            yield Chunk(shape.usage(self._stream.usage), last=True)
 
 
 class Exchange:
@@ -114,7 +106,7 @@ class Exchange:
         self._pool = pool
 
     @asynccontextmanager
-    async def answer(self, operation: Operation, body: bytes, named: RequestId, place: Place) -> AsyncIterator[Reply]:
+    async def answer(self, operation: Operation, body: bytes, named: RequestId) -> AsyncIterator[Reply]:
         """Leaving it cancels what is still running. Raises InvalidRequest, Unavailable and RequestTimeout."""
         deadline = asyncio.get_running_loop().time() + self._frontend.deadline_s
         request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
@@ -125,7 +117,6 @@ class Exchange:
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         job = _job(named, request, model, prompt)
-        place.weigh(job.prompt_tokens + job.sampling.max_tokens)
         output = Output(model.token_bytes, openai.stops(request))
         async with self._frontend.open(job, output, deadline) as stream:
             yield Reply(request, _shape(request, job), stream)
