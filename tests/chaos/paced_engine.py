@@ -1,0 +1,49 @@
+"""The worker's own engine process, whose steps take at least STEP_S: `python -m tests.chaos.paced_engine …`.
+
+The tests' tiny model makes a step in a third of a millisecond. At that speed an answer is over before anything can go
+wrong with it; slowed down, many are under way at each fault, and the machine has nothing to do.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from services.worker import engine_process
+from services.worker.config import EngineConfig
+from services.worker.engine import Drawn, Loading, Ready, Runner, Work
+
+STEP_S = 0.012
+
+
+class Paced:
+    """A Runner that takes its time."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    @property
+    def facts(self) -> Ready:
+        return self._runner.facts
+
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        ends_s = time.monotonic() + STEP_S
+        drawn = self._runner.step(works)
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+        return drawn
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+_load = engine_process._load
+
+
+def _load_paced(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
+    return Paced(_load(config, tell))
+
+
+if __name__ == "__main__":
+    engine_process._load = _load_paced
+    sys.exit(engine_process.main(sys.argv[1:]))

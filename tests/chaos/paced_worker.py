@@ -1,0 +1,20 @@
+"""The worker's own process with a paced engine: `python -m tests.chaos.paced_worker --config worker.toml`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from services.worker.__main__ import _process
+from services.worker.config import WorkerConfig
+from services.worker.engine_client import EngineClient
+from services.worker.service import Worker
+from shared.lifecycle import Runtime, run
+
+
+async def serve(runtime: Runtime, config: WorkerConfig) -> None:
+    """Until `runtime.stopping`."""
+    await Worker(runtime, config, partial(EngineClient.start, module="tests.chaos.paced_engine")).run()
+
+
+if __name__ == "__main__":
+    run("worker", WorkerConfig, _process, serve)

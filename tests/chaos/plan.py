@@ -1,0 +1,139 @@
+"""What a seed decides before anything runs: which faults, in which order, and what is asked meanwhile. Pure.
+
+Faults come one at a time, the next when all is whole again, so that a healthy instance of each service is always there.
+A deck holds every kind of fault once; it is shuffled, played to its end, and shuffled again.
+
+    kill     SIGKILL, down for `for_s`, then started again        restart   SIGTERM, its drain, then started again
+    freeze   SIGSTOP for `for_s`, then SIGCONT                    wipe      etcd ends, loses its data, and starts again
+    sever    a process's connections to NATS or etcd break, and new ones are refused, for `for_s`
+    hang     nothing passes on them for `for_s`, and then all that was sent meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Literal
+
+from msgspec import Struct
+
+Target = Literal["worker", "engine", "router", "frontend", "nats", "etcd"]
+Kind = Literal["kill", "restart", "freeze", "wipe", "sever nats", "hang nats", "sever etcd", "hang etcd"]
+
+SERVICES: tuple[Target, ...] = ("worker", "router", "frontend")
+_OF_SERVICES: tuple[Kind, ...] = ("kill", "restart", "freeze", "sever nats", "hang nats", "sever etcd", "hang etcd")
+DECK: tuple[tuple[Kind, Target], ...] = (
+    *((kind, service) for service in SERVICES for kind in _OF_SERVICES),
+    ("kill", "engine"),
+    ("freeze", "engine"),
+    ("kill", "nats"),
+    ("restart", "nats"),
+    ("freeze", "nats"),
+    ("kill", "etcd"),
+    ("restart", "etcd"),
+    ("freeze", "etcd"),
+    ("wipe", "etcd"),
+)
+"""Every fault there is."""
+
+NATS_AWAY_S = (2.0, 10.0)
+"""NATS is there once for all: longer than this, and clients see it."""
+
+
+class Fault(Struct, frozen=True):
+    """One thing that goes wrong."""
+
+    kind: Kind
+    target: Target
+    number: int
+    """Which of the target's instances, from 0."""
+    for_s: float
+    pause_s: float
+    """Of quiet before it."""
+
+    @property
+    def name(self) -> str:
+        """As people read it."""
+        which = self.target if self.target in ("nats", "etcd") else f"{self.target} {self.number}"
+        lasting = "" if self.kind in ("restart", "wipe") else f" for {self.for_s:g} s"
+        kind, _, of = self.kind.partition(" ")
+        return f"{kind} {of} of {which}{lasting}" if of else f"{kind} {which}{lasting}"
+
+
+def faults(seed: int, instances: int, durations_s: tuple[float, ...]) -> Iterator[Fault]:
+    """Without end. Each service has `instances`; NATS is never away for longer than the longest of NATS_AWAY_S."""
+    draw = Random(f"faults {seed}")
+    while True:
+        for kind, target in draw.sample(DECK, len(DECK)):
+            lasting_s = [one for one in durations_s if one <= max(NATS_AWAY_S)] if target == "nats" else durations_s
+            yield Fault(
+                kind=kind,
+                target=target,
+                number=draw.randrange(1 if target in ("nats", "etcd") else instances),
+                for_s=draw.choice(lasting_s),
+                pause_s=draw.uniform(0.2, 0.8),
+            )
+
+
+# --- what is asked
+
+
+class Question(Struct, frozen=True):
+    """One thing to ask. Its answer is known from before the faults."""
+
+    prompt: str
+    chat: bool
+    """Else a completion."""
+    max_tokens: int
+    temperature: float
+    seed: int
+    frequency_penalty: float
+    ignore_eos: bool
+
+
+class Ask(Struct, frozen=True):
+    """One request."""
+
+    after_s: float
+    """Since the one before."""
+    question: int
+    frontend: int
+    """Where its client tries first; -1: over NATS, any frontend."""
+    streamed: bool
+
+
+_WORDS = "water mill wheel river stone gate race head fall spring rain cloud sluice turbine power grain"
+
+
+def questions(count: int) -> tuple[Question, ...]:
+    """The same ones for every seed. Half are greedy, half sampled; most share the beginning of their prompt."""
+    draw = Random("questions")
+    beginnings = [_text(draw, 30) for _ in range(3)]
+    return tuple(
+        Question(
+            prompt=f"{draw.choice(beginnings)} {number} {_text(draw, draw.randint(3, 20))}",
+            chat=draw.random() < 0.7,
+            max_tokens=draw.choice((1, 40, 120, 240)),
+            temperature=0.0 if number % 2 == 0 else draw.choice((0.7, 1.0)),
+            seed=draw.randrange(1 << 32),
+            frequency_penalty=draw.choice((0.0, 0.0, 0.5)),
+            ignore_eos=draw.random() < 0.8,
+        )
+        for number in range(count)
+    )
+
+
+def asks(seed: int, *, per_s: float, questions: int, frontends: int) -> Iterator[Ask]:
+    """Without end, at random intervals: whoever comes does not wait for those before."""
+    draw = Random(f"asks {seed}")
+    while True:
+        yield Ask(
+            after_s=draw.expovariate(per_s),
+            question=draw.randrange(questions),
+            frontend=draw.randrange(-1, frontends),
+            streamed=draw.random() < 0.6,
+        )
+
+
+def _text(draw: Random, words: int) -> str:
+    return " ".join(draw.choices(_WORDS.split(), k=words))

@@ -1,0 +1,229 @@
+"""The real stack: NATS, etcd, and some of each service, every one a process; before each service two cuttable links."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+from msgspec import Struct
+
+from deploy.local import servers
+from deploy.local.stack import Value, toml
+from shared import subjects
+from shared.discovery import Discovery
+from shared.errors import DiscoveryDown
+from shared.etcd_discovery import EtcdDiscovery
+from shared.messages import INSTANCE, JSON_HEADER
+from tests.chaos.clients import MODEL
+from tests.chaos.plan import SERVICES, Target
+from tests.chaos.program import START_LIMIT_S, Program, children
+from tests.chaos.proxy import Proxy
+from tests.servers import free_port
+from tests.tiny_model import write_tiny_model
+
+NAMESPACE = "chaos"
+CAPACITY_BLOCKS = 512
+ASK_LIMIT_S = 2.0
+_POLL_S = 0.1
+_HELD = re.compile(
+    r"^(headrace_reservations|headrace_inflight_requests|headrace_queued_requests|headrace_blocks)\{([^}]*)\} (\S+)$",
+    re.MULTILINE,
+)
+
+
+class Detection(Struct, frozen=True):
+    """How soon the services find what is wrong; None: as they do by default."""
+
+    lease_ttl_s: float | None = None
+    quiet_s: float | None = None
+    frozen_s: float | None = None
+    stall_s: float | None = None
+
+
+DEFAULTS = Detection()
+FAST = Detection(lease_ttl_s=3.0, quiet_s=0.5, frozen_s=2.0, stall_s=4.0)
+
+
+class Stack:
+    """`instances` of each service, named "worker 0" and so on, beside "nats" and "etcd"."""
+
+    def __init__(self, directory: Path, instances: int, detection: Detection) -> None:
+        self.programs: dict[str, Program] = {}
+        self.links: dict[tuple[str, str], Proxy] = {}
+        """(service's name, nats or etcd) → what lies between them."""
+        self.urls: dict[str, str] = {}
+        """Service's name → where it shows /health and /metrics."""
+        self._directory = directory
+        self._detection = detection
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_LIMIT_S))
+        self._model = write_tiny_model(directory / MODEL)
+        self._nats_port, self._etcd_port = self._servers()
+        self._discovery: Discovery = EtcdDiscovery((f"127.0.0.1:{self._etcd_port}",))
+        for number in range(instances):
+            for service in SERVICES:
+                self._service(service, number)
+
+    @property
+    def nats_url(self) -> str:
+        return f"nats://127.0.0.1:{self._nats_port}"
+
+    def names(self, service: Target) -> list[str]:
+        """Of all its instances, in order."""
+        return [name for name in self.urls if name.startswith(f"{service} ")]
+
+    async def start(self) -> None:
+        """Returns when all is whole."""
+        for name in ("nats", "etcd"):
+            await self.programs[name].start()
+        for name in ("nats", "etcd"):
+            await self.programs[name].until_ready()
+        for link in self.links.values():
+            await link.mend()
+        for name in self.urls:
+            await self.programs[name].start()
+        for name in self.urls:
+            await self.programs[name].until_ready()
+        await self.until_whole(START_LIMIT_S)
+
+    async def close(self) -> None:
+        for program in self.programs.values():
+            await program.kill()
+        for link in self.links.values():
+            await link.sever()
+        await self._discovery.close()
+        await self._http.close()
+
+    def engine(self, worker: str) -> int:
+        """The process id of a worker's engine; 0: it has none now."""
+        return next(iter(children(self.programs[worker].pid)), 0)
+
+    def wipe_etcd(self) -> None:
+        """While it is down."""
+        shutil.rmtree(self._directory / "etcd", ignore_errors=True)
+
+    async def until_whole(self, limit_s: float) -> None:
+        """Raises TimeoutError that says what is missing."""
+        missing = "nothing was looked at"
+        try:
+            async with asyncio.timeout(limit_s):
+                while missing := await self.missing():  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)  # other processes: there is nothing to wait on
+        except TimeoutError:
+            raise TimeoutError(missing) from None
+
+    async def missing(self) -> str:
+        """What is not as it should be: everyone ready, published, and nobody else; empty: all is whole."""
+        for name in self.urls:
+            if not await self._healthy(f"{self.urls[name]}/health"):
+                return f"{name} is not ready"
+        try:
+            async with asyncio.timeout(ASK_LIMIT_S):
+                keys = await self._discovery.list(subjects.namespace_prefix(NAMESPACE))
+        except (DiscoveryDown, TimeoutError):
+            return "etcd does not answer"
+        books = subjects.instances_prefix(NAMESPACE)
+        published = {INSTANCE.decode(value, JSON_HEADER).pid for key, value in keys.items() if key.startswith(books)}
+        due = {self.programs[name].pid: name for name in self.urls}
+        if published != due.keys():
+            late = [name for pid, name in due.items() if pid not in published]
+            return f"in etcd lack {late}, and {len(published - due.keys())} are there that are gone"
+        cards = sum(not key.startswith(books) for key in keys)
+        return "" if cards == len(self.names("worker")) else f"{cards} model cards are in etcd"
+
+    async def left(self) -> dict[str, float]:
+        """What is still held, by metric and service, when nobody asks any more."""
+        held: dict[str, float] = {}
+        for name, url in self.urls.items():
+            async with self._http.get(f"{url}/metrics") as response:
+                for metric, labels, value in _HELD.findall(await response.text()):
+                    if metric != "headrace_blocks" or 'state="held"' in labels:
+                        held[f"{metric} of {name}"] = float(value)
+        return held
+
+    # --- what it is made of
+
+    def _servers(self) -> tuple[int, int]:
+        nats_port, etcd_port, peer_port = free_port(), free_port(), free_port()
+        settings = self._directory / "nats.conf"
+        settings.write_text(servers.nats_settings(nats_port), encoding="utf-8")
+        self._add("nats", [str(servers.nats_server()), "-c", str(settings)], lambda: _greets(nats_port))
+        etcd = [str(servers.etcd()), *servers.etcd_arguments(etcd_port, peer_port, self._directory / "etcd")]
+        self._add("etcd", etcd, lambda: self._healthy(f"http://127.0.0.1:{etcd_port}/health"))
+        return nats_port, etcd_port
+
+    def _service(self, service: Target, number: int) -> None:
+        name = f"{service} {number}"
+        port = free_port()
+        for server, upstream in (("nats", self._nats_port), ("etcd", self._etcd_port)):
+            self.links[name, server] = Proxy(free_port(), upstream)
+        file = self._directory / f"{service}-{number}.toml"
+        file.write_text(toml(self._settings(name, service, port)), encoding="utf-8")
+        module = "tests.chaos.paced_worker" if service == "worker" else f"services.{service}"
+        self.urls[name] = f"http://127.0.0.1:{port}"
+        arguments = [sys.executable, "-m", module, "--config", str(file)]
+        self._add(name, arguments, lambda: self._healthy(f"http://127.0.0.1:{port}/health"))
+
+    def _settings(self, name: str, service: Target, port: int) -> dict[str, Value | Mapping[str, Value]]:
+        found = self._detection
+        nats, etcd = (self.links[name, server].port for server in ("nats", "etcd"))
+        endpoint: dict[str, Value] = {"endpoints": [f"127.0.0.1:{etcd}"]}
+        settings: dict[str, Value | Mapping[str, Value]] = {
+            "namespace": NAMESPACE,
+            "nats": {"url": f"nats://127.0.0.1:{nats}"},
+            "discovery": endpoint | _given(lease_ttl_s=found.lease_ttl_s),
+        }
+        if service == "frontend":
+            settings["http"] = {"port": port}
+            settings["limits"] = _given(quiet_s=found.quiet_s, frozen_s=found.frozen_s)
+            return settings
+        settings["observe"] = {"port": port}
+        if service == "router":
+            settings["load"] = _given(frozen_s=found.frozen_s)
+            return settings
+        settings |= {"model": str(self._model), "cache": str(self._directory / "models"), "threads": 1}
+        return settings | {"capacity_blocks": CAPACITY_BLOCKS} | _given(stall_s=found.stall_s)
+
+    def _add(self, name: str, arguments: list[str], ready: Callable[[], Awaitable[bool]]) -> None:
+        log = self._directory / f"{name.replace(' ', '-')}.log"
+        self.programs[name] = Program(name, arguments, log, ready)
+
+    async def _healthy(self, url: str) -> bool:
+        try:
+            async with self._http.get(url) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+def _given(**settings: float | None) -> dict[str, Value]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+async def _greets(port: int) -> bool:
+    """Whether a NATS server speaks there, as it does first."""
+    try:
+        async with asyncio.timeout(ASK_LIMIT_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                return await reader.read(4) == b"INFO"
+            finally:
+                writer.transport.abort()
+    except (OSError, TimeoutError):
+        return False
+
+
+@asynccontextmanager
+async def running(directory: Path, instances: int, detection: Detection) -> AsyncIterator[Stack]:
+    """A whole stack; every process has ended on leaving."""
+    stack = Stack(directory, instances, detection)
+    try:
+        await stack.start()
+        yield stack
+    finally:
+        await stack.close()

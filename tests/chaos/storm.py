@@ -1,0 +1,287 @@
+"""One run: the stack starts, answers everything once undisturbed, and then goes through its faults under load.
+
+references ─▶ ┌─▶ pause ─▶ fault ─▶ undone ─▶ healed on every path, whole ─┐ ─▶ the last requests end ─▶ verdict
+              └───────────────────────────◀────────────────────────────────┘
+              requests come all the while, and do not wait for one another
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+from msgspec import Struct
+
+from tests.chaos.clients import HttpClients, NatsClient
+from tests.chaos.plan import Ask, Fault, asks, faults, questions
+from tests.chaos.stack import FAST, NAMESPACE, Detection, Stack, running
+from tests.chaos.verdict import Answer, Happened, Reference, Sample, Verdict, judge
+
+QUESTIONS = 24
+REFERENCES_AT_ONCE = 8
+PROBE_LIMIT_S = 2.0
+PROBE_PAUSE_S = 0.1
+SAMPLE_S = 2.0
+SETTLE_LIMIT_S = 60.0
+"""For the last requests to end, and for all that is held to be let go of."""
+READ_LIMIT_S = 900.0
+
+
+class Settings(Struct, frozen=True):
+    """One run."""
+
+    seed: int
+    most_s: float
+    """No fault begins later."""
+    most_faults: int = 1 << 30
+    per_s: float = 4.0
+    """Requests."""
+    instances: int = 2
+    durations_s: tuple[float, ...] = (0.5, 2.0, 4.0)
+    """Of faults."""
+    detection: Detection = FAST
+    heal_limit_s: float = 45.0
+    """From the end of a fault until all must be whole."""
+
+
+class Outcome(Struct):
+    """What came of it."""
+
+    verdict: Verdict
+    faults: list[Happened]
+    samples: list[Sample]
+    tokens: int
+    took_s: float
+
+
+async def run(settings: Settings, directory: Path, tell: Callable[[str], None]) -> Outcome:
+    """Tells a line per fault, and one for all that was wrong."""
+    async with running(directory, settings.instances, settings.detection) as stack:
+        storm = Storm(settings, stack, tell)
+        try:
+            return await storm.run()
+        finally:
+            await storm.close()
+
+
+class Storm:
+    """One run on a stack that is whole."""
+
+    def __init__(self, settings: Settings, stack: Stack, tell: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._stack = stack
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._questions = questions(QUESTIONS)
+        urls = [stack.urls[name] for name in stack.names("frontend")]
+        self._http = HttpClients(urls, self._now, read_limit_s=READ_LIMIT_S)
+        silence_s = max(*settings.durations_s, 10.0) + 20.0
+        self._nats = NatsClient(stack.nats_url, NAMESPACE, self._now, silence_limit_s=silence_s)
+        self._answers: list[Answer] = []
+        self._asking: set[asyncio.Task[None]] = set()
+        self._faults: list[Happened] = []
+        self._samples: list[Sample] = []
+
+    def _now(self) -> float:
+        return self._loop.time() - self._began
+
+    async def close(self) -> None:
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        await self._http.close()
+        await self._nats.close()
+
+    async def run(self) -> Outcome:
+        await self._nats.open()
+        references = await self._references()
+        self._began = self._loop.time()
+        around = [asyncio.create_task(self._load()), asyncio.create_task(self._sample())]
+        try:
+            await self._storm()
+        finally:
+            around[0].cancel()
+            await asyncio.gather(around[0], return_exceptions=True)
+        if self._asking:
+            await asyncio.wait(self._asking, timeout=SETTLE_LIMIT_S)
+        left = await self._settled()
+        around[1].cancel()
+        await asyncio.gather(around[1], return_exceptions=True)
+        verdict = judge(references, self._answers, self._faults, self._samples, left, self._now())
+        for violation in verdict.violations:
+            self._tell(f"{violation.at_s:7.2f} s  {violation.kind.upper()}: {violation.what}")
+        tokens = sum(max(answer.completion_tokens, 0) for answer in self._answers)
+        return Outcome(verdict, self._faults, self._samples, tokens, self._now())
+
+    # --- load
+
+    async def _references(self) -> list[Reference]:
+        """What every question is answered before anything goes wrong; both doors agree on it."""
+        at_once = asyncio.Semaphore(REFERENCES_AT_ONCE)
+
+        async def reference(number: int, frontend: int) -> Reference:
+            async with at_once:
+                answer = self._answer(Ask(0.0, number, frontend, streamed=frontend == 0))
+                await self._ask(answer)
+            assert answer.end == "answered", answer
+            return Reference(answer.text, answer.finish, answer.prompt_tokens, answer.completion_tokens)
+
+        by_http, by_nats = [
+            await asyncio.gather(*(reference(number, frontend) for number in range(QUESTIONS))) for frontend in (0, -1)
+        ]
+        assert by_http == by_nats, "answers differ without any fault"
+        return by_http
+
+    async def _load(self) -> None:
+        settings = self._settings
+        endless = asks(settings.seed, per_s=settings.per_s, questions=QUESTIONS, frontends=settings.instances)
+        due_s = self._now()
+        for ask in endless:
+            due_s += ask.after_s
+            await asyncio.sleep(due_s - self._now())
+            answer = self._answer(ask)
+            self._answers.append(answer)
+            task = asyncio.create_task(self._ask(answer))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    def _answer(self, ask: Ask) -> Answer:
+        now_s = self._now()
+        return Answer(ask, asked_s=now_s, frontend=ask.frontend, heard_s=now_s)
+
+    async def _ask(self, answer: Answer) -> None:
+        question = self._questions[answer.ask.question]
+        if answer.ask.frontend < 0:
+            await self._nats.ask(question, answer)
+        else:
+            await self._http.ask(question, answer)
+
+    # --- faults
+
+    async def _storm(self) -> None:
+        settings = self._settings
+        for fault in islice(faults(settings.seed, settings.instances, settings.durations_s), settings.most_faults):
+            await asyncio.sleep(fault.pause_s)
+            if self._now() > settings.most_s:
+                return
+            happened = await self._happen(fault)
+            self._faults.append(happened)
+            self._tell(line(happened))
+            if happened.whole_s is None:
+                return  # what comes now would befall a stack that has nobody healthy to spare
+
+    async def _happen(self, fault: Fault) -> Happened:
+        now_s = self._now()
+        happened = Happened(fault, began_s=now_s, done_s=now_s)
+        happened.open_requests = len(self._asking)
+        probes = [asyncio.create_task(self._probe(happened, path)) for path in range(-1, self._settings.instances)]
+        try:
+            await self._befall(happened)
+            await self._stack.until_whole(self._settings.heal_limit_s)
+            happened.whole_s = self._now() - happened.began_s
+            async with asyncio.timeout(self._settings.heal_limit_s):
+                await asyncio.gather(*probes)
+        except TimeoutError as missing:
+            happened.trouble = f"{missing}; new requests get through by {sorted(happened.healed_s)}"
+        finally:
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+        return happened
+
+    async def _befall(self, happened: Happened) -> None:
+        """Does it and undoes it."""
+        fault, stack = happened.fault, self._stack
+        alone = fault.target in ("nats", "etcd")
+        name = fault.target if alone else f"{'worker' if fault.target == 'engine' else fault.target} {fault.number}"
+        program = stack.programs[name]
+        match fault.kind:
+            case "kill" if fault.target == "engine":
+                os.kill(stack.engine(name), signal.SIGKILL)
+            case "freeze" if fault.target == "engine":
+                await self._freeze_engine(stack.engine(name), fault.for_s)
+            case "kill":
+                await program.kill()
+                happened.done_s = self._now()
+                await asyncio.sleep(fault.for_s)
+                await program.start()
+            case "restart" | "wipe":
+                happened.trouble = await program.terminate()
+                happened.done_s = self._now()
+                if fault.kind == "wipe":
+                    stack.wipe_etcd()
+                await program.start()
+            case "freeze":
+                program.freeze()
+                await asyncio.sleep(fault.for_s)
+                program.thaw()
+            case "sever nats" | "sever etcd" | "hang nats" | "hang etcd":
+                kind, _, server = fault.kind.partition(" ")
+                link = stack.links[name, server]
+                await (link.sever() if kind == "sever" else link.hang())
+                await asyncio.sleep(fault.for_s)
+                await link.mend()
+        if not program.running:
+            happened.trouble = f"{name} ended by itself:\n{program.told()}"
+        await program.until_ready()
+        happened.undone_s = self._now()
+        happened.done_s = max(happened.done_s, happened.began_s)
+
+    async def _freeze_engine(self, pid: int, for_s: float) -> None:
+        """Its worker may kill it meanwhile."""
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(for_s)
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return
+
+    async def _probe(self, happened: Happened, path: int) -> None:
+        """New requests by one path, until one is answered; how long that was after the fault's beginning."""
+        number = min(range(QUESTIONS), key=lambda at: self._questions[at].max_tokens)
+        while True:
+            answer = self._answer(Ask(0.0, number, path, streamed=True))
+            try:
+                async with asyncio.timeout(PROBE_LIMIT_S):
+                    question = self._questions[number]
+                    if path < 0:
+                        await self._nats.ask(question, answer)
+                    else:
+                        await self._http.ask(question, answer, only=True)
+            except TimeoutError:
+                continue
+            if answer.end == "answered":
+                happened.healed_s["NATS" if path < 0 else f"frontend {path}"] = self._now() - happened.began_s
+                return
+            await asyncio.sleep(PROBE_PAUSE_S)
+
+    # --- sizes
+
+    async def _sample(self) -> None:
+        while True:
+            for program in self._stack.programs.values():
+                if program.running:
+                    self._samples += program.sample(self._now())
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _settled(self) -> dict[str, float]:
+        """What is still held when everything had time to be let go of."""
+        until = self._now() + SETTLE_LIMIT_S
+        while True:
+            left = {what: value for what, value in (await self._stack.left()).items() if value}
+            if not left or self._now() > until:
+                return left
+            await asyncio.sleep(PROBE_PAUSE_S)
+
+
+def line(happened: Happened) -> str:
+    """One fault, for people."""
+    paths = ", ".join(f"{path} {after_s:.2f}" for path, after_s in sorted(happened.healed_s.items()))
+    whole = "never whole" if happened.whole_s is None else f"whole after {happened.whole_s:.2f} s"
+    told = f"{happened.began_s:7.2f} s  {happened.fault.name}: {whole}; new requests after {paths}"
+    return f"{told}; {happened.open_requests} were open{'; ' + happened.trouble if happened.trouble else ''}"

@@ -1,0 +1,232 @@
+"""What a run amounts to: every request's fate against what it should have been, and every process's size. Pure.
+
+answered     the text, its end and its usage are those of the undisturbed run, else the request counts as wrong
+failed       an error that the client was told. None may be, but where its deadline passed while NATS was away
+broken       its connection broke. Only with the process at the other end of it, frontend or NATS server
+silent       a NATS client gave up after a long silence. Only where a frontend was killed under it
+(none)       lost: it never ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Literal, assert_never
+
+from msgspec import Struct
+
+from tests.chaos.plan import Ask, Fault
+
+End = Literal["answered", "failed", "broken", "silent"]
+DEADLINE = "deadline_exceeded"
+"""The code of an error that says so."""
+SILENT_AFTER_KILL_S = 15.0
+"""A whole answer takes no longer in quiet times: what was asked before that, its frontend was not computing."""
+LEAST_LIFE_S = 60.0
+"""Of a process whose size is judged."""
+LEAST_SAMPLES = 8
+RSS_SHARE, RSS_SLACK_BYTES = 0.10, 16 << 20
+FDS_SLACK = 10
+
+
+class Reference(Struct, frozen=True):
+    """What an undisturbed run answered."""
+
+    text: str
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Answer(Struct):
+    """What one client saw so far. Times are seconds since the run began."""
+
+    ask: Ask
+    asked_s: float
+    frontend: int
+    """Who took it; -1: over NATS, unknown."""
+    text: str = ""
+    finish: str = ""
+    prompt_tokens: int = -1
+    completion_tokens: int = -1
+    end: End | None = None
+    heard_s: float = 0.0
+    """When the last piece came, the end included."""
+    code: str = ""
+    """Of the error, as the client was told."""
+    error: str = ""
+    moved: bool = False
+    """The frontend that it tried first took no connection."""
+
+
+class Happened(Struct):
+    """One fault as it was."""
+
+    fault: Fault
+    began_s: float
+    done_s: float
+    """The process was gone, the link was cut, …"""
+    undone_s: float = 0.0
+    """Started again, thawed, mended."""
+    open_requests: int = 0
+    healed_s: dict[str, float] = {}
+    """Path → from the beginning to the first success of a request made after it."""
+    whole_s: float | None = None
+    """From the beginning until every instance was ready and published, and no other; None: not within the limit."""
+    trouble: str = ""
+
+
+class Sample(Struct, frozen=True):
+    """One process's size."""
+
+    at_s: float
+    program: str
+    pid: int
+    rss_bytes: int
+    fds: int
+
+
+class Violation(Struct, frozen=True):
+    """One thing that must not be."""
+
+    kind: Literal["lost", "wrong", "usage", "error", "unhealed", "grown", "left"]
+    at_s: float
+    what: str
+
+
+class Verdict(Struct, frozen=True):
+    """All of it."""
+
+    requests: int
+    answered: int
+    moved: int
+    broken_with_frontend: int
+    broken_with_nats: int
+    expired_without_nats: int
+    violations: list[Violation]
+
+    @property
+    def good(self) -> bool:
+        return not self.violations
+
+
+def judge(
+    references: Sequence[Reference],
+    answers: Sequence[Answer],
+    faults: Sequence[Happened],
+    samples: Sequence[Sample],
+    left: Mapping[str, float],
+    ended_s: float,
+) -> Verdict:
+    """`left`: what is held though nobody asks any more, by metric and program."""
+    violations: list[Violation] = []
+    excuses = {"frontend": 0, "nats": 0, "deadline": 0}
+    for answer in answers:
+        reference = references[answer.ask.question]
+        violations += _content(answer, reference)
+        if answer.end != "answered":
+            excuse = _excuse(answer, faults)
+            if excuse:
+                excuses[excuse] += 1
+            else:
+                violations.append(_ended_badly(answer, ended_s))
+    for fault in faults:
+        if fault.whole_s is None or fault.trouble:
+            what = f"{fault.fault.name}: {fault.trouble or 'not whole again'}"
+            violations.append(Violation("unhealed", fault.began_s, what))
+    violations += _growth(samples)
+    violations += [Violation("left", ended_s, f"{what}: {value:g}") for what, value in left.items() if value]
+    return Verdict(
+        requests=len(answers),
+        answered=sum(answer.end == "answered" for answer in answers),
+        moved=sum(answer.moved for answer in answers),
+        broken_with_frontend=excuses["frontend"],
+        broken_with_nats=excuses["nats"],
+        expired_without_nats=excuses["deadline"],
+        violations=sorted(violations, key=lambda one: one.at_s),
+    )
+
+
+def _content(answer: Answer, reference: Reference) -> list[Violation]:
+    """What it said. An answer that did not end well must be the beginning of the right one."""
+    name = f"question {answer.ask.question} by {_door(answer)}, asked at {answer.asked_s:.2f}"
+    if answer.end != "answered":
+        if reference.text.startswith(answer.text):
+            return []
+        return [Violation("wrong", answer.heard_s, f"{name}: {_difference(answer.text, reference.text)}")]
+    if answer.text != reference.text:
+        return [Violation("wrong", answer.heard_s, f"{name}: {_difference(answer.text, reference.text)}")]
+    if answer.finish != reference.finish:
+        return [Violation("wrong", answer.heard_s, f"{name}: ends with {answer.finish}, not {reference.finish}")]
+    counted, due = ((one.prompt_tokens, one.completion_tokens) for one in (answer, reference))
+    return [] if counted == due else [Violation("usage", answer.heard_s, f"{name}: counts {counted}, not {due}")]
+
+
+def _ended_badly(answer: Answer, ended_s: float) -> Violation:
+    name = f"question {answer.ask.question} by {_door(answer)}, asked at {answer.asked_s:.2f}"
+    match answer.end:
+        case None | "silent":
+            return Violation("lost", answer.heard_s, f"{name}: no end by {ended_s:.2f}, {len(answer.text)} characters")
+        case "failed" | "broken":
+            return Violation("error", answer.heard_s, f"{name}: {answer.end}: {answer.error}")
+        case "answered":
+            raise AssertionError("an answer is no bad end")
+        case _:
+            assert_never(answer.end)
+
+
+def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "nats", "deadline", ""]:
+    """Why it may have ended without an answer; empty: it may not."""
+    for happened in faults:
+        kind, target = happened.fault.kind, happened.fault.target
+        under_it = answer.asked_s <= happened.done_s and happened.began_s <= answer.heard_s
+        if target == "frontend" and kind == "kill":
+            if answer.end == "broken" and answer.frontend == happened.fault.number and under_it:
+                return "frontend"
+            latest_s = answer.heard_s + SILENT_AFTER_KILL_S
+            if answer.end == "silent" and answer.asked_s <= happened.done_s and happened.began_s <= latest_s:
+                return "frontend"
+        if target == "nats" and kind in ("kill", "restart"):
+            if answer.end == "broken" and answer.frontend < 0 and under_it:
+                return "nats"
+            within = answer.asked_s <= happened.undone_s and happened.began_s <= answer.heard_s
+            if answer.end == "failed" and answer.code == DEADLINE and within:
+                return "deadline"
+    return ""
+
+
+def _growth(samples: Sequence[Sample]) -> list[Violation]:
+    """Processes that lived long enough: what they are at the end of their life against the first half of it."""
+    lives: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        lives.setdefault((sample.program, sample.pid), []).append(sample)
+    found: list[Violation] = []
+    for (program, _), life in lives.items():
+        if len(life) < LEAST_SAMPLES or life[-1].at_s - life[0].at_s < LEAST_LIFE_S:
+            continue
+        quarter = len(life) // 4
+        early, late = life[quarter : 2 * quarter], life[-quarter:]
+        for what, before, after, limit in (
+            ("bytes", *_medians([one.rss_bytes for one in early], [one.rss_bytes for one in late]), None),
+            ("file descriptors", *_medians([one.fds for one in early], [one.fds for one in late]), FDS_SLACK),
+        ):
+            allowed = before * (1 + RSS_SHARE) + RSS_SLACK_BYTES if limit is None else before + limit
+            if after > allowed:
+                grown = f"{program}: from {before:.0f} to {after:.0f} {what}"
+                found.append(Violation("grown", life[-1].at_s, grown))
+    return found
+
+
+def _medians(early: Sequence[int], late: Sequence[int]) -> tuple[float, float]:
+    return median(early), median(late)
+
+
+def _door(answer: Answer) -> str:
+    kind = "stream" if answer.ask.streamed else "whole"
+    return f"{'NATS' if answer.frontend < 0 else f'frontend {answer.frontend}'} ({kind})"
+
+
+def _difference(text: str, due: str) -> str:
+    at = next((at for at, (one, other) in enumerate(zip(text, due, strict=False)) if one != other), None)
+    at = min(len(text), len(due)) if at is None else at
+    return f"at character {at} of {len(due)} {text[at : at + 20]!r}, not {due[at : at + 20]!r}"
