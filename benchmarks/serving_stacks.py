@@ -1,0 +1,216 @@
+"""Both systems as `benchmarks/serving.py` runs them: real processes on loopback, and what each of them costs.
+
+    ours    nats-server, etcd, one frontend, one router, two workers: a shell and a simulated engine each. What
+            `headrace up` runs, with other settings in the environment
+    peer    nats-server, etcd, one frontend with its router inside, two mockers; started by the yardstick's own stack.py
+            with the yardstick's own Python
+
+All of them end with this process, also if it is killed: ours by the kernel's parent-death signal, the peer's when the
+pipe to what started them closes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pstats
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from benchmarks.report import ROOT
+from deploy.local import servers, stack
+from deploy.local.stack import Options, Place
+
+NAME = "tiny"
+"""What clients call the model."""
+WORKERS = 2
+BLOCK_SIZE = 16
+CAPACITY_BLOCKS = 65_536
+START_LIMIT_S = 60.0
+STOP_LIMIT_S = 60.0
+_POLL_S = 0.05
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_TETHER = ROOT / "deploy" / "local" / "tether.py"
+
+_PEER = """
+import json, sys, stack
+asked = json.loads(sys.argv[1])
+for name, port in asked["ports"].items():
+    setattr(stack, name, port)
+with stack.Stack(**asked["stack"]) as running:
+    print(json.dumps({name: child.pid for name, child in running.p.items()}), flush=True)
+    sys.stdin.read()
+"""
+"""Runs the yardstick's stack on other ports, until its standard input is closed."""
+
+
+class Cost(Struct, frozen=True):
+    """Of all processes of one kind, so far."""
+
+    cpu_s: float
+    rss_mb: float
+
+
+class Running:
+    """A stack that answers."""
+
+    def __init__(self, port: int, kinds: Mapping[int, str]) -> None:
+        """`kinds`: process → what it is. A child counts as its parent does, but a worker's child is its engine."""
+        self.port = port
+        self._kinds = dict(kinds)
+
+    def costs(self) -> dict[str, Cost]:
+        """Kind → cost, descendants included."""
+        parents, costs = _processes()
+        totals: dict[str, Cost] = {}
+        for pid in costs:
+            kind = self._kind(pid, parents)
+            if kind is not None:
+                total = totals.get(kind, Cost(0.0, 0.0))
+                totals[kind] = Cost(total.cpu_s + costs[pid].cpu_s, total.rss_mb + costs[pid].rss_mb)
+        return totals
+
+    def pids(self, kind: str) -> list[int]:
+        """The processes that were started as this kind."""
+        return [pid for pid, name in self._kinds.items() if name == kind]
+
+    def _kind(self, pid: int, parents: Mapping[int, int]) -> str | None:
+        if pid in self._kinds:
+            return self._kinds[pid]
+        above = parents.get(pid)
+        kind = None if above is None else self._kind(above, parents)
+        return "engine" if kind == "shell" else kind
+
+
+def _processes() -> tuple[dict[int, int], dict[int, Cost]]:
+    """Of the machine: process → its parent, process → its cost."""
+    parents: dict[int, int] = {}
+    costs: dict[int, Cost] = {}
+    page_mb = os.sysconf("SC_PAGE_SIZE") / 1e6
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(entry.name)
+        parents[pid] = int(fields[1])
+        costs[pid] = Cost((int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[21]) * page_mb)
+    return parents, costs
+
+
+@contextmanager
+def ours(
+    model: Path,
+    directory: Path,
+    *,
+    worker: Mapping[str, str],
+    frontend: Mapping[str, str] | None = None,
+    profile: str = "",
+) -> Iterator[Running]:
+    """Our stack. `worker`, `frontend`: settings by the names of environment variables.
+
+    `profile`: frontend, router or worker (the shell of the first); cProfile's table is printed at the end.
+    """
+    options = Options(
+        model=str(model), model_name=NAME, port=servers.free_ports(1)[0], workers=WORKERS, engine="simulated"
+    )
+    place = Place(directory)
+    ports = servers.free_ports(stack.ports_needed(options))
+    plan = stack.plan(options, place, ports, python=sys.executable, cores=os.cpu_count() or 1)
+    for part in (place.run, place.logs):
+        part.mkdir(parents=True, exist_ok=True)
+    for file, text in plan.files.items():
+        file.write_text(text, encoding="utf-8")
+    settings = {
+        "worker": {"HEADRACE_CAPACITY_BLOCKS": str(CAPACITY_BLOCKS), "HEADRACE_BLOCK_SIZE": str(BLOCK_SIZE), **worker},
+        "router": {"HEADRACE_LOAD_RAMP_S": "0"},  # both workers are new
+        "frontend": dict(frontend or {}),
+    }
+    table = directory / "profile"
+    kinds: dict[int, str] = {}
+    with ExitStack() as children:
+        for launch in plan.launches:
+            name = launch.program.name
+            service = name.partition("-")[0]
+            command = list(launch.arguments)
+            if profile and name in (profile, f"{profile}-0"):
+                command[2:2] = ["-m", "cProfile", "-o", str(table)]
+            child = children.enter_context(_child(name, command, place.logs, settings.get(service, {})))
+            kinds[child.pid] = "shell" if service == "worker" else service
+        urls = [f"{launch.observe}/health" for launch in plan.launches if launch.observe]
+        for url in urls:
+            _wait_healthy(url, place.logs)
+        yield Running(options.port, kinds)
+    if profile:
+        pstats.Stats(str(table)).sort_stats("tottime").print_stats(40)
+
+
+@contextmanager
+def _child(name: str, command: list[str], logs: Path, settings: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that is ended by SIGTERM, and dies with us."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+    tethered = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *command]
+    with (logs / f"{name}.log").open("wb") as log:
+        child = subprocess.Popen(tethered, cwd=ROOT, env=clean | dict(settings), stdout=log, stderr=log)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _wait_healthy(url: str, logs: Path) -> None:
+    """Raises SystemExit with the logs' ends."""
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=1.0):
+                return
+        except OSError:
+            if time.monotonic() > deadline_s:
+                ends = "\n".join(f"== {log.name}\n{log.read_text()[-1000:]}" for log in sorted(logs.glob("*.log")))
+                raise SystemExit(f"{url} did not get ready:\n{ends}") from None
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[Running]:
+    """The yardstick's stack: KV routing, events on ZMQ, requests on NATS, discovery in etcd."""
+    names = ("ETCD", "ETCDP", "NATS", "NATSM", "HTTP")
+    ports = dict(zip(names, servers.free_ports(len(names)), strict=True))
+    first = next(port for port in range(20_000, 32_000) if all(servers.is_free(port + each) for each in range(WORKERS)))
+    wanted = {
+        "rundir": str(directory),
+        "workers": WORKERS,
+        "speedup": f"{speedup:g}",
+        "block_size": BLOCK_SIZE,
+        "gpu_blocks": CAPACITY_BLOCKS,
+        "model_name": NAME,
+    }
+    asked = json.dumps({"ports": ports | {"SYS0": first}, "stack": wanted})
+    command = [str(yardstick / "venv" / "bin" / "python"), "-c", _PEER, asked]
+    with subprocess.Popen(
+        command, cwd=yardstick, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        line = starter.stdout.readline()
+        if not line:
+            raise SystemExit(f"the yardstick did not start:\n{starter.communicate()[1][-3000:]}")
+        kinds = {pid: "mocker" if name.startswith("mock") else name for name, pid in json.loads(line).items()}
+        try:
+            yield Running(ports["HTTP"], kinds)
+        finally:
+            starter.communicate(timeout=STOP_LIMIT_S)

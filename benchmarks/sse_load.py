@@ -1,0 +1,259 @@
+"""A light load generator for /v1/chat/completions, where the yardstick's is not there or cannot do what is asked.
+
+It takes the flags of the yardstick's `loadgen.py` that `serving.py` uses and prints the same JSON, and more: `--rate`
+sends in an open loop, at random times. SSE events are counted in the byte stream, one connection for each stream in
+flight. `start` and `stop` are written to the descriptor `--hook-fd` when the first request goes and the last has ended.
+
+    python -m benchmarks.sse_load --port 8000 --model NAME --tokenizer tokenizer.json -c 128 -n 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import cast
+
+import uvloop
+
+TEMPLATE_TOKENS = 12
+_LEAST_LETTERS = 3
+
+
+class Reading(asyncio.Protocol):
+    """One connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed = False
+        self.transport: asyncio.Transport | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.status = 0
+        self.events = 0
+        self.sent_s = self.first_s = self.last_s = 0.0
+        self.gaps_s: list[float] = []
+        self._head = b""
+        self._tail = b""
+        self.done = False
+        """The stream ended with its [DONE]."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        if not self.ended.done():
+            self.ended.set_exception(exc or ConnectionResetError("closed"))
+
+    def send(self, request: bytes) -> asyncio.Future[None]:
+        """The future is done when the response has ended."""
+        assert self.transport is not None
+        self._clear()
+        self.ended = asyncio.get_running_loop().create_future()
+        self.sent_s = time.perf_counter()
+        self.transport.write(request)
+        return self.ended
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.perf_counter()
+        if not self.status:
+            self._head += data
+            end = self._head.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            self.status, data = int(self._head[9:12]), self._head[end + 4 :]
+            if self.status != 200:
+                assert self.transport is not None
+                self.closed = True
+                self.transport.close()
+                self.ended.set_result(None)
+                return
+        seen = self._tail + data
+        count = seen.count(b"data: {") - self._tail.count(b"data: {")
+        if count:
+            if self.events:
+                self.gaps_s.append(now_s - self.last_s)
+            else:
+                self.first_s = now_s
+            self.gaps_s.extend([0.0] * (count - 1))
+            self.events += count
+            self.last_s = now_s
+        self.done = self.done or b"data: [DONE]" in seen
+        self._tail = seen[-16:]
+        if self._tail.endswith(b"0\r\n\r\n") and not self.ended.done():
+            self.ended.set_result(None)
+
+
+class Load:
+    """One run."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self._flags = flags
+        self._words = _words(flags.tokenizer)
+        self._marked = False
+        self._total = flags.warmup + flags.requests
+        self.errors: Counter[str] = Counter()
+        self.ended: list[tuple[float, float, float, int, list[float]]] = []
+        """(time to the first event, to the last, when it ended, events, gaps) of each stream."""
+        self._idle: list[Reading] = []
+        self._next = 0
+        self.start_s = 0.0
+        self.start_cpu_s = 0.0
+
+    async def run(self) -> None:
+        """Until every request has ended."""
+        bodies = [self._request(number) for number in range(self._total)]
+        if self._flags.rate:
+            draw = Random(self._flags.seed)
+            async with asyncio.TaskGroup() as tasks:
+                for number, body in enumerate(bodies):
+                    tasks.create_task(self._one(number, body))
+                    await asyncio.sleep(draw.expovariate(self._flags.rate))
+        else:
+            async with asyncio.TaskGroup() as tasks:
+                for slot in range(self._flags.concurrency):
+                    tasks.create_task(self._slot(slot, bodies))
+        self._hook("stop")
+        for connection in self._idle:
+            assert connection.transport is not None
+            connection.transport.close()
+
+    async def _slot(self, slot: int, bodies: list[bytes]) -> None:
+        await asyncio.sleep(self._flags.ramp * slot / self._flags.concurrency)
+        while self._next < self._total:
+            number = self._next
+            self._next += 1
+            await self._one(number, bodies[number])
+
+    async def _one(self, number: int, body: bytes) -> None:
+        if number >= self._flags.warmup and not self._marked:
+            self._marked = True
+            self._hook("start")
+            self.start_s, self.start_cpu_s = time.perf_counter(), _cpu_s()
+        try:
+            connection = await self._connection()
+            async with asyncio.timeout(self._flags.timeout):
+                await connection.send(body)
+        except (OSError, TimeoutError) as wrong:
+            self.errors[type(wrong).__name__] += 1
+            return
+        if connection.status != 200:
+            self.errors[str(connection.status)] += 1
+            return
+        if not connection.done:
+            self.errors["no [DONE]"] += 1
+        self._idle.append(connection)
+        if number >= self._flags.warmup:
+            sent_s = connection.sent_s
+            ended_s = time.perf_counter()
+            self.ended.append(
+                (connection.first_s - sent_s, ended_s - sent_s, ended_s, connection.events, connection.gaps_s)
+            )
+
+    async def _connection(self) -> Reading:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(Reading, "127.0.0.1", self._flags.port)
+        return made
+
+    def _request(self, number: int) -> bytes:
+        """No two prompts share more than the template's beginning."""
+        flags, draw = self._flags, Random(self._flags.seed * 1_000_003 + number)
+        text = " ".join(draw.choices(self._words, k=flags.isl - TEMPLATE_TOKENS))
+        body = {
+            "model": flags.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": flags.osl,
+            "stream": True,
+            **json.loads(flags.extra),
+        }
+        payload = json.dumps(body).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
+
+    def _hook(self, mark: str) -> None:
+        if self._flags.hook_fd >= 0:
+            os.write(self._flags.hook_fd, f"{mark}\n".encode())
+
+    def report(self) -> dict[str, object]:
+        """As `loadgen.py` names it."""
+        flags, count = self._flags, len(self.ended)
+        ended_s = max((each[2] for each in self.ended), default=self.start_s)
+        elapsed_s = ended_s - self.start_s
+        first = sorted(each[0] for each in self.ended)
+        tokens = [min(each[3], flags.osl) for each in self.ended]
+        step = sorted((each[1] - each[0]) / max(1, n - 1) for each, n in zip(self.ended, tokens, strict=True))
+        gaps = sorted(gap for each in self.ended for gap in each[4])
+        return {
+            "concurrency": flags.concurrency,
+            "n": count,
+            "errors": dict(self.errors),
+            "elapsed_s": round(elapsed_s, 3),
+            "req_s": round(count / max(elapsed_s, 1e-9), 2),
+            "out_tok_s": round(sum(tokens) / max(elapsed_s, 1e-9), 1),
+            "ev_per_req": round(sum(each[3] for each in self.ended) / max(1, count), 2),
+            "ttft_p50_ms": _percentile_ms(first, 50),
+            "ttft_p99_ms": _percentile_ms(first, 99),
+            "tpot_p50_ms": _percentile_ms(step, 50),
+            "tpot_p99_ms": _percentile_ms(step, 99),
+            "gap_p50_ms": _percentile_ms(gaps, 50),
+            "gap_p99_ms": _percentile_ms(gaps, 99),
+            "client_cpu_s": round(_cpu_s() - self.start_cpu_s, 2),
+            "short_streams": sum(n < 0.95 * flags.osl for n in tokens),
+        }
+
+
+def _words(tokenizer: Path) -> list[str]:
+    """Words that are one token each behind a space; the longer ones, if there are any."""
+    vocabulary: dict[str, int] = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
+    words = sorted(key[1:] for key in vocabulary if key[0] == "Ġ" and key[1:].isascii() and key[1:].isalpha())
+    return [word for word in words if len(word) >= _LEAST_LETTERS] or words
+
+
+def _percentile_ms(values: list[float], percent: float) -> float | None:
+    """Of sorted seconds."""
+    return round(values[min(len(values) - 1, int(len(values) * percent / 100))] * 1e3, 3) if values else None
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> int:
+    """Prints one JSON object."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("-c", "--concurrency", type=int, default=8)
+    parser.add_argument("-n", "--requests", type=int, default=200)
+    parser.add_argument("--warmup", type=int, default=0, help="requests that go before `start`")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second at random times; 0: closed loop")
+    parser.add_argument("--ramp", type=float, default=0.0, help="seconds until all slots of a closed loop are busy")
+    parser.add_argument("--isl", type=int, default=512)
+    parser.add_argument("--osl", type=int, default=128)
+    parser.add_argument("--extra", default='{"ignore_eos": true}', help="more of each request's body")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=120.0)
+    parser.add_argument("--hook-fd", type=int, default=-1)
+    load = Load(parser.parse_args())
+    uvloop.run(load.run())
+    print(json.dumps(load.report()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
