@@ -53,18 +53,6 @@ class Metrics:
             "How long at most a NATS client was gone before it was noticed; one over HTTP is noticed as TCP tells",
             REQUEST_SECONDS,
         )
-        self.cancellation = histogram(
-            registry,
-            "headrace_cancellation_seconds",
-            "From a client's going, as noticed here, until its worker said that the attempt has ended",
-            STEP_SECONDS,
-        )
-        self.unnoticed = histogram(
-            registry,
-            "headrace_unnoticed_disconnect_seconds",
-            "How long at most a NATS client was gone before it was noticed; one over HTTP is noticed as TCP tells",
-            REQUEST_SECONDS,
-        )
         self.migrations = counter(
             registry, "headrace_model_migration", "Attempts that continued or repeated a lost one"
         )
