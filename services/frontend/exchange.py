@@ -9,7 +9,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -60,6 +60,8 @@ class Chunk(Struct, frozen=True):
     """One JSON object of a streamed answer."""
 
     payload: bytes
+    more: bool = False
+    """Another one follows at once; after the last one, the door's own end of the answer."""
     last: bool = False
 
 
@@ -82,19 +84,24 @@ class Reply:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
         return self._shape.chunk(join(()))
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """The answer in pieces; the first comes with the first text, so that errors before it stay errors."""
-        shape, opened = self._shape, False
-        async for delta in self._stream:
+    async def chunks(self, push: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
+        """The answer in pieces; the first comes with the first text, so that errors before it stay errors.
+
+        Once that is out, pieces go to `push`, where there is one; only what it does not take comes here.
+        """
+        shape, stream, opened = self._shape, self._stream, False
+        give = None if push is None else lambda delta: push(shape.chunk(delta))
+        async for delta in stream:
             if not opened and (opening := shape.opening()) is not None:
-                yield Chunk(opening)
+                yield Chunk(opening, more=True)
             opened = True
             yield Chunk(shape.chunk(delta))
+            stream.push_to(give)
         if not opened and (opening := shape.opening()) is not None:
-            yield Chunk(opening)
-        yield Chunk(shape.closing(self._stream.finish), last=not self._with_usage)
+            yield Chunk(opening, more=True)
+        yield Chunk(shape.closing(stream.finish), more=True, last=not self._with_usage)
         if self._with_usage:
-            yield Chunk(shape.usage(self._stream.usage), last=True)
+            yield Chunk(shape.usage(stream.usage), more=True, last=True)
 
 
 class Exchange:

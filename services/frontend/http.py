@@ -1,12 +1,11 @@
 """The HTTP door: OpenAI's paths, /live, /health and /metrics, on aiohttp.
 
 A handler is cancelled when its client disconnects, which leaves `Exchange.answer` and so cancels the request; and it
-waits in `write` when its client does not read, while what comes meanwhile is put together into fewer chunks.
+waits in `Body.write` when its client does not read, while what comes meanwhile is put together into fewer chunks.
 
 An error before the first text is an HTTP status with OpenAI's error object; later it is an SSE event, and no [DONE].
 
 Every response names its request in X-Request-Id: as the client did, where that name is short and plain, or as we do.
-A client that does not read loses its connection UNREAD_S after the request's deadline.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from services.frontend.body import Body
 from services.frontend.config import HttpConfig
 from services.frontend.error_object import Failure, failure, failure_of
 from services.frontend.exchange import Exchange, Operation, Reply, RequestId, request_id
@@ -35,7 +35,6 @@ from shared.observe import advertised
 _JSON = "application/json"
 _REQUEST_ID = "X-Request-Id"
 _NAMED = web.RequestKey("named", RequestId)
-UNREAD_S = 5.0
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -116,7 +115,7 @@ class HttpDoor:
                 body = await self._body(request)
                 async with self._exchange.answer(operation, body, _named(request)) as reply:
                     if reply.streams:
-                        return await self._stream_in_time(request, reply)
+                        return await self._stream(request, reply)
                     return _respond(200, await reply.whole()), 200
         except HeadraceError as error:
             wrong = failure_of(error)
@@ -135,35 +134,18 @@ class HttpDoor:
         except TimeoutError:
             raise InvalidRequest("the body did not come in time", code="request_timeout", status=408) from None
 
-    async def _stream_in_time(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
-        """`_stream`; raises ConnectionAbortedError if the client stops reading for good."""
-        try:
-            async with asyncio.timeout(self._frontend.deadline_s + UNREAD_S):
-                return await self._stream(request, reply)
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()  # closing would wait until the rest is read
-            raise ConnectionAbortedError("the client does not read") from None
-
     async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
-        response = web.StreamResponse(headers=_SSE_HEADERS)
-        chunks = reply.chunks()
-        status = 200
+        body = Body(request, _SSE_HEADERS, unread_s=self._config.unread_s)
+        status, last = 200, b"[DONE]"
         try:
-            async for chunk in chunks:
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(b"data: " + chunk.payload + b"\n\n")
+            async for chunk in reply.chunks(body.push):
+                await body.write(chunk.payload, more=chunk.more)
         except HeadraceError as error:
-            if not response.prepared:
+            if not body.begun:
                 raise
             wrong = failure_of(error)
-            status = wrong.status
-            await response.write(b"data: " + wrong.payload + b"\n\n")
-        else:
-            await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response, status
+            status, last = wrong.status, wrong.payload
+        return await body.end(last), status
 
     async def _list_models(self, _request: web.Request) -> web.Response:
         return _respond(200, self._exchange.models())

@@ -65,9 +65,11 @@ class Output:
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
         """`logprobs` has one item a token, where they were asked for."""
         assert not self._scanner.stopped, "the output has ended"
-        if not self._one_by_one and logprobs is None:
+        if not self._one_by_one and logprobs is None and not self._waiting:
             self.counted += len(tokens)
-            return self._emit(self._detokenizer.push(tokens))
+            text = self._detokenizer.push(tokens)
+            self._emitted += len(text)
+            return Delta(text)
         text = ""
         for at, token in enumerate(tokens):
             self.counted += 1

@@ -1,14 +1,16 @@
 """One request's output on its way from the step frames to whoever answers the client.
 
-    Emit ─▶ Output ─▶ deltas waiting ─▶ `async for delta in stream` ─▶ the finish reason, or the error raised
+    Emit ─▶ Output ─┬─▶ deltas waiting ─▶ `async for delta in stream` ─▶ the finish reason, or the error raised
+                    └─▶ `push`, where the reader gave one, waits for more, and it takes them
 
-What a slow client leaves waiting is handed over as one delta. It is bounded by the request's own max_tokens.
+What a slow client leaves waiting is handed over as one delta. It is bounded by the request's own max_tokens. A push
+spares the reader's task its turn: it wakes for the first delta, for what was not taken, and for the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from msgspec import Struct
 
@@ -35,6 +37,10 @@ class Job(Struct, frozen=True):
     """Requests of one non-empty session prefer one worker."""
 
 
+Push = Callable[[Delta], bool]
+"""Takes a delta to the client at once, or says that it cannot now."""
+
+
 class Stream:
     """The reader's end, and the service's."""
 
@@ -45,6 +51,9 @@ class Stream:
         """Why the output ended, once it did with an answer."""
         self._output = output
         self._waiting: list[Delta] = []
+        self._push: Push | None = None
+        self._idle = False
+        """Whether the reader has all there was, and waits; only then nothing can overtake what it holds."""
         self._error: HeadraceError | None = None
         self._ended = False
         self._stopped = False
@@ -67,15 +76,24 @@ class Stream:
             self._add(self._output.finish())
             self.finish = "stop" if self._stopped else last.reason
         self._ended = True
-        self._wake.set()
+        self._call()
 
     def _add(self, delta: Delta) -> None:
         self._stopped = delta.stopped
-        if delta.text or delta.entries:
-            self._waiting.append(delta)
-            self._wake.set()
+        if not (delta.text or delta.entries) or (self._idle and self._push is not None and self._push(delta)):
+            return
+        self._waiting.append(delta)
+        self._call()
+
+    def _call(self) -> None:
+        self._idle = False
+        self._wake.set()
 
     # --- the reader's end
+
+    def push_to(self, push: Push | None) -> None:
+        """From now on offer deltas to `push` first, while the reader waits for one; None: to nobody."""
+        self._push = push
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Raises the error that ended the request, after what came before it."""
@@ -89,6 +107,7 @@ class Stream:
                 return
             else:
                 self._wake.clear()
+                self._idle = True
                 await self._wake.wait()
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import aiohttp
+import msgspec
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
@@ -292,7 +293,7 @@ class World:
 
 @asynccontextmanager
 async def world(
-    directory: Path, *, announced: bool = True, limits: LimitsConfig | None = None, body_timeout_s: float = 30.0
+    directory: Path, *, announced: bool = True, limits: LimitsConfig | None = None, http: HttpConfig | None = None
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it, and the model is loaded."""
     w = World(MemoryBroker(), MemoryStore(), directory)
@@ -305,7 +306,7 @@ async def world(
             await w.announce_worker(worker.instance)
     config = FrontendConfig(
         namespace=NAMESPACE,
-        http=HttpConfig(port=0, body_timeout_s=body_timeout_s),
+        http=msgspec.structs.replace(http or HttpConfig(), port=0),
         limits=limits or LimitsConfig(drain_s=0.0, deadline_s=60.0),
     )
     async with _tasks() as tasks:
@@ -313,8 +314,8 @@ async def world(
         tasks.create_task(runtime.directory.run())
         async with asyncio.timeout(DEADLINE_S):
             await runtime.directory.synced()
-        async with frontend(runtime, config) as http:
-            w.url = http.url
+        async with frontend(runtime, config) as door:
+            w.url = door.url
             if announced:
                 await w.ready()
             yield w

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import aiohttp
 import openai
 import pytest
 
-from services.frontend import http as http_door
-from services.frontend.config import LimitsConfig
+from services.frontend.config import HttpConfig, LimitsConfig
 from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
 from shared.messages import STEP_FRAME, Finished, Part, Prefilled, Refused, Sampling, StepFrame, TokenLogprob
@@ -175,7 +173,7 @@ async def test_who_speaks_no_http_is_told_so_and_fills_no_log(
 
 
 async def test_a_body_that_does_not_come_is_408_and_its_place_comes_back(directory: Path) -> None:
-    async with world(directory, body_timeout_s=0.05) as w:
+    async with world(directory, http=HttpConfig(body_timeout_s=0.05)) as w:
         url = urlsplit(w.url)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
@@ -185,28 +183,6 @@ async def test_a_body_that_does_not_come_is_408_and_its_place_comes_back(directo
         writer.close()
         assert w.metric("headrace_requests_total", operation="completions", status="408") == 1
         assert w.metric("headrace_inflight_requests") == 0
-
-
-async def test_a_client_that_never_reads_loses_its_connection_after_the_deadline(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_door, "UNREAD_S", -59.5)
-    async with world(directory, limits=LimitsConfig(deadline_s=60.0, drain_s=0.0)) as w:
-        count = CONTEXT - 100
-        likeliest = TokenLogprob(-1.0, pack_tokens([0] * 20), (-1.2345678901234567,) * 20)  # several MB in all
-        for worker in w.workers:
-            worker.output, worker.logprobs = [5] * count, [likeliest] * count
-        body = json.dumps({"messages": HELLO, "logprobs": True, "top_logprobs": 20, "stream": True}).encode()
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            url = urlsplit(w.url)
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(client, (url.hostname, url.port))
-            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-            await loop.sock_sendall(client, head + body)
-            await w.counted("headrace_disconnected_clients_total", 1)
-            assert w.metric("headrace_inflight_requests") == 0
 
 
 async def test_a_completion_is_answered_from_text_and_from_token_ids(directory: Path) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.frontend.detokenize import TokenBytes
 from services.frontend.output import Delta, Output
@@ -14,9 +16,9 @@ from shared.messages import Sampling
 TOKENS = TokenBytes([b"a", b"b", b"c"], [b"a", b"b", b"c"], False)
 
 
-def opened(*stops: str) -> Stream:
-    job = Job("r", "m", b"", 3, b"", Sampling(10), "", "")
-    return Stream(job, Session("r", 10), Output(TOKENS, stops))
+def opened(*stops: str, max_tokens: int = 10) -> Stream:
+    job = Job("r", "m", b"", 3, b"", Sampling(max_tokens), "", "")
+    return Stream(job, Session("r", max_tokens), Output(TOKENS, stops))
 
 
 async def test_what_a_slow_reader_left_comes_as_one_delta() -> None:
@@ -52,6 +54,64 @@ async def test_a_reader_that_waits_is_woken() -> None:
     await asyncio.sleep(0)
     stream.end(Finish("length"))
     assert await reading == ["c"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["token", "token", "turn", "behind", "ready"]), max_size=40))
+def test_pushed_or_read_everything_comes_once_and_in_order(happenings: list[str]) -> None:
+    asyncio.run(_push_and_read(happenings))
+
+
+async def _push_and_read(happenings: list[str]) -> None:
+    stream, ready, got = opened(max_tokens=50), True, ""
+
+    def push(delta: Delta) -> bool:
+        nonlocal got
+        if ready:
+            got += delta.text
+        return ready
+
+    async def read() -> None:
+        nonlocal got
+        async for delta in stream:
+            await asyncio.sleep(0)  # as if the client were behind
+            got += delta.text
+            stream.push_to(push)
+
+    reading = asyncio.create_task(read())
+    said = ""
+    for happening in happenings:
+        if happening == "token":
+            said += "abc"[len(said) % 3]
+            stream.take([(len(said) - 1) % 3], None)
+        elif happening == "turn":
+            await asyncio.sleep(0)
+        else:
+            ready = happening == "ready"
+    stream.end(Finish("length"))
+    await reading
+    assert got == said
+
+
+async def test_a_reader_whose_deltas_are_pushed_wakes_for_what_is_refused_and_for_the_end() -> None:
+    stream = opened()
+    pushed: list[str] = []
+
+    def push(delta: Delta) -> bool:
+        pushed.append(delta.text)
+        return len(pushed) < 3
+
+    stream.push_to(push)
+    deltas = aiter(stream)
+    waiting = asyncio.ensure_future(anext(deltas, None))
+    await asyncio.sleep(0)
+    for token in range(3):
+        stream.take([token], None)
+    await asyncio.sleep(0)
+    assert pushed == ["a", "b", "c"]
+    assert await waiting == Delta("c")
+    stream.end(Finish("length"))
+    assert await anext(deltas, None) is None
 
 
 async def test_an_error_comes_after_the_text_before_it() -> None:

@@ -1,0 +1,258 @@
+"""A real frontend process among peers that do what it needs and no more: one router, one worker, clients that count.
+
+    this process:  clients ── HTTP ──▶  the frontend's process
+                   router, worker  ◀── nats-server ──▶  the same
+
+Every stream runs until its client goes. `Peers.step` makes one token for each of them, in one frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from msgspec import Struct
+from tokenizers import Tokenizer
+
+from benchmarks.report import ROOT
+from shared import subjects
+from shared.config import NatsConfig, environment
+from shared.file_discovery import FileDiscovery
+from shared.hashing import pack_tokens, self_test
+from shared.messages import (
+    CANCEL,
+    GENERATE,
+    GENERATE_REPLY,
+    INSTANCE,
+    JSON_HEADER,
+    MODEL_CARD,
+    PONG,
+    SELECT,
+    SELECT_REPLY,
+    STEP_FRAME,
+    Accepted,
+    Generate,
+    Instance,
+    KvLayout,
+    ModelCard,
+    Overlap,
+    Part,
+    Pong,
+    Selected,
+    ServiceName,
+    StepFrame,
+)
+from shared.messaging import Message
+from shared.nats_bus import NatsBus, connect
+from tests.servers import NatsServer, free_port
+from tests.tiny_model import write_tiny_model
+
+NAMESPACE = "bench"
+MODEL = "tiny"
+ROUTER, WORKER = "r" * 16, "a" * 16
+BLOCK_SIZE = 16
+CONTEXT = 1 << 20
+MAX_TOKENS = CONTEXT // 2
+TEXT = "The headrace carries the river's water to the wheel, and every drop of it turns the wheel once more. Voilà! "
+START_LIMIT_S = 60.0
+
+
+class Peers:
+    """The router and the worker."""
+
+    def __init__(self, bus: NatsBus, directory: Path) -> None:
+        self.tokens = 0
+        """Sent so far."""
+        self._bus = bus
+        self._directory = directory
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._text = [pack_tokens([token]) for token in tokenizer.encode(TEXT, add_special_tokens=False).ids]
+        self._streams: dict[str, tuple[Generate, int]] = {}
+        self._sequence = 0
+        self._more = asyncio.Event()
+
+    async def start(self, discovery: FileDiscovery) -> None:
+        """Be there, for the frontend to find."""
+        receivers = {
+            subjects.select(NAMESPACE, MODEL): self._select,
+            subjects.control(NAMESPACE, "router", ROUTER): self._ping,
+            subjects.worker(NAMESPACE, WORKER, "generate"): self._generate,
+            subjects.worker(NAMESPACE, WORKER, "cancel"): self._cancel,
+            subjects.control(NAMESPACE, "worker", WORKER): self._ping,
+        }
+        for subject, receive in receivers.items():
+            await self._bus.subscribe(subject, receive)
+        await discovery.register(self._entries)
+
+    def _entries(self, epoch: int) -> dict[str, bytes]:
+        digest = hashlib.sha256((self._directory / "tokenizer.json").read_bytes()).hexdigest()
+        layout = KvLayout("float32", 2, 2, 16, BLOCK_SIZE)
+        sizes = (self_test(BLOCK_SIZE), CONTEXT, 320, BLOCK_SIZE, CONTEXT)
+        card = ModelCard(MODEL, WORKER, str(self._directory), digest, *sizes, kv_layout=layout)
+        services: tuple[tuple[ServiceName, str], ...] = (("router", ROUTER), ("worker", WORKER))
+        both = {
+            subjects.instance_key(NAMESPACE, service, name): INSTANCE.encode(
+                Instance(NAMESPACE, service, name, epoch, "m", 1, 0.0, "0"), JSON_HEADER
+            )
+            for service, name in services
+        }
+        return both | {subjects.model_key(NAMESPACE, MODEL, WORKER): MODEL_CARD.encode(card, JSON_HEADER)}
+
+    async def _select(self, message: Message) -> None:
+        asked = SELECT.decode(message.payload)
+        choice = Selected(asked.request, asked.attempt, WORKER, 0, ROUTER, Overlap(), "the only one")
+        await self._bus.publish(message.reply, SELECT_REPLY.encode(choice))
+
+    async def _ping(self, message: Message) -> None:
+        await self._bus.publish(message.reply, PONG.encode(Pong(ROUTER, 1)))
+
+    async def _generate(self, message: Message) -> None:
+        generate = GENERATE.decode(message.payload)
+        await self._bus.publish(message.reply, GENERATE_REPLY.encode(Accepted(generate.request, generate.attempt)))
+        self._streams[generate.request] = generate, 0
+        self._more.set()
+
+    async def _cancel(self, message: Message) -> None:
+        self._streams.pop(CANCEL.decode(message.payload).request, None)
+
+    async def streaming(self, count: int) -> None:
+        """Until so many streams run."""
+        async with asyncio.timeout(START_LIMIT_S):
+            while len(self._streams) < count:
+                self._more.clear()
+                await self._more.wait()
+
+    async def step(self) -> None:
+        """One token for every stream."""
+        if not self._streams:
+            return
+        parts: list[Part] = []
+        for request, (generate, produced) in self._streams.items():
+            parts.append(Part(request, generate.attempt, produced, self._text[produced % len(self._text)]))
+            self._streams[request] = generate, produced + 1
+        frontend = next(iter(self._streams.values()))[0].frontend
+        frame = StepFrame(WORKER, 1, self._sequence, parts)
+        self._sequence += 1
+        self.tokens += len(parts)
+        await self._bus.publish(subjects.stream(NAMESPACE, frontend), STEP_FRAME.encode(frame))
+
+
+class Client(asyncio.Protocol):
+    """One streamed chat; counts its events."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.events = 0
+        self.received_bytes = 0
+        self.transport: asyncio.Transport | None = None
+        self._payload = payload
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport.write(self._payload)
+
+    def data_received(self, data: bytes) -> None:
+        self.received_bytes += len(data)
+        self.events += data.count(b"data: {")
+
+
+class Frontend(Struct, frozen=True):
+    """The process that is measured."""
+
+    pid: int
+    port: int
+
+
+class Cpu(Struct, frozen=True):
+    """A process's processor time so far."""
+
+    user_s: float
+    kernel_s: float
+
+
+def cpu(pid: int) -> Cpu:
+    """In ticks of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    return Cpu(int(fields[11]) / ticks, int(fields[12]) / ticks)
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+async def connect_clients(frontend: Frontend, count: int, prompt_tokens: int) -> list[Client]:
+    """Streams that have begun to ask."""
+    loop = asyncio.get_running_loop()
+    clients: list[Client] = []
+    for number in range(count):
+        content = f"{number:08d}" + "x" * (prompt_tokens - 8)
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": True}
+        body = json.dumps({**asked, "max_tokens": MAX_TOKENS}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        _, client = await loop.create_connection(partial(Client, head + body), "127.0.0.1", frontend.port)
+        clients.append(client)
+    return clients
+
+
+@asynccontextmanager
+async def stack() -> AsyncIterator[tuple[Frontend, Peers]]:
+    """Everything up, and the frontend ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        discovered = Path(folder) / "discovery"
+        discovered.mkdir()
+        directory = write_tiny_model(Path(folder) / "model", context_length=CONTEXT)
+        server = NatsServer(Path(folder))
+        server.start()
+        try:
+            bus = await connect(NatsConfig(url=server.url), "peers")
+            discovery = FileDiscovery(discovered)
+            peers = Peers(bus, directory)
+            await peers.start(discovery)
+            async with _process(server.url, discovered) as frontend:
+                yield frontend, peers
+            await discovery.close()
+            await bus.drain()
+        finally:
+            server.stop()
+
+
+@asynccontextmanager
+async def _process(nats_url: str, discovered: Path) -> AsyncIterator[Frontend]:
+    port = free_port()
+    flags = [
+        *("--namespace", NAMESPACE, "--nats-url", nats_url, "--log-level", "warning", "--http-port", str(port)),
+        *("--discovery-backend", "file", "--discovery-path", str(discovered), "--limits-drain-s", "0.1"),
+        *("--limits-requests", "8192"),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.frontend", *flags), env=environment(), cwd=ROOT
+    )
+    try:
+        async with asyncio.timeout(START_LIMIT_S):
+            while not await asyncio.to_thread(_ready, port):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        yield Frontend(process.pid, port)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+def _ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2.0) as answer:
+            return bool(json.load(answer)["ready"])
+    except OSError:
+        return False
