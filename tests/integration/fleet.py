@@ -1,0 +1,109 @@
+"""Services as processes of their own on one NATS and one discovery: started, asked, and ended one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shared.messages import ServiceName
+from tests.integration.stack import ROOT, eventually
+from tests.servers import free_port
+
+READY_LIMIT_S = 40.0
+STOP_LIMIT_S = 60.0
+
+
+class Service:
+    """One process."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, url: str, url_file: Path | None) -> None:
+        self.name = name
+        self.log = log
+        self.url = url
+        """Of its /health and /metrics; a frontend's of its API too."""
+        self._url_file = url_file
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+
+    def ready(self) -> bool:
+        """Whether requests would be served."""
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        if not self.url and self._url_file is not None and self._url_file.exists():
+            self.url = self._url_file.read_text().strip()
+        if not self.url:
+            return False
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+
+    def stop(self) -> tuple[int, float]:
+        """SIGTERM; the exit status, and how long it took."""
+        began_s = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_LIMIT_S), time.monotonic() - began_s
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Fleet:
+    """All of them. `where` are the flags that name the discovery."""
+
+    def __init__(self, folder: Path, nats_url: str, where: Sequence[str]) -> None:
+        self.services: dict[str, Service] = {}
+        self._folder = folder
+        self._common = ("--nats-url", nats_url, *where)
+        self._started = 0
+
+    def start(self, service: ServiceName, name: str, *flags: str) -> Service:
+        """Returns at once; `ready` says when it serves."""
+        self._started += 1
+        log = self._folder / f"{name}.{self._started}.log"
+        command = [sys.executable, "-m", f"services.{service}", *self._common, *flags]
+        if service == "frontend":
+            port = free_port()
+            started = Service(name, [*command, "--http-port", str(port)], log, f"http://127.0.0.1:{port}", None)
+        else:
+            file = log.with_suffix(".url")
+            started = Service(name, [*command, "--observe-url-file", str(file)], log, "", file)
+        self.services[name] = started
+        return started
+
+    def wait_ready(self, *names: str) -> None:
+        """All of those named, or all there are."""
+        for name in names or self.services:
+            service = self.services[name]
+            try:
+                eventually(service.ready, limit_s=READY_LIMIT_S, what=f"{name} is ready")
+            except AssertionError as wrong:
+                raise AssertionError(f"{wrong}\n{service.log.read_text()[-4000:]}") from None
+
+
+@contextlib.contextmanager
+def fleet(folder: Path, nats_url: str, *where: str) -> Iterator[Fleet]:
+    """Empty at first; none of its processes outlives it."""
+    one = Fleet(folder, nats_url, where)
+    try:
+        yield one
+    finally:
+        for service in one.services.values():
+            service.kill()
