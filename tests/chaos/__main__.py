@@ -1,4 +1,4 @@
-"""Chaos by hand, or for hours: `python -m tests.chaos --seed N --minutes M` (or `--hours H`), `--json FILE`.
+"""Chaos by hand, or for hours: `python -m tests.chaos --seed N --minutes M` (or `--hours H`).
 
 Exit status: 0 if nothing was wrong. `--default-detection` leaves lease and time-outs as the services have them by
 default, instead of shortening them to see more faults in less time; `--long` draws pauses of up to a minute and a half.
@@ -13,15 +13,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
+
+from tests.chaos.report import account, draw, summary
 from tests.chaos.stack import DEFAULTS, FAST
-from tests.chaos.storm import Settings, run
+from tests.chaos.storm import SHORT_S, Settings, run
 
 LONG_S = (0.5, 2.0, 10.0, 90.0)
 
 
 def main() -> int:
     """See above."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Real processes under seeded faults.")
     parser.add_argument("--seed", type=int, help="one is drawn, and shown, if not given")
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--hours", type=float, default=0.0, help="instead of minutes")
@@ -30,30 +33,29 @@ def main() -> int:
     parser.add_argument("--default-detection", action="store_true")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--keep", type=Path, help="a directory for logs and settings, instead of one that is deleted")
+    parser.add_argument("--json", action="store_true", help="one object, last")
+    parser.add_argument("--plot", type=Path, help="a PNG; sizes go into another one beside it")
     flags = parser.parse_args()
-    seed = random.SystemRandom().randrange(1 << 32) if flags.seed is None else flags.seed
     settings = Settings(
-        seed=seed,
+        seed=random.SystemRandom().randrange(1 << 32) if flags.seed is None else flags.seed,
         most_s=3600 * flags.hours or 60 * flags.minutes,
         per_s=flags.per_s,
         instances=flags.instances,
+        durations_s=LONG_S if flags.long else SHORT_S,
         detection=DEFAULTS if flags.default_detection else FAST,
     )
-    if flags.long:
-        settings = Settings(**{**{f: getattr(settings, f) for f in settings.__struct_fields__}, "durations_s": LONG_S})
-    print(f"seed {seed}", flush=True)
+    print(f"seed {settings.seed}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         directory = flags.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         outcome = asyncio.run(run(settings, directory, lambda told: print(told, flush=True)))
-    verdict = outcome.verdict
-    print(
-        f"{verdict.requests} requests in {outcome.took_s:.0f} s, {outcome.tokens} tokens: {verdict.answered} answered, "
-        f"{verdict.broken_with_frontend} broke with their frontend, {verdict.broken_with_nats} with NATS, "
-        f"{verdict.expired_without_nats} expired without NATS; {verdict.moved} moved; {len(outcome.faults)} faults; "
-        f"{len(verdict.violations)} wrong"
-    )
-    return 0 if verdict.good else 1
+    if flags.plot:
+        draw(outcome, flags.plot)
+    if flags.json:
+        print(msgspec.json.encode(account(settings, outcome, sys.argv[1:])).decode())
+    else:
+        print(summary(outcome))
+    return 0 if outcome.verdict.good else 1
 
 
 if __name__ == "__main__":

@@ -33,11 +33,21 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Program:
     """`ready` asks the running process whether it serves."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log: Path, ready: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        ready: Callable[[], Awaitable[bool]],
+        *,
+        drained: tuple[int, ...] = (0,),
+    ) -> None:
+        """`drained`: how it may end after SIGTERM."""
         self.name = name
         self.log = log
         self.ready = ready
         self._arguments = arguments
+        self._drained = drained
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -91,7 +101,7 @@ class Program:
         except TimeoutError:
             await self.kill()
             return f"{self.name} did not end within {STOP_LIMIT_S:g} s"
-        return f"{self.name} ended with status {status}" if status else ""
+        return "" if status in self._drained else f"{self.name} ended with status {status}"
 
     def freeze(self) -> None:
         for pid in (self.pid, *children(self.pid)):

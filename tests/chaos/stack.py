@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -119,6 +120,9 @@ class Stack:
 
     async def missing(self) -> str:
         """What is not as it should be: everyone ready, published, and nobody else; empty: all is whole."""
+        ended = [name for name, program in self.programs.items() if not program.running]
+        if ended:
+            return f"ended by themselves: {ended}"
         for name in self.urls:
             if not await self._healthy(f"{self.urls[name]}/health"):
                 return f"{name} is not ready"
@@ -191,7 +195,9 @@ class Stack:
 
     def _add(self, name: str, arguments: list[str], ready: Callable[[], Awaitable[bool]]) -> None:
         log = self._directory / f"{name.replace(' ', '-')}.log"
-        self.programs[name] = Program(name, arguments, log, ready)
+        # Servers may say by which signal they ended.
+        drained = (0,) if name in self.urls else (0, -signal.SIGTERM)
+        self.programs[name] = Program(name, arguments, log, ready, drained=drained)
 
     async def _healthy(self, url: str) -> bool:
         try:

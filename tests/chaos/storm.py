@@ -29,6 +29,7 @@ SAMPLE_S = 2.0
 SETTLE_LIMIT_S = 60.0
 """For the last requests to end, and for all that is held to be let go of."""
 READ_LIMIT_S = 900.0
+SHORT_S = (0.5, 2.0, 4.0)
 
 
 class Settings(Struct, frozen=True):
@@ -41,7 +42,7 @@ class Settings(Struct, frozen=True):
     per_s: float = 4.0
     """Requests."""
     instances: int = 2
-    durations_s: tuple[float, ...] = (0.5, 2.0, 4.0)
+    durations_s: tuple[float, ...] = SHORT_S
     """Of faults."""
     detection: Detection = FAST
     heal_limit_s: float = 45.0
@@ -226,9 +227,6 @@ class Storm:
                 await (link.sever() if kind == "sever" else link.hang())
                 await asyncio.sleep(fault.for_s)
                 await link.mend()
-        if not program.running:
-            happened.trouble = f"{name} ended by itself:\n{program.told()}"
-        await program.until_ready()
         happened.undone_s = self._now()
         happened.done_s = max(happened.done_s, happened.began_s)
 

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from tests.chaos.plan import Ask, Fault
 
+ViolationKind = Literal["lost", "wrong", "usage", "error", "unhealed", "grown", "left"]
 End = Literal["answered", "failed", "broken", "silent"]
 DEADLINE = "deadline_exceeded"
 """The code of an error that says so."""
@@ -89,7 +90,7 @@ class Sample(Struct, frozen=True):
 class Violation(Struct, frozen=True):
     """One thing that must not be."""
 
-    kind: Literal["lost", "wrong", "usage", "error", "unhealed", "grown", "left"]
+    kind: ViolationKind
     at_s: float
     what: str
 

@@ -1,0 +1,28 @@
+"""The stack under faults: one seed of a minute and a half. `python -m tests.chaos` has longer runs and other seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.plan import Target
+from tests.chaos.storm import Settings, run
+
+SEED = 2
+"""Its first faults befall everything there is."""
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+async def test_no_fault_costs_a_request_its_end_a_token_or_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = [f"seed {SEED}"]
+    outcome = await run(Settings(seed=SEED, most_s=75.0), tmp_path, told.append)
+    with capsys.disabled():
+        print("", *told, sep="\n")
+    everything: set[Target] = {"worker", "engine", "router", "frontend", "nats", "etcd"}
+    assert {happened.fault.target for happened in outcome.faults} == everything
+    assert outcome.verdict.answered > 100
+    assert outcome.verdict.good, "\n".join(told)

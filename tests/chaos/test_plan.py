@@ -1,0 +1,69 @@
+"""The script of a run: it follows from the seed alone, and spares what must be spared."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chaos.plan import DECK, NATS_AWAY_S, asks, faults, questions
+
+SEEDS = st.integers(0, 1 << 32)
+DURATIONS_S = (0.5, 4.0, 90.0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS)
+def test_a_seed_always_gives_the_same_faults_and_requests(seed: int) -> None:
+    for endless in (
+        lambda: faults(seed, 2, DURATIONS_S),
+        lambda: asks(seed, per_s=4.0, questions=24, frontends=2),
+    ):
+        assert list(islice(endless(), 100)) == list(islice(endless(), 100))
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS, st.integers(1, 4))
+def test_every_deck_has_each_fault_once_and_befalls_who_is_there(seed: int, instances: int) -> None:
+    decks = list(islice(faults(seed, instances, DURATIONS_S), 3 * len(DECK)))
+    for begin in range(0, len(decks), len(DECK)):
+        deck = decks[begin : begin + len(DECK)]
+        assert sorted((fault.kind, fault.target) for fault in deck) == sorted(DECK)
+        assert all(0 <= fault.number < instances for fault in deck)
+        assert all(fault.number == 0 for fault in deck if fault.target in ("nats", "etcd"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS)
+def test_nats_is_never_away_for_longer_than_requests_wait(seed: int) -> None:
+    for fault in islice(faults(seed, 2, DURATIONS_S), 3 * len(DECK)):
+        assert fault.for_s in DURATIONS_S
+        assert fault.target != "nats" or fault.for_s <= max(NATS_AWAY_S)
+
+
+def test_asks_come_at_the_rate_wanted_by_every_door_whole_and_streamed() -> None:
+    some = list(islice(asks(1, per_s=5.0, questions=24, frontends=2), 2000))
+    assert sum(ask.after_s for ask in some) == pytest.approx(400, rel=0.1)
+    assert {(ask.frontend, ask.streamed) for ask in some} == {
+        (frontend, streamed) for frontend in (-1, 0, 1) for streamed in (False, True)
+    }
+    assert {ask.question for ask in some} == set(range(24))
+
+
+def test_questions_are_of_every_kind() -> None:
+    some = questions(24)
+    assert some == questions(24)
+    assert {question.chat for question in some} == {False, True}
+    assert {question.temperature > 0 for question in some} == {False, True}
+    assert {question.ignore_eos for question in some} == {False, True}
+    assert any(question.frequency_penalty for question in some if question.temperature)
+    assert len({question.prompt for question in some}) == 24
+    prefixes = [question.prompt[:60] for question in some]
+    assert len(set(prefixes)) < len(prefixes), "some share what a worker has cached"
+
+
+def test_a_fault_is_named_as_people_read_it() -> None:
+    names = {fault.name for fault in islice(faults(1, 1, (2.0,)), len(DECK))}
+    assert {"kill worker 0 for 2 s", "restart nats", "wipe etcd", "sever nats of frontend 0 for 2 s"} <= names
