@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,21 +16,21 @@ from pathlib import Path
 
 from shared.messages import ServiceName
 from tests.integration.stack import ROOT, eventually
-from tests.servers import free_port
 
 READY_LIMIT_S = 40.0
 STOP_LIMIT_S = 60.0
+_LISTENS = re.compile(r"listening on (http://[^\s\"]+)")
 
 
 class Service:
     """One process."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, url: str, url_file: Path | None) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name = name
         self.log = log
-        self.url = url
-        """Of its /health and /metrics; a frontend's of its API too."""
-        self._url_file = url_file
+        self.url = ""
+        """Of its /health and /metrics, a frontend's of its API too; once it listens."""
+        self._url_file = log.with_suffix(".url")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
@@ -37,10 +38,14 @@ class Service:
     def ready(self) -> bool:
         """Whether requests would be served."""
         assert self.process.poll() is None, self.log.read_text()[-4000:]
-        if not self.url and self._url_file is not None and self._url_file.exists():
-            self.url = self._url_file.read_text().strip()
         if not self.url:
-            return False
+            listens = _LISTENS.search(self.log.read_text())
+            if listens is not None:
+                self.url = listens[1]
+            elif self._url_file.exists():
+                self.url = self._url_file.read_text().strip()
+            if not self.url:
+                return False
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
@@ -78,15 +83,10 @@ class Fleet:
         """Returns at once; `ready` says when it serves."""
         self._started += 1
         log = self._folder / f"{name}.{self._started}.log"
-        command = [sys.executable, "-m", f"services.{service}", *self._common, *flags]
-        if service == "frontend":
-            port = free_port()
-            started = Service(name, [*command, "--http-port", str(port)], log, f"http://127.0.0.1:{port}", None)
-        else:
-            file = log.with_suffix(".url")
-            started = Service(name, [*command, "--observe-url-file", str(file)], log, "", file)
-        self.services[name] = started
-        return started
+        where = ("--http-port", "0") if service == "frontend" else ("--observe-url-file", str(log.with_suffix(".url")))
+        command = [sys.executable, "-m", f"services.{service}", *self._common, *where, *flags]
+        self.services[name] = Service(name, command, log)
+        return self.services[name]
 
     def wait_ready(self, *names: str) -> None:
         """All of those named, or all there are."""

@@ -88,6 +88,8 @@ class Clients:
                 self._keep(question, text)
 
     async def _ask(self, http: aiohttp.ClientSession, url: str, question: Question) -> str | None:
+        if not url:
+            return None  # it has just been started
         try:
             response = await http.post(f"{url}/v1/completions", json=body(question), headers={"Connection": "close"})
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, ConnectionResetError):
