@@ -133,12 +133,11 @@ def _work(sequence: int, start: int, count: int) -> Any:
     blocks = -(-(CONTEXT_TOKENS + PREFILL_TOKENS) // BLOCK_SIZE)
     return Work(
         sequence=sequence,
-        tokens=[(7 * position) % 1000 for position in range(start, start + count)],
+        history=[(7 * position) % 1000 for position in range(start + count)],
         start=start,
+        end=start + count,
         blocks=range(sequence * blocks, (sequence + 1) * blocks),
-        draws=True,
         sampling=Sampling(max_tokens=1, temperature=0.0),
-        history=range(start + count),
         prompt_tokens=start + count,
     )
 

@@ -227,8 +227,8 @@ class Fleet:
     def _finish(self, worker: Worker, works: Sequence[Work], elapsed_s: float) -> None:
         if worker.gone:
             return
+        prompt_tokens = sum(work.end - work.start for work in works if work.start < work.prompt_tokens)
         worker.last = worker.core.finish([_drawn(work) if work.draws else None for work in works], elapsed_s)
-        prompt_tokens = sum(len(work.tokens) for work in works if work.start < work.prompt_tokens)
         if prompt_tokens:
             window = int(self.clock.now_s // WINDOW_S), worker.name
             self.prefilled[window] = self.prefilled.get(window, 0) + prompt_tokens

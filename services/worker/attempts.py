@@ -13,7 +13,8 @@ computed once; so are cancelled ones that were unknown, so that a Generate which
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.worker.admission import objection
@@ -26,9 +27,9 @@ Name = tuple[str, int]
 
 @dataclass(slots=True)
 class _Living:
+    number: int
+    """Short name between shell and engine, never used twice."""
     frontend: str
-    produced: int
-    """Length of the request's whole output so far."""
     unbegun_tokens: int
     """Its tokens, until its first part has come."""
     cancelled: bool = False
@@ -43,31 +44,37 @@ class Attempts:
         self._most_living = most_living
         self._most_remembered = most_remembered
         self._living: dict[Name, _Living] = {}
+        self._produced: Counter[int] = Counter()
+        """Number of a living attempt → length of its request's whole output so far."""
+        self._admitted = 0
         self._waiting_tokens = 0
         """Of the attempts whose first part has not come."""
         self._ended: OrderedDict[Name, None] = OrderedDict()
         self.draining = False
         """New attempts are refused."""
 
-    def admit(self, generate: Generate, facts: Ready | None) -> tuple[GenerateReply, bool]:
-        """The answer, and whether the attempt is new and has to be computed. `facts` is None without an engine."""
+    def admit(self, generate: Generate, facts: Ready | None) -> tuple[GenerateReply, int]:
+        """The answer, and, where the attempt is new and has to be computed, its number; else 0. `facts` is None without
+        an engine."""
         name = (generate.request, generate.attempt)
         living = self._living.get(name)
         if living is not None and living.frontend != generate.frontend:
-            return Refused(*name, "bad_request", f"request: {generate.request} is computed for another frontend"), False
+            return Refused(*name, "bad_request", f"request: {generate.request} is computed for another frontend"), 0
         if living is not None or name in self._ended:
-            return Accepted(*name), False
+            return Accepted(*name), 0
         refused = self._refusal(generate, facts)
         if refused is not None:
-            return refused, False
+            return refused, 0
         count = len(generate.tokens) // 4
-        self._living[name] = _Living(generate.frontend, count - generate.prompt_tokens, count)
+        self._admitted += 1
+        self._living[name] = _Living(self._admitted, generate.frontend, count)
+        self._produced[self._admitted] = count - generate.prompt_tokens
         self._waiting_tokens += count
-        return Accepted(*name), True
+        return Accepted(*name), self._admitted
 
     def forget(self, name: Name) -> None:
         """It was admitted but could not be handed to the engine; its Generate is refused after all."""
-        self._waiting_tokens -= self._living.pop(name).unbegun_tokens
+        self._drop(name)
 
     def cancel(self, name: Name) -> bool:
         """Whether the engine has to be told."""
@@ -80,24 +87,25 @@ class Attempts:
         living.cancelled = True
         return True
 
-    def tell(self, part: Part) -> bool:
-        """A part from the engine; whether it is for an attempt that lives here, and goes on to the frontend."""
+    def advance(self, numbers: Iterable[int]) -> None:
+        """Each of these living attempts has one token more. Counted in C: 0.03 µs a token."""
+        self._produced.update(numbers)
+
+    def tell(self, part: Part) -> None:
+        """The first or the last part of a living attempt, from the engine."""
         name = (part.request, part.attempt)
-        living = self._living.get(name)
-        if living is None:
-            return False
-        living.produced = part.first + len(part.tokens) // 4
+        living = self._living[name]
+        self._produced[living.number] = part.first + len(part.tokens) // 4
         self._waiting_tokens -= living.unbegun_tokens
         living.unbegun_tokens = 0
         if part.finish is not None:
             self._end(name)
-        return True
 
     def fail_all(self, reason: str) -> dict[str, list[Part]]:
         """Every living attempt ends with an error: frontend → parts."""
         parts: dict[str, list[Part]] = {}
         for name, living in list(self._living.items()):
-            failed = Part(*name, first=living.produced, tokens=b"", finish="error", error=reason)
+            failed = Part(*name, first=self._produced[living.number], tokens=b"", finish="error", error=reason)
             parts.setdefault(living.frontend, []).append(failed)
             self._end(name)
         return parts
@@ -110,7 +118,7 @@ class Attempts:
     def of(self, frontend: str) -> list[StreamState]:
         """How far each of a frontend's living attempts is."""
         return [
-            StreamState(*name, produced=living.produced)
+            StreamState(*name, produced=self._produced[living.number])
             for name, living in self._living.items()
             if living.frontend == frontend
         ]
@@ -132,8 +140,13 @@ class Attempts:
             return Refused(*name, "overloaded", f"{self._waiting_tokens} tokens are waiting")
         return None
 
+    def _drop(self, name: Name) -> None:
+        living = self._living.pop(name)
+        del self._produced[living.number]
+        self._waiting_tokens -= living.unbegun_tokens
+
     def _end(self, name: Name) -> None:
-        self._waiting_tokens -= self._living.pop(name).unbegun_tokens
+        self._drop(name)
         self._remember(name)
 
     def _remember(self, name: Name) -> None:
@@ -147,4 +160,5 @@ class Attempts:
         assert len(self._ended) <= self._most_remembered
         assert self._living.keys().isdisjoint(self._ended)
         assert self._waiting_tokens == sum(living.unbegun_tokens for living in self._living.values())
-        assert all(living.produced >= 0 for living in self._living.values())
+        assert self._produced.keys() == {living.number for living in self._living.values()}
+        assert all(produced >= 0 for produced in self._produced.values())

@@ -13,7 +13,18 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from services.worker.config import EngineConfig
-from services.worker.engine import CancelAttempt, Drawn, Ready, Snapshot, Stepped, Submit, TakeSnapshot, Work
+from services.worker.engine import (
+    KV_EVENTS,
+    PARTS,
+    CancelAttempt,
+    Drawn,
+    Ready,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeSnapshot,
+    Work,
+)
 from services.worker.kv_events import to_kv_events, to_snapshot
 from services.worker.scheduler import Limits, Outcome, Scheduler
 from shared.messages import AllBlocksCleared, KvEvent
@@ -74,7 +85,7 @@ class EngineCore:
         if not self._scheduler.busy:
             return None
         works = self._scheduler.schedule(now_s)
-        self._step_tokens = sum(len(work.tokens) for work in works)
+        self._step_tokens = sum([work.end - work.start for work in works])
         return works
 
     def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> Stepped:
@@ -88,8 +99,10 @@ class EngineCore:
             self._event_sequence += 1
         return Stepped(
             progress=self._progress,
-            parts=outcome.parts,
-            events=events,
+            frames={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
+            notable=outcome.notable,
+            advanced=outcome.advanced,
+            event_batch=KV_EVENTS.encode(events) if events else b"",
             event_sequence=self._event_sequence,
             digest=self._scheduler.digest,
             load=self._scheduler.load(),

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from shared.messages import KvEvent, KvLayout, Part, Sampling, SnapshotBlock, TokenLogprob
+from shared.messages import Codec, KvEvent, KvLayout, Part, Sampling, SnapshotBlock, TokenLogprob
 
 # --- shell → engine
 
@@ -34,6 +34,8 @@ class Submit(Struct, frozen=True, tag="submit"):
     lora: str = ""
     salt: str = ""
     priority: int = 0
+    number: int = 0
+    """The shell's short name for the attempt, in `Stepped.advanced`."""
 
 
 class CancelAttempt(Struct, frozen=True, tag="cancel"):
@@ -56,6 +58,11 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 EngineCommand = Submit | CancelAttempt | TakeSnapshot | Shutdown
 
 # --- engine → shell
+
+PARTS: Codec[list[Part]] = Codec(list[Part], "parts")
+"""A StepFrame's, alone."""
+KV_EVENTS: Codec[list[KvEvent]] = Codec(list[KvEvent], "KV events")
+"""An EventBatch's, alone."""
 
 
 class Loading(Struct, frozen=True, tag="loading"):
@@ -94,13 +101,22 @@ class EngineLoad(Struct, frozen=True):
 
 
 class Stepped(Struct, frozen=True, tag="stepped"):
-    """What one step made. `progress` grows by one each step, also a step that only cancelled or expired."""
+    """What one step made. `progress` grows by one each step, also a step that only cancelled or expired.
+
+    What goes on to others is encoded where it is made, once, and passed on as it is; what the shell has to know of it
+    comes beside. So a token costs the shell next to nothing: it decodes no part, and touches no attempt but those that
+    begin or end.
+    """
 
     progress: int
-    parts: dict[str, list[Part]]
-    """Frontend → parts."""
-    events: list[KvEvent]
-    """One event batch, if not empty, with `event_sequence`."""
+    frames: dict[str, bytes]
+    """Frontend → its parts, the encoded ones of a StepFrame."""
+    notable: list[Part]
+    """Those of these parts that are an attempt's first or last."""
+    advanced: list[int]
+    """Numbers of the attempts that each of the other parts brings one token further."""
+    event_batch: bytes
+    """The encoded events of an EventBatch, with `event_sequence`; empty where there are none."""
     event_sequence: int
     """Of the last batch so far; -1 before the first."""
     digest: int
@@ -109,6 +125,16 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     """Computed in this step."""
     elapsed_s: float = 0.0
     """What the runner took for them."""
+
+    @property
+    def parts(self) -> dict[str, list[Part]]:
+        """Frontend → its parts, for those who look at them."""
+        return {frontend: PARTS.decode(parts) for frontend, parts in self.frames.items()}
+
+    @property
+    def events(self) -> list[KvEvent]:
+        """Of the batch."""
+        return KV_EVENTS.decode(self.event_batch) if self.event_batch else []
 
 
 class Snapshot(Struct, frozen=True, tag="snapshot_taken"):
@@ -162,36 +188,42 @@ class Engine(Protocol):
 # --- engine loop → runner: what computes a step, whatever the arithmetic
 
 
-class Work(Struct, frozen=True):
-    """One sequence's share of a step.
+class Work(Struct):
+    """One sequence's share of a step. A sequence has one for life, which the scheduler moves on between steps.
 
-    tokens    | computed before (blocks hold their KV) | computed now          | later
-              0                                        start          start + len(tokens)
+    history   | computed before (blocks hold their KV) | computed now          | later
+              0                                        start                   end
     """
 
     sequence: int
     """Names the sequence while it lives in the engine."""
-    tokens: Sequence[int]
-    """Token ids to compute now, at positions start … start + len - 1."""
-    start: int
-    blocks: Sequence[int]
-    """The sequence's slots, in order; they cover all positions up to the last one computed now."""
-    draws: bool
-    """Whether a token is drawn from the last position's logits (not in the middle of a chunked prefill)."""
-    sampling: Sampling
     history: Sequence[int]
-    """All tokens that are known, prompt, then output; where one is drawn, they end with those computed now. For
-    penalties."""
+    """All token ids that are known, prompt, then output."""
+    start: int
+    end: int
+    blocks: Sequence[int]
+    """The sequence's slots, in order; they cover all positions before `end`."""
+    sampling: Sampling
     prompt_tokens: int
     """Where in `history` the output begins."""
 
     @property
+    def tokens(self) -> Sequence[int]:
+        """Token ids to compute now, at positions start … end - 1."""
+        return self.history[self.start : self.end]
+
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn from the last position's logits (not in the middle of a chunked prefill)."""
+        return self.end == len(self.history)
+
+    @property
     def draw_index(self) -> int:
         """Index in the output of the token that will be drawn; with the seed it fixes the random number."""
-        return self.start + len(self.tokens) - self.prompt_tokens
+        return self.end - self.prompt_tokens
 
 
-class Drawn(Struct, frozen=True):
+class Drawn(Struct, frozen=True, gc=False):
     """One drawn token."""
 
     token: int

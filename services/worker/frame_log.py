@@ -19,7 +19,19 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from shared.messages import STEP_FRAME, Part, StepFrame
+import msgspec
+from msgspec import Raw, Struct
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _EncodedFrame(Struct, frozen=True, array_like=True):
+    """A `shared.messages.StepFrame` whose parts are encoded already."""
+
+    instance: str
+    epoch: int
+    sequence: int
+    parts: Raw
 
 
 @dataclass(slots=True)
@@ -50,11 +62,11 @@ class FrameLog:
         self.lost = 0
         """Frames dropped before they were ever sent."""
 
-    def append(self, frontend: str, parts: list[Part]) -> None:
-        """One step's parts become the frontend's next frame."""
+    def append(self, frontend: str, parts: bytes) -> None:
+        """One step's parts, an encoded list of them, become the frontend's next frame."""
         ring = self._rings.get(frontend) or self._new(frontend)
         self._rings.move_to_end(frontend)
-        frame = STEP_FRAME.encode(StepFrame(self._instance, ring.epoch, ring.next, parts))
+        frame = _encode(_EncodedFrame(self._instance, ring.epoch, ring.next, Raw(parts)))
         ring.frames.append(frame)
         ring.size_bytes += len(frame)
         ring.next += 1

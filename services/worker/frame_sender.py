@@ -9,7 +9,6 @@ from services.worker.frame_log import FrameLog
 from services.worker.metrics import Metrics
 from shared import subjects
 from shared.errors import BusDown, PayloadTooLarge
-from shared.messages import Part
 from shared.messaging import Bus
 
 _log = logging.getLogger(__name__)
@@ -25,8 +24,8 @@ class FrameSender:
         self._due = asyncio.Event()
         self.log = log
 
-    def append(self, frontend: str, parts: list[Part]) -> None:
-        """One frame, sent as soon as the task gets its turn."""
+    def append(self, frontend: str, parts: bytes) -> None:
+        """One frame of encoded parts, sent as soon as the task gets its turn."""
         self.log.append(frontend, parts)
         self._due.set()
 

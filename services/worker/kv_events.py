@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
+import msgspec
+from msgspec import Raw, Struct
+
 from shared.blocks import Content, Evicted, PoolEvent, Stored
 from shared.hashing import ContentKey, event_hash, unpack_tokens
 from shared.messages import BlockRemoved, BlockStored, KvEvent, SnapshotBlock
 
 MEDIUM = "GPU"
 """vLLM's word for the device tier, whatever the device is."""
+_encode = msgspec.msgpack.Encoder().encode
 _BLOCK_BYTES = 40
 """What a block of a snapshot takes at most beside its tokens and names: two hashes and msgpack's lengths."""
 
@@ -43,6 +47,19 @@ def to_kv_events(events: Iterable[PoolEvent], block_size: int) -> list[KvEvent]:
                 assert_never(event)
     flush()
     return batch
+
+
+class _EncodedBatch(Struct, frozen=True, array_like=True):
+    """A `shared.messages.EventBatch` whose events are encoded already."""
+
+    ts: float
+    events: Raw
+    data_parallel_rank: int
+
+
+def encode_batch(wall_s: float, events: bytes) -> bytes:
+    """The EventBatch of a list of events that is encoded already, rank 0's."""
+    return _encode(_EncodedBatch(wall_s, Raw(events), 0))
 
 
 def to_snapshot(contents: Iterable[Content]) -> list[SnapshotBlock]:

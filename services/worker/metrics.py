@@ -39,7 +39,7 @@ class Metrics:
             self._prompt.inc(prompt_tokens)
 
     def part(self, part: Part) -> None:
-        """A part goes to its frontend."""
+        """An attempt begins or ends."""
         self._output.inc(len(part.tokens) // 4)
         if part.finish is not None:
             self._requests.labels(part.finish).inc()
@@ -48,10 +48,11 @@ class Metrics:
     def stepped(self, step: Stepped, capacity_blocks: int) -> None:
         """The engine made a step."""
         self._steps.inc()
+        self._output.inc(len(step.advanced))
         if step.tokens:
             self._step_s.observe(step.elapsed_s)
             self._computed.inc(step.tokens)
-        if step.events:
+        if step.event_batch:
             self._events.inc()
         self._preemptions.inc(step.load.preemptions - self._preempted)
         self._preempted = step.load.preemptions

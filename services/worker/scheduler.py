@@ -30,6 +30,7 @@ stored. Every attempt that was submitted ends with exactly one Part that has a f
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -38,7 +39,7 @@ from services.worker.pace import Pace
 from services.worker.sequence import Sequence
 from services.worker.step_budget import StepBudget
 from shared.blocks import BlockPool, Content, PoolEvent
-from shared.messages import FinishReason, Part, TokenLogprob
+from shared.messages import FinishReason, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,12 @@ class Limits:
 class Outcome:
     """What happened since the last one."""
 
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    parts: defaultdict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
     """Frontend → parts, in order."""
+    notable: list[Part] = field(default_factory=list)
+    """Those of the parts that are the first or the last of their attempt."""
+    advanced: list[int] = field(default_factory=list)
+    """`Submit.number` of the attempts that the others bring one token further."""
     events: list[PoolEvent] = field(default_factory=list)
 
 
@@ -88,12 +93,14 @@ class Scheduler:
         """By rank."""
         self._running: list[Sequence] = []
         """By rank."""
+        self._prefilling: list[Sequence] = []
+        """Those of them with more than one token uncomputed, by rank."""
         self._waiting_tokens = 0
         """Uncomputed tokens of `_waiting`."""
         self._arrivals = 0
         self._preemptions = 0
         self._earliest_deadline_s = float("inf")
-        self._step: list[tuple[Sequence, Work]] | None = None
+        self._step: list[Sequence] | None = None
         self._outcome = Outcome()
 
     # --- commands
@@ -104,14 +111,20 @@ class Scheduler:
         if (submit.request, submit.attempt) in self._living:
             return
         sequence = Sequence.of(
-            submit, number=self._arrivals, now_s=now_s, model=self._limits.model, block_size=self._limits.block_size
+            submit,
+            number=self._arrivals,
+            now_s=now_s,
+            model=self._limits.model,
+            block_size=self._limits.block_size,
+            eos_token_ids=self._limits.eos_token_ids,
+            context_length=self._limits.context_length,
         )
         self._arrivals += 1
         reason = self._unfit(sequence)
         if reason:
-            self._tell(sequence, finish="error", error=reason)
+            self._tell(sequence, "error", reason)
         elif sequence.produced >= submit.sampling.max_tokens:
-            self._tell(sequence, finish="length")
+            self._tell(sequence, "length")
         else:
             self._living[sequence.name] = sequence
             self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.deadline_s)
@@ -133,21 +146,24 @@ class Scheduler:
         self._step = []
         self._schedule_decodes()
         self._schedule_prefills()
-        return [work for _, work in self._step]
+        return [sequence.work for sequence in self._step]
 
     def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
         """The step was computed: one entry of `drawn` per work. Returns all that happened since the last call."""
         step, self._step = self._step, None
         assert step is not None
         assert len(drawn) == len(step)
-        self._measured(sum(len(work.tokens) for _, work in step), len(step), elapsed_s)
-        for (sequence, work), draw in zip(step, drawn, strict=True):
-            assert (draw is not None) == work.draws
-            sequence.computed += len(work.tokens)
-            if sequence.computed // self._limits.block_size > sequence.stored:
+        self._measured(sum([sequence.work.end - sequence.work.start for sequence in step]), len(step), elapsed_s)
+        size = self._limits.block_size
+        for sequence, draw in zip(step, drawn, strict=True):
+            work = sequence.work
+            assert (draw is not None) == (work.end == len(sequence.tokens))
+            work.start = work.end
+            if work.start // size > sequence.stored:
                 self._store_full_blocks(sequence)
             if draw is not None:
                 self._take_token(sequence, draw)
+        self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
         outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
@@ -172,7 +188,7 @@ class Scheduler:
         return EngineLoad(
             waiting=len(self._waiting),
             running=len(self._running),
-            waiting_tokens=self._waiting_tokens + sum(s.uncomputed for s in self._running if s.uncomputed > 1),
+            waiting_tokens=self._waiting_tokens + sum(s.uncomputed for s in self._prefilling),
             held_blocks=blocks.held + blocks.loading,
             cached_blocks=blocks.cached,
             prefill_tokens_per_s=self._pace.tokens_per_s,
@@ -183,12 +199,17 @@ class Scheduler:
     # --- scheduling
 
     def _schedule_decodes(self) -> None:
+        """A step's hot loop, as `_take_token` is: with 256 sequences, a property more costs 20 µs of it."""
+        assert self._step is not None
+        size = self._limits.block_size
         for sequence in list(self._running):
-            if not sequence.blocks or sequence.uncomputed > 1:
+            work, length = sequence.work, len(sequence.tokens)
+            if not work.blocks or length - work.start > 1:
                 continue  # preempted just now, or it prefills
-            if sequence.blocks_needed > len(sequence.blocks) and not self._grow(sequence):
+            if length > len(work.blocks) * size and not self._grow(sequence):
                 continue
-            self._add_work(sequence, 1)
+            work.end = length
+            self._step.append(sequence)
 
     def _grow(self, sequence: Sequence) -> bool:
         """One more block for a decode, from the lowest ranked if need be; False: that was the sequence itself."""
@@ -206,7 +227,7 @@ class Scheduler:
     def _schedule_prefills(self) -> None:
         assert self._step is not None
         left = max(self._budget.tokens - len(self._step), self._limits.block_size)
-        for sequence in [s for s in self._running if s.uncomputed > 1]:
+        for sequence in self._prefilling:
             if left <= 0:
                 return
             self._reuse(sequence)
@@ -231,6 +252,7 @@ class Scheduler:
             return False
         self._allocate(sequence, missing)
         insort(self._running, sequence, key=_rank)
+        insort(self._prefilling, sequence, key=_rank)
         return True
 
     def _reuse(self, sequence: Sequence) -> None:
@@ -249,7 +271,7 @@ class Scheduler:
             else:
                 sequence.blocks.append(slot)
             sequence.stored += 1
-            sequence.computed += size
+            sequence.work.start += size
         if not sequence.begun:
             cached = sequence.cached_tokens + sequence.computed - before
             sequence.cached_tokens = min(cached, sequence.submit.prompt_tokens)
@@ -261,24 +283,13 @@ class Scheduler:
         end = min(start + most, len(sequence.tokens))
         if end < len(sequence.tokens) and 4 * (end % size) <= end - start:
             end -= end % size  # whole blocks, where that costs little: they are stored, and reused by others, at once
-        draws = end == len(sequence.tokens)
-        work = Work(
-            sequence=sequence.number,
-            tokens=sequence.tokens[start:end],
-            start=start,
-            blocks=sequence.blocks,
-            draws=draws,
-            sampling=sequence.submit.sampling,
-            history=sequence.tokens,
-            prompt_tokens=sequence.submit.prompt_tokens,
-        )
-        self._step.append((sequence, work))
+        sequence.work.end = end
+        self._step.append(sequence)
         return end - start
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1
-        self._running.remove(sequence)
-        self._release(sequence)
+        self._stop(sequence)
         self._enqueue(sequence)
 
     # --- after a step
@@ -298,29 +309,31 @@ class Scheduler:
             sequence.stored += 1
 
     def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
-        first = sequence.produced
-        sequence.append(drawn.token)
-        finish = self._finish_reason(sequence)
-        self._tell(
-            sequence,
-            first=first,
-            tokens=drawn.token.to_bytes(4, "little"),
-            finish=finish,
-            logprobs=None if drawn.logprob is None else (drawn.logprob,),
+        submit, tokens, token = sequence.submit, sequence.tokens, drawn.token
+        first = len(tokens) - submit.prompt_tokens
+        tokens.append(token)
+        finish: FinishReason | None = None
+        if token in sequence.stop_tokens:
+            finish = "stop"
+        elif len(tokens) >= sequence.most_tokens:
+            finish = "length"
+        part = Part(
+            submit.request,
+            submit.attempt,
+            first,
+            token.to_bytes(4, "little"),
+            finish,
+            sequence.cached_tokens,
+            None if drawn.logprob is None else (drawn.logprob,),
         )
+        self._outcome.parts[submit.frontend].append(part)
+        if sequence.begun and finish is None:
+            self._outcome.advanced.append(submit.number)
+            return
+        self._outcome.notable.append(part)
+        sequence.begun = True
         if finish is not None:
             self._drop(sequence)
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        """Whether the token just drawn is the last one."""
-        sampling, token = sequence.submit.sampling, sequence.tokens[-1]
-        if token in sampling.stop_token_ids:
-            return "stop"
-        if token in self._limits.eos_token_ids and not sampling.ignore_eos:
-            return "stop"
-        if sequence.produced >= sampling.max_tokens or len(sequence.tokens) >= self._limits.context_length:
-            return "length"
-        return None
 
     # --- ends
 
@@ -347,39 +360,37 @@ class Scheduler:
         self._earliest_deadline_s = min((s.deadline_s for s in self._living.values()), default=float("inf"))
 
     def _end(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
-        self._tell(sequence, finish=finish, error=error)
+        self._tell(sequence, finish, error)
         self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         """Out of every list; its blocks are free or cached."""
         del self._living[sequence.name]
         if sequence.blocks:
-            self._running.remove(sequence)
-            self._release(sequence)
+            self._stop(sequence)
         else:
             self._dequeue(sequence)
 
-    def _tell(
-        self,
-        sequence: Sequence,
-        *,
-        first: int | None = None,
-        tokens: bytes = b"",
-        finish: FinishReason | None = None,
-        logprobs: tuple[TokenLogprob, ...] | None = None,
-        error: str = "",
-    ) -> None:
+    def _stop(self, sequence: Sequence) -> None:
+        """It runs no more."""
+        self._running.remove(sequence)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        self._release(sequence)
+
+    def _tell(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
+        """The end of an attempt, without a token."""
         part = Part(
             request=sequence.submit.request,
             attempt=sequence.submit.attempt,
-            first=sequence.produced if first is None else first,
-            tokens=tokens,
+            first=sequence.produced,
+            tokens=b"",
             finish=finish,
             cached_tokens=sequence.cached_tokens,
-            logprobs=logprobs,
             error=error,
         )
-        self._outcome.parts.setdefault(sequence.submit.frontend, []).append(part)
+        self._outcome.parts[sequence.submit.frontend].append(part)
+        self._outcome.notable.append(part)
 
     # --- the queue and the blocks
 
@@ -401,8 +412,8 @@ class Scheduler:
         """Last block first, so that leaves are evicted before their parents."""
         for slot in reversed(sequence.blocks):
             self._pool.release(slot)
-        sequence.blocks = []
-        sequence.computed = sequence.stored = 0
+        sequence.blocks.clear()
+        sequence.work.start = sequence.stored = 0
         if not sequence.begun:
             sequence.cached_tokens = 0
 
@@ -411,6 +422,8 @@ class Scheduler:
         self._pool.validate()
         assert sorted(self._waiting, key=_rank) == self._waiting
         assert sorted(self._running, key=_rank) == self._running
+        assert sorted(self._prefilling, key=_rank) == self._prefilling
+        assert set(self._prefilling) <= set(self._running)
         assert len(self._running) <= self._limits.max_running
         assert {s.name for s in (*self._waiting, *self._running)} == self._living.keys()
         assert len(self._living) == len(self._waiting) + len(self._running)
@@ -425,6 +438,7 @@ class Scheduler:
             assert len(sequence.blocks) * self._limits.block_size >= sequence.computed
             assert sequence.stored == sequence.computed // self._limits.block_size
             assert sequence.uncomputed >= 1
+            assert (sequence.uncomputed > 1) == (sequence in self._prefilling)
             assert sequence.deadline_s >= self._earliest_deadline_s
             for index, slot in enumerate(sequence.blocks):
                 content = self._pool.content(slot)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from services.worker.engine import Submit
+from services.worker.engine import Submit, Work
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, token_array
 
@@ -31,9 +31,14 @@ class Sequence:
     root: ContentKey
     tokens: array[int]
     keys: list[ContentKey]
-    """Content keys of the full blocks of `tokens`."""
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0
+    """Content keys of the full blocks of the tokens that came, and of those stored since."""
+    blocks: list[int]
+    work: Work
+    """What runners see of it, `tokens` and `blocks` included."""
+    stop_tokens: frozenset[int]
+    """Each ends it."""
+    most_tokens: int
+    """It ends with this length."""
     stored: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the cache by the time the first token was drawn."""
@@ -41,17 +46,32 @@ class Sequence:
     """A token was drawn in this attempt, so that `cached_tokens` stands."""
 
     @staticmethod
-    def of(submit: Submit, *, number: int, now_s: float, model: str, block_size: int) -> Sequence:
+    def of(
+        submit: Submit,
+        *,
+        number: int,
+        now_s: float,
+        model: str,
+        block_size: int,
+        eos_token_ids: frozenset[int],
+        context_length: int,
+    ) -> Sequence:
         """Hashes the tokens once."""
+        sampling = submit.sampling
         root = root_key(model, submit.lora, submit.salt)
+        tokens, blocks = token_array(submit.tokens), list[int]()
         return Sequence(
             number=number,
             submit=submit,
             deadline_s=now_s + submit.time_left_s,
             block_size=block_size,
             root=root,
-            tokens=token_array(submit.tokens),
+            tokens=tokens,
             keys=content_keys(root, submit.tokens, block_size),
+            blocks=blocks,
+            work=Work(number, tokens, 0, 0, blocks, sampling, submit.prompt_tokens),
+            stop_tokens=(frozenset() if sampling.ignore_eos else eos_token_ids).union(sampling.stop_token_ids),
+            most_tokens=min(submit.prompt_tokens + sampling.max_tokens, context_length),
         )
 
     @property
@@ -64,8 +84,13 @@ class Sequence:
         return -self.submit.priority, self.number
 
     @property
+    def computed(self) -> int:
+        """Leading tokens whose KV is in the blocks."""
+        return self.work.start
+
+    @property
     def uncomputed(self) -> int:
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.work.start
 
     @property
     def produced(self) -> int:
@@ -83,20 +108,10 @@ class Sequence:
         return self.keys[: (len(self.tokens) - 1) // self.block_size]
 
     def content(self, index: int) -> Content:
-        """What block `index`, a full one, holds."""
+        """What block `index` holds: a full one, whose key is known or next."""
         start = index * self.block_size
-        return Content(
-            key=self.keys[index],
-            parent=self.keys[index - 1] if index else None,
-            tokens=pack_tokens(self.tokens[start : start + self.block_size]),
-            lora=self.submit.lora,
-            salt=self.submit.salt,
-        )
-
-    def append(self, token: int) -> None:
-        """A drawn token."""
-        self.begun = True
-        self.tokens.append(token)
-        if len(self.tokens) % self.block_size == 0:
-            parent = self.keys[-1] if self.keys else self.root
-            self.keys.append(content_key(parent, pack_tokens(self.tokens[-self.block_size :])))
+        packed = pack_tokens(self.tokens[start : start + self.block_size])
+        parent = self.keys[index - 1] if index else None
+        if index == len(self.keys):
+            self.keys.append(content_key(parent or self.root, packed))
+        return Content(self.keys[index], parent, packed, self.submit.lora, self.submit.salt)

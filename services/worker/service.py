@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,12 +25,12 @@ import msgspec
 from services.worker.announcement import Announcement
 from services.worker.attempts import Attempts
 from services.worker.config import WorkerConfig
-from services.worker.engine import EngineLoad, Loading, Ready, Stepped, Submit
+from services.worker.engine import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.engine_client import EngineClient
 from services.worker.engine_host import EngineHost, StartEngine
 from services.worker.frame_log import FrameLog
 from services.worker.frame_sender import FrameSender
-from services.worker.kv_events import in_chunks
+from services.worker.kv_events import encode_batch, in_chunks
 from services.worker.metrics import Metrics
 from shared import hashing, subjects
 from shared.directory import DirectoryChange, InstanceDown, InstanceUp
@@ -37,7 +38,6 @@ from shared.errors import BusDown, ModelError, PayloadTooLarge, ProtocolError, U
 from shared.lifecycle import Runtime
 from shared.messages import (
     CANCEL,
-    EVENT_BATCH,
     GENERATE,
     GENERATE_REPLY,
     JSON_HEADER,
@@ -46,7 +46,6 @@ from shared.messages import (
     RESENT,
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
-    EventBatch,
     EventSource,
     Generate,
     KvState,
@@ -204,11 +203,13 @@ class Worker:
     def _engine_stepped(self, step: Stepped) -> None:
         self._last = step
         self._runtime.vitals.progress = self._progress_before + step.progress
-        if step.events:
-            batch = EventBatch(ts=self._runtime.wall(), events=step.events, data_parallel_rank=0)
-            self._publisher.publish(step.event_sequence, EVENT_BATCH.encode(batch))
-        for frontend, parts in step.parts.items():
-            self._append(frontend, [part for part in parts if self._attempts.tell(part)])
+        if step.event_batch:
+            self._publisher.publish(step.event_sequence, encode_batch(self._runtime.wall(), step.event_batch))
+        if self._attempts.names:  # else they were ended here, and the engine has not heard it yet
+            self._attempts.advance(step.advanced)
+            for part in step.notable:
+                self._attempts.tell(part)
+            self._send(step.frames, step.notable)
         self._metrics.stepped(step, 0 if self.engine.facts is None else self.engine.facts.capacity_blocks)
 
     def _engine_lost(self, reason: str) -> None:
@@ -220,16 +221,17 @@ class Worker:
         self._fail_all(f"the engine was lost: {reason}")
 
     def _fail_all(self, reason: str) -> None:
-        for frontend, parts in self._attempts.fail_all(reason).items():
-            self._append(frontend, parts)
+        failed = self._attempts.fail_all(reason)
+        frames = {frontend: PARTS.encode(parts) for frontend, parts in failed.items()}
+        self._send(frames, [part for parts in failed.values() for part in parts])
 
-    def _append(self, frontend: str, parts: list[Part]) -> None:
-        if not parts:
-            return
-        for part in parts:
+    def _send(self, frames: Mapping[str, bytes], notable: Iterable[Part]) -> None:
+        """To each frontend its encoded parts; `notable` are the first and the last ones of attempts."""
+        for part in notable:
             self._metrics.part(part)
-        self._sender.append(frontend, parts)
-        self._attempts_changed.set()
+            self._attempts_changed.set()
+        for frontend, parts in frames.items():
+            self._sender.append(frontend, parts)
 
     # --- what frontends and routers say; what cannot be read is the subscription's to count: ProtocolError comes out
 
@@ -241,11 +243,11 @@ class Worker:
             self._metrics.answered(refused, 0)
             await self._answer(message, GENERATE_REPLY.encode(refused, message.headers))
             return
-        reply, new = self._attempts.admit(generate, None if self._announcement.card is None else self.engine.facts)
-        if new and not self.engine.submit(_submit(generate)):
+        reply, number = self._attempts.admit(generate, None if self._announcement.card is None else self.engine.facts)
+        if number and not self.engine.submit(_submit(generate, number)):
             self._attempts.forget((generate.request, generate.attempt))
             reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read")
-        self._metrics.answered(reply, generate.prompt_tokens if new else 0)
+        self._metrics.answered(reply, generate.prompt_tokens if number else 0)
         await self._answer(message, GENERATE_REPLY.encode(reply, message.headers))
 
     async def _cancel(self, message: Message) -> None:
@@ -357,7 +359,7 @@ class Worker:
         return subjects.worker(self._runtime.namespace, self._runtime.instance, operation)
 
 
-def _submit(generate: Generate) -> Submit:
+def _submit(generate: Generate, number: int) -> Submit:
     return Submit(
         request=generate.request,
         attempt=generate.attempt,
@@ -369,6 +371,7 @@ def _submit(generate: Generate) -> Submit:
         lora=generate.lora,
         salt=generate.salt,
         priority=generate.priority,
+        number=number,
     )
 
 

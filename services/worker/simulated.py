@@ -36,22 +36,21 @@ class SimulatedModel:
 
     def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
         """One entry per work, None where nothing is drawn."""
-        return [self._draw(work) if work.draws else None for work in works]
+        return [self._draw(work) if work.end == len(work.history) else None for work in works]
 
     def _draw(self, work: Work) -> Drawn:
-        token = self._next_token(work)
-        return Drawn(token, TokenLogprob(0.0) if work.sampling.logprobs >= 0 else None)
-
-    def _next_token(self, work: Work) -> int:
-        if self._eos and not work.sampling.ignore_eos and self._ends(work):
-            return self.facts.eos_token_ids[0]
-        token = work.history[work.draw_index % work.prompt_tokens]
-        return self._plain if token in self._eos else token
+        sampling = work.sampling
+        token = work.history[(work.end - work.prompt_tokens) % work.prompt_tokens]
+        if token in self._eos:
+            token = self._plain
+        if self._output_tokens and not sampling.ignore_eos and self._eos and self._ends(work):
+            token = self.facts.eos_token_ids[0]
+        return Drawn(token) if sampling.logprobs < 0 else Drawn(token, TokenLogprob(0.0))
 
     def _ends(self, work: Work) -> bool:
         """Whether the answer is as long as it should be."""
         least = self._output_tokens // 2
-        if not self._output_tokens or work.draw_index < least:
+        if work.draw_index < least:
             return False
         end = pack_tokens(work.history[max(0, work.prompt_tokens - _TELLING_TOKENS) : work.prompt_tokens])
         return work.draw_index >= least + crc32(end) % (self._output_tokens + 1)

@@ -67,7 +67,7 @@ class _Totals:
         self.attended = 0
         """Sum over decodes of the tokens attended to."""
         for work in works:
-            count = len(work.tokens)
+            count = work.end - work.start
             if count == 1:
                 self.decodes += 1
                 self.attended += work.start + 1

@@ -61,12 +61,11 @@ def expected(request: Request) -> Expected:
     while len(history) - len(request.tokens) < limit:
         work = Work(
             sequence=0,
-            tokens=history[-1:],
-            start=len(history) - 1,
-            blocks=(),
-            draws=True,
-            sampling=request.sampling,
             history=history,
+            start=len(history) - 1,
+            end=len(history),
+            blocks=(),
+            sampling=request.sampling,
             prompt_tokens=len(request.tokens),
         )
         (drawn,) = model.draw([work])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.attempts import Attempts
 from services.worker.engine import Ready
@@ -47,10 +47,10 @@ def code(account: Attempts, asked: Generate, facts: Ready | None = FACTS) -> str
 
 def test_a_repeated_attempt_is_accepted_once_also_after_its_end() -> None:
     account = attempts()
-    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), True)
-    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), False)
-    assert account.tell(part("r", finish="stop"))
-    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), False)
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 1)
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 0)
+    account.tell(part("r", finish="stop"))
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 0)
 
 
 def test_a_living_attempt_is_not_accepted_for_a_second_frontend_that_would_hear_nothing_of_it() -> None:
@@ -70,12 +70,13 @@ def test_a_generate_that_its_cancel_overtook_computes_nothing() -> None:
         account.validate()
 
 
-def test_parts_of_an_unknown_or_ended_attempt_are_not_passed_on() -> None:
+def test_numbers_are_never_used_twice() -> None:
     account = attempts()
-    assert not account.tell(part("stranger"))
-    account.admit(generate("r"), FACTS)
-    assert account.tell(part("r", finish="length"))
-    assert not account.tell(part("r", first=1))
+    numbers = [account.admit(generate(request), FACTS)[1] for request in "ab"]
+    account.forget(("b", 1))
+    account.tell(part("a", finish="stop"))
+    numbers += [account.admit(generate(request), FACTS)[1] for request in "cb"]
+    assert numbers == [1, 2, 3, 4]
 
 
 def test_each_refusal_has_its_code() -> None:
@@ -110,7 +111,7 @@ def test_an_attempt_that_the_engine_did_not_take_may_come_again() -> None:
     account.admit(generate("r"), FACTS)
     account.forget(("r", 1))
     account.validate()
-    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), True)
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 2)
 
 
 def test_when_the_engine_is_lost_every_attempt_ends_where_it_was() -> None:
@@ -130,6 +131,10 @@ def test_a_frontends_streams_say_how_far_they_are() -> None:
     account.admit(generate("b", frontend="g"), FACTS)
     account.tell(part("a"))
     assert [(stream.request, stream.produced) for stream in account.of("f")] == [("a", 1)]
+    account.advance([1, 2])
+    account.advance([1])
+    assert [(stream.request, stream.produced) for stream in account.of("f")] == [("a", 3)]
+    assert [(stream.request, stream.produced) for stream in account.of("g")] == [("b", 1)]
 
 
 class AttemptsMachine(RuleBasedStateMachine):
@@ -139,6 +144,8 @@ class AttemptsMachine(RuleBasedStateMachine):
         super().__init__()
         self.account = attempts(most_living=3, most_waiting_tokens=20)
         self.living: dict[str, int] = {}
+        """Request → length of its output."""
+        self.numbers: dict[str, int] = {}
 
     @rule(number=st.integers(0, 6), tokens=st.integers(1, 12))
     def admit(self, number: int, tokens: int) -> None:
@@ -146,16 +153,21 @@ class AttemptsMachine(RuleBasedStateMachine):
         assert not new or (isinstance(reply, Accepted) and f"r{number}" not in self.living)
         if new:
             self.living[f"r{number}"] = tokens - 1
+            self.numbers[f"r{number}"] = new
 
-    @rule(number=st.integers(0, 6), finish=st.sampled_from([None, "stop", "length"]))
-    def tell(self, number: int, finish: FinishReason | None) -> None:
-        name = f"r{number}"
-        passed = self.account.tell(part(name, first=self.living.get(name, 0), finish=finish))
-        assert passed == (name in self.living)
-        if name in self.living:
-            self.living[name] += 1
-            if finish is not None:
-                del self.living[name]
+    @precondition(lambda self: self.living)
+    @rule(choice=st.integers(0, 6), finish=st.sampled_from([None, "stop", "length"]))
+    def tell(self, choice: int, finish: FinishReason | None) -> None:
+        name = sorted(self.living)[choice % len(self.living)]
+        self.account.tell(part(name, first=self.living[name], finish=finish))
+        self.living[name] += 1
+        if finish is not None:
+            del self.living[name]
+
+    @rule()
+    def advance(self) -> None:
+        self.account.advance([self.numbers[name] for name in self.living])
+        self.living = {name: produced + 1 for name, produced in self.living.items()}
 
     @rule()
     def lose_the_engine(self) -> None:
@@ -166,7 +178,7 @@ class AttemptsMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         self.account.validate()
-        assert {request for request, _ in self.account.names} == self.living.keys()
+        assert {stream.request: stream.produced for stream in self.account.of("f")} == self.living
 
 
 TestAttemptsMachine = AttemptsMachine.TestCase

@@ -46,8 +46,9 @@ class Engine:
         if works is None:
             return False
         self.now_s += 1.0
+        tokens = sum(len(work.tokens) for work in works)
         self.take(self.core.finish(self.runner.step(works), 1.0))
-        assert self.told[-1].tokens == sum(len(work.tokens) for work in works)
+        assert self.told[-1].tokens == tokens
         return True
 
     def run(self) -> None:

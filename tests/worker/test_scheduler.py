@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -77,11 +78,13 @@ class Engine:
         )
 
     def step(self, elapsed_s: float = 0.01) -> list[Work]:
+        """The works as they were computed; the scheduler's own move on."""
         works = self.scheduler.schedule(self.now_s)
+        computed = [msgspec.structs.replace(work, history=list(work.history)) for work in works]
         self.take(self.scheduler.advance(self.runner.step(works), elapsed_s))
         self.now_s += elapsed_s
         self.check()
-        return works
+        return computed
 
     def take(self, outcome: Outcome) -> None:
         for event in to_kv_events(outcome.events, self.runner.facts.block_size):

@@ -33,12 +33,11 @@ def answer(
     while len(history) < len(prompt) + count and (ignore_eos or history[-1] != EOS):
         work = Work(
             sequence=0,
-            tokens=history[-1:],
-            start=len(history) - 1,
-            blocks=[],
-            draws=True,
-            sampling=sampling,
             history=history,
+            start=len(history) - 1,
+            end=len(history),
+            blocks=[],
+            sampling=sampling,
             prompt_tokens=len(prompt),
         )
         (drawn,) = simulated.draw([work])
@@ -72,7 +71,7 @@ def test_where_ends_of_sequence_are_to_be_ignored_there_is_none() -> None:
 def test_nothing_is_drawn_in_the_middle_of_a_prompt_and_logprobs_come_where_they_are_asked_for() -> None:
     def work(draws: bool, logprobs: int) -> Work:
         sampling = Sampling(max_tokens=1, logprobs=logprobs)
-        return Work(0, PROMPT, 0, [0], draws=draws, sampling=sampling, history=PROMPT, prompt_tokens=4)
+        return Work(0, PROMPT, 0, 4 if draws else 3, [0], sampling, prompt_tokens=4)
 
     drawn = model().draw([work(False, -1), work(True, 0), work(True, -1)])
     assert drawn == [None, Drawn(5, TokenLogprob(0.0)), Drawn(5)]

@@ -25,12 +25,11 @@ decode = [[1, 0, 0.1], [11, 0, 0.2], [1, 100, 0.3], [11, 100, 0.6]]
 def work(tokens: int, start: int = 0) -> Work:
     return Work(
         sequence=0,
-        tokens=range(tokens),
-        start=start,
-        blocks=[],
-        draws=True,
-        sampling=Sampling(max_tokens=1),
         history=range(start + tokens),
+        start=start,
+        end=start + tokens,
+        blocks=[],
+        sampling=Sampling(max_tokens=1),
         prompt_tokens=1,
     )
 

@@ -67,9 +67,9 @@ class Step:
 def lay_out(works: Sequence[Work], block_size: int, group_limit_positions: int) -> Step:
     """Index arrays of a step; a group gathers at most `group_limit_positions` (one work always fits)."""
     assert works, "a step has work"
-    counts = [len(work.tokens) for work in works]
+    counts = [work.end - work.start for work in works]
     firsts = np.cumsum([0, *counts])
-    positions = np.concatenate([np.arange(work.start, work.start + len(work.tokens)) for work in works])
+    positions = np.concatenate([np.arange(work.start, work.end) for work in works])
     tables = [_table(work, block_size) for work in works]
     slots = np.concatenate(
         [
@@ -98,9 +98,8 @@ def lay_out(works: Sequence[Work], block_size: int, group_limit_positions: int) 
 
 def _table(work: Work, block_size: int) -> Ints:
     """The slots up to the work's last position; the scheduler may already have given it more."""
-    end = work.start + len(work.tokens)
-    blocks = -(-end // block_size)
-    assert len(work.blocks) >= blocks, f"sequence {work.sequence}: {len(work.blocks)} slots for {end} positions"
+    blocks = -(-work.end // block_size)
+    assert len(work.blocks) >= blocks, f"sequence {work.sequence}: {len(work.blocks)} slots for {work.end} positions"
     return np.asarray(work.blocks[:blocks], np.int64)
 
 

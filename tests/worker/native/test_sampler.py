@@ -35,7 +35,7 @@ def draw(logits: Logits, sampling: Sampling, index: int = 0, history: Sequence[i
 
 def _work(sampling: Sampling, index: int = 0, history: Sequence[int] = (0,), prompt: int = 1) -> Work:
     if index:
-        return Work(0, [0], index, [], True, sampling, [], 1)
+        return Work(0, range(index + 1), index, index + 1, [], sampling, 1)
     return work(history, [], start=len(history) - 1, sampling=sampling, prompt_tokens=prompt)
 
 

@@ -20,14 +20,14 @@ def work(
     draws: bool = True,
     sequence: int = 0,
 ) -> Work:
-    """Computes `history` from `start` on; all of it is prompt unless told otherwise."""
+    """Computes `history` from `start` on; all of it is prompt unless told otherwise. One that does not draw has a token
+    behind it that is not computed yet."""
     return Work(
         sequence=sequence,
-        tokens=history[start:],
+        history=history if draws else [*history, 0],
         start=start,
+        end=len(history),
         blocks=blocks,
-        draws=draws,
         sampling=sampling,
-        history=history,
         prompt_tokens=len(history) if prompt_tokens is None else prompt_tokens,
     )
