@@ -82,7 +82,7 @@ class Runtime:
     """Spreads ties and keeps no secret; a simulation seeds it."""
 
     def address(
-        self, epoch: int, subjects_by_operation: dict[str, str], *, events: EventSource | None = None, http: str = ""
+        self, epoch: int, subjects_by_operation: dict[str, str], *, events: EventSource | None = None, api: str = ""
     ) -> dict[str, bytes]:
         """This process's address book entry under the lease of `epoch`, as the key and value to publish."""
         entry = Instance(
@@ -96,7 +96,8 @@ class Runtime:
             version=VERSION,
             subjects=subjects_by_operation,
             events=events,
-            http=http or self.http,
+            http=self.http or api,
+            api=api,
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}

@@ -78,6 +78,8 @@ class Instance(Struct, frozen=True):
     events: EventSource | None = None
     http: str = ""
     """Base URL of the process's /live, /health and /metrics; empty: none."""
+    api: str = ""
+    """Base URL where clients reach a frontend, perhaps shared with other processes."""
 
 
 class KvLayout(Struct, frozen=True):

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +27,9 @@ class Vitals:
 
     def __init__(self) -> None:
         self._reasons: list[str] = ["starting"]
+        self._judge: Callable[[], Sequence[str]] | None = None
+        self.also: Callable[[], dict[str, list[str]]] = dict
+        """What /health says beside."""
         self._draining = False
         self.progress = 0
         """The engine's step count, where there is an engine; goes into Pong."""
@@ -34,11 +37,17 @@ class Vitals:
     @property
     def reasons(self) -> Sequence[str]:
         """Why it is not ready; empty: it is."""
-        return ["draining"] if self._draining else self._reasons
+        if self._draining:
+            return ["draining"]
+        return self._reasons if self._judge is None else self._judge()
 
     def drain(self) -> None:
         """The process was asked to end: it is never ready again."""
         self._draining = True
+
+    def ask(self, reasons: Callable[[], Sequence[str]], also: Callable[[], dict[str, list[str]]]) -> None:
+        """From now on these tell, at each look, instead of `ready` and `unready`."""
+        self._judge, self.also = reasons, also
 
     def ready(self) -> None:
         """What the service is there for would be done now."""
@@ -58,7 +67,8 @@ def add_routes(app: web.Application, vitals: Vitals, registry: CollectorRegistry
 
     async def health(_request: web.Request) -> web.Response:
         reasons = list(vitals.reasons)
-        return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+        body = {"ready": not reasons, "reasons": reasons, **vitals.also()}
+        return web.json_response(body, status=503 if reasons else 200)
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

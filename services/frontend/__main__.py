@@ -16,7 +16,7 @@ def process(config: FrontendConfig) -> Process:
         namespace=config.namespace,
         nats=config.nats,
         discovery=config.discovery,
-        observe=None,
+        observe=config.observe,
         log_level=config.log_level,
         drain_limit_s=config.limits.drain_s + FORCED_END_S,
     )

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
 
-from shared.config import DiscoveryConfig, NatsConfig
+from msgspec import Meta, Struct
+
+from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
+SomeSeconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where clients come in; /live, /health and /metrics are on the same port."""
+    """Where clients come in; /live, /health and /metrics are on the same port too."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0 picks a free port; it stands in the address book."""
-    body_timeout_s: float = 30.0
-    """How long a client may take to send its request's body."""
-    unread_s: float = 30.0
+    reuse_port: bool = False
+    """Whether other frontends of this machine may listen on the same port: the kernel spreads connections."""
+    connections: Positive = 10_000
+    """At once; at the bound the one idle longest makes room, and where none is idle, a new one is answered 503. Never
+    more than the process may open files, less those that it needs itself."""
+    idle_s: SomeSeconds = 75.0
+    """How long a connection may be without a request; more than proxies and clients keep theirs, so that they close
+    it and not we."""
+    header_s: SomeSeconds = 10.0
+    """How long a request's line and headers may take, from their first byte; then 408."""
+    body_timeout_s: SomeSeconds = 30.0
+    """How long a client may take to send its request's body; then 408."""
+    unread_s: SomeSeconds = 30.0
     """How long a client of a stream may leave waiting what it should read; then its connection is ended."""
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one frontend takes on."""
+    """What one frontend takes on. Beyond the first four bounds clients get 429 with Retry-After, before more is done;
+    a request that is alone is never too large for them."""
 
-    requests: int = 4096
-    """At once; more are answered 429 with Retry-After."""
-    body_bytes: int = 512 << 20
-    """Of the bodies of all running requests; a chunked body counts as the longest allowed. More are answered 429."""
+    requests: Natural = 4096
+    """At once, from the moment their bodies are there."""
+    body_bytes: Natural = 512 << 20
+    """Of the bodies of all requests, as far as they have come."""
+    tokenising_bytes: Natural = 32 << 20
+    """Of the bodies that wait to be tokenised: at a microsecond a token some 8 seconds of a core."""
+    tokens: Natural = 64 << 20
+    """Prompts, and what their answers may come to, of all running requests: `requests` of 16,384 each. It keeps this
+    process's memory; workers' queues and `wait_s` keep the fleet's, whose size it need not know."""
+    wait_s: Seconds = 60.0
+    """A request for whose first token every worker is predicted to need longer gets 503 with Retry-After; 0: none."""
     deadline_s: float = 600.0
     """Of every request, from the moment its body is there to its last token."""
     select_timeout_s: float = 0.25
@@ -47,6 +72,9 @@ class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
     log_level: str = "info"
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
+    observe: ObserveConfig = ObserveConfig()
+    """Its own /live, /health and /metrics: they answer however many connections clients hold, and where processes share
+    a port these are one process's."""
     http: HttpConfig = HttpConfig()
     limits: LimitsConfig = LimitsConfig()
     models: dict[str, str] = {}

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend import openai
+from services.frontend.admission import Place
 from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.models import Models
 from services.frontend.openai import ChatRequest, CompletionRequest
@@ -113,7 +114,7 @@ class Exchange:
         self._pool = pool
 
     @asynccontextmanager
-    async def answer(self, operation: Operation, body: bytes, named: RequestId) -> AsyncIterator[Reply]:
+    async def answer(self, operation: Operation, body: bytes, named: RequestId, place: Place) -> AsyncIterator[Reply]:
         """Leaving it cancels what is still running. Raises InvalidRequest, Unavailable and RequestTimeout."""
         deadline = asyncio.get_running_loop().time() + self._frontend.deadline_s
         request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
@@ -124,6 +125,7 @@ class Exchange:
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         job = _job(named, request, model, prompt)
+        place.weigh(job.prompt_tokens + job.sampling.max_tokens)
         output = Output(model.token_bytes, openai.stops(request))
         async with self._frontend.open(job, output, deadline) as stream:
             yield Reply(request, _shape(request, job), stream)

@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's paths, /live, /health and /metrics, on aiohttp.
+"""The HTTP door: OpenAI's paths, on aiohttp. The port that it is on is listening.py's.
 
 A handler is cancelled when its client disconnects, which leaves `Exchange.answer` and so cancels the request; and it
 waits in `Body.write` when its client does not read, while what comes meanwhile is put together into fewer chunks.
@@ -11,26 +11,20 @@ Every response names its request in X-Request-Id: as the client did, where that 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
-import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from services.frontend.admission import Place
 from services.frontend.body import Body
 from services.frontend.config import HttpConfig
 from services.frontend.error_object import Failure, failure, failure_of
 from services.frontend.exchange import Exchange, Operation, Reply, RequestId, request_id
+from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
-from services.frontend.models import Models
 from services.frontend.openai import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.service import Frontend
-from shared.errors import ConfigError, HeadraceError, InvalidRequest
-from shared.observe import advertised
+from shared.errors import HeadraceError, InvalidRequest
 
 _JSON = "application/json"
 _REQUEST_ID = "X-Request-Id"
@@ -43,18 +37,6 @@ _SSE_HEADERS = {
 CLIENT_GONE = 499
 """nginx's status for a client that went first; nobody receives it, metrics count it."""
 
-_log = logging.getLogger(__name__)
-_aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")
-
-
-def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Who speaks no HTTP gets a 400 from aiohttp; a traceback each would let anyone fill the log."""
-    wrong = record.exc_info[1] if record.exc_info else None
-    return not isinstance(wrong, HttpProcessingError | web.RequestPayloadError)
-
-
-_aiohttp_log.addFilter(_is_worth_logging)
-
 
 class HttpDoor:
     """The application and its handlers."""
@@ -63,31 +45,27 @@ class HttpDoor:
         self,
         exchange: Exchange,
         frontend: Frontend,
-        models: Models,
         metrics: Metrics,
-        registry: CollectorRegistry,
         config: HttpConfig,
+        port: Port,
     ) -> None:
         self._exchange = exchange
         self._frontend = frontend
-        self._models = models
         self._metrics = metrics
-        self._registry = registry
         self._config = config
+        self._port = port
         self.url = ""
         """Where the application listens, once it does."""
 
     def app(self) -> web.Application:
         """The routes. Bodies over the limit are 413."""
-        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[_openai_errors])
+        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[self._port.middleware, _openai_errors])
+        app.on_response_prepare.append(self._port.prepare)
         app.on_response_prepare.append(_show_request_id)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
-        app.router.add_get("/live", self._live)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._show_metrics)
         return app
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -110,10 +88,10 @@ class HttpDoor:
     async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
         """The response, and the status that its outcome amounts to."""
         try:
-            length = request.content_length
-            with self._frontend.admitted(BODY_LIMIT_BYTES if length is None else min(length, BODY_LIMIT_BYTES)):
-                body = await self._body(request)
-                async with self._exchange.answer(operation, body, _named(request)) as reply:
+            with self._frontend.arriving() as place:
+                body = await self._body(request, place)
+                place.begin()
+                async with self._exchange.answer(operation, body, _named(request), place) as reply:
                     if reply.streams:
                         return await self._stream(request, reply)
                     return _respond(200, await reply.whole()), 200
@@ -121,14 +99,18 @@ class HttpDoor:
             wrong = failure_of(error)
             return _failed(wrong), wrong.status
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _body(self, request: web.Request, place: Place) -> bytes:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
             raise body_too_large(request.content_length)
+        body = bytearray()
         try:
             async with asyncio.timeout(self._config.body_timeout_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise body_too_large(None) from None
+                while piece := await request.content.readany():
+                    if len(body) + len(piece) > BODY_LIMIT_BYTES:
+                        raise body_too_large(None)
+                    place.grow(len(piece))
+                    body += piece
+            return bytes(body)
         except web.RequestPayloadError as wrong:
             raise InvalidRequest(f"the body cannot be read: {wrong}") from None
         except TimeoutError:
@@ -155,44 +137,6 @@ class HttpDoor:
             return _respond(200, self._exchange.model(request.match_info["model"]))
         except HeadraceError as error:
             return _failed(failure_of(error))
-
-    async def _live(self, _request: web.Request) -> web.Response:
-        """The event loop turns: never a question of load."""
-        return web.Response(text="live\n")
-
-    async def _health(self, _request: web.Request) -> web.Response:
-        """Ready means that a request would be served."""
-        reasons = await self.faults()
-        body = {"ready": not reasons, "reasons": reasons, "models": sorted(self._models.served())}
-        return _respond(503 if reasons else 200, msgspec.json.encode(body))
-
-    async def faults(self) -> list[str]:
-        """Why a request would not be served now."""
-        faults = await self._frontend.faults()
-        if not self._models.served():
-            faults += self._models.reasons() or ["no worker is there"]
-        return faults
-
-    async def _show_metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-@asynccontextmanager
-async def listen(app: web.Application, config: HttpConfig) -> AsyncIterator[str]:
-    """Listens while the context is open; gives the base URL. Raises ConfigError if it cannot."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_aiohttp_log, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, config.host, config.port).start()
-        except OSError as wrong:
-            raise ConfigError(f"http: cannot listen on {config.host}:{config.port}: {wrong.strerror}") from None
-        host, port = advertised(config.host), runner.addresses[0][1]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        _log.info("listening on %s", url)
-        yield url
-    finally:
-        await runner.cleanup()
 
 
 def _named(request: web.Request) -> RequestId:

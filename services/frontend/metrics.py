@@ -60,7 +60,18 @@ class Metrics:
             registry, "headrace_router_retries", "Questions put to another router because one did not answer"
         )
         self.rejections = counter(
-            registry, "headrace_model_rejection", "Requests refused at the bound of running requests"
+            registry,
+            "headrace_model_rejection",
+            "Requests refused at a bound of this frontend, named as in its settings",
+            ["bound"],
+        )
+        self.connections = gauge(registry, "headrace_open_connections", "Connections of HTTP clients")
+        self.closed_connections = counter(
+            registry,
+            "headrace_closed_connections",
+            "Connections closed by this side: idle (too long), header (slow with a request's head), room (idle, for a "
+            "new one), full (a new one, and none to make room)",
+            ["reason"],
         )
         self.stray_parts = counter(registry, "headrace_stray_parts", "Parts of step frames for requests that are over")
         self.dropped_frames = counter(

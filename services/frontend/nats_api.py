@@ -105,8 +105,8 @@ class NatsDoor:
         if PROBE_HEADER in message.headers:
             inbox.nothing = b""
         try:
-            with self._frontend.admitted(len(message.payload)):
-                async with self._exchange.answer(operation, message.payload, request_id()) as reply:
+            with self._frontend.admitted(len(message.payload)) as place:
+                async with self._exchange.answer(operation, message.payload, request_id(), place) as reply:
                     if not reply.streams:
                         await inbox.send(await reply.whole(), _LAST)
                         return 200

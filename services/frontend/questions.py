@@ -18,7 +18,7 @@ from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.lifecycle import Runtime
-from shared.messages import GENERATE, GENERATE_REPLY, PING, SELECT, SELECT_REPLY, Generate, Ping, Select
+from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Generate, Select
 
 ROUTERS_TRIED = 3
 """By their id, after the queue group did not answer."""
@@ -108,25 +108,7 @@ class Questions:
             event = Unreachable(offer.attempt, str(why))
         self._feed(one, event)
 
-    async def faults(self) -> list[str]:
-        """Why nobody would answer; empty: somebody would."""
-        if not self._runtime.bus.connected:
-            return ["NATS is not connected"]
-        routers = self._routers()
-        if not routers:
-            return ["no router is there"]
-        answers = await asyncio.gather(*map(self._answers, routers))
-        return [] if any(answers) else ["no router answers"]
-
     def _routers(self) -> list[str]:
         """A few routers, in random order: nobody knows which of them is frozen."""
         routers = [one.instance for one in self._runtime.directory.instances.values() if one.service == "router"]
         return self._runtime.draw.sample(routers, min(ROUTERS_TRIED, len(routers)))
-
-    async def _answers(self, router: str) -> bool:
-        subject = subjects.control(self._runtime.namespace, "router", router)
-        try:
-            await self._runtime.bus.request(subject, PING.encode(Ping()), timeout_s=self._limits.select_timeout_s)
-        except Unavailable:
-            return False
-        return True

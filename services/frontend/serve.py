@@ -1,7 +1,8 @@
 """The frontend put together: what a process runs, and what tests run on the in-process twins.
 
 start    frames and lost instances, models, both doors, the address book
-drain    no more of the NATS queue group's requests, HTTP refuses new ones, running requests end (or drain_s passes);
+drain    no more of the NATS queue group's requests, no new connections; who keeps one may ask once more (listening.py),
+         then new requests are refused and running ones end (or drain_s passes);
          then the address book goes: workers cancel what a frontend that is gone had asked for
 """
 
@@ -9,23 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from services.frontend.config import FrontendConfig
+import msgspec
+
+from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.exchange import Exchange
-from services.frontend.http import HttpDoor, listen
+from services.frontend.http import HttpDoor
+from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
 from services.frontend.models import Models
 from services.frontend.nats_api import NatsDoor
+from services.frontend.readiness import Readiness
 from services.frontend.service import Frontend
 from shared import subjects
 from shared.discovery import Registration
 from shared.lifecycle import Runtime
+from shared.observe import add_routes
 
 _THREADS = 2
 """For loading and for long prompts; the tokenizer has threads of its own beside them."""
+
+OWN_FILES = 256
+"""What a frontend opens beside its clients' connections, and some to spare."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +48,14 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         models = Models(runtime.directory, config.models, runtime.tasks, pool)
         requests = Frontend(runtime, config.limits, metrics)
         exchange = Exchange(requests, models, pool)
-        http = HttpDoor(exchange, requests, models, metrics, runtime.registry, config.http)
+        port = Port(_with_files(config.http), metrics)
+        http = HttpDoor(exchange, requests, metrics, config.http, port)
         nats = NatsDoor(runtime, exchange, requests, metrics)
+        app = http.app()
+        add_routes(app, runtime.vitals, runtime.registry)
         await requests.start()
-        async with listen(http.app(), config.http) as url:
+        Readiness(runtime, models).start()
+        async with port.open(app) as url:
             http.url = url
             await nats.start()
             # Not waited for: a frontend serves also while etcd is away.
@@ -50,9 +64,11 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                 yield http
             finally:
                 await nats.stop()  # before it refuses: what it is asked until then could have gone to another one
-                requests.draining = True
+                runtime.vitals.drain()
                 try:
                     async with asyncio.timeout(config.limits.drain_s):
+                        await port.last_call()
+                        requests.admission.closed = True
                         await requests.idle()
                 except TimeoutError:
                     _log.warning("requests are still running after %s s", config.limits.drain_s)
@@ -74,4 +90,15 @@ async def _register(runtime: Runtime, url: str) -> Registration:
         "control": subjects.control(namespace, "frontend", instance),
         "stream": subjects.stream(namespace, instance),
     }
-    return await runtime.discovery.register(lambda epoch: runtime.address(epoch, operations, http=url))
+    return await runtime.discovery.register(lambda epoch: runtime.address(epoch, operations, api=url))
+
+
+def _with_files(config: HttpConfig) -> HttpConfig:
+    """As many files as this process may open, and no more connections than that leaves room for."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    room = most - OWN_FILES
+    if most == resource.RLIM_INFINITY or config.connections <= room:
+        return config
+    _log.warning("http.connections is %d, but this process may open %d files only", config.connections, most)
+    return msgspec.structs.replace(config, connections=max(1, room))

@@ -16,6 +16,7 @@ from typing import assert_never
 
 import msgspec
 
+from services.frontend.admission import Admission, Place
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.output import Output
@@ -41,7 +42,6 @@ from services.frontend.stream import Job, Stream
 from services.frontend.watch import Watch
 from services.frontend.withdrawals import Withdrawals
 from shared import subjects
-from shared.errors import Overloaded, Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled
 from shared.messaging import Message
@@ -68,10 +68,7 @@ class Frontend:
         self._withdrawals = Withdrawals(metrics.cancellation)
         self._questions = Questions(runtime, limits, metrics, self._feed)
         self._watch = Watch(runtime, limits, metrics, self._running, self._feed)
-        self.draining = False
-        """No new requests: this process is about to end."""
-        self._admitted = 0
-        self._body_bytes = 0
+        self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -89,28 +86,26 @@ class Frontend:
         return self._limits.deadline_s
 
     @contextmanager
-    def admitted(self, body_bytes: int) -> Iterator[None]:
-        """A place among the running requests, and for its body. Raises Overloaded, or Unavailable while draining."""
-        if self.draining:
-            raise Unavailable("this frontend is about to end")
-        if self._admitted >= self._limits.requests:
-            self._metrics.rejections.inc()
-            raise Overloaded(f"{self._admitted} requests are running already")
-        if self._admitted and self._body_bytes + body_bytes > self._limits.body_bytes:
-            self._metrics.rejections.inc()
-            raise Overloaded(f"the bodies of {self._admitted} running requests fill {self._body_bytes} bytes already")
-        self._admitted += 1
-        self._body_bytes += body_bytes
+    def arriving(self) -> Iterator[Place]:
+        """A request whose body is on its way. Raises Overloaded, or Unavailable once this process is about to end."""
+        place = self.admission.enter()
         self._metrics.inflight.inc()
         self._idle.clear()
         try:
-            yield
+            yield place
         finally:
-            self._admitted -= 1
-            self._body_bytes -= body_bytes
+            self.admission.leave(place)
             self._metrics.inflight.dec()
-            if not self._admitted:
+            if not self.admission.places:
                 self._idle.set()
+
+    @contextmanager
+    def admitted(self, body_bytes: int) -> Iterator[Place]:
+        """A request whose body is there. Raises as `arriving` does."""
+        with self.arriving() as place:
+            place.grow(body_bytes)
+            place.begin()
+            yield place
 
     async def idle(self) -> None:
         """Returns once no request is running and all that had to be told is told (or NATS is away)."""
@@ -133,12 +128,6 @@ class Frontend:
             self._withdrawals.begin(stream.session, loop.time())
             self._feed(one, ClientGone())
             self._close(one)
-
-    async def faults(self) -> list[str]:
-        """Why a request would not be served, as far as bus and routers go; empty: it would."""
-        if self.draining:
-            return ["this frontend is about to end"]
-        return await self._questions.faults()
 
     # --- events in
 

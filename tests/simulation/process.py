@@ -102,7 +102,7 @@ class Process:
     @property
     def takes_requests(self) -> bool:
         """Whether a balancer would send a client here."""
-        return self.frontend is not None and not self.frontend.draining
+        return self.frontend is not None and not self.frontend.admission.closed
 
     # --- what befalls it
 
@@ -221,7 +221,7 @@ class Process:
         try:
             await self._stopping.wait()
         finally:
-            frontend.draining = True
+            frontend.admission.closed = True
             with suppress(TimeoutError):
                 async with asyncio.timeout(LIMITS.drain_s):
                     await frontend.idle()

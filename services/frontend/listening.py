@@ -1,0 +1,237 @@
+"""The HTTP port: accepts connections, bounds them in number and time, and stops without losing one.
+
+    open ──▶ last call ──▶ closed
+             │             └ connections without a request are closed, and what still runs at the end is cut off
+             └ nothing new is accepted; what has been is served, each answer with `Connection: close`
+
+Several processes may share the port (SO_REUSEPORT). The kernel gives each connection to one of them when it is made, so
+one that stops accepts what waits for it before it closes its socket. (A handshake that is half done in that moment is
+refused, unless net.ipv4.tcp_migrate_req is 1; on one machine there is no such moment.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import cast
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from services.frontend.config import HttpConfig
+from services.frontend.connections import Connections, Ended
+from services.frontend.error_object import Failure, failure, failure_of
+from services.frontend.metrics import Metrics
+from shared.errors import ConfigError, Unavailable
+from shared.observe import advertised
+
+BACKLOG = 4096
+"""Connections that the kernel keeps until they are accepted; net.core.somaxconn may be less."""
+LAST_CALL_S = 1.0
+"""How long clients that keep a connection may still ask on it, to be told with the answer that it closes."""
+LINGER_S = 2.0
+"""What a refused request goes on to send is read for so long, or its answer would be lost with the connection."""
+_SWEEP_S = 0.5
+_NEVER_S = 1e9
+
+_log = logging.getLogger(__name__)
+_aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Who speaks no HTTP gets a 400 from aiohttp; a traceback each would let anyone fill the log."""
+    wrong = record.exc_info[1] if record.exc_info else None
+    return not isinstance(wrong, HttpProcessingError | web.RequestPayloadError)
+
+
+_aiohttp_log.addFilter(_is_worth_logging)
+_no_log = logging.getLogger(f"{__name__}.access")
+_no_log.disabled = True
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Port:
+    """One listening process's end. Its middleware is to be the application's outermost."""
+
+    def __init__(self, config: HttpConfig, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._now = asyncio.get_running_loop().time
+        self.connections: Connections[web.RequestHandler] = Connections(
+            limit=config.connections, idle_s=config.idle_s, header_s=config.header_s
+        )
+        self._server: asyncio.Server | None = None
+        self._connect: Callable[[], _Connection]
+        self._sweeping: asyncio.TimerHandle
+        self._last_call = False
+        self._empty = asyncio.Event()
+        """Set when the last connection goes."""
+
+    # --- what aiohttp tells
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Knows which connections have a request."""
+        connection = request.protocol
+        self.connections.began(connection)
+        try:
+            return await handler(request)
+        finally:
+            self.connections.answered(connection, self._now())
+
+    async def prepare(self, _request: web.Request, response: web.StreamResponse) -> None:
+        """For `on_response_prepare`: the last answer of a connection says so."""
+        if self._last_call:
+            response.force_close()
+            response.headers["Connection"] = "close"
+
+    def takes(self, connection: web.RequestHandler) -> bool:
+        """Whether a new connection may stay; at the limit one that is idle makes room for it."""
+        now = self._now()
+        if (longest := self.connections.room(now)) is not None:
+            self._close(longest, "room")
+        if self.connections.full:
+            self._metrics.closed_connections.labels("full").inc()
+            return False
+        self.connections.opened(connection, now)
+        self._metrics.connections.set(len(self.connections))
+        return True
+
+    def heard(self, connection: web.RequestHandler) -> None:
+        """Bytes came on it."""
+        self.connections.heard(connection, self._now())
+
+    def gone(self, connection: web.RequestHandler) -> None:
+        """It is closed."""
+        self.connections.gone(connection)
+        self._metrics.connections.set(len(self.connections))
+        if not len(self.connections):
+            self._empty.set()
+
+    # --- its life
+
+    @asynccontextmanager
+    async def open(self, app: web.Application) -> AsyncIterator[str]:
+        """Listens while the context is open; gives the base URL. Raises ConfigError if it cannot."""
+        config, loop = self._config, asyncio.get_running_loop()
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        assert runner.server is not None
+        self._connect = partial(_Connection, self, runner.server, loop)
+        try:
+            try:
+                self._server = await loop.create_server(
+                    self._connect, config.host, config.port, reuse_port=config.reuse_port, backlog=BACKLOG
+                )
+            except OSError as wrong:
+                raise ConfigError(f"http: cannot listen on {config.host}:{config.port}: {wrong.strerror}") from None
+            host, port = advertised(config.host), self._server.sockets[0].getsockname()[1]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            _log.info("listening on %s", url)
+            self._sweep()
+            yield url
+        finally:
+            self._sweeping.cancel()
+            await self._stop_accepting()
+            await runner.cleanup()
+
+    async def last_call(self) -> None:
+        """Accepts no more, and returns when those who keep a connection have had their time to ask on it once more."""
+        self._last_call = True
+        await self._stop_accepting()
+        if len(self.connections):
+            self._empty.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_CALL_S):
+                    await self._empty.wait()
+        for connection in self.connections.idle:
+            connection.force_close()
+
+    async def _stop_accepting(self) -> None:
+        server, self._server = self._server, None
+        if server is None:
+            return
+        accepted: list[socket.socket] = []
+        for each in server.sockets:
+            with socket.socket(fileno=os.dup(each.fileno())) as listener:  # uvloop's own has no `accept`
+                listener.setblocking(False)
+                with suppress(OSError):  # BlockingIOError: nobody waits any more
+                    while True:
+                        accepted.append(listener.accept()[0])
+                listener.shutdown(socket.SHUT_RD)  # at once; `close` waits for the loop, and would lose who comes then
+        server.close()
+        for connection in accepted:
+            await asyncio.get_running_loop().connect_accepted_socket(self._connect, connection)
+
+    def _sweep(self) -> None:
+        for connection, why in list(self.connections.due(self._now())):
+            self._close(connection, why)
+        self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+    def _close(self, connection: web.RequestHandler, why: Ended) -> None:
+        self.connections.gone(connection)
+        self._metrics.closed_connections.labels(why).inc()
+        if why == "header" and connection.transport is not None:
+            connection.transport.write(_LATE)
+        connection.force_close()
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's protocol of one connection, which tells the port what happens. The port bounds its idle time."""
+
+    __slots__ = ("_port",)
+
+    def __init__(self, port: Port, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=_NEVER_S,
+            lingering_time=LINGER_S,
+            access_log=_no_log,
+            logger=_aiohttp_log,
+        )
+        self._port = port
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._port.takes(self):
+            super().connection_made(transport)
+        else:
+            cast(asyncio.Transport, transport).write(_FULL)  # uvloop's is not made from the class
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if data:  # aiohttp calls it itself with none
+            self._port.heard(self)
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._port.gone(self)
+        super().connection_lost(exc)
+
+
+def _response(reason: str, wrong: Failure) -> bytes:
+    """A whole HTTP response that closes its connection."""
+    headers = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(wrong.payload)),
+        "Connection": "close",
+        **wrong.headers,
+    }
+    lines = [f"HTTP/1.1 {wrong.status} {reason}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + wrong.payload
+
+
+_LATE = _response(
+    "Request Timeout",
+    failure(408, "the request's headers did not come in time", "invalid_request_error", code="request_timeout"),
+)
+_FULL = _response(
+    "Service Unavailable", failure_of(Unavailable("this frontend has as many connections as it may have"))
+)
