@@ -1,13 +1,15 @@
 """The streamed body of an HTTP answer: server-sent events, written straight to the transport.
 
-    prepared ── write, push ──▶ one chunk each:  %x CRLF  data: … LF LF  CRLF        one send(2)
-                     │
-                     └─ more than BUFFER_BYTES wait in the transport: `push` refuses and `write` waits, until a quarter
-                        is left; after `unread_s` the client does not read, and its connection is ended
+    headers ──▶ chunks, each as the kernel takes it:  %x CRLF  data: … LF LF  CRLF  ──▶ last events, end of the body
 
-This is the one place that knows of chunk framing and of the write buffer. A chunk costs 1.3 µs here, the kernel's send
-apart; aiohttp's own `write`, a coroutine that is woken by an event, cost 15 at 512 streams. Headers and the end of the
-body are aiohttp's.
+    send   a chunk, one send(2); refused as long as the kernel has not taken all of the one before
+    write  waits for that, and for no longer than `unread_s`: then the client does not read, and loses its connection
+
+So what a slow client leaves waits as tokens in its Stream, and here no more than a chunk; in the kernel it is what the
+client's own window takes, and UNSENT_BYTES.
+
+This is the one place that knows of chunk framing and of the write buffer. A chunk costs 1.0 µs here, the kernel's send
+apart; with aiohttp's own `write`, a coroutine that has to be woken, it was 13. Headers and end are aiohttp's.
 """
 
 from __future__ import annotations
@@ -19,31 +21,38 @@ from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
 
-BUFFER_BYTES = 16 << 10
-"""What may wait in the transport, and as much again in the kernel, beyond what the client's own window takes."""
+UNSENT_BYTES = 16 << 10
+"""What the kernel keeps beyond the client's window; it would take 4 MiB by itself."""
+CHUNK_BYTES = 64 << 10
+"""Longer ones are cut, so that a client that reads them slowly is one that reads."""
 
 
 class Body:
     """One response, from its headers to its end."""
 
+    __slots__ = ("_chunked", "_held", "_request", "_response", "_transport", "_unread_s")
+
     def __init__(self, request: web.Request, headers: Mapping[str, str], *, unread_s: float) -> None:
+        """Raises ConnectionError where the client has gone already."""
+        if request.transport is None:
+            raise ConnectionResetError("the client has gone")
         self._request = request
-        self._protocol = request.protocol
+        self._transport = request.transport
         self._response = web.StreamResponse(headers=headers)
         self._chunked = request.version >= HttpVersion11
         self._unread_s = unread_s
         self._held = b""
-        """Events that go out together with the next one."""
+        """Events that go out with the next one."""
 
     @property
     def begun(self) -> bool:
         """Whether the headers are sent."""
         return self._response.prepared
 
-    def push(self, payload: bytes) -> bool:
-        """Send an event, or say that the client is behind (or gone). Only once the body has begun."""
-        transport = self._protocol.transport
-        if transport is None or self._protocol.writing_paused:
+    def send(self, payload: bytes) -> bool:
+        """An event, now; or False: the client is behind, or gone. Only once the body has begun."""
+        transport = self._transport
+        if transport.is_closing() or transport.get_write_buffer_size():
             return False
         if self._chunked:
             transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(payload) + 8, payload))
@@ -52,51 +61,49 @@ class Body:
         return True
 
     async def write(self, payload: bytes, *, more: bool = False) -> None:
-        """Send an event once the client takes it; with `more` it waits for the next one.
+        """An event, once the client takes it; with `more` it is held for the next one.
 
         Raises ConnectionError when the client has gone, or does not read.
         """
         self._held += b"data: %b\n\n" % payload
         if more:
             return
-        await self._ready()
+        if not self.begun:
+            await self._begin()
         held, self._held = self._held, b""
-        transport = self._protocol.transport
-        if transport is None:
-            raise ConnectionResetError("the client has gone")
-        transport.write(b"%x\r\n%b\r\n" % (len(held), held) if self._chunked else held)
+        for start in range(0, len(held), CHUNK_BYTES):
+            chunk = held[start : start + CHUNK_BYTES]
+            await self._taken()
+            self._transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._chunked else chunk)
 
     async def end(self, payload: bytes) -> web.StreamResponse:
-        """Send the last event and the end of the body. Raises as `write`."""
-        await self._ready()
+        """The last event, and the end of the body. Raises as `write` does."""
+        if not self.begun:
+            await self._begin()
+        await self._taken()
         async with self._patience():
             await self._response.write_eof(b"%bdata: %b\n\n" % (self._held, payload))
         return self._response
 
-    async def _ready(self) -> None:
-        """Headers sent, and room for a chunk."""
-        if not self._response.prepared:
-            await self._begin()
-        if self._protocol.writing_paused:
+    async def _begin(self) -> None:
+        self._transport.set_write_buffer_limits(high=0)  # `drain` waits until nothing is left
+        connection: socket.socket = self._transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        await self._response.prepare(self._request)
+
+    async def _taken(self) -> None:
+        """Until the kernel has taken what was written."""
+        if self._transport.get_write_buffer_size():
             async with self._patience():
                 await self._request.writer.drain()
-
-    async def _begin(self) -> None:
-        transport = self._protocol.transport
-        if transport is None:
+        if self._transport.is_closing():
             raise ConnectionResetError("the client has gone")
-        transport.set_write_buffer_limits(high=BUFFER_BYTES)
-        connection: socket.socket = transport.get_extra_info("socket")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, BUFFER_BYTES)
-        await self._response.prepare(self._request)
 
     @asynccontextmanager
     async def _patience(self) -> AsyncIterator[None]:
-        """Bounds a wait for the client."""
         try:
             async with asyncio.timeout(self._unread_s):
                 yield
         except TimeoutError:
-            if self._protocol.transport is not None:
-                self._protocol.transport.abort()  # closing would wait until the rest is read
+            self._transport.abort()  # closing would wait until the rest is read
             raise ConnectionAbortedError(f"the client has not read for {self._unread_s:g} s") from None

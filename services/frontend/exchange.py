@@ -85,19 +85,19 @@ class Reply:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
         return self._shape.chunk(join(()))
 
-    async def chunks(self, push: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
+    async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
         """The answer in pieces; the first comes with the first text, so that errors before it stay errors.
 
-        Once that is out, pieces go to `push`, where there is one; only what it does not take comes here.
+        Once that is out, pieces go to `send`, where there is one; only what it does not take comes here.
         """
         shape, stream, opened = self._shape, self._stream, False
-        give = None if push is None else lambda delta: push(shape.chunk(delta))
         async for delta in stream:
             if not opened and (opening := shape.opening()) is not None:
                 yield Chunk(opening, more=True)
             opened = True
             yield Chunk(shape.chunk(delta))
-            stream.push_to(give)
+            if send is not None:
+                stream.send_by(shape.chunk, send)
         if not opened and (opening := shape.opening()) is not None:
             yield Chunk(opening, more=True)
         yield Chunk(shape.closing(stream.finish), more=True, last=not self._with_usage)

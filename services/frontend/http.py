@@ -120,7 +120,7 @@ class HttpDoor:
         body = Body(request, _SSE_HEADERS, unread_s=self._config.unread_s)
         status, last = 200, b"[DONE]"
         try:
-            async for chunk in reply.chunks(body.push):
+            async for chunk in reply.chunks(body.send):
                 await body.write(chunk.payload, more=chunk.more)
         except HeadraceError as error:
             if not body.begun:

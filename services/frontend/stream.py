@@ -1,9 +1,9 @@
 """One request's output on its way from the step frames to whoever answers the client.
 
     Emit ─▶ Output ─┬─▶ deltas waiting ─▶ `async for delta in stream` ─▶ the finish reason, or the error raised
-                    └─▶ `push`, where the reader gave one, waits for more, and it takes them
+                    └─▶ `send`, where the reader gave one and waits for more, and it takes them
 
-What a slow client leaves waiting is handed over as one delta. It is bounded by the request's own max_tokens. A push
+What a slow client leaves waiting is handed over as one delta. It is bounded by the request's own max_tokens. `send`
 spares the reader's task its turn: it wakes for the first delta, for what was not taken, and for the end.
 """
 
@@ -37,12 +37,13 @@ class Job(Struct, frozen=True):
     """Requests of one non-empty session prefer one worker."""
 
 
-Push = Callable[[Delta], bool]
-"""Takes a delta to the client at once, or says that it cannot now."""
-
-
 class Stream:
     """The reader's end, and the service's."""
+
+    __slots__ = (
+        *("_encode", "_ended", "_error", "_idle", "_output", "_send", "_stopped", "_waiting", "_wake"),
+        *("finish", "job", "session"),
+    )
 
     def __init__(self, job: Job, session: Session, output: Output) -> None:
         self.job = job
@@ -51,7 +52,8 @@ class Stream:
         """Why the output ended, once it did with an answer."""
         self._output = output
         self._waiting: list[Delta] = []
-        self._push: Push | None = None
+        self._encode: Callable[[Delta], bytes] | None = None
+        self._send: Callable[[bytes], bool] | None = None
         self._idle = False
         """Whether the reader has all there was, and waits; only then nothing can overtake what it holds."""
         self._error: HeadraceError | None = None
@@ -80,7 +82,9 @@ class Stream:
 
     def _add(self, delta: Delta) -> None:
         self._stopped = delta.stopped
-        if not (delta.text or delta.entries) or (self._idle and self._push is not None and self._push(delta)):
+        if not (delta.text or delta.entries):
+            return
+        if self._idle and self._send is not None and self._encode is not None and self._send(self._encode(delta)):
             return
         self._waiting.append(delta)
         self._call()
@@ -91,9 +95,9 @@ class Stream:
 
     # --- the reader's end
 
-    def push_to(self, push: Push | None) -> None:
-        """From now on offer deltas to `push` first, while the reader waits for one; None: to nobody."""
-        self._push = push
+    def send_by(self, encode: Callable[[Delta], bytes], send: Callable[[bytes], bool]) -> None:
+        """From now on, while the reader waits, deltas go to `send` at once, unless it says that it cannot take one."""
+        self._encode, self._send = encode, send
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Raises the error that ended the request, after what came before it."""

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from services.frontend.body import BUFFER_BYTES, Body
+from services.frontend.body import UNSENT_BYTES, Body
 from services.frontend.config import HttpConfig
 from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob
@@ -146,7 +146,7 @@ def test_no_chunk_waits_for_the_clients_acknowledgement(new_loop: Callable[[], a
     async def answer(request: web.Request) -> web.StreamResponse:
         body = Body(request, {}, unread_s=DEADLINE_S)
         await body.write(b"first")
-        assert body.push(b"second")
+        assert body.send(b"second")
         connection = request.get_extra_info("socket")
         for option in (socket.TCP_NODELAY, socket.TCP_NOTSENT_LOWAT):
             options[option] = connection.getsockopt(socket.IPPROTO_TCP, option)
@@ -167,4 +167,4 @@ def test_no_chunk_waits_for_the_clients_acknowledgement(new_loop: Callable[[], a
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(ask()) == b"data: first\n\ndata: second\n\ndata: third\n\n"
-    assert options == {socket.TCP_NODELAY: 1, socket.TCP_NOTSENT_LOWAT: BUFFER_BYTES}
+    assert options == {socket.TCP_NODELAY: 1, socket.TCP_NOTSENT_LOWAT: UNSENT_BYTES}

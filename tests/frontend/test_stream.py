@@ -21,6 +21,10 @@ def opened(*stops: str, max_tokens: int = 10) -> Stream:
     return Stream(job, Session("r", max_tokens), Output(TOKENS, stops))
 
 
+def text_of(delta: Delta) -> bytes:
+    return delta.text.encode()
+
+
 async def test_what_a_slow_reader_left_comes_as_one_delta() -> None:
     stream = opened()
     for token in range(3):
@@ -58,17 +62,17 @@ async def test_a_reader_that_waits_is_woken() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(["token", "token", "turn", "behind", "ready"]), max_size=40))
-def test_pushed_or_read_everything_comes_once_and_in_order(happenings: list[str]) -> None:
-    asyncio.run(_push_and_read(happenings))
+def test_sent_or_read_everything_comes_once_and_in_order(happenings: list[str]) -> None:
+    asyncio.run(_send_and_read(happenings))
 
 
-async def _push_and_read(happenings: list[str]) -> None:
+async def _send_and_read(happenings: list[str]) -> None:
     stream, ready, got = opened(max_tokens=50), True, ""
 
-    def push(delta: Delta) -> bool:
+    def send(text: bytes) -> bool:
         nonlocal got
         if ready:
-            got += delta.text
+            got += text.decode()
         return ready
 
     async def read() -> None:
@@ -76,7 +80,7 @@ async def _push_and_read(happenings: list[str]) -> None:
         async for delta in stream:
             await asyncio.sleep(0)  # as if the client were behind
             got += delta.text
-            stream.push_to(push)
+            stream.send_by(text_of, send)
 
     reading = asyncio.create_task(read())
     said = ""
@@ -93,22 +97,22 @@ async def _push_and_read(happenings: list[str]) -> None:
     assert got == said
 
 
-async def test_a_reader_whose_deltas_are_pushed_wakes_for_what_is_refused_and_for_the_end() -> None:
+async def test_a_reader_whose_deltas_are_sent_wakes_for_what_is_refused_and_for_the_end() -> None:
     stream = opened()
-    pushed: list[str] = []
+    sent: list[bytes] = []
 
-    def push(delta: Delta) -> bool:
-        pushed.append(delta.text)
-        return len(pushed) < 3
+    def send(text: bytes) -> bool:
+        sent.append(text)
+        return len(sent) < 3
 
-    stream.push_to(push)
+    stream.send_by(text_of, send)
     deltas = aiter(stream)
     waiting = asyncio.ensure_future(anext(deltas, None))
     await asyncio.sleep(0)
     for token in range(3):
         stream.take([token], None)
     await asyncio.sleep(0)
-    assert pushed == ["a", "b", "c"]
+    assert sent == [b"a", b"b", b"c"]
     assert await waiting == Delta("c")
     stream.end(Finish("length"))
     assert await anext(deltas, None) is None
