@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import subjects
+from shared import nats_connection, subjects
 from shared.config import NatsConfig
 from shared.errors import BusDown, ConfigError, NoResponders, ProtocolError
 from shared.messaging import Message
@@ -161,7 +161,7 @@ async def test_what_a_user_may_not_do_is_said_and_the_rest_goes_on(tmp_path: Pat
                 heard.put_nowait(message.payload)
 
             await bus.subscribe("allowed", receive)
-            with logged("permissions violation", "shared.nats_bus") as said:
+            with logged("Permissions Violation", "shared.nats_bus") as said:
                 await bus.publish("forbidden", b"")
                 await asyncio.wait_for(said.wait(), DEADLINE_S)
             await bus.publish("allowed", b"heard")
@@ -235,19 +235,39 @@ async def test_a_message_that_cannot_be_read_is_dropped_and_the_next_one_heard(
         await writer.wait_closed()
 
 
-async def test_a_connection_that_reads_no_more_is_replaced(own_nats: NatsServer) -> None:
+async def test_a_server_that_does_not_speak_nats_is_left_and_tried_again(tmp_path: Path) -> None:
+    async def nonsense(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example.org ESMTP\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = NatsServer(tmp_path)
+    host, _, port = server.url.removeprefix("nats://").partition(":")
+    listening = await asyncio.start_server(nonsense, host, int(port))
+    with logged("not NATS", "shared.nats_bus") as said:
+        connecting = asyncio.create_task(connect(NatsConfig(url=server.url), "test"))
+        async with asyncio.timeout(DEADLINE_S):
+            await said.wait()
+    listening.close()
+    await listening.wait_closed()
+    await asyncio.to_thread(server.start)
+    try:
+        bus = await asyncio.wait_for(connecting, DEADLINE_S)
+        await bus.drain()
+    finally:
+        server.kill()
+
+
+async def test_a_server_that_answers_no_ping_is_left(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nats_connection, "PING_INTERVAL_S", 0.1)
     async with connected(own_nats.url) as bus:
-        client = bus._client
-        assert client is not None
-        assert client._reading_task is not None
-        with logged("lost the connection", "shared.nats_bus") as lost:
-            client._reading_task.cancel()
+        with logged("it does not answer", "shared.nats_bus") as lost:
+            own_nats.freeze()
             async with asyncio.timeout(DEADLINE_S):
                 await lost.wait()
+        assert not bus.connected
+        own_nats.thaw()
         await wait_back(bus)
-        assert client.is_closed
-        with pytest.raises(NoResponders):
-            await bus.request("nobody", b"", timeout_s=DEADLINE_S)
 
 
 async def test_the_longest_subject_with_an_answer_to_it_leaves_the_connection_standing(own_nats: NatsServer) -> None:
