@@ -51,18 +51,35 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     process's memory; workers' queues and `wait_s` keep the fleet's, whose size it need not know."""
     wait_s: Seconds = 60.0
     """A request for whose first token every worker is predicted to need longer gets 503 with Retry-After; 0: none."""
-    deadline_s: float = 600.0
-    """Of every request, from the moment its body is there to its last token."""
-    select_timeout_s: float = 0.25
+    deadline_s: SomeSeconds = 600.0
+    """Of a request whose client asks for none, from the moment its body is there to its last token; then 504."""
+    deadline_most_s: SomeSeconds = 3600.0
+    """The longest that a client may ask for."""
+    first_token_s: SomeSeconds = 300.0
+    """How long a client waits for its first token, over all attempts, or for the next one after an attempt that had
+    brought some was lost; then 504."""
+    stall_s: SomeSeconds = 30.0
+    """An attempt that has brought tokens and then brings none for so long goes on elsewhere."""
+    attempts: Positive = 3
+    """Attempts in a row that may bring no token, and attempts in all that may end with their worker, but for one."""
+    rescue_s: Seconds = 20.0
+    """How long a request that lost an attempt asks again while no worker can be chosen, or NATS is away."""
+    select_timeout_s: SomeSeconds = 0.25
     """How long one router may take before another is asked."""
-    offer_timeout_s: float = 2.0
+    offer_timeout_s: SomeSeconds = 2.0
     """How long a worker may take to accept or refuse."""
-    quiet_s: float = 1.0
+    quiet_s: SomeSeconds = 1.0
     """An attempt that nothing was heard of for so long is looked for in its worker's load reports."""
-    frozen_s: float = 10.0
+    frozen_s: SomeSeconds = 10.0
     """An attempt goes on elsewhere when its worker is silent, or its engine stands still, for so long."""
-    drain_s: float = 20.0
+    drain_s: Seconds = 20.0
     """How long running requests may go on after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which becomes a ConfigError, on limits that contradict one another."""
+        for less, more in (("deadline_s", "deadline_most_s"), ("quiet_s", "frozen_s"), ("quiet_s", "stall_s")):
+            if getattr(self, less) > getattr(self, more):
+                raise ValueError(f"{less} of {getattr(self, less):g} is more than {more} of {getattr(self, more):g}")
 
 
 class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ from msgspec import Struct
 from services.frontend import openai
 from services.frontend.admission import Place
 from services.frontend.answers import ChatShape, CompletionShape, Shape
+from services.frontend.deadline import allowed_s
 from services.frontend.models import Models
 from services.frontend.openai import ChatRequest, CompletionRequest
 from services.frontend.output import Output
@@ -114,10 +115,13 @@ class Exchange:
         self._pool = pool
 
     @asynccontextmanager
-    async def answer(self, operation: Operation, body: bytes, named: RequestId, place: Place) -> AsyncIterator[Reply]:
+    async def answer(
+        self, operation: Operation, body: bytes, named: RequestId, place: Place, *, deadline_header: str | None = None
+    ) -> AsyncIterator[Reply]:
         """Leaving it cancels what is still running. Raises InvalidRequest, Unavailable and RequestTimeout."""
-        deadline = asyncio.get_running_loop().time() + self._frontend.deadline_s
+        started = asyncio.get_running_loop().time()
         request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
+        deadline = started + allowed_s(request.deadline_s, deadline_header, self._frontend.limits)
         model, limits = self._models.find(request.model)
         try:
             async with asyncio.timeout_at(deadline):

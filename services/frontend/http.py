@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from services.frontend import deadline
 from services.frontend.admission import Place
 from services.frontend.body import Body
 from services.frontend.config import HttpConfig
@@ -91,7 +92,9 @@ class HttpDoor:
             with self._frontend.arriving() as place:
                 body = await self._body(request, place)
                 place.begin()
-                async with self._exchange.answer(operation, body, _named(request), place) as reply:
+                async with self._exchange.answer(
+                    operation, body, _named(request), place, deadline_header=request.headers.get(deadline.HEADER)
+                ) as reply:
                     if reply.streams:
                         return await self._stream(request, reply)
                     return _respond(200, await reply.whole()), 200

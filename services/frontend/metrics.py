@@ -56,6 +56,12 @@ class Metrics:
         self.migrations = counter(
             registry, "headrace_model_migration", "Attempts that continued or repeated a lost one"
         )
+        self.lost = counter(
+            registry,
+            "headrace_attempts_lost",
+            "Attempts that were lost, by reason: services/frontend/tries.py explains each",
+            ["reason"],
+        )
         self.router_retries = counter(
             registry, "headrace_router_retries", "Questions put to another router because one did not answer"
         )

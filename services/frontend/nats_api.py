@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from services.frontend import deadline
 from services.frontend.error_object import failure_of
 from services.frontend.exchange import Exchange, Operation, request_id
 from services.frontend.http import CLIENT_GONE
@@ -106,7 +107,10 @@ class NatsDoor:
             inbox.nothing = b""
         try:
             with self._frontend.admitted(len(message.payload)) as place:
-                async with self._exchange.answer(operation, message.payload, request_id(), place) as reply:
+                async with self._exchange.answer(
+                    *(operation, message.payload, request_id(), place),
+                    deadline_header=message.headers.get(deadline.HEADER),
+                ) as reply:
                     if not reply.streams:
                         await inbox.send(await reply.whole(), _LAST)
                         return 200

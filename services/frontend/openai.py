@@ -49,6 +49,7 @@ Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_LIMIT)]
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_LIMIT)]
 Label = Annotated[str, Meta(max_length=512)]
+SomeSeconds = Annotated[float, Meta(gt=0)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +102,9 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: StopIds | None = None
     cache_salt: Label | None = None
     """Prompts share cached blocks only with prompts of the same salt."""
+    # our own
+    deadline_s: SomeSeconds | None = None
+    """How long the request may take; the server has a limit."""
     # harmless
     user: str | None = None
     # not built

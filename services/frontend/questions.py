@@ -1,6 +1,6 @@
 """What a request asks others, and how their answers come back as its events.
 
-Ask      ─▶ a router, then others by their id        ─▶ Selected, SelectRefused, Unrouted
+Ask      ─▶ a router, then others by their id        ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
 Offer    ─▶ Generate to the chosen worker            ─▶ Accepted, Refused, Unreachable, Unsendable
 """
 
@@ -22,8 +22,8 @@ from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Gene
 
 ROUTERS_TRIED = 3
 """By their id, after the queue group did not answer."""
-SELECT_ROUNDS = 3
-"""Where routers are there but slow, all are asked again, with twice the time."""
+SELECT_LIMIT_S = 5.0
+"""Of one question, whoever is asked. Where routers are there but slow, all are asked again, with twice the time."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class Questions:
     async def ask(self, one: Running, ask: Ask) -> None:
         """Who shall compute it?"""
         job = one.stream.job
+        loop = asyncio.get_running_loop()
+        until = min(loop.time() + SELECT_LIMIT_S, one.deadline)
         payload = SELECT.encode(
             Select(
                 request=job.request,
@@ -53,19 +55,24 @@ class Questions:
                 max_tokens=job.sampling.max_tokens - ask.produced,
                 excluded=ask.excluded,
                 session=job.session,
+                time_left_s=max(0.0, one.deadline - loop.time()),
             )
         )
-        for number in range(SELECT_ROUNDS):
-            timeout_s = self._limits.select_timeout_s * 2**number
+        timeout_s = self._limits.select_timeout_s
+        slow = True
+        while slow:
             slow = False
             for tried, addressee in enumerate((job.model, *self._routers())):
+                left_s = until - loop.time()
+                if left_s <= 0:
+                    break
                 if not one.stream.session.chooses(ask.attempt):
                     return
-                if number or tried:
+                if tried or timeout_s > self._limits.select_timeout_s:
                     self._metrics.router_retries.inc()
                 try:
                     reply = await self._runtime.bus.request(
-                        subjects.select(self._runtime.namespace, addressee), payload, timeout_s=timeout_s
+                        subjects.select(self._runtime.namespace, addressee), payload, timeout_s=min(timeout_s, left_s)
                     )
                     self._feed(one, SELECT_REPLY.decode(reply.payload))
                     return
@@ -74,10 +81,11 @@ class Questions:
                     _log.warning("request %s: router %s: %s", job.request, addressee, why)
                 except ProtocolError as wrong:
                     _log.error("request %s: router %s: %s", job.request, addressee, wrong)
-            if not slow:
-                break
-        away = not self._runtime.bus.connected
-        self._feed(one, Unrouted(ask.attempt, "NATS is not connected") if away else Unrouted(ask.attempt))
+            timeout_s *= 2
+        if self._runtime.bus.connected:
+            self._feed(one, Unrouted(ask.attempt))
+        else:
+            self._feed(one, Unrouted(ask.attempt, "NATS is not connected", away=True))
 
     async def offer(self, one: Running, offer: Offer) -> None:
         """Will you compute it?"""

@@ -14,6 +14,8 @@ class Running:
         self.stream = stream
         self.started = started
         self.deadline = deadline
+        self.waiting_since = started
+        """Since when the client waits for a first token: of all, or of those behind a lost attempt's."""
         self.last_sign = started
         """When the present attempt was last heard of."""
         self.last_tokens: float | None = None

@@ -24,6 +24,7 @@ from services.frontend.questions import Questions
 from services.frontend.running import Running
 from services.frontend.sessions import (
     Action,
+    Again,
     Ask,
     ClientGone,
     Emit,
@@ -31,6 +32,8 @@ from services.frontend.sessions import (
     Expired,
     Fail,
     Finish,
+    Later,
+    Note,
     Offer,
     Received,
     Session,
@@ -39,6 +42,7 @@ from services.frontend.sessions import (
     Withdraw,
 )
 from services.frontend.stream import Job, Stream
+from services.frontend.tries import Tries
 from services.frontend.watch import Watch
 from services.frontend.withdrawals import Withdrawals
 from shared import subjects
@@ -61,7 +65,7 @@ class Frontend:
 
     def __init__(self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics) -> None:
         self._runtime = runtime
-        self._limits = limits
+        self.limits = limits
         self._metrics = metrics
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
         self._running: dict[str, Running] = {}
@@ -79,11 +83,6 @@ class Frontend:
         await runtime.bus.subscribe(subject, self._on_frame, dropped=self._on_dropped)
         await self._watch.start()
         runtime.tasks.create_task(self._outbox.run(), name="outbox")
-
-    @property
-    def deadline_s(self) -> float:
-        """Of every request, from the moment its body is there."""
-        return self._limits.deadline_s
 
     @contextmanager
     def arriving(self) -> Iterator[Place]:
@@ -115,7 +114,8 @@ class Frontend:
     @asynccontextmanager
     async def open(self, job: Job, output: Output, deadline: float) -> AsyncIterator[Stream]:
         """Compute a request until `deadline`, on the loop's clock; leaving before its end cancels it."""
-        stream = Stream(job, Session(job.request, job.sampling.max_tokens), output)
+        tries = Tries(self.limits.attempts, self.limits.rescue_s)
+        stream = Stream(job, Session(job.request, job.sampling.max_tokens, tries), output)
         loop = asyncio.get_running_loop()
         one = Running(stream, loop.time(), deadline)
         one.timer = loop.call_at(one.deadline, self._feed, one, Expired())
@@ -183,13 +183,17 @@ class Frontend:
                 case Emit():
                     self._emit(one, action)
                 case Ask():
+                    tasks.create_task(self._questions.ask(one, action), name=f"select {one.stream.job.request}")
+                case Later():
+                    tasks.create_task(self._again(one, action), name=f"wait {one.stream.job.request}")
+                case Offer():
                     if action.attempt > 1:
                         self._metrics.migrations.inc()
-                    tasks.create_task(self._questions.ask(one, action), name=f"select {one.stream.job.request}")
-                case Offer():
                     tasks.create_task(self._questions.offer(one, action), name=f"generate {one.stream.job.request}")
                 case Withdraw():
                     self._cancel(action.instance, Cancel(one.stream.job.request, action.attempt))
+                case Note():
+                    self._note(one, action)
                 case Tell():
                     self._tell(one, action.event)
                 case Finish() | Fail():
@@ -197,6 +201,16 @@ class Frontend:
                     self._close(one)
                 case _:
                     assert_never(action)
+
+    async def _again(self, one: Running, later: Later) -> None:
+        """With jitter: a worker that goes leaves many who wait."""
+        await asyncio.sleep(later.for_s * self._runtime.draw.uniform(0.5, 1.0))
+        self._feed(one, Again(later.attempt, asyncio.get_running_loop().time()))
+
+    def _note(self, one: Running, note: Note) -> None:
+        self._metrics.lost.labels(note.loss).inc()
+        if note.fruitful:
+            one.waiting_since = asyncio.get_running_loop().time()
 
     def _cancel(self, worker: str, attempt: Cancel) -> None:
         """While NATS is away it is dropped: a worker that streams on is cancelled again by its own parts."""

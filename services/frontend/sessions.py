@@ -1,15 +1,17 @@
 """One request from the first question to its one end: events in, actions out. Pure.
 
-                   ┌────────── lost: refused, unreachable, gone, quiet, failed, a gap ───────────┐
-                   ▼                                                                             │
-    start ──▶ CHOOSING ── Selected ──▶ OFFERED ── Accepted, or its first part ──▶ STREAMING ─────┤
-                   │                      │                                          │           │
-                   │                      │                                          └─ finished │
-                   ▼                      ▼                                                 ▼    ▼
-                 ENDED ◀── no choice, stop string, client gone, deadline, too many attempts ── ENDED
+                   ┌─ Again ── WAITING ◀─ no choice, after a loss or while NATS is away
+                   │              ▲
+                   ▼              │
+    start ──▶ CHOOSING ───────────┘
+                ▲  └── Selected ──▶ OFFERED ── Accepted, or its first part ──▶ STREAMING ── finished ──▶ ENDED
+                │                      │                                          │
+                └────── lost ──────────┴──────────────────────────────────────────┘
 
-A lost attempt is withdrawn, its reservation released, and the next attempt continues behind the tokens so far.
-An attempt that brought no new token is fruitless; ATTEMPTS_LIMIT fruitless ones in a row end the request.
+    any state ── no choice, stop string, client gone, a limit of time, too many attempts ──▶ ENDED
+
+A lost attempt is withdrawn, its reservation released, and the next attempt continues behind the tokens so far;
+tries.py says how often.
 
 Indices into the request's whole output:
 
@@ -22,11 +24,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from enum import Enum
-from typing import assert_never
+from typing import Literal, assert_never
 
 from msgspec import Struct
 
-from shared.errors import HeadraceError, InvalidRequest, RequestTimeout, Unavailable
+from services.frontend.tries import Loss, Tries
+from shared.errors import HeadraceError, InvalidRequest, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import unpack_tokens
 from shared.messages import (
     Accepted,
@@ -40,12 +43,10 @@ from shared.messages import (
     TokenLogprob,
 )
 
-ATTEMPTS_LIMIT = 3
-"""Attempts in a row that may bring no token."""
-
 
 class State(Enum):
     CHOOSING = "choosing"
+    WAITING = "waiting"
     OFFERED = "offered"
     STREAMING = "streaming"
     ENDED = "ended"
@@ -59,6 +60,15 @@ class Unrouted(Struct, frozen=True):
 
     attempt: int
     reason: str = "no router answered"
+    away: bool = False
+    """NATS is: it is not the routers' fault, and may be over soon."""
+
+
+class Again(Struct, frozen=True):
+    """The pause that `Later` asked for is over."""
+
+    attempt: int
+    now_s: float
 
 
 class Unreachable(Struct, frozen=True):
@@ -89,12 +99,11 @@ class InstanceGone(Struct, frozen=True):
 
 
 class Lost(Struct, frozen=True):
-    """The attempt has ended unheard, or stands still: nothing more will come of it."""
+    """A streaming attempt has ended unheard, or stands still: nothing more will come of it."""
 
     attempt: int
+    loss: Loss
     reason: str
-    exclude: bool
-    """Whether its instance should not be asked again."""
 
 
 class StopFound(Struct, frozen=True):
@@ -106,11 +115,13 @@ class ClientGone(Struct, frozen=True):
 
 
 class Expired(Struct, frozen=True):
-    """The request's deadline has passed."""
+    """A limit of the request's time has passed."""
+
+    limit: Literal["deadline", "first_token"] = "deadline"
 
 
 Answer = SelectRefused | Unrouted | Accepted | Refused | Unreachable | Unsendable
-Event = Selected | Answer | Received | InstanceGone | Lost | StopFound | ClientGone | Expired
+Event = Selected | Answer | Again | Received | InstanceGone | Lost | StopFound | ClientGone | Expired
 
 # --- actions
 
@@ -122,6 +133,13 @@ class Ask(Struct, frozen=True):
     produced: int
     """Tokens of output so far; they belong to the prompt of this attempt."""
     excluded: tuple[str, ...]
+
+
+class Later(Struct, frozen=True):
+    """Feed `Again` after so long."""
+
+    attempt: int
+    for_s: float
 
 
 class Offer(Struct, frozen=True):
@@ -146,6 +164,14 @@ class Withdraw(Struct, frozen=True):
     attempt: int
 
 
+class Note(Struct, frozen=True):
+    """An attempt was lost: count it."""
+
+    loss: Loss
+    fruitful: bool
+    """It had brought a token."""
+
+
 class Tell(Struct, frozen=True):
     """Publish to the routers."""
 
@@ -165,13 +191,14 @@ class Fail(Struct, frozen=True):
     error: HeadraceError
 
 
-Action = Ask | Offer | Emit | Withdraw | Tell | Finish | Fail
+Action = Ask | Later | Offer | Emit | Withdraw | Note | Tell | Finish | Fail
 
 
 class Session:
     """One request."""
 
-    def __init__(self, request: str, max_tokens: int) -> None:
+    def __init__(self, request: str, max_tokens: int, tries: Tries | None = None) -> None:
+        self._tries = Tries() if tries is None else tries
         self.request = request
         self.max_tokens = max_tokens
         self.state = State.CHOOSING
@@ -182,18 +209,15 @@ class Session:
         """The output so far, of all attempts."""
         self.cached_tokens = 0
         """As the first attempt that brought a token reported."""
-        self._excluded: list[str] = []
-        self._fruitless = 0
-        """Attempts since the last new token, this one included."""
-        self._prefilled = False
+        self.prefilled = False
         """Whether this attempt has brought a token."""
-        self._why: HeadraceError | None = None
-        """Why the last attempt was lost."""
+        self._nobody: HeadraceError | None = None
+        """Why nobody could be chosen."""
 
     def start(self) -> list[Action]:
         """The first question."""
         assert self.attempt == 0, "started twice"
-        return self._ask()
+        return self._next()
 
     def chooses(self, attempt: int) -> bool:
         """Whether the question of this attempt still wants an answer."""
@@ -211,13 +235,17 @@ class Session:
             case StopFound():
                 return self._end([Finish("stop")])
             case Expired():
-                return self._end([Fail(RequestTimeout("the request's deadline has passed"))])
+                late = "the request's deadline has passed" if event.limit == "deadline" else "no token came in time"
+                return self._end([Fail(RequestTimeout(self._tries.told(late)))])
             case InstanceGone():
                 gone = bool(self.instance) and self.instance == event.instance
-                return self._lose(Unavailable("the worker is gone"), exclude=True) if gone else []
+                return self._lose("gone", "the worker is gone") if gone else []
             case Lost():
                 lost = self.state is State.STREAMING and event.attempt == self.attempt
-                return self._lose(Unavailable(event.reason), exclude=event.exclude) if lost else []
+                return self._lose(event.loss, event.reason) if lost else []
+            case Again():
+                waited = self.state is State.WAITING and event.attempt == self.attempt
+                return self._on_again(event.now_s) if waited else []
             case SelectRefused() | Unrouted() | Accepted() | Refused() | Unreachable() | Unsendable():
                 return self._on_answer(event) if event.attempt == self.attempt else []
             case _:
@@ -233,7 +261,7 @@ class Session:
             or part.finish is not None
             or part.attempt != self.attempt
             or instance != self.instance
-            or not self._prefilled
+            or not self.prefilled
             or part.logprobs is not None
             or len(part.tokens) != 4
             or part.first >= self.max_tokens
@@ -257,7 +285,7 @@ class Session:
             case SelectRefused() | Unrouted():
                 if self.state is not State.CHOOSING:
                     return []
-                return self._end([Fail(self._no_choice(answer))])
+                return self._on_no_choice(answer)
             case _ if self.state is not State.OFFERED:
                 return []  # its parts were faster than the answer, or it is over
             case Accepted():
@@ -266,11 +294,10 @@ class Session:
             case Refused(code="bad_request"):
                 return self._end([Fail(InvalidRequest(f"the worker refused: {answer.reason}"))], withdraw=False)
             case Refused():
-                return self._lose(
-                    Unavailable(f"no worker took the request: {answer.reason}"), exclude=True, withdraw=False
-                )
+                overloaded = answer.code == "overloaded"
+                return self._lose("refused", f"refused: {answer.reason}", withdraw=False, overloaded=overloaded)
             case Unreachable():
-                return self._lose(Unavailable(f"the worker did not answer: {answer.reason}"), exclude=True)
+                return self._lose("unreachable", f"the worker did not answer: {answer.reason}")
             case Unsendable():
                 return self._end([Fail(InvalidRequest(f"the request cannot be sent: {answer.reason}"))], withdraw=False)
             case _:
@@ -281,9 +308,9 @@ class Session:
             # An attempt that is over goes on somewhere, perhaps thawed.
             return [] if part.finish else [Withdraw(instance, part.attempt)]
         if not self._is_sound(part):
-            return self._lose(Unavailable("the worker streams what makes no sense"), exclude=True)
+            return self._lose("senseless", "the worker streams what makes no sense")
         if part.first > len(self.tokens):
-            return self._lose(Unavailable("a part of the stream was lost"), exclude=False)
+            return self._lose("gap", "a part of the stream was lost")
         self.state = State.STREAMING
         known = len(self.tokens) - part.first
         new = unpack_tokens(part.tokens)[known:]
@@ -296,10 +323,11 @@ class Session:
             case "stop" | "length":
                 return actions + self._end([Finish(part.finish)], withdraw=False)
             case "deadline":
-                return actions + self._end([Fail(RequestTimeout("the request's deadline has passed"))], withdraw=False)
+                late = RequestTimeout(self._tries.told("the request's deadline has passed"))
+                return actions + self._end([Fail(late)], withdraw=False)
             case "cancelled" | "error":
-                why = Unavailable(f"the worker failed: {part.error or part.finish}")
-                return actions + self._lose(why, exclude=True, withdraw=False)
+                why = f"the worker failed: {part.error or part.finish}"
+                return actions + self._lose("failed", why, withdraw=False)
             case _:
                 assert_never(part.finish)
 
@@ -316,12 +344,12 @@ class Session:
 
     def _take_in(self, new: list[int], part: Part, known: int) -> list[Action]:
         actions: list[Action] = []
-        if not self._prefilled:
-            self._prefilled = True
+        if not self.prefilled:
+            self.prefilled = True
+            self._tries.bear()
             if not self.tokens:
                 self.cached_tokens = part.cached_tokens
             actions.append(Tell(Prefilled(self.request, self.attempt, part.cached_tokens, instance=self.instance)))
-        self._fruitless = 0
         self.tokens.extend(new)
         shown = new[:-1] if part.finish == "stop" else new
         if shown:
@@ -329,28 +357,55 @@ class Session:
             actions.append(Emit(shown, logprobs))
         return actions
 
-    def _lose(self, why: HeadraceError, *, exclude: bool, withdraw: bool = True) -> list[Action]:
+    def _lose(self, loss: Loss, why: str, *, withdraw: bool = True, overloaded: bool = False) -> list[Action]:
         """This attempt is lost: the next one, or the end."""
-        self._why = why
-        if exclude:
-            self._excluded.append(self.instance)
+        noted: list[Action] = [Note(loss, self.prefilled)]
+        enough = self._tries.lose(loss, self.attempt, self.instance, why, overloaded=overloaded)
         if len(self.tokens) >= self.max_tokens:
-            return self._end([Finish("length")], withdraw=withdraw)  # only the finish was lost
-        if self._fruitless >= ATTEMPTS_LIMIT:
-            return self._end([Fail(why)], withdraw=withdraw)
-        return self._leave(withdraw) + self._ask()
+            return noted + self._end([Finish("length")], withdraw=withdraw)  # only the finish was lost
+        if enough:
+            return noted + self._end([Fail(Unavailable(enough))], withdraw=withdraw)
+        return noted + self._leave(withdraw) + self._next()
+
+    def _next(self) -> list[Action]:
+        self.attempt += 1
+        self._tries.begin()
+        return self._ask()
 
     def _ask(self) -> list[Action]:
         self.state = State.CHOOSING
-        self.attempt += 1
-        self._fruitless += 1
-        return [Ask(self.attempt, len(self.tokens), tuple(self._excluded))]
+        return [Ask(self.attempt, len(self.tokens), tuple(self._tries.excluded))]
+
+    def _on_no_choice(self, answer: SelectRefused | Unrouted) -> list[Action]:
+        """Wait, or the end. What is asked again has the same number: nothing was reserved for it."""
+        if isinstance(answer, Unrouted):
+            self._tries.rescued |= answer.away
+            why = Unavailable(self._tries.told(answer.reason))
+        elif answer.code == "bad_request":
+            return self._end([Fail(InvalidRequest(f"the router refused: {answer.reason}"))])
+        else:
+            kind = Overloaded if answer.code == "overloaded" else Unavailable
+            reason = self._tries.told(f"no worker can take the request: {answer.reason}")
+            why = kind(reason, retry_after_s=answer.retry_after_s)
+        if not self._tries.rescued:
+            return self._end([Fail(why)])
+        if isinstance(answer, SelectRefused) and answer.code == "all_excluded":
+            self._tries.excluded.clear()
+        self._nobody = why
+        self.state = State.WAITING
+        return [Later(self.attempt, self._tries.pause_s)]
+
+    def _on_again(self, now_s: float) -> list[Action]:
+        if self._tries.wait(now_s):
+            return self._ask()
+        assert self._nobody is not None, "it waited because nobody could be chosen"
+        return self._end([Fail(self._nobody)])
 
     def _leave(self, withdraw: bool) -> list[Action]:
         """The attempt is over: free what it holds, at the worker and at the routers."""
         leaving: list[Action] = [Withdraw(self.instance, self.attempt)] if withdraw and self.instance else []
         self.instance = ""
-        self._prefilled = False
+        self.prefilled = False
         return [*leaving, Tell(Finished(self.request, self.attempt))]
 
     def _end(self, last: list[Action], *, withdraw: bool = True) -> list[Action]:
@@ -359,18 +414,10 @@ class Session:
         self.state = State.ENDED
         return self._leave(withdraw) + last
 
-    def _no_choice(self, answer: SelectRefused | Unrouted) -> HeadraceError:
-        if isinstance(answer, Unrouted):
-            return Unavailable(answer.reason)
-        if answer.code == "bad_request":
-            return InvalidRequest(f"the router refused: {answer.reason}")
-        if answer.code == "all_excluded" and self._why is not None:
-            return self._why  # why the workers there are were excluded says more
-        return Unavailable(f"no worker can take the request: {answer.reason}", retry_after_s=answer.retry_after_s)
-
     def validate(self) -> None:
         """Asserts the invariants."""
         assert bool(self.instance) == (self.state in (State.OFFERED, State.STREAMING))
-        assert 0 <= self._fruitless <= ATTEMPTS_LIMIT
-        assert not self._prefilled or (self.state is State.STREAMING and self.tokens and not self._fruitless)
+        self._tries.validate()
+        assert self.state is not State.WAITING or (self._tries.rescued and self._nobody is not None)
+        assert not self.prefilled or (self.state is State.STREAMING and self.tokens)
         assert len(self.tokens) <= self.max_tokens

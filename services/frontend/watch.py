@@ -2,6 +2,7 @@
 
 step frames ─▶ frames.py ─▶ due, or ResendRequest ─▶ Lost
 load reports, Ping ─▶ pulses.py ─▶ Lost            lost instances ─▶ InstanceGone
+the limits of a first token and of a stall ─▶ Expired, Lost
 
 So that a lost frame, a frozen engine or a dead worker ends no request's progress until its deadline.
 """
@@ -19,7 +20,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.pulses import Pulses
 from services.frontend.questions import Feed
 from services.frontend.running import Running
-from services.frontend.sessions import InstanceGone, Lost, State
+from services.frontend.sessions import Event, Expired, InstanceGone, Lost, State
 from shared import subjects
 from shared.directory import DirectoryChange, InstanceDown
 from shared.errors import NoResponders, ProtocolError, Unavailable
@@ -42,6 +43,8 @@ class Watch:
         self._running = running
         self._feed = feed
         self._pulses = Pulses(quiet_s=limits.quiet_s, frozen_s=limits.frozen_s)
+        self._held = 0.0
+        """Nothing could be heard until then."""
         self._frames = Frames(retry_s=limits.quiet_s / 2, late_s=limits.quiet_s)
 
     async def start(self) -> None:
@@ -72,7 +75,7 @@ class Watch:
                     for request, attempt in action.attempts:
                         one = self._running.get(request)
                         if one is not None and one.stream.session.instance == action.instance:
-                            self._feed(one, Lost(attempt, "the end of its stream was lost", exclude=False))
+                            self._feed(one, Lost(attempt, "unheard", "the end of its stream was lost"))
                 case _:
                     assert_never(action)
 
@@ -123,9 +126,13 @@ class Watch:
             await asyncio.sleep(self._limits.quiet_s / 2)
             stopped = loop.time() - slept_from > self._limits.quiet_s  # this process itself, by a signal or a long task
             if stopped or not self._runtime.bus.connected:
-                self._pulses.hold(loop.time())
+                self._held = loop.time()
+                self._pulses.hold(self._held)
             silent: dict[str, None] = {}
             for one in list(self._running.values()):
+                overdue = self._overdue(one, loop.time())
+                if overdue is not None:
+                    self._feed(one, overdue)
                 session = one.stream.session
                 if session.state is not State.STREAMING:
                     continue
@@ -138,10 +145,19 @@ class Watch:
                     case "ended":
                         self._frames.doubt(session.instance, attempt)
                     case "frozen":
-                        self._feed(one, Lost(session.attempt, "the worker stands still", exclude=True))
+                        self._feed(one, Lost(session.attempt, "frozen", "the worker stands still"))
             if self._runtime.bus.connected:
                 self._do(self._frames.tick(loop.time()))
             await asyncio.gather(*map(self._ask_for_life, silent))
+
+    def _overdue(self, one: Running, now: float) -> Event | None:
+        """A token should have come by now."""
+        session, limits = one.stream.session, self._limits
+        if not session.prefilled:
+            return Expired("first_token") if now - one.waiting_since >= limits.first_token_s else None
+        if now - max(one.last_tokens or one.started, self._held) < limits.stall_s:
+            return None
+        return Lost(session.attempt, "stalled", f"no token came for {limits.stall_s:g} s")
 
     async def _ask_for_life(self, worker: str) -> None:
         """A silent worker that nobody answers for is dead, whatever its lease says; one that is slow has `frozen_s`."""

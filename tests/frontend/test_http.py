@@ -403,7 +403,8 @@ async def test_parts_of_a_request_that_is_over_are_answered_with_cancel(director
 
 
 async def test_an_error_after_text_is_an_event_and_not_done(directory: Path) -> None:
-    async with world(directory) as w, clients(w) as (_, http):
+    limits = LimitsConfig(rescue_s=0.0, drain_s=0.0)
+    async with world(directory, limits=limits) as w, clients(w) as (_, http):
         w.router.workers = ["w1"]
         w.workers[0].output = None
         body = {"model": MODEL, "messages": HELLO, "stream": True}

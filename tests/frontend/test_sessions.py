@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 from hypothesis import settings
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.frontend.sessions import (
-    ATTEMPTS_LIMIT,
     Action,
+    Again,
     Ask,
     ClientGone,
     Emit,
@@ -19,7 +20,9 @@ from services.frontend.sessions import (
     Fail,
     Finish,
     InstanceGone,
+    Later,
     Lost,
+    Note,
     Offer,
     Received,
     Session,
@@ -31,7 +34,8 @@ from services.frontend.sessions import (
     Unsendable,
     Withdraw,
 )
-from shared.errors import InvalidRequest, RequestTimeout, Unavailable
+from services.frontend.tries import ATTEMPTS, RESCUE_S, Tries
+from shared.errors import InvalidRequest, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages import (
     Accepted,
@@ -79,7 +83,12 @@ def copied(session: Session) -> Session:
     """With tokens of its own."""
     twin = copy.copy(session)
     twin.tokens = session.tokens[:]
+    twin._tries = copy.copy(session._tries)
     return twin
+
+
+def state(session: Session) -> dict[str, object]:
+    return vars(session) | {"_tries": vars(session._tries)}
 
 
 def continues_alike(twin: Session, event: Received, session: Session, actions: list[Action]) -> None:
@@ -88,9 +97,9 @@ def continues_alike(twin: Session, event: Received, session: Session, actions: l
     token = twin.continued(event.instance, event.part)
     twin.validate()
     if token < 0:
-        assert vars(twin) == vars(before)
+        assert state(twin) == state(before)
     else:
-        assert vars(twin) == vars(session)
+        assert state(twin) == state(session)
         assert actions == [Emit([token], None)]
 
 
@@ -112,6 +121,9 @@ class Sessions(RuleBasedStateMachine):
         """Not yet answered, with the index their stream would begin at."""
         self.streams: dict[tuple[str, int], int] = {}
         """(instance, attempt) of unfinished streams → index of the next token."""
+        self.pauses: list[Later] = []
+        """Under way."""
+        self.now_s = 0.0
         self.reserved: set[int] = set()
         """Attempts that a router holds load for."""
         self.perform(self.session.start())
@@ -132,6 +144,10 @@ class Sessions(RuleBasedStateMachine):
             match action:
                 case Ask():
                     self.asks.append(action)
+                case Later():
+                    self.pauses.append(action)
+                case Note():
+                    assert action.fruitful <= bool(self.session.tokens)
                 case Offer():
                     self.offers.append((action, len(self.session.tokens)))
                 case Emit():
@@ -156,12 +172,24 @@ class Sessions(RuleBasedStateMachine):
         self.feed(selected(ask.attempt, instance))
 
     @precondition(lambda self: self.asks)
-    @rule(unrouted=st.booleans(), rare=RARE)
-    def no_router_chooses(self, unrouted: bool, rare: int) -> None:
-        if rare:
+    @rule(how=st.sampled_from(["unrouted", "away", "no_instances", "all_excluded"]), rare=RARE)
+    def no_router_chooses(self, how: str, rare: int) -> None:
+        if rare > 1:
             return
         ask = self.asks.pop(0)
-        self.feed(Unrouted(ask.attempt) if unrouted else SelectRefused(R, ask.attempt, "no_instances", "none"))
+        if how == "no_instances":
+            self.feed(SelectRefused(R, ask.attempt, "no_instances", "none"))
+        elif how == "all_excluded":
+            self.feed(SelectRefused(R, ask.attempt, "all_excluded", "none"))
+        else:
+            self.feed(Unrouted(ask.attempt, away=how == "away"))
+
+    @precondition(lambda self: self.pauses)
+    @rule()
+    def a_pause_ends(self) -> None:
+        later = self.pauses.pop(0)
+        self.now_s += later.for_s
+        self.feed(Again(later.attempt, self.now_s))
 
     @precondition(lambda self: self.offers)
     @rule(answer=st.sampled_from(["accepted", "faster", "accepted", "faster", "refused", "unreachable", "lost"]))
@@ -218,7 +246,7 @@ class Sessions(RuleBasedStateMachine):
         elif fate == 4:
             self.feed(Expired())
         elif fate in (6, 7):
-            self.feed(Lost(self.session.attempt, "quiet", exclude=fate == 6))
+            self.feed(Lost(self.session.attempt, "stalled" if fate == 6 else "unheard", "quiet"))
         elif fate == 5:
             self.client_gone |= self.session.state is not State.ENDED
             self.feed(ClientGone())
@@ -286,9 +314,9 @@ def test_only_a_part_that_adds_one_token_to_its_stream_takes_the_short_way() -> 
 def test_an_attempt_that_was_lost_unheard_goes_on_behind_the_tokens_so_far() -> None:
     session = streaming()
     step(session, Received("w1", part(0, [5])))
-    assert step(session, Lost(0, "an older one", exclude=False)) == []
-    actions = step(session, Lost(1, "its end was lost", exclude=False))
-    assert actions == [Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 1, ())]
+    assert step(session, Lost(0, "unheard", "an older one")) == []
+    actions = step(session, Lost(1, "unheard", "its end was lost"))
+    assert actions == [Note("unheard", fruitful=True), Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 1, ())]
 
 
 def test_a_stop_token_counts_but_is_not_shown() -> None:
@@ -328,13 +356,14 @@ def test_a_part_of_the_present_attempt_from_another_instance_is_withdrawn_there_
 def test_a_part_that_makes_no_sense_loses_the_attempt_and_its_worker(senseless: Part) -> None:
     session = streaming()
     actions = step(session, Received("w1", senseless))
-    assert actions == [Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 0, ("w1",))]
+    assert actions == [Note("senseless", fruitful=False), Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 0, ("w1",))]
 
 
 def test_a_gap_withdraws_and_asks_again_without_excluding() -> None:
     session = streaming()
     step(session, Received("w1", part(0, [5])))
-    assert step(session, Received("w1", part(2, [7]))) == [Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 1, ())]
+    actions = step(session, Received("w1", part(2, [7])))
+    assert actions == [Note("gap", fruitful=True), Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 1, ())]
 
 
 def test_only_the_finish_lost_is_no_reason_to_ask_again() -> None:
@@ -343,19 +372,160 @@ def test_only_the_finish_lost_is_no_reason_to_ask_again() -> None:
     assert step(session, InstanceGone("w1"))[-1] == Finish("length")
 
 
-def test_fruitless_attempts_are_bounded_and_a_token_starts_the_count_anew() -> None:
-    session = streaming()
-    for attempt in range(1, ATTEMPTS_LIMIT):
-        step(session, InstanceGone("w1"))
-        step(session, selected(attempt + 1))
-        step(session, Accepted(R, attempt + 1))
-    step(session, Received("w1", part(0, [5], attempt=ATTEMPTS_LIMIT)))
-    for _ in range(ATTEMPTS_LIMIT):
-        actions = step(session, InstanceGone("w1"))
-        assert isinstance(actions[-1], Ask)
-        step(session, selected(session.attempt))
-    actions = step(session, InstanceGone("w1"))
+def goes_on(session: Session) -> None:
+    """The next attempt is taken on."""
+    step(session, selected(session.attempt))
+    step(session, Accepted(R, session.attempt))
+
+
+def failed(actions: list[Action]) -> Exception:
+    """What ended it."""
     assert isinstance(actions[-1], Fail)
+    return actions[-1].error
+
+
+def test_fruitless_attempts_in_a_row_are_bounded_and_the_end_tells_of_each() -> None:
+    session = streaming()
+    step(session, InstanceGone("w1"))
+    goes_on(session)
+    step(session, Received("w1", part(0, [5], attempt=2)))
+    for _ in range(ATTEMPTS):
+        assert isinstance(step(session, Lost(session.attempt, "stalled", "no token came"))[-1], Ask)
+        goes_on(session)
+    wrong = failed(step(session, Lost(session.attempt, "unheard", "its end was lost")))
+    assert isinstance(wrong, Unavailable)
+    assert str(wrong) == (
+        "3 attempts in a row brought no token; attempt 1 at w1: the worker is gone; attempt 2 at w1: no token came; "
+        "attempt 3 at w1: no token came; attempt 4 at w1: no token came; attempt 5 at w1: its end was lost"
+    )
+
+
+def test_a_prompt_that_kills_engine_after_engine_behind_its_first_tokens_is_stopped() -> None:
+    session = streaming()
+    for death in range(ATTEMPTS + 1):
+        step(session, Received("w1", part(death, [5], attempt=session.attempt)))
+        actions = step(session, Received("w1", Part(R, session.attempt, death + 1, b"", "error", error="it died")))
+        if death < ATTEMPTS:
+            goes_on(session)
+    assert "4 attempts ended with their worker" in str(failed(actions))
+
+
+def test_a_stream_that_is_lost_on_the_way_again_and_again_goes_on_as_long_as_it_grows() -> None:
+    session = streaming()
+    for at in range(MAX_TOKENS - 2):
+        step(session, Received("w1", part(at, [5], attempt=session.attempt)))
+        assert step(session, Received("w1", part(at + 2, [7], attempt=session.attempt)))[-1] == Ask(at + 2, at + 1, ())
+        goes_on(session)
+
+
+def test_nobody_to_choose_after_a_loss_is_waited_out_and_the_excluded_are_asked_again() -> None:
+    session = streaming()
+    assert step(session, InstanceGone("w1"))[-1] == Ask(2, 0, ("w1",))
+    assert step(session, SelectRefused(R, 2, "all_excluded", "none left")) == [Later(2, 0.1)]
+    assert not session.chooses(2)
+    assert step(session, Again(1, 0.1)) == []
+    assert step(session, Again(2, 0.1)) == [Ask(2, 0, ())]
+    assert step(session, SelectRefused(R, 2, "no_instances", "none")) == [Later(2, 0.2)]
+    assert step(session, Again(2, 0.4)) == [Ask(2, 0, ())]
+    assert step(session, Unrouted(2)) == [Later(2, 0.4)]
+    assert step(session, Again(2, 0.8)) == [Ask(2, 0, ())]
+    assert step(session, selected(2)) == [Offer(2, "w1", 0)]
+
+
+def test_waiting_ends_after_its_time_with_what_was_wrong() -> None:
+    session = streaming()
+    step(session, InstanceGone("w1"))
+    now_s, pauses_s = 0.0, []
+    while True:
+        [later] = step(session, SelectRefused(R, 2, "no_instances", "none", retry_after_s=7.0))
+        assert isinstance(later, Later)
+        pauses_s.append(later.for_s)
+        now_s += later.for_s
+        actions = step(session, Again(2, now_s))
+        if not isinstance(actions[-1], Ask):
+            break
+    assert RESCUE_S <= now_s < RESCUE_S + 2.0
+    assert pauses_s[:6] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+    wrong = failed(actions)
+    assert isinstance(wrong, Unavailable)
+    assert wrong.retry_after_s == 7.0
+    assert str(wrong) == "no worker can take the request: none; attempt 1 at w1: the worker is gone"
+
+
+def test_a_token_gives_the_next_rescue_its_whole_time() -> None:
+    session = streaming()
+    step(session, InstanceGone("w1"))
+    step(session, Unrouted(2))
+    step(session, Again(2, 0.1))
+    goes_on(session)
+    step(session, Received("w1", part(0, [5], attempt=2)))
+    step(session, InstanceGone("w1"))
+    assert step(session, Unrouted(3)) == [Later(3, 0.1)]
+    assert isinstance(step(session, Again(3, 1000.0))[-1], Ask)
+
+
+def test_while_nats_is_away_a_fresh_request_waits_too() -> None:
+    session = Session(R, 3)
+    session.start()
+    assert step(session, Unrouted(1, "NATS is not connected", away=True)) == [Later(1, 0.1)]
+    assert step(session, Again(1, 0.1)) == [Ask(1, 0, ())]
+
+
+@pytest.mark.parametrize("answer", [Unrouted(1), SelectRefused(R, 1, "no_instances", "none")])
+def test_a_fresh_request_is_told_at_once_that_there_is_nobody(answer: Event) -> None:
+    session = Session(R, 3)
+    session.start()
+    assert isinstance(failed(step(session, answer)), Unavailable)
+
+
+def test_a_fresh_request_that_all_refuse_for_their_load_does_not_wait_either() -> None:
+    session = Session(R, 3)
+    session.start()
+    session.on(selected(1))
+    assert step(session, Refused(R, 1, "overloaded", "full"))[-1] == Ask(2, 0, ("w1",))
+    wrong = failed(step(session, SelectRefused(R, 2, "all_excluded", "none left")))
+    assert "attempt 1 at w1: refused: full" in str(wrong)
+
+
+def test_a_router_that_is_sure_of_too_long_a_wait_is_overload() -> None:
+    session = Session(R, 3)
+    session.start()
+    wrong = failed(step(session, SelectRefused(R, 1, "overloaded", "a minute", retry_after_s=60.0)))
+    assert isinstance(wrong, Overloaded)
+    assert wrong.retry_after_s == 60.0
+
+
+def test_refusals_of_a_request_that_is_rescued_count_as_nothing_once_a_worker() -> None:
+    session = streaming()
+    step(session, InstanceGone("w1"))
+    for number in range(2, 9):
+        step(session, selected(session.attempt, f"w{number}"))
+        assert isinstance(step(session, Refused(R, session.attempt, "overloaded", "full"))[-1], Ask)
+    for _ in range(ATTEMPTS - 1):
+        step(session, selected(session.attempt, "w1"))
+        actions = step(session, Refused(R, session.attempt, "overloaded", "full"))
+    assert "refused: full" in str(failed(actions)), "a router that names the excluded again and again"
+
+
+def test_the_limits_are_the_callers() -> None:
+    session = Session(R, 3, Tries(attempts=1, rescue_s=0.0))
+    session.start()
+    goes_on(session)
+    assert "1 attempts in a row" in str(failed(step(session, InstanceGone("w1"))))
+
+
+@pytest.mark.parametrize(("limit", "text"), [("deadline", "deadline has passed"), ("first_token", "no token came")])
+def test_a_limit_of_time_ends_it_in_any_state_and_tells_of_what_was_lost(
+    limit: Literal["deadline", "first_token"], text: str
+) -> None:
+    session = streaming()
+    step(session, InstanceGone("w1"))
+    step(session, Unrouted(2))
+    assert session.state is State.WAITING
+    wrong = failed(step(session, Expired(limit)))
+    assert isinstance(wrong, RequestTimeout)
+    assert text in str(wrong)
+    assert "attempt 1 at w1: the worker is gone" in str(wrong)
 
 
 @pytest.mark.parametrize(
@@ -373,17 +543,6 @@ def test_an_offer_that_fails_for_good_ends_the_request(event: Event, error: type
     last = step(session, event)[-1]
     assert isinstance(last, Fail)
     assert isinstance(last.error, error)
-
-
-def test_all_excluded_says_why_the_last_worker_was() -> None:
-    session = Session(R, 3)
-    session.start()
-    session.on(selected(1))
-    assert step(session, Refused(R, 1, "draining", "going down"))[-1] == Ask(2, 0, ("w1",))
-    [_, last] = step(session, SelectRefused(R, 2, "all_excluded", "none left"))
-    assert isinstance(last, Fail)
-    assert isinstance(last.error, Unavailable)
-    assert "going down" in str(last.error)
 
 
 def test_retry_after_comes_from_the_router() -> None:

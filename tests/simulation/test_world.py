@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.frontend.frames import Frames
 from services.frontend.sessions import Action, Expired, Session
 from services.router.following import Following
 from services.router.index import CandidateId
@@ -110,6 +111,7 @@ def test_a_token_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         return sound(session, instance, msgspec.structs.replace(part, first=len(session.tokens)))
 
     monkeypatch.setattr(Session, "_on_part", blind)
+    monkeypatch.setattr(Frames, "on", lambda *_: "due")
     assert re.search("instead of|was due", first_wrong(stormy()))
 
 

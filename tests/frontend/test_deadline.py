@@ -1,0 +1,84 @@
+"""services/frontend/deadline.py, and the body's field."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.frontend.config import LimitsConfig
+from services.frontend.deadline import FIELD, HEADER, allowed_s
+from services.frontend.openai import decode_chat, decode_completion
+from shared.errors import InvalidRequest
+
+LIMITS = LimitsConfig(deadline_s=600.0, deadline_most_s=3600.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "header", "seconds"),
+    [
+        (None, None, 600.0),
+        (5.0, None, 5.0),
+        (None, "7.25", 7.25),
+        (5.0, "7", 5.0),
+        (9.0, "7", 7.0),
+        (3600.0, "3600.0", 3600.0),
+        (1e-9, None, 1e-9),
+    ],
+)
+def test_the_smaller_of_what_was_asked_holds_else_the_default(
+    field: float | None, header: str | None, seconds: float
+) -> None:
+    assert allowed_s(field, header, LIMITS) == seconds
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "0",
+        "-1",
+        "+1",
+        "NaN",
+        "inf",
+        "1e400",
+        "1e2",
+        "soon",
+        "",
+        " 5",
+        "5 ",
+        "5s",
+        "\u0665",
+        "3600.1",
+        "9" * 400,
+        "0.0",
+        "1,5",
+    ],
+)
+def test_a_header_that_is_no_deadline_is_refused_by_name(header: str) -> None:
+    with pytest.raises(InvalidRequest, match=HEADER) as raised:
+        allowed_s(5.0, header, LIMITS)
+    assert raised.value.param == HEADER
+    assert raised.value.status == 400
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize("field", [3600.1, 1e308])
+def test_a_field_above_the_servers_limit_is_refused_by_name(field: float) -> None:
+    with pytest.raises(InvalidRequest, match="at most 3600 seconds") as raised:
+        allowed_s(field, None, LIMITS)
+    assert raised.value.param == FIELD
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "-0.0", "1e400", "1e-400", '"5"', "true", "[5]", "{}"])
+def test_a_body_whose_field_is_no_deadline_is_refused_by_name(value: str) -> None:
+    for decode, body in (
+        (decode_completion, f'{{"prompt": "x", "deadline_s": {value}}}'),
+        (decode_chat, f'{{"messages": [{{"role": "user", "content": "x"}}], "deadline_s": {value}}}'),
+    ):
+        with pytest.raises(InvalidRequest, match="deadline_s") as raised:
+            decode(body.encode())
+        assert raised.value.param == "deadline_s"
+
+
+def test_a_body_may_leave_the_field_out_or_null() -> None:
+    assert decode_completion(b'{"prompt": "x", "deadline_s": null}').deadline_s is None
+    assert decode_completion(b'{"prompt": "x"}').deadline_s is None
+    assert decode_completion(b'{"prompt": "x", "deadline_s": 2}').deadline_s == 2.0
