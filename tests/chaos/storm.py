@@ -29,7 +29,6 @@ SAMPLE_S = 2.0
 SETTLE_LIMIT_S = 60.0
 """For the last requests to end, and for all that is held to be let go of."""
 READ_LIMIT_S = 900.0
-SHORT_S = (0.5, 2.0, 4.0)
 
 
 class Settings(Struct, frozen=True):
@@ -42,7 +41,7 @@ class Settings(Struct, frozen=True):
     per_s: float = 4.0
     """Requests."""
     instances: int = 2
-    durations_s: tuple[float, ...] = SHORT_S
+    durations_s: tuple[float, ...] = (0.5, 2.0, 4.0)
     """Of faults."""
     detection: Detection = FAST
     heal_limit_s: float = 45.0
@@ -203,7 +202,7 @@ class Storm:
         program = stack.programs[name]
         match fault.kind:
             case "kill" if fault.target == "engine":
-                os.kill(stack.engine(name), signal.SIGKILL)
+                await self._kill_engine(name)
             case "freeze" if fault.target == "engine":
                 await self._freeze_engine(stack.engine(name), fault.for_s)
             case "kill":
@@ -229,6 +228,14 @@ class Storm:
                 await link.mend()
         happened.undone_s = self._now()
         happened.done_s = max(happened.done_s, happened.began_s)
+
+    async def _kill_engine(self, worker: str) -> None:
+        """Returns when its worker has started another, which need not be ready."""
+        killed = self._stack.engine(worker)
+        os.kill(killed, signal.SIGKILL)
+        async with asyncio.timeout(self._settings.heal_limit_s):
+            while self._stack.engine(worker) in (killed, 0):  # noqa: ASYNC110
+                await asyncio.sleep(PROBE_PAUSE_S)  # another process: there is nothing to wait on
 
     async def _freeze_engine(self, pid: int, for_s: float) -> None:
         """Its worker may kill it meanwhile."""

@@ -205,6 +205,8 @@ def test_a_process_that_grows_is_found_and_one_that_warms_up_is_not() -> None:
     warming = life(rss_bytes=[60 * mb] * 5 + [100 * mb] * (count - 5), fds=[5] * 5 + [30] * (count - 5))
     assert verdict(samples=flat).good
     assert verdict(samples=warming).good
+    busy = life(rss_bytes=[100 * mb] * count, fds=[30] * (count - 5) + [60] * 4 + [30])
+    assert verdict(samples=busy).good
     leaking = life(rss_bytes=[(100 + 2 * at) * mb for at in range(count)], fds=[30] * count)
     assert kinds(verdict(samples=leaking)) == ["grown"]
     opening = life(rss_bytes=[100 * mb] * count, fds=[30 + at for at in range(count)])

@@ -10,7 +10,6 @@ silent       a NATS client gave up after a long silence. Only where a frontend w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Literal, assert_never
 
 from msgspec import Struct
@@ -197,7 +196,8 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
 
 
 def _growth(samples: Sequence[Sample]) -> list[Violation]:
-    """Processes that lived long enough: what they are at the end of their life against the first half of it."""
+    """Processes that lived long enough: the least they were at the end of their life, when little was asked, against
+    the least they were in the first half of it, without its beginning."""
     lives: dict[tuple[str, int], list[Sample]] = {}
     for sample in samples:
         lives.setdefault((sample.program, sample.pid), []).append(sample)
@@ -207,19 +207,13 @@ def _growth(samples: Sequence[Sample]) -> list[Violation]:
             continue
         quarter = len(life) // 4
         early, late = life[quarter : 2 * quarter], life[-quarter:]
-        for what, before, after, limit in (
-            ("bytes", *_medians([one.rss_bytes for one in early], [one.rss_bytes for one in late]), None),
-            ("file descriptors", *_medians([one.fds for one in early], [one.fds for one in late]), FDS_SLACK),
-        ):
-            allowed = before * (1 + RSS_SHARE) + RSS_SLACK_BYTES if limit is None else before + limit
-            if after > allowed:
-                grown = f"{program}: from {before:.0f} to {after:.0f} {what}"
-                found.append(Violation("grown", life[-1].at_s, grown))
+        rss, fds = min(one.rss_bytes for one in early), min(one.fds for one in early)
+        rss_now, fds_now = min(one.rss_bytes for one in late), min(one.fds for one in late)
+        if rss_now > rss * (1 + RSS_SHARE) + RSS_SLACK_BYTES:
+            found.append(Violation("grown", life[-1].at_s, f"{program}: from {rss} to {rss_now} bytes"))
+        if fds_now > fds + FDS_SLACK:
+            found.append(Violation("grown", life[-1].at_s, f"{program}: from {fds} to {fds_now} file descriptors"))
     return found
-
-
-def _medians(early: Sequence[int], late: Sequence[int]) -> tuple[float, float]:
-    return median(early), median(late)
 
 
 def _door(answer: Answer) -> str:
