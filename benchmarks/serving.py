@@ -8,7 +8,7 @@ share nothing, answers 128 tokens, streamed. Every process but the load generato
 generator is the yardstick's own; without a yardstick it is `sse_load.py`, and only ours is measured.
 
 paced     a step takes 20 ms on both sides. Ours is told so; the yardstick's speed-up is calibrated for each number of
-          streams until its time between tokens is within 3 % of ours, and a case counts only if this held in it.
+          streams until its tokens a second are ours, and a run counts only if they are within 3 % of each other.
           A run with less than 0.98 SSE events a token, or with an error, is refused: it did not do the work.
 unpaced   engines 1,000 times as fast as a GPU: everything waits for the serving path, and tokens come together in
           fewer events where it is behind.
@@ -31,54 +31,38 @@ profiled processes cost about twice as much.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
+import statistics
 import sys
 import tempfile
-import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from benchmarks.serving_stacks import NAME, Cost, Running, ours
-from tests.tiny_model import write_tiny_model
+from benchmarks.report import Goal, report
+from benchmarks.serving_load import ENDLESS, NO_TIME, OUTPUT_TOKENS, Generator, Report
+from benchmarks.serving_stacks import Running, ours, peer
 
 STREAMS = (32, 128, 512)
-INPUT_TOKENS = 512
-OUTPUT_TOKENS = 128
 STEP_S = 0.020
 SPEEDUP = 1000
 LEAST_EVENTS_A_TOKEN = 0.98
+MOST_APART = 0.03
+"""The two systems' tokens a second."""
+CALIBRATED = 0.015
+CALIBRATIONS = 6
+FIRST_SPEEDUP = 0.6
 ROUNDS = 6
 """Requests of each stream in a paced run, one after another."""
 QUICK_ROUNDS = 3
 UNPACED_REQUESTS = 2000
-LOAD_LIMIT_S = 300.0
-
-PACED = {
-    "HEADRACE_SIMULATED_FIXED_S": str(STEP_S),
-    **{f"HEADRACE_SIMULATED_{name}_S": "0" for name in ("WEIGHTS", "ROW", "TOKEN", "PAIR", "KV_TOKEN")},
-}
+FRONTEND_GOAL_US = 10.0
+PACED = NO_TIME | {"HEADRACE_SIMULATED_FIXED_S": str(STEP_S)}
 UNPACED = {"HEADRACE_SIMULATED_SPEED": str(SPEEDUP)}
-COMMON = {"HEADRACE_SIMULATED_OUTPUT_TOKENS": "0", "HEADRACE_MAX_RUNNING": "256"}
-
-
-class Report(Struct, frozen=True):
-    """Of the load generator."""
-
-    n: int
-    errors: dict[str, int]
-    elapsed_s: float
-    out_tok_s: float
-    ev_per_req: float
-    ttft_p50_ms: float | None
-    ttft_p99_ms: float | None
-    tpot_p50_ms: float | None
-    gap_p50_ms: float | None
-    gap_p99_ms: float | None
-    client_cpu_s: float
-    short_streams: int
+LIMITS = {"HEADRACE_MAX_RUNNING": "256"}
+"""As the yardstick's `--max-num-seqs`."""
 
 
 class Row(Struct, frozen=True):
@@ -96,79 +80,122 @@ class Row(Struct, frozen=True):
     """Why it does not count; empty: it does."""
 
 
-class Generator:
-    """Which load generator, and with what model."""
+class Pair(Struct, frozen=True):
+    """A run of ours and the yardstick's right after it."""
 
-    def __init__(self, yardstick: Path | None, directory: Path) -> None:
-        if yardstick is None:
-            self.model = write_tiny_model(directory / "model", vocab=16_000, context_length=131_072)
-            self._command = [sys.executable, "-m", "benchmarks.sse_load"]
+    ours: Row
+    peer: Row | None
+
+    @property
+    def refused(self) -> str:
+        """Why the two cannot be compared; empty: they can."""
+        if self.peer is None:
+            return "no yardstick"
+        if self.ours.refused or self.peer.refused:
+            return self.ours.refused or self.peer.refused
+        if self.ours.pace == "paced" and abs(self.slower - 1) > MOST_APART:
+            return f"the yardstick took {self.slower:.2f} times as long"
+        return ""
+
+    @property
+    def slower(self) -> float:
+        """Our tokens a second over the yardstick's, for the same requests."""
+        assert self.peer is not None
+        return self.peer.load.elapsed_s / self.ours.load.elapsed_s
+
+    @property
+    def ratio(self) -> float:
+        """Ours over the yardstick's."""
+        assert self.peer is not None
+        return self.ours.us_a_token / self.peer.us_a_token
+
+
+class Bench:
+    """All runs, in order."""
+
+    def __init__(self, flags: argparse.Namespace, directory: Path) -> None:
+        self.pairs: list[Pair] = []
+        self._flags = flags
+        self._yardstick: Path | None = None if flags.ours else flags.peer
+        self._generator = Generator(flags.peer, directory)
+        self._directory = directory
+        self._streams = [int(word) for word in flags.streams.split(",")]
+
+    def paced(self) -> None:
+        """20 ms a step; the yardstick is calibrated, and so started anew, for each number of streams."""
+        with self._ours(PACED) as stack:
+            for streams in self._streams:
+                with ExitStack() as calibrated:
+                    beside = None if self._yardstick is None else self._calibrated(stack, streams, calibrated)
+                    self._turns(stack, beside, "paced", streams)
+
+    def unpaced(self) -> None:
+        """Both as fast as they can."""
+        with self._ours(UNPACED) as stack, ExitStack() as started:
+            beside = None
+            if self._yardstick is not None:
+                beside = started.enter_context(peer(self._yardstick, self._directory / "peer", speedup=SPEEDUP))
+                self._warm(beside)
+            for streams in self._streams:
+                self._turns(stack, beside, "unpaced", streams)
+
+    @contextmanager
+    def _ours(self, worker: dict[str, str]) -> Iterator[Running]:
+        directory = self._directory / "ours"
+        settings = ENDLESS | LIMITS | worker
+        with ours(self._generator.model, directory, worker=settings, profile=self._flags.profile) as stack:
+            self._warm(stack)
+            yield stack
+
+    def _warm(self, stack: Running) -> None:
+        self._generator.run(stack, 16, 100)
+
+    def _calibrated(self, stack: Running, streams: int, started: ExitStack) -> Running:
+        """The yardstick at the speed-up where a stream has as many tokens a second as ours. Its prefills take time too,
+        and a step's depends on the batch, so this is found by trying; the last try stays, and `Pair` judges it."""
+        assert self._yardstick is not None
+        speedup = FIRST_SPEEDUP
+        for left in reversed(range(CALIBRATIONS)):
+            with ExitStack() as tried:
+                beside = tried.enter_context(peer(self._yardstick, self._directory / "peer", speedup=speedup))
+                self._warm(beside)
+                # Ours each time too: what else the machine does slows both.
+                mine = self._run(stack, "ours", "paced", streams)
+                pair = Pair(mine, self._run(beside, "peer", "paced", streams))
+                self._say(f"calibrating: speed-up {speedup:.3f}, {pair.slower:.3f} times as long as ours")
+                if left == 0 or abs(pair.slower - 1) < CALIBRATED:
+                    started.push(tried.pop_all())
+                    return beside
+                speedup *= pair.slower
+        raise AssertionError("the last try is kept")
+
+    def _turns(self, stack: Running, beside: Running | None, pace: str, streams: int) -> None:
+        for _ in range(1 if self._flags.quick else self._flags.repeats):
+            mine = self._run(stack, "ours", pace, streams)
+            self._say(line(mine))
+            theirs = None if beside is None else self._run(beside, "peer", pace, streams)
+            self.pairs.append(Pair(mine, theirs))
+            if theirs is not None:
+                self._say(line(theirs))
+                self._say(f"{'ratio':5} {pace:8} {streams:4}  {self.pairs[-1].ratio:6.2f}  {self.pairs[-1].refused}")
+
+    def _run(self, stack: Running, system: str, pace: str, streams: int) -> Row:
+        """One run of one case."""
+        if pace == "paced":
+            # Slots start one after another over the time of one request: no waves of requests.
+            requests = streams * (QUICK_ROUNDS if self._flags.quick else ROUNDS)
+            load, spent = self._generator.run(stack, streams, requests, "--ramp", str(OUTPUT_TOKENS * STEP_S))
         else:
-            self.model = yardstick / "model"
-            self._command = [str(yardstick / "venv" / "bin" / "python"), str(yardstick / "loadgen.py")]
-        self._seed = 0
+            requests = max(UNPACED_REQUESTS // (4 if self._flags.quick else 1), 2 * streams)
+            load, spent = self._generator.run(stack, streams, requests)
+        tokens = load.n * OUTPUT_TOKENS
+        by_kind = {kind: 1e6 * cost.cpu_s / tokens for kind, cost in spent.items()}
+        rss_mb = {kind: cost.rss_mb for kind, cost in spent.items()}
+        return Row(system, pace, streams, sum(by_kind.values()), by_kind, rss_mb, load, refusal(load, pace))
 
-    def run(self, stack: Running, streams: int, requests: int, *flags: str) -> tuple[Report, dict[str, Cost]]:
-        """One run, with what the stack spent from its first request to its last answer. New prompts each time."""
-        self._seed += 1
-        asked = {
-            "--port": stack.port,
-            "--model": NAME,
-            "--tokenizer": self.model / "tokenizer.json",
-            "-c": streams,
-            "-n": requests,
-            "--warmup": 0,
-            "--isl": INPUT_TOKENS,
-            "--osl": OUTPUT_TOKENS,
-            "--seed": self._seed,
-            "--extra": '{"ignore_eos": true}',
-        }
-        words = [str(word) for pair in asked.items() for word in pair]
-        reading, writing = os.pipe()
-        marks: dict[str, dict[str, Cost]] = {}
-        watch = threading.Thread(target=_watch, args=(reading, stack, marks))
-        watch.start()
-        try:
-            done = subprocess.run(
-                [*self._command, *words, *flags, "--hook-fd", str(writing)],
-                pass_fds=(writing,),
-                capture_output=True,
-                text=True,
-                timeout=LOAD_LIMIT_S,
-                check=False,
-            )
-        finally:
-            os.close(writing)
-            watch.join()
-        if done.returncode:
-            raise SystemExit(f"the load generator failed:\n{done.stderr[-2000:]}")
-        before, after = marks["start"], marks["stop"]
-        spent = {kind: Cost(cost.cpu_s - before[kind].cpu_s, cost.rss_mb) for kind, cost in after.items()}
-        load = msgspec.json.decode(done.stdout, type=Report)
-        if load.n == 0:
-            raise SystemExit(f"no stream ended well: {load.errors}\n{done.stderr[-2000:]}")
-        return load, spent
-
-
-def _watch(reading: int, stack: Running, marks: dict[str, dict[str, Cost]]) -> None:
-    """What the stack has cost when the load generator says start and stop."""
-    with os.fdopen(reading) as lines:
-        for line in lines:
-            marks[line.strip()] = stack.costs()
-
-
-def measure(generator: Generator, stack: Running, system: str, pace: str, streams: int, *, quick: bool) -> Row:
-    """One run of one case."""
-    if pace == "paced":
-        # Slots start one after another over the time of one request: no waves of requests.
-        requests = streams * (QUICK_ROUNDS if quick else ROUNDS)
-        load, spent = generator.run(stack, streams, requests, "--ramp", str(OUTPUT_TOKENS * STEP_S))
-    else:
-        load, spent = generator.run(stack, streams, max(UNPACED_REQUESTS // (4 if quick else 1), 2 * streams))
-    tokens = load.n * OUTPUT_TOKENS
-    by_kind = {kind: 1e6 * cost.cpu_s / max(tokens, 1) for kind, cost in spent.items()}
-    rss_mb = {kind: cost.rss_mb for kind, cost in spent.items()}
-    return Row(system, pace, streams, sum(by_kind.values()), by_kind, rss_mb, load, refusal(load, pace))
+    def _say(self, text: str) -> None:
+        if not self._flags.json:
+            print(text, flush=True)
 
 
 def refusal(load: Report, pace: str) -> str:
@@ -177,8 +204,6 @@ def refusal(load: Report, pace: str) -> str:
         return f"errors: {load.errors}"
     if pace != "paced":
         return ""
-    if load.short_streams:
-        return f"{load.short_streams} of {load.n} streams ended early"
     share = load.ev_per_req / OUTPUT_TOKENS
     return f"{share:.2f} events a token" if share < LEAST_EVENTS_A_TOKEN else ""
 
@@ -189,30 +214,67 @@ def line(row: Row) -> str:
     load = row.load
     return (
         f"{row.system:5} {row.pace:8} {row.streams:4}  {row.us_a_token:6.1f} µs/token: {kinds}  | "
-        f"{load.out_tok_s:7.0f} tokens/s  {load.ev_per_req / OUTPUT_TOKENS:.2f} events a token  "
+        f"{load.n * OUTPUT_TOKENS / load.elapsed_s:7.0f} tokens/s  {load.ev_per_req / OUTPUT_TOKENS:.2f} events each  "
         f"step {load.tpot_p50_ms:.1f} ms  gap p99 {load.gap_p99_ms} ms  first {load.ttft_p50_ms:.0f} / "
-        f"{load.ttft_p99_ms:.0f} ms  client {1e6 * load.client_cpu_s / max(load.n, 1) / OUTPUT_TOKENS:.1f} µs"
+        f"{load.ttft_p99_ms:.0f} ms  client {1e6 * load.client_cpu_s / load.n / OUTPUT_TOKENS:.1f} µs"
         + (f"  REFUSED: {row.refused}" if row.refused else "")
     )
+
+
+def goals(pairs: Sequence[Pair], paces: Sequence[str], streams: Sequence[int]) -> list[Goal]:
+    """Medians over the repeats that count; a goal without one is not met."""
+    found: list[Goal] = []
+    for pace in paces:
+        for count in streams:
+            case = [pair for pair in pairs if (pair.ours.pace, pair.ours.streams) == (pace, count)]
+            ratios = [pair.ratio for pair in case if not pair.refused]
+            goal = 0.8 if pace == "paced" and count >= 128 else 1.0
+            value = statistics.median(ratios) if ratios else None
+            name = f"CPU a token, {count} streams {pace}, of the yardstick's"
+            found.append(Goal(name, value, "times", goal, value is not None and value <= goal))
+    alone = [
+        pair.ours.by_kind["frontend"]
+        for pair in pairs
+        if (pair.ours.pace, pair.ours.streams) == ("paced", 512) and not pair.ours.refused
+    ]
+    if "paced" in paces and 512 in streams:
+        value = statistics.median(alone) if alone else None
+        met = value is not None and value <= FRONTEND_GOAL_US
+        found.append(Goal("frontend alone, 512 streams paced", value, "µs a token", FRONTEND_GOAL_US, met))
+    return found
+
+
+def summary(pairs: Sequence[Pair]) -> Iterator[str]:
+    """A line for each case: medians of the ratios that count, with the spread of all."""
+    for case in dict.fromkeys((pair.ours.pace, pair.ours.streams) for pair in pairs):
+        taken = [pair for pair in pairs if (pair.ours.pace, pair.ours.streams) == case and pair.peer is not None]
+        good = [pair.ratio for pair in taken if not pair.refused]
+        if taken:
+            every = [pair.ratio for pair in taken]
+            median = f"{statistics.median(good):.2f}" if good else "none counts"
+            spread = f"{min(every):.2f} to {max(every):.2f}, {len(good)} of {len(every)} count"
+            yield f"{case[0]:8} {case[1]:4}  ratio {median}  ({spread})"
 
 
 def main() -> int:
     """Print a table, or with --json one object."""
     flags = _flags()
-    streams = [int(word) for word in flags.streams.split(",")]
     paces = [pace for pace in ("paced", "unpaced") if getattr(flags, pace)] or ["paced", "unpaced"]
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
-        generator = Generator(flags.peer, Path(name))
+        bench = Bench(flags, Path(name))
         for pace in paces:
-            worker = COMMON | (PACED if pace == "paced" else UNPACED)
-            with ours(generator.model, Path(name) / pace, worker=worker, profile=flags.profile) as stack:
-                generator.run(stack, 16, 100)
-                for count in streams:
-                    for _ in range(1 if flags.quick else flags.repeats):
-                        rows.append(measure(generator, stack, "ours", pace, count, quick=flags.quick))
-                        if not flags.json:
-                            print(line(rows[-1]), flush=True)
+            bench.paced() if pace == "paced" else bench.unpaced()
+    found = goals(bench.pairs, paces, [int(word) for word in flags.streams.split(",")])
+    if flags.plot:
+        _plot(bench.pairs, flags.plot)
+    if flags.json:
+        print(msgspec.json.encode(report("serving", sys.argv[1:], found, bench.pairs)).decode())
+        return 0
+    for text in summary(bench.pairs):
+        print(text)
+    for goal in [] if flags.ours else found:
+        value = "no yardstick, or none counts" if goal.value is None else f"{goal.value:.2f} {goal.unit}"
+        print(f"{goal.name}: {value} (goal {goal.goal:g}){'' if goal.met else '  NOT MET'}")
     return 0
 
 
@@ -228,8 +290,33 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", default="", choices=("", "frontend", "router", "worker"))
     parser.add_argument("--quick", action="store_true", help="one short run of each case")
+    parser.add_argument("--plot", type=Path, help="a PNG")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
+
+
+def _plot(pairs: Sequence[Pair], path: Path) -> None:
+    from benchmarks.plot import Curve, Panel, draw  # matplotlib is among the development packages only
+
+    panels: list[Panel] = []
+    for pace in dict.fromkeys(pair.ours.pace for pair in pairs):
+        rows = [row for pair in pairs for row in (pair.ours, pair.peer) if row is not None and row.pace == pace]
+        streams = sorted({row.streams for row in rows})
+
+        def curve(system: str, kinds: Sequence[str], rows: Sequence[Row] = rows, xs: Sequence[int] = streams) -> Curve:
+            def cost(row: Row) -> float:
+                return sum(row.by_kind[kind] for kind in kinds) if kinds else row.us_a_token
+
+            ys = [statistics.median(cost(row) for row in rows if (row.system, row.streams) == (system, x)) for x in xs]
+            return xs, ys
+
+        curves = {"ours": curve("ours", ()), "ours: frontend": curve("ours", ["frontend"])}
+        curves["ours: shells and engines"] = curve("ours", ["shell", "engine"])
+        if any(row.system == "peer" for row in rows):
+            curves |= {"Dynamo": curve("peer", ()), "Dynamo: frontend": curve("peer", ["frontend"])}
+            curves["Dynamo: mockers"] = curve("peer", ["mocker"])
+        panels.append(Panel(f"CPU time a token, {pace}", "streams", "µs", curves))
+    draw(panels, path, columns=2)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -137,6 +137,7 @@ def ours(
     }
     table = directory / "profile"
     kinds: dict[int, str] = {}
+    started: list[subprocess.Popen[bytes]] = []
     with ExitStack() as children:
         for launch in plan.launches:
             name = launch.program.name
@@ -146,9 +147,9 @@ def ours(
                 command[2:2] = ["-m", "cProfile", "-o", str(table)]
             child = children.enter_context(_child(name, command, place.logs, settings.get(service, {})))
             kinds[child.pid] = "shell" if service == "worker" else service
-        urls = [f"{launch.observe}/health" for launch in plan.launches if launch.observe]
-        for url in urls:
-            _wait_healthy(url, place.logs)
+            started.append(child)
+        for url in [f"{launch.observe}/health" for launch in plan.launches if launch.observe]:
+            _wait_healthy(url, started, place.logs)
         yield Running(options.port, kinds)
     if profile:
         pstats.Stats(str(table)).sort_stats("tottime").print_stats(40)
@@ -172,15 +173,15 @@ def _child(name: str, command: list[str], logs: Path, settings: Mapping[str, str
             child.wait()
 
 
-def _wait_healthy(url: str, logs: Path) -> None:
-    """Raises SystemExit with the logs' ends."""
+def _wait_healthy(url: str, children: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+    """Raises SystemExit with the logs' ends, at the latest when time is over."""
     deadline_s = time.monotonic() + START_LIMIT_S
     while True:
         try:
             with urllib.request.urlopen(url, timeout=1.0):
                 return
         except OSError:
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_s or any(child.poll() is not None for child in children):
                 ends = "\n".join(f"== {log.name}\n{log.read_text()[-1000:]}" for log in sorted(logs.glob("*.log")))
                 raise SystemExit(f"{url} did not get ready:\n{ends}") from None
             time.sleep(_POLL_S)

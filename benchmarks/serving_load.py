@@ -1,0 +1,106 @@
+"""Runs a load generator against a stack, and counts what the stack spent meanwhile.
+
+Generator.run ──▶ a process, the yardstick's loadgen.py or sse_load.py ──▶ its report
+      │  start, stop: what each process of the stack has cost so far
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.serving_stacks import NAME, Cost, Running
+from tests.tiny_model import write_tiny_model
+
+INPUT_TOKENS = 512
+OUTPUT_TOKENS = 128
+LOAD_LIMIT_S = 300.0
+NO_TIME = {f"HEADRACE_SIMULATED_{name}_S": "0" for name in ("FIXED", "WEIGHTS", "ROW", "TOKEN", "PAIR", "KV_TOKEN")}
+"""Settings of an engine whose steps take no time …"""
+ENDLESS = {"HEADRACE_SIMULATED_OUTPUT_TOKENS": "0"}
+"""… and one whose answers end at max_tokens only."""
+
+
+class Report(Struct, frozen=True):
+    """Of the load generator."""
+
+    n: int
+    errors: dict[str, int]
+    elapsed_s: float
+    ev_per_req: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float
+    """Of a stream: from its first event to its end, over its tokens but one."""
+    gap_p50_ms: float | None
+    gap_p99_ms: float | None
+    client_cpu_s: float
+    short_streams: int
+    """With less than 95 % of the events that were asked for."""
+
+
+class Generator:
+    """Which load generator, and with what model."""
+
+    def __init__(self, yardstick: Path | None, directory: Path) -> None:
+        """The yardstick's generator and model, or without one `sse_load.py` and a small random model."""
+        if yardstick is None:
+            self.model = write_tiny_model(directory / "model", vocab=16_000, context_length=131_072)
+            self._command = [sys.executable, "-m", "benchmarks.sse_load"]
+        else:
+            self.model = yardstick / "model"
+            self._command = [str(yardstick / "venv" / "bin" / "python"), str(yardstick / "loadgen.py")]
+        self._seed = 0
+
+    def run(self, stack: Running, streams: int, requests: int, *flags: str) -> tuple[Report, dict[str, Cost]]:
+        """So many requests, `streams` of them at once, and what the stack spent from the first request to the last
+        answer, and took then. The prompts are new each time. `flags` go to the generator. Raises SystemExit."""
+        self._seed += 1
+        asked = {
+            "--port": stack.port,
+            "--model": NAME,
+            "--tokenizer": self.model / "tokenizer.json",
+            "-c": streams,
+            "-n": requests,
+            "--warmup": 0,
+            "--isl": INPUT_TOKENS,
+            "--osl": OUTPUT_TOKENS,
+            "--seed": self._seed,
+            "--extra": '{"ignore_eos": true}',
+        }
+        words = [str(word) for pair in asked.items() for word in pair]
+        reading, writing = os.pipe()
+        marks: dict[str, dict[str, Cost]] = {}
+        watch = threading.Thread(target=_watch, args=(reading, stack, marks))
+        watch.start()
+        try:
+            done = subprocess.run(
+                [*self._command, *words, *flags, "--hook-fd", str(writing)],
+                pass_fds=(writing,),
+                capture_output=True,
+                text=True,
+                timeout=LOAD_LIMIT_S,
+                check=False,
+            )
+        finally:
+            os.close(writing)
+            watch.join()
+        try:
+            load = msgspec.json.decode(done.stdout, type=Report)
+        except msgspec.DecodeError:  # it failed, or not one stream ended well and its figures are null
+            raise SystemExit(f"the load generator: {done.stdout}{done.stderr[-2000:]}") from None
+        before, after = marks["start"], marks["stop"]
+        return load, {kind: Cost(cost.cpu_s - before[kind].cpu_s, cost.rss_mb) for kind, cost in after.items()}
+
+
+def _watch(reading: int, stack: Running, marks: dict[str, dict[str, Cost]]) -> None:
+    """What the stack has cost when the load generator says start and stop."""
+    with os.fdopen(reading) as lines:
+        for line in lines:
+            marks[line.strip()] = stack.costs()
