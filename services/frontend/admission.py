@@ -29,8 +29,8 @@ class Admission:
         self._refused = refused
         self.closed = False
         """No new requests: this process is about to end."""
-        self.places: set[Place] = set()
-        """Arriving, tokenising and running."""
+        self.places: dict[Place, None] = {}
+        """Arriving, tokenising and running; the first come first."""
         self.begun = 0
         self.body_bytes = 0
         self.tokenising_bytes = 0
@@ -42,7 +42,7 @@ class Admission:
             raise Unavailable("this frontend is about to end")
         self._check_requests()
         place = Place(self)
-        self.places.add(place)
+        self.places[place] = None
         return place
 
     def grow(self, place: Place, size_bytes: int) -> None:
@@ -73,7 +73,7 @@ class Admission:
 
     def leave(self, place: Place) -> None:
         """It has ended, however far it came."""
-        self.places.remove(place)
+        del self.places[place]
         if place.tokenising:
             self._tokenised(place)
         self.begun -= place.begun

@@ -17,7 +17,7 @@ from services.router.chooser import Verdict
 from services.router.index import CandidateId
 from services.router.load import AttemptId
 from services.router.policy import Policy, reason
-from services.router.question import Question, Scored
+from services.router.question import Question, Scored, predicted_s
 from shared.messages import Candidate, Prefilled, Selected
 
 ROWS = 16
@@ -141,8 +141,7 @@ def _in_words(kept: _Kept) -> Decision:
 
 def _row(kept: _Kept, scored: Scored) -> Candidate:
     facts = scored.facts
-    uncached_tokens = kept.question.prompt_tokens - facts.overlap.blocks * kept.question.block_size
-    rate = facts.speed.prefill_tokens_per_s
+    first_token_s = predicted_s(facts, kept.question.prompt_tokens, kept.question.block_size)
     return Candidate(
         instance=facts.candidate[0],
         rank=facts.candidate[1],
@@ -151,7 +150,7 @@ def _row(kept: _Kept, scored: Scored) -> Candidate:
         active_blocks=min(facts.load.active_blocks, _COUNT_MOST),
         queued_tokens=min(facts.load.queued_tokens, _COUNT_MOST),
         reason=reason(kept.policy, kept.question, facts)[0],
-        predicted_s=round(_told((facts.load.queued_tokens + uncached_tokens) / rate), 6) if rate else None,
+        predicted_s=None if first_token_s is None else round(_told(first_token_s), 6),
     )
 
 

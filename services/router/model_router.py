@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Literal, assert_never
 
+import msgspec
 from msgspec import Struct
 
 from services.router.chains import Chains, Clearing
@@ -24,7 +25,7 @@ from services.router.decisions import Decision, Decisions, Prediction
 from services.router.index import CandidateId, Index
 from services.router.load import UNTOLD, Load
 from services.router.policy import Policy
-from services.router.question import Facts, Fleet, Question
+from services.router.question import Facts, Fleet, Question, predicted_s
 from services.router.seats import Nobody, Refusal, Seats
 from services.router.speculation import Run, Speculation
 from shared.errors import ProtocolError
@@ -42,6 +43,8 @@ from shared.messages import (
     SelectRefused,
 )
 
+RETRY_MOST_S = 60.0
+"""What those who are refused for the wait are told at most."""
 _ID_LIMIT = 256
 _EXCLUDED_LIMIT = 4096
 _EXPIRED_A_TICK = 1000
@@ -167,6 +170,11 @@ class ModelRouter:
         ]
         question = Question(ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts))
         verdict = self.chooser.choose(question, facts)
+        if ask.wait_limit_s > 0 and before is None and not _in_time([verdict.chosen.facts], ask, block_size):
+            in_time = _in_time(facts, ask, block_size)
+            if not in_time:
+                return Choice(_overloaded(ask, facts, block_size), trouble=verdict.trouble)
+            verdict = self.chooser.choose(question, in_time)
         chosen = verdict.chosen.facts
         repeated = chosen.candidate == before
         reserved = None if repeated else self._reserve(ask, question, chosen, now_s)
@@ -300,5 +308,19 @@ class ModelRouter:
         self.decisions.validate()
 
 
-def _refused(ask: Select, code: Refusal | Literal["bad_request"], reason: str) -> SelectRefused:
+def _in_time(facts: Sequence[Facts], ask: Select, block_size: int) -> list[Facts]:
+    """Those whose first token would come within the asker's limit, and those of which that is not known."""
+    waits = [predicted_s(each, ask.prompt_tokens, block_size) for each in facts]
+    return [each for each, wait_s in zip(facts, waits, strict=True) if wait_s is None or wait_s <= ask.wait_limit_s]
+
+
+def _overloaded(ask: Select, facts: Sequence[Facts], block_size: int) -> SelectRefused:
+    """Of `facts` none is in time; it is by the asker's limit sooner, once the soonest has caught up."""
+    soonest_s = min(predicted_s(each, ask.prompt_tokens, block_size) or 0.0 for each in facts)
+    reason = f"the first token would come in {soonest_s:.0f} s at the soonest, the limit is {ask.wait_limit_s:g} s"
+    retry_after_s = min(max(soonest_s - ask.wait_limit_s, 1.0), RETRY_MOST_S)
+    return msgspec.structs.replace(_refused(ask, "overloaded", reason), retry_after_s=retry_after_s)
+
+
+def _refused(ask: Select, code: Refusal | Literal["bad_request", "overloaded"], reason: str) -> SelectRefused:
     return SelectRefused(ask.request[:_ID_LIMIT], ask.attempt, code, reason)

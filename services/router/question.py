@@ -61,6 +61,13 @@ class Facts(Struct, frozen=True, gc=False):
     """Since it began to serve: one that has just joined ramps up."""
 
 
+def predicted_s(facts: Facts, prompt_tokens: int, block_size: int) -> float | None:
+    """Until a prompt's first token, if it went there; None: how fast the worker is was not told."""
+    rate = facts.speed.prefill_tokens_per_s
+    uncached_tokens = prompt_tokens - facts.overlap.blocks * block_size
+    return (facts.load.queued_tokens + uncached_tokens) / rate if rate else None
+
+
 class Scored(Struct, frozen=True, gc=False):
     """A candidate with its score; lower is better."""
 

@@ -108,6 +108,51 @@ def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to
     assert row.reason == router.explain("second")[0].selected.reason
 
 
+def test_a_question_is_refused_before_anything_is_reserved_where_its_first_token_would_come_too_late() -> None:
+    router = model()
+    for name in "ab":
+        router.card_up(card(name))
+        router.reported(report(name, rate=10.0), 0.0)
+        router.select(select(f"at {name}", [1 + ord(name), 2, 3]), 0.0)
+    reply = router.select(select("late", [7, 8, 9], wait_limit_s=2.0), 0.0)
+    assert isinstance(reply.reply, SelectRefused)
+    assert reply.reply.code == "overloaded"
+    assert "in 3 s at the soonest, the limit is 2 s" in reply.reply.reason
+    assert reply.reserved is None
+    assert {each.reserved.request for each in router.load.living()} == {"at a", "at b"}
+    assert isinstance(router.select(select("no limit", [7, 8, 9]), 0.0).reply, Selected)
+    assert isinstance(router.select(select("patient", [7, 8, 9], wait_limit_s=60.0), 0.0).reply, Selected)
+
+
+def test_who_is_refused_is_told_when_the_soonest_will_have_caught_up_a_minute_at_most() -> None:
+    router = model()
+    router.card_up(card("a"))
+    router.reported(report("a", rate=1.0), 0.0)
+    for number, expected_s in enumerate((3.0, 16.0, 29.0, 42.0, 55.0, 60.0, 60.0)):
+        reply = router.select(select("late", [7, 8, 9], wait_limit_s=10.0), 0.0).reply
+        assert isinstance(reply, SelectRefused)
+        assert reply.retry_after_s == expected_s
+        router.select(select(f"before {number}", [10 * number + 100, 2, 3]), 0.0)
+
+
+def test_a_choice_that_would_be_too_late_is_made_anew_among_those_in_time() -> None:
+    router = model("round-robin")
+    for name, rate in (("slow", 1.0), ("fast", 100.0), ("unheard", 0.0)):
+        router.card_up(card(name))
+        router.reported(report(name, rate=rate), 0.0)
+    asked = [chosen(router, select(f"r{number}", [number + 1], wait_limit_s=1.0)).instance for number in range(8)]
+    assert set(asked) == {"fast", "unheard"}
+
+
+def test_a_question_that_is_asked_again_is_not_refused_for_the_wait_that_it_is_part_of() -> None:
+    router = model()
+    router.card_up(card("a"))
+    router.reported(report("a", rate=1.0), 0.0)
+    chosen(router, select("r", [1, 2, 3], wait_limit_s=14.0))
+    assert refused(router, select("other", [7, 8, 9], wait_limit_s=14.0)) == "overloaded"
+    assert chosen(router, select("r", [7, 8, 9], wait_limit_s=0.5)).instance == "a"
+
+
 def test_the_same_question_again_is_answered_alike_reserves_once_and_is_told_once() -> None:
     router = model()
     for instance in "abc":
