@@ -4,8 +4,9 @@
                                                                                     │
          closed here, the server's end, an error, what is no NATS, two PINGs without an answer
 
-Nothing waits here but for the server: what comes is handed over in the turn of the loop that read it, what is sent goes
-to the transport at once (uvloop writes all of one turn together). Over UNSENT_LIMIT_BYTES a publisher must wait.
+Nothing waits here but for the server: what comes is handed over in the turn of the loop that read it, and what is said
+in one turn is sent together at its end: a turn costs 1 µs, a write that wakes the server 10 to 100. Over
+UNSENT_LIMIT_BYTES a publisher must wait.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ PING_INTERVAL_S = 10.0
 PINGS_LIMIT = 2
 """Without an answer; then the connection is given up."""
 UNSENT_LIMIT_BYTES = 2 << 20
+TURN_LIMIT_BYTES = 64 << 10
+"""Said in one turn of the loop; then it is sent before the turn ends."""
 UNSENT_WAIT_S = 2.0
 """A publisher waits this long for the server to take what is unsent, then gets BusDown."""
 FAILURES = (BusDown, ProtocolError, OSError, UnicodeError)
@@ -42,11 +45,11 @@ class Connection(asyncio.Protocol):
     def __init__(self, failed: Callable[[HeadraceError], None]) -> None:
         """`failed` hears of what went wrong while the connection goes on: BusDown for the server's refusals,
         ProtocolError for messages that cannot be read."""
-        loop = asyncio.get_running_loop()
-        self.lost: asyncio.Future[str] = loop.create_future()
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = self._loop.create_future()
         """Why, once it is."""
         self._info = Info()
-        self._informed: asyncio.Future[None] = loop.create_future()
+        self._informed: asyncio.Future[None] = self._loop.create_future()
         self._failed = failed
         self._wire = Wire()
         self._transport: asyncio.Transport | None = None
@@ -54,6 +57,9 @@ class Connection(asyncio.Protocol):
         self._takers: dict[int, Callable[[Message], None]] = {}
         self._pongs: deque[asyncio.Future[None]] = deque()
         """Of the PINGs that are not answered, oldest first."""
+        self._said: list[bytes] = []
+        """In this turn of the loop."""
+        self._said_bytes = 0
         self._room = asyncio.Event()
         """The transport takes more."""
         self._room.set()
@@ -138,11 +144,21 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _write(self, data: bytes) -> None:
-        if self._transport is not None and not self.lost.done():
-            self._transport.write(data)
+        if not self._said:
+            self._loop.call_soon(self._flush)
+        self._said.append(data)
+        self._said_bytes += len(data)
+        if self._said_bytes > TURN_LIMIT_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._said and self._transport is not None and not self.lost.done():
+            self._transport.writelines(self._said)
+        self._said = []
+        self._said_bytes = 0
 
     def _ping(self) -> asyncio.Future[None]:
-        pong: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        pong: asyncio.Future[None] = self._loop.create_future()
         self._pongs.append(pong)
         self._write(nats_wire.PING)
         return pong
@@ -225,7 +241,7 @@ class Connection(asyncio.Protocol):
         parts = urlsplit(config.url)
         if parts.scheme == "tls" or self._info.tls_required:
             assert self._transport is not None
-            secured = await asyncio.get_running_loop().start_tls(
+            secured = await self._loop.start_tls(
                 self._transport, self, ssl.create_default_context(), server_hostname=parts.hostname
             )
             if secured is None:
@@ -245,8 +261,7 @@ class Connection(asyncio.Protocol):
         if unanswered >= PINGS_LIMIT:
             self._abort("it does not answer")
         elif self.is_open:
-            loop = asyncio.get_running_loop()
-            self._pinging = loop.call_later(PING_INTERVAL_S, self._stay_alive, self._ping(), unanswered)
+            self._pinging = self._loop.call_later(PING_INTERVAL_S, self._stay_alive, self._ping(), unanswered)
 
 
 async def dial(config: NatsConfig, name: str, failed: Callable[[HeadraceError], None]) -> Connection:

@@ -88,6 +88,22 @@ class _File(Struct):
     pre_tokenizer: _Step | None = None
 
 
+class _Table(dict[str, bytes]):
+    """Word → packed ids; one that is not there is asked for where it is looked up."""
+
+    def __init__(self, ids: Callable[[str], Sequence[int]]) -> None:
+        super().__init__()
+        self._ids = ids
+
+    def __missing__(self, word: str) -> bytes:
+        packed = pack_tokens(self._ids(word.translate(_BYTE_LEVEL)))
+        if len(word) <= WORD_CHARACTERS:
+            if len(self) >= WORDS_LIMIT:
+                self.clear()
+            self[word] = packed
+        return packed
+
+
 class Words:
     """One tokenizer's table. It grows with use, up to its limit."""
 
@@ -97,8 +113,7 @@ class Words:
         self._added = {text: pack_tokens([token]) for text, token in added.items()}
         longest_first = sorted(added, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if added else None
-        self._ids = ids
-        self._table: dict[str, bytes] = {}
+        self._table = _Table(ids)
 
     def cut(self, text: str) -> Iterator[str]:
         """The text's sections, in order."""
@@ -120,20 +135,7 @@ class Words:
             return special
         if not section.isascii() or len(section) > 4 * SLICE_CHARACTERS:
             return None
-        words = self._find(section)
-        table = self._table
-        try:
-            return b"".join([table[word] for word in words])
-        except KeyError:
-            return b"".join([table.get(word) or self._learn(word) for word in words])
-
-    def _learn(self, word: str) -> bytes:
-        packed = pack_tokens(self._ids(word.translate(_BYTE_LEVEL)))
-        if len(word) <= WORD_CHARACTERS:
-            if len(self._table) >= WORDS_LIMIT:
-                self._table.clear()
-            self._table[word] = packed
-        return packed
+        return b"".join(map(self._table.__getitem__, self._find(section)))
 
     def validate(self) -> None:
         """Assert every invariant."""
