@@ -36,7 +36,7 @@ LAST_CALL_S = 1.0
 """How long clients that keep a connection may still ask on it, to be told with the answer that it closes."""
 LINGER_S = 2.0
 """What a refused request goes on to send is read for so long, or its answer would be lost with the connection."""
-_SWEEP_S = 0.5
+SWEEP_S = 0.5
 _NEVER_S = 1e9
 
 _log = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class Port:
         await runner.setup()
         assert runner.server is not None
         self._connect = partial(_Connection, self, runner.server, loop)
+        self._sweep()
         try:
             try:
                 self._server = await loop.create_server(
@@ -135,7 +136,6 @@ class Port:
             host, port = advertised(config.host), self._server.sockets[0].getsockname()[1]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             _log.info("listening on %s", url)
-            self._sweep()
             yield url
         finally:
             self._sweeping.cancel()
@@ -169,11 +169,12 @@ class Port:
         server.close()
         for connection in accepted:
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, connection)
+        await asyncio.sleep(0)  # those that uvloop accepted just before come in the loop's next turn
 
     def _sweep(self) -> None:
         for connection, why in list(self.connections.due(self._now())):
             self._close(connection, why)
-        self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+        self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def _close(self, connection: web.RequestHandler, why: Ended) -> None:
         self.connections.gone(connection)
