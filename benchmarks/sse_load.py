@@ -14,9 +14,11 @@ import asyncio
 import json
 import os
 import resource
+import socket
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -30,7 +32,8 @@ _LEAST_LETTERS = 3
 class Reading(asyncio.Protocol):
     """One connection, one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quick_acks: bool) -> None:
+        self._quick_acks = quick_acks
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed = False
         self.transport: asyncio.Transport | None = None
@@ -65,6 +68,9 @@ class Reading(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now_s = time.perf_counter()
+        if self._quick_acks:
+            assert self.transport is not None
+            self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         if not self.status:
             self._head += data
             end = self._head.find(b"\r\n\r\n")
@@ -165,7 +171,8 @@ class Load:
             if not connection.closed:
                 return connection
         loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(Reading, "127.0.0.1", self._flags.port)
+        reading = partial(Reading, quick_acks=bool(self._flags.quickack))
+        _, made = await loop.create_connection(reading, "127.0.0.1", self._flags.port)
         return made
 
     def _request(self, number: int) -> bytes:
@@ -246,6 +253,7 @@ def main() -> int:
     parser.add_argument("--isl", type=int, default=512)
     parser.add_argument("--osl", type=int, default=128)
     parser.add_argument("--extra", default='{"ignore_eos": true}', help="more of each request's body")
+    parser.add_argument("--quickack", type=int, default=0, help="1: TCP_QUICKACK at each read")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--hook-fd", type=int, default=-1)
