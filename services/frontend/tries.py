@@ -7,8 +7,8 @@ What is lost is bounded three times:
   with their worker or its engine count in all: after `attempts` of them, the next one is enough. (Who only shared the
   engine with it counts the same, but is as a rule not beside it every time.)
 - Where nobody can be chosen after a loss, the request waits and asks again, for `rescue_s`: a lone worker's new start
-  loses nothing. A refusal meanwhile counts as nothing, once a worker. A request that lost nothing yet is told at once
-  that there is nobody, for its client may put it elsewhere; but while NATS is away, it waits too.
+  loses nothing. An offer that comes to nothing meanwhile counts as nothing, once a worker. A request that lost nothing
+  yet is told at once that there is nobody, for its client may put it elsewhere; but while NATS is away, it waits too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ Loss = Literal[
 """Why an attempt was lost."""
 DEADLY: frozenset[Loss] = frozenset(("gone", "frozen", "failed"))
 """The worker or its engine ended under the attempt, perhaps because of it."""
+NOTHING_DONE: frozenset[Loss] = frozenset(("refused", "unreachable"))
+"""An offer that came to nothing."""
 NOT_ITS_FAULT: frozenset[Loss] = frozenset(("unheard", "gap"))
 """The worker may be chosen again."""
 
@@ -74,7 +76,7 @@ class Tries:
     def lose(self, loss: Loss, attempt: int, instance: str, why: str, *, overloaded: bool = False) -> str:
         """The attempt was lost. Empty: there may be another one; else why not. A refusal may be for being
         `overloaded`, which is no reason to wait."""
-        if loss == "refused" and self.rescued and instance not in self.excluded:
+        if loss in NOTHING_DONE and self.rescued and instance not in self.excluded:
             self._fruitless -= 1
         self._losses.append(f"attempt {attempt} at {instance}: {why}")
         self.rescued |= not overloaded
