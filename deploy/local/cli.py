@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--port", type=int, default=8000, help="of the HTTP API, on 127.0.0.1 (%(default)s)")
     up.add_argument("--workers", type=int, default=2, help="how many (%(default)s)")
+    up.add_argument("--frontends", type=int, default=1, help="how many, on one port (%(default)s)")
+    up.add_argument("--routers", type=int, default=1, help="how many (%(default)s)")
     up.add_argument(
         "--model", default=DEFAULT_MODEL, help="directory or GGUF file (SmolLM2-135M-Instruct, fetched once)"
     )
@@ -76,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=("native", "simulated", "echo"),
         default="native",
         help="%(default)s; simulated takes a GPU's time and needs none, echo says the prompt back",
+    )
+    up.add_argument(
+        "--simulated",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the simulated engine: speed=2, fixed_s=0.02, …",
     )
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
@@ -101,13 +110,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(flags: argparse.Namespace, place: Place) -> int:
-    from deploy.local import model, servers
+    from deploy.local import model, policy, servers
     from deploy.local.up import alone, up
 
     if not 1 <= flags.port <= 65535:
         raise ConfigError("--port is 1 to 65535")
-    if not 1 <= flags.workers <= 64:
-        raise ConfigError("--workers is 1 to 64")
+    for flag in ("workers", "frontends", "routers"):
+        if not 1 <= getattr(flags, flag) <= 64:
+            raise ConfigError(f"--{flag} is 1 to 64")
+    if flags.simulated and flags.engine != "simulated":
+        raise ConfigError("--simulated needs --engine simulated")
+    simulated = dict(map(_setting, flags.simulated))
+    policy.check(flags.policy)  # now: the model may take minutes
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
             raise ConfigError(f"{flag} {address}: nothing answers there")
@@ -125,14 +139,30 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
             model=str(source),
             model_name=flags.model_name or name,
             port=flags.port,
+            frontends=flags.frontends,
+            routers=flags.routers,
             workers=flags.workers,
             policy=flags.policy,
             discovery=flags.discovery,
             engine=flags.engine,
+            simulated=simulated,
             nats=flags.nats,
             etcd=flags.etcd,
         )
         return up(options, place, terminal)
+
+
+def _setting(text: str) -> tuple[str, str | int | float]:
+    """KEY=VALUE; the worker knows which keys and values there are."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise ConfigError(f"--simulated {text}: not KEY=VALUE")
+    for number in (int, float):
+        try:
+            return key, number(value)
+        except ValueError:
+            pass
+    return key, value
 
 
 def _status(flags: argparse.Namespace, place: Place) -> int:

@@ -28,10 +28,15 @@ class Options(Struct, frozen=True):
     """A directory or GGUF file, absolute."""
     model_name: str
     port: int = 8000
+    frontends: int = 1
+    """More than one share the port."""
+    routers: int = 1
     workers: int = 2
     policy: str = "kv"
     discovery: Literal["etcd", "file"] = "etcd"
     engine: str = "native"
+    simulated: Mapping[str, Value] = {}
+    """Settings of the simulated engine."""
     nats: str = ""
     """URL of a NATS that runs already; empty: start one."""
     etcd: str = ""
@@ -90,24 +95,25 @@ class Stack(Struct, frozen=True):
 
 
 def ports_needed(options: Options) -> int:
-    """How many free ports `plan` takes: NATS, etcd's two, and one to observe each router and worker."""
-    return 4 + options.workers
+    """How many free ports `plan` takes: NATS, etcd's two, and one to observe each service."""
+    return 3 + options.frontends + options.routers + options.workers
 
 
 def plan(options: Options, place: Place, ports: list[int], *, python: str, cores: int) -> Stack:
     """The programs and their files. `ports` are `ports_needed` free ones; the workers share the `cores`."""
-    nats_port, client_port, peer_port, router_port, *worker_ports = ports
-    assert len(worker_ports) == options.workers
+    assert len(ports) == ports_needed(options)
+    nats_port, client_port, peer_port, *observed = ports
     nats = options.nats or f"nats://127.0.0.1:{nats_port}"
     etcd = "" if options.discovery == "file" else options.etcd or f"127.0.0.1:{client_port}"
     launches: list[Launch] = []
     files: dict[Path, str] = {}
 
-    def service(name: str, module: str, stage: int, settings: Settings, url: str) -> None:
+    def service(name: str, module: str, stage: int, settings: Settings) -> None:
+        port = observed.pop()
         file = place.run / f"{name}.toml"
-        files[file] = toml(settings)
+        files[file] = toml({**settings, "observe": {"port": port}})
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file))
-        launches.append(Launch(Program(name, stage, SERVICE_DRAIN_S), arguments, url))
+        launches.append(Launch(Program(name, stage, SERVICE_DRAIN_S), arguments, f"http://127.0.0.1:{port}"))
 
     def common() -> dict[str, Value | Mapping[str, Value]]:
         return {
@@ -123,26 +129,37 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
     if not options.nats:
         files[place.run / "nats.conf"] = servers.nats_settings(nats_port)
         launches.append(
-            Launch(Program("nats", 3, SERVER_DRAIN_S), (str(servers.nats_server()), "-c", str(place.run / "nats.conf")))
+            Launch(
+                Program("nats", 3, SERVER_DRAIN_S),
+                (str(servers.nats_server()), "-c", str(place.run / "nats.conf")),
+            )
         )
     if etcd and not options.etcd:
         arguments = servers.etcd_arguments(client_port, peer_port, place.run / "etcd")
         launches.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *arguments)))
-    url = f"http://127.0.0.1:{options.port}"
-    service("frontend", "frontend", 0, common() | {"http": {"port": options.port}}, url)
-    router = common() | {"policy": options.policy, "observe": {"port": router_port}}
-    service("router", "router", 2, router, f"http://127.0.0.1:{router_port}")
-    for index, port in enumerate(worker_ports):
+    http: dict[str, Value] = {"port": options.port}
+    if options.frontends > 1:
+        http["reuse_port"] = True
+    for name in _names("frontend", options.frontends):
+        service(name, "frontend", 0, common() | {"http": http})
+    for name in _names("router", options.routers):
+        service(name, "router", 2, common() | {"policy": options.policy})
+    for index in range(options.workers):
         settings = common() | {
             "model": options.model,
             "model_name": options.model_name,
             "cache": str(place.models),
             "engine": options.engine,
             "threads": max(1, cores // options.workers),
-            "observe": {"port": port},
+            "simulated": options.simulated,
         }
-        service(f"worker-{index}", "worker", 1, settings, f"http://127.0.0.1:{port}")
+        service(f"worker-{index}", "worker", 1, settings)
+    url = f"http://127.0.0.1:{options.port}"
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd)
+
+
+def _names(service: str, count: int) -> list[str]:
+    return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
 def toml(settings: Settings) -> str:

@@ -198,10 +198,11 @@ class Shell:
                 process.send_signal(number)
 
     async def _announce(self) -> None:
-        """Show the load's progress until the frontend would serve a request; then say so, once."""
+        """Show the load's progress until the frontends would serve a request; then say so, once."""
         reasons: dict[str, str] = {}
         ready: set[str] = set()
         observed = [launch for launch in self._launches.values() if launch.observe]
+        frontends = {name for name in self._launches if name.startswith("frontend")}
         while len(ready) < len(observed):
             for launch in observed:
                 name = launch.program.name
@@ -210,7 +211,7 @@ class Shell:
                 healthy, reason = await _health(launch)
                 if healthy:
                     ready.add(name)
-                    if name == "frontend":
+                    if name in frontends and frontends <= ready:
                         self._say_ready()
                 elif reason and reasons.get(name) != reason:
                     reasons[name] = reason

@@ -47,9 +47,27 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
     assert {worker.model_name for worker in workers} == {"tiny"}
     assert {worker.nats.url for worker in workers} == {frontend.nats.url, router.nats.url} == {stack.nats}
     assert frontend.discovery.endpoints == (stack.etcd,)
-    observed = [router.observe.port, *(worker.observe.port for worker in workers)]
-    assert [f"http://127.0.0.1:{port}" for port in observed] == [launch.observe for launch in stack.launches[3:]]
-    assert len(set(observed)) == 4
+    observed = [frontend.observe.port, router.observe.port, *(worker.observe.port for worker in workers)]
+    assert [f"http://127.0.0.1:{port}" for port in observed] == [launch.observe for launch in stack.launches[2:]]
+    assert len(set(observed)) == 5
+
+
+def test_several_frontends_share_the_port_and_each_is_observed_on_one_of_its_own(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, frontends=3, routers=2))
+    several = ["frontend-0", "frontend-1", "frontend-2", "router-0", "router-1"]
+    assert names(stack)[2:7] == several
+    frontends = [load(FrontendConfig, file=settings(stack, name, tmp_path), environ={}) for name in several[:3]]
+    assert {(each.http.port, each.http.reuse_port) for each in frontends} == {(8123, True)}
+    assert len({launch.observe for launch in stack.launches[2:]}) == 8
+    alone = load(FrontendConfig, file=settings(planned(OPTIONS), "frontend", tmp_path), environ={})
+    assert not alone.http.reuse_port, "another program on the port is an error, not a companion"
+
+
+def test_the_simulated_engine_gets_its_settings(tmp_path: Path) -> None:
+    simulated: dict[str, Value] = {"fixed_s": 0.02, "output_tokens": 0, "table": "times.toml"}
+    stack = planned(msgspec.structs.replace(OPTIONS, engine="simulated", simulated=simulated))
+    worker = load(WorkerConfig, file=settings(stack, "worker-2", tmp_path), environ={})
+    assert (worker.simulated.fixed_s, worker.simulated.output_tokens, worker.simulated.table) == (0.02, 0, "times.toml")
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3)])
