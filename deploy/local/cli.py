@@ -1,4 +1,4 @@
-"""The command line: up, status, explain, chat."""
+"""The command line: up, status, explain, chat, bench."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 DEFAULT_MODEL = "default"
+BENCH_LIMIT = 1_000_000
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -35,6 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 return _explain(flags, place)
             case "chat":
                 return _chat(flags, place)
+            case "bench":
+                return _bench(flags, place, sys.argv[1:] if words is None else words)
             case other:
                 raise AssertionError(other)
     except ConfigError as wrong:
@@ -106,6 +109,28 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", default="", help="(the first one served)")
     chat.add_argument("--max-tokens", type=int, default=512, help="%(default)s")
     chat.add_argument("--temperature", type=float, default=0.0, help="%(default)s: greedy")
+
+    bench = commands.add_parser(
+        "bench", parents=[state], help="measure an OpenAI endpoint", description="A sweep of loads; docs/bench.md."
+    )
+    bench.add_argument("--url", default="", help=f"any OpenAI endpoint (that of `up`, or {DEFAULT_URL})")
+    bench.add_argument("--model", default="", help="(the first one served)")
+    bench.add_argument("--concurrency", default="", metavar="N,…", help="requests in flight, one load after the other")
+    bench.add_argument("--rate", default="", metavar="R,…", help="or requests a second, sent at random times")
+    bench.add_argument("--requests", type=int, default=0, help="of each load (4 x concurrency, 20 s x rate; at least 32)")
+    bench.add_argument("--words", type=int, default=512, help="of each prompt (%(default)s)")
+    bench.add_argument("--shared-words", type=int, default=0, help="that all prompts begin with (%(default)s)")
+    bench.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line, instead of made-up ones")
+    bench.add_argument("--output-tokens", type=int, default=128, help="of each answer (%(default)s)")
+    bench.add_argument("--may-stop", action="store_true", help="answers may be shorter: `ignore_eos` is not sent")
+    bench.add_argument("--warmup", type=int, default=2, help="requests before each load, not measured (%(default)s)")
+    bench.add_argument("--timeout-s", type=float, default=120.0, help="of each request (%(default)s)")
+    bench.add_argument("--seed", type=int, default=0, help="of prompts and times (%(default)s)")
+    bench.add_argument("--api-key-file", type=Path, metavar="FILE", help="with the key alone in it")
+    bench.add_argument("--out", default="bench", metavar="PREFIX", help="of the .json and .png written (%(default)s)")
+    bench.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    bench.add_argument("--driver", choices=("own", "aiperf"), default="own", help="who sends (%(default)s)")
+    bench.add_argument("--tokenizer", default="", help="for aiperf: a directory, or a hub's name")
     return parser
 
 
@@ -209,6 +234,42 @@ def _chat(flags: argparse.Namespace, place: Place) -> int:
         temperature=flags.temperature,
     )
     return 0
+
+
+def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int:
+    from deploy.local import bench, bench_aiperf, bench_plan
+
+    at_least = {"words": 1, "output_tokens": 1, "shared_words": 0, "warmup": 0, "timeout_s": 0.001}
+    for name, least in at_least.items():
+        if not least <= getattr(flags, name) <= BENCH_LIMIT:
+            raise ConfigError(f"--{name.replace('_', '-')} is {least} to {BENCH_LIMIT}")
+    if flags.shared_words > flags.words:
+        raise ConfigError("--shared-words are some of --words")
+    options = bench.Options(
+        url=(flags.url or _running(place).get("url", DEFAULT_URL)).rstrip("/"),
+        points=bench_plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
+        command=" ".join(("headrace", *words)),
+        model=flags.model,
+        words=flags.words,
+        shared_words=flags.shared_words,
+        output_tokens=flags.output_tokens,
+        may_stop=flags.may_stop,
+        given=[] if flags.prompts is None else bench_plan.lines(_text(flags.prompts), str(flags.prompts)),
+        warmup=flags.warmup,
+        timeout_s=flags.timeout_s,
+        seed=flags.seed,
+        api_key="" if flags.api_key_file is None else _text(flags.api_key_file).strip(),
+        out=flags.out,
+        tokenizer=flags.tokenizer,
+    )
+    return bench_aiperf.run(options) if flags.driver == "aiperf" else bench.bench(options, as_json=flags.json)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise ConfigError(f"{file}: {getattr(wrong, 'strerror', None) or wrong}") from None
 
 
 def _running(place: Place) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""An OpenAI stream's bytes as events (pure).
+
+    bytes ─▶ lines ─▶ `data: {…}` ─▶ text, usage, finish reason, error ─▶ [DONE]
+
+Raises ProtocolError on what is no such stream: a line of no SSE field, or data that is no JSON object.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import ProtocolError
+
+LINE_LIMIT_BYTES = 1 << 20
+_FIELDS = (b":", b"event:", b"id:", b"retry:")
+
+
+class _Delta(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class Usage(Struct):
+    """As the server counts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Error(Struct):
+    message: str = ""
+
+
+class _Chunk(Struct):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: _Error | str | None = None
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+class Events:
+    """One stream's."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+        """Events with text so far."""
+        self.usage: Usage | None = None
+        self.finished = False
+        """A finish reason came, or [DONE]."""
+        self.error = ""
+        self._rest = b""
+
+    def feed(self, data: bytes) -> int:
+        """How many events with text were completed."""
+        before = self.texts
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_LIMIT_BYTES:
+            raise ProtocolError("a line of the stream has no end")
+        for line in whole:
+            self._line(line.rstrip(b"\r"))
+        return self.texts - before
+
+    def _line(self, line: bytes) -> None:
+        if line.startswith(b"data:"):
+            self._data(line[5:].strip())
+        elif line and not line.startswith(_FIELDS):
+            raise ProtocolError(f"not server-sent events: {line[:40]!r}")
+
+    def _data(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.finished = True
+            return
+        try:
+            chunk = _CHUNK.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+            raise ProtocolError(f"not a chunk: {wrong}") from None
+        if chunk.error is not None:
+            self.error = chunk.error if isinstance(chunk.error, str) else chunk.error.message
+        self.usage = chunk.usage or self.usage
+        for choice in chunk.choices:
+            self.finished = self.finished or choice.finish_reason is not None
+            if choice.delta is not None and (choice.delta.content or choice.delta.reasoning_content):
+                self.texts += 1
