@@ -169,3 +169,7 @@ class Watch:
             self._gone(worker)
         except Unavailable as why:
             _log.warning("worker %s is silent: %s", worker, why)
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        self._frames.validate()

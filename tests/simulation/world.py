@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
@@ -21,10 +22,10 @@ from typing import Any, assert_never
 import msgspec
 
 from shared.errors import RequestTimeout
-from shared.memory_bus import MemoryBroker, MemorySubscription
+from shared.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
 from shared.memory_discovery import MemoryStore
 from shared.messages import ServiceName
-from shared.weather import Weather
+from shared.messaging import Message
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
 from tests.simulation.invariants import troubles, violations
@@ -64,7 +65,7 @@ class World:
         contexts: dict[str, Context] = {}
         self._contexts = contexts
         self.weather = StormyWeather(loop, plan.seed, plan.skies, contexts, tell)
-        self._broker = RememberingBroker(self.weather)
+        self._broker = RememberingBroker(self.weather, Random(f"broker {plan.seed}"), plan.skies.torn)
         self._store = MemoryStore(ttl_s=TTL_S, weather=self.weather)
         self._quiet = asyncio.Event()
         self._quiet_s = 0.0
@@ -298,7 +299,8 @@ class World:
             f"a subscription of {subscription.bus.name} failed {statistics.failed} times, "
             f"and could not read {statistics.malformed} messages"
             for subscription in self._broker.all
-            if (statistics := subscription.statistics()).failed or statistics.malformed
+            if (statistics := subscription.statistics()).failed
+            or statistics.malformed > self._broker.torn(subscription)
         ]
         dead = [process for process in self.processes if process.state == "dead"]
         left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -317,11 +319,28 @@ class World:
 
 
 class RememberingBroker(MemoryBroker):
-    """Which also knows the subscriptions that have ended."""
+    """Which also knows the subscriptions that have ended, and tears step frames during the storm."""
 
-    def __init__(self, weather: Weather) -> None:
+    def __init__(self, weather: StormyWeather, draw: Random, torn: float) -> None:
         super().__init__(weather)
         self.all: list[MemorySubscription] = []
+        self._stormy = weather
+        self._draw = draw
+        self._share_torn = torn
+        self._torn: Counter[str] = Counter()
+        """By subject."""
+
+    def publish(self, message: Message, sender: MemoryBus) -> None:
+        frame = self._stormy.stormy and message.subject.endswith(".stream")
+        if frame and self._draw.random() < self._share_torn:
+            self._torn[message.subject] += 1
+            cut = message.payload[: self._draw.randrange(len(message.payload))]
+            message = msgspec.structs.replace(message, payload=cut)
+        super().publish(message, sender)
+
+    def torn(self, subscription: MemorySubscription) -> int:
+        """How many messages it could not read at most; each may have come twice."""
+        return 2 * self._torn[subscription.subject]
 
     def add(self, subscription: MemorySubscription) -> None:
         super().add(subscription)
