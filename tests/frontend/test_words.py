@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from services.frontend.words import (
-    PATTERNS,
+    PLAIN,
     SLICE_CHARACTERS,
+    SPLITS,
     WORD_CHARACTERS,
     WORDS_LIMIT,
     Words,
@@ -35,7 +37,7 @@ STEPS: dict[str, Any] = {
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-        for number, pattern in enumerate(PATTERNS)
+        for number, pattern in enumerate(SPLITS)
     },
 }
 
@@ -69,9 +71,26 @@ def encoded(words: Words, tokenizer: Tokenizer, text: str) -> bytes:
 
 _ASCII = ["<", "|>", "'", "'s", "'LL", "'ve", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x00", "\x7f", " a"]
 _WORDS = ["word", " Word", "1", "23", " 456", "!", " ?!", "...\n", "_"]
-_OTHER = ["é", "水", "e\u0301", "\u00a0", "\u2028", "'\u017f", "😀"]
+_OTHER = [
+    "é",
+    " Größe",
+    "Жизнь",
+    " ½",
+    "²",
+    "\u2019s",
+    " \u2014 ",
+    "\x85",
+    "ª",
+    "水",
+    "e\u0301",
+    "\u00a0",
+    "\u2028",
+    "'\u017f",
+    "😀",
+]
 PIECES = st.sampled_from([*SPECIAL, *_ASCII, *_WORDS, *_OTHER])
-TEXTS = st.lists(PIECES | st.text(st.characters(max_codepoint=127), max_size=3), max_size=40).map("".join)
+_ANY = st.text(st.characters(max_codepoint=127), max_size=3) | st.text(st.characters(max_codepoint=0x2060), max_size=3)
+TEXTS = st.lists(PIECES | _ANY, max_size=40).map("".join)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -100,13 +119,13 @@ def test_a_long_text_is_cut_where_its_ids_do_not_change(name: str, seam: str) ->
     assert encoded(words, tokenizer, text) == expected(tokenizer, text)
 
 
-@pytest.mark.parametrize("form", ["NFC", "NFKC"])
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
 def test_a_normal_form_leaves_ascii_alone_and_does_not_join_over_a_cut(form: str) -> None:
     tokenizer = Tokenizer.from_str(TOKENIZERS["gpt2"].to_str())
     tokenizer.normalizer = getattr(normalizers, form)()
     words = table(tokenizer)
     assert words is not None
-    text = "cafe\u0301 and a \u0301b ﬁne " * SLICE_CHARACTERS
+    text = "cafe\u0301 and a \u0301b ﬁne ª² Größe and so on in plain words " * SLICE_CHARACTERS
     assert len(list(words.cut(text))) > 2
     assert encoded(words, tokenizer, text) == expected(tokenizer, text)
 
@@ -133,6 +152,21 @@ def test_a_tokenizer_whose_words_are_not_known_exactly_has_no_table() -> None:
     assert read_words(b"[]", lambda _word: []) is None
 
 
+def test_every_plain_character_is_a_word_as_tokenizers_sees_it() -> None:
+    plain = [chr(number) for number in range(0x2060) if re.match(f"[{PLAIN}]", chr(number))]
+    text = "".join(f"a{each}1 {each} {each}{each}\n" for each in plain)
+    for form in (None, normalizers.NFC()):
+        for tokenizer in TOKENIZERS.values():
+            normalizing = Tokenizer.from_str(tokenizer.to_str())
+            if form is not None:
+                normalizing.normalizer = form
+            words = table(normalizing)
+            assert words is not None
+            for start in range(0, len(text), SLICE_CHARACTERS):
+                part = text[start : start + SLICE_CHARACTERS]
+                assert words.encode(part) == expected(normalizing, part)
+
+
 def test_the_table_is_bounded_and_long_words_stay_out() -> None:
     asked: list[str] = []
 
@@ -140,7 +174,7 @@ def test_the_table_is_bounded_and_long_words_stay_out() -> None:
         asked.append(word)
         return [len(asked)]
 
-    words = Words(r" ?[a-z0-9]+", {}, ids)
+    words = Words(" ?[LN]+", {}, ids)
     long = "a" * (WORD_CHARACTERS + 1)
     assert words.encode(long) != words.encode(long)
     first = words.encode("first")
