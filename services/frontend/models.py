@@ -62,7 +62,15 @@ class Models:
         self._tasks = tasks
         self._pool = pool
         self._entries: dict[str, _Entry] = {}
+        self._loaded = asyncio.Event()
+        """Set by every attempt to load one."""
         directory.subscribe(self._on_change)
+
+    async def settled(self) -> None:
+        """Returns once every model that has a worker was loaded, or failed to."""
+        while any(entry.loading and entry.reason == _LOADING for entry in self._entries.values()):
+            self._loaded.clear()
+            await self._loaded.wait()
 
     def find(self, name: str | None) -> tuple[Model, Limits]:
         """The model of that name, or the only one there is. Raises InvalidRequest (404) for a name that nobody has
@@ -137,9 +145,11 @@ class Models:
                 if entry.reason != str(wrong):
                     _log.error("model %s is not ready: %s", name, wrong)
                 entry.reason = str(wrong)
+                self._loaded.set()
                 await asyncio.sleep(RETRY_S)
             else:
                 if card in entry.cards.values():  # else they changed meanwhile
                     entry.model = loaded
                     _log.info("model %s is ready", name)
         entry.loading = False
+        self._loaded.set()

@@ -83,10 +83,10 @@ class Questions:
                 except ProtocolError as wrong:
                     _log.error("request %s: router %s: %s", job.request, addressee, wrong)
             timeout_s *= 2
-        if self._runtime.bus.connected:
-            self._feed(one, Unrouted(ask.attempt))
-        else:
-            self._feed(one, Unrouted(ask.attempt, "NATS is not connected", away=True))
+        # Routers are there and do not answer: a frozen NATS looks like that, and one that has just come back.
+        connected, expected = self._runtime.bus.connected, bool(self._routers())
+        reason = "no router answered" if connected else "NATS is not connected"
+        self._feed(one, Unrouted(ask.attempt, reason, away=expected or not connected))
 
     async def offer(self, one: Running, offer: Offer) -> None:
         """Will you compute it?"""

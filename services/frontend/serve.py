@@ -1,6 +1,6 @@
 """The frontend put together: what a process runs, and what tests run on the in-process twins.
 
-start    frames and lost instances, models, both doors, the address book
+start    frames and lost instances, who is there and their models, both doors, the address book
 drain    no more of the NATS queue group's requests, no new connections; who keeps one may ask once more (listening.py),
          then new requests are refused and running ones end (or drain_s passes);
          then the address book goes: workers cancel what a frontend that is gone had asked for
@@ -13,7 +13,7 @@ import logging
 import resource
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
@@ -34,6 +34,8 @@ from shared.observe import add_routes
 _THREADS = 2
 """For loading and for long prompts; the tokenizer has threads of its own beside them."""
 
+INFORMED_LIMIT_S = 5.0
+"""How long a frontend that starts waits for etcd, and for the tokenizers of the models that are served."""
 OWN_FILES = 256
 """What a frontend opens beside its clients' connections, and some to spare."""
 
@@ -55,6 +57,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         add_routes(app, runtime.vitals, runtime.registry)
         await requests.start()
         Readiness(runtime, models).start()
+        await _informed(runtime, models)
         async with port.open(app) as url:
             http.url = url
             await nats.start()
@@ -76,6 +79,15 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                     await registering.result().close()
                 else:
                     registering.cancel()
+
+
+async def _informed(runtime: Runtime, models: Models) -> None:
+    """Who is there already is known, and can be asked: a door that opens before would refuse what other frontends, on
+    the same port or in the same queue group, can serve. Without etcd it opens all the same, after a while."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(INFORMED_LIMIT_S):
+            await runtime.directory.synced()
+            await models.settled()
 
 
 async def serve(runtime: Runtime, config: FrontendConfig) -> None:

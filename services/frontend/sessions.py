@@ -61,7 +61,7 @@ class Unrouted(Struct, frozen=True):
     attempt: int
     reason: str = "no router answered"
     away: bool = False
-    """NATS is: it is not the routers' fault, and may be over soon."""
+    """NATS is, or seems to be, since there are routers: it may be over soon."""
 
 
 class Again(Struct, frozen=True):

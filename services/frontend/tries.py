@@ -8,7 +8,8 @@ What is lost is bounded three times:
   engine with it counts the same, but is as a rule not beside it every time.)
 - Where nobody can be chosen after a loss, the request waits and asks again, for `rescue_s`: a lone worker's new start
   loses nothing. An offer that comes to nothing meanwhile counts as nothing, once a worker. A request that lost nothing
-  yet is told at once that there is nobody, for its client may put it elsewhere; but while NATS is away, it waits too.
+  yet is told at once that there is nobody, for its client may put it elsewhere; but while NATS is away, or routers that
+  are there do not answer, it waits too.
 """
 
 from __future__ import annotations

@@ -293,9 +293,16 @@ class World:
 
 @asynccontextmanager
 async def world(
-    directory: Path, *, announced: bool = True, limits: LimitsConfig | None = None, http: HttpConfig | None = None
+    directory: Path,
+    *,
+    announced: bool = True,
+    ready: bool = True,
+    more: dict[str, bytes] | None = None,
+    limits: LimitsConfig | None = None,
+    http: HttpConfig | None = None,
 ) -> AsyncIterator[World]:
-    """A frontend; with `announced`, a router and the workers w1 and w2 are known to it, and the model is loaded."""
+    """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
+    `more` is in the address book from the start."""
     w = World(MemoryBroker(), MemoryStore(), directory)
     await w.router.start()
     for worker in w.workers:
@@ -304,6 +311,8 @@ async def world(
         await w.announce_router()
         for worker in w.workers:
             await w.announce_worker(worker.instance)
+    if more:
+        await w.announce("more", more)
     config = FrontendConfig(
         namespace=NAMESPACE,
         http=msgspec.structs.replace(http or HttpConfig(), port=0),
@@ -316,7 +325,7 @@ async def world(
             await runtime.directory.synced()
         async with frontend(runtime, config) as door:
             w.url = door.url
-            if announced:
+            if announced and ready:
                 await w.ready()
             yield w
 

@@ -11,6 +11,7 @@ import aiohttp
 import openai
 import pytest
 
+from services.frontend import questions
 from services.frontend.config import HttpConfig, LimitsConfig
 from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
@@ -441,8 +442,11 @@ async def test_a_frozen_router_is_passed_over(directory: Path) -> None:
         assert w.metric("headrace_router_retries_total") == 1
 
 
-async def test_a_slow_router_is_asked_again_until_the_rounds_are_over(directory: Path) -> None:
-    limits = LimitsConfig(select_timeout_s=0.05, drain_s=0.0)
+async def test_a_slow_router_is_asked_again_until_the_rounds_are_over(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "SELECT_LIMIT_S", 0.3)
+    limits = LimitsConfig(select_timeout_s=0.05, rescue_s=0.3, drain_s=0.0)
     async with world(directory, limits=limits) as w, clients(w) as (client, _):
         w.say("ok")
         choose = w.router.answer
@@ -454,6 +458,19 @@ async def test_a_slow_router_is_asked_again_until_the_rounds_are_over(directory:
             await client.chat.completions.create(model=MODEL, messages=HELLO)
         assert error.value.status_code == 503
         assert "no router" in error.value.message
+
+
+async def test_a_request_outlasts_routers_that_are_there_and_silent_for_longer_than_one_question(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "SELECT_LIMIT_S", 0.1)
+    limits = LimitsConfig(select_timeout_s=0.05, drain_s=0.0)
+    async with world(directory, limits=limits) as w, clients(w) as (client, _):
+        w.say("back")
+        choose = w.router.answer
+        w.router.answer = lambda select: choose(select) if len(w.router.asked.all) >= 12 else None
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert answer.choices[0].message.content == "back"
 
 
 @pytest.mark.parametrize("limits", [LimitsConfig(requests=1, drain_s=0.0), LimitsConfig(body_bytes=100, drain_s=0.0)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import openai
 import pytest
 
 from services.frontend.config import LimitsConfig
+from services.frontend.serve import INFORMED_LIMIT_S
 from tests.frontend.peers import MODEL, card_entry, clients, world
 
 
@@ -28,6 +30,24 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_stops_no_other(directo
         async with http.get("/health") as response:
             assert response.status == 200
         assert [model.id for model in (await client.models.list()).data] == [MODEL]
+
+
+async def test_the_doors_open_when_the_models_that_are_there_are_loaded(directory: Path) -> None:
+    async with world(directory, ready=False) as w, clients(w) as (client, _):
+        w.say("at once")
+        assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "at once"
+
+
+async def test_a_model_that_cannot_be_loaded_does_not_keep_the_doors_shut(directory: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(directory, tmp_path / "broken"))
+    entry = card_entry("w3", broken, "broken")
+    (broken / "tokenizer.json").write_text("{}")
+    async with (
+        asyncio.timeout(INFORMED_LIMIT_S),
+        world(directory, ready=False, more=entry) as w,
+        clients(w) as (_, http),http.get("/v1/models/broken") as response
+    ):
+        assert "SHA-256" in (await response.json())["error"]["message"]
 
 
 async def test_the_only_model_need_not_be_named_and_one_of_several_must(directory: Path) -> None:
