@@ -51,7 +51,7 @@ MODEL = "sim"
 EPOCH_S = 1_000_000_000.0
 """The wall clock at the beginning."""
 
-LIMITS = LimitsConfig(select_timeout_s=0.2, offer_timeout_s=0.5, quiet_s=0.5, frozen_s=1.5, drain_s=2.0)
+LIMITS = LimitsConfig(select_timeout_s=0.2, offer_timeout_s=0.5, quiet_s=0.5, frozen_s=1.5, stall_s=2.5, drain_s=2.0)
 SIMULATED = SimulatedConfig(fixed_s=0.01, weights_s=0.01, row_s=0.0005, token_s=0.0005, output_tokens=10)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from services.frontend.frames import Frames
 from services.frontend.sessions import Action, Expired, Session
+from services.frontend.tries import Tries
 from services.router.following import Following
 from services.router.index import CandidateId
 from services.router.load import Load
@@ -113,6 +114,17 @@ def test_a_token_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Session, "_on_part", blind)
     monkeypatch.setattr(Frames, "on", lambda *_: "due")
     assert re.search("instead of|was due", first_wrong(stormy()))
+
+
+def test_step_frames_that_are_not_asked_for_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Frames, "look", lambda *_: [])
+    assert re.search("waited for its deadline|in quiet, again", first_wrong(stormy()))
+
+
+def test_a_request_that_is_not_rescued_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tries, "wait", lambda *_: False)
+    survived = (each for each in map(plan, range(20 * TRIED)) if each.survived)
+    assert "failed for what should cost a pause" in first_wrong(survived)
 
 
 def test_expectations_that_do_not_expire_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
