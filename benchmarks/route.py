@@ -8,8 +8,9 @@ the workers' snapshots. Prompts have 512 hashes: the first 256 to 511 blocks of 
 Every choice is reserved, told, prefilled and finished, and the workers report four times a second, as in life.
 
 Saturation is a closed loop. The open loop asks at random (Poisson) times at half that rate, and each answer is timed
-from when its question was due: this takes in the asker's own Python, the server, and waiting for one another. The last
-row has 10,000 blocks a second stored and removed meanwhile.
+from when its question was due: this takes in the asker's own Python, the server, and waiting for one another. The third
+row has 10,000 blocks a second stored and removed meanwhile. The last one asks one question after the other: what a
+question adds to the first token of a request that is alone.
 
 What could mislead: with fewer than two cores, or other work on the machine, asker, server and router wait for one
 another, and the percentiles are the scheduler's. The router's CPU time a select is what runs can be compared by; it has
@@ -80,6 +81,8 @@ BURST_BLOCKS = 64
 EVENTS_BLOCKS_A_SECOND = 10_000
 LOAD_LIMIT_S = 120.0
 P50_GOAL_MS, P99_GOAL_MS, SATURATION_GOAL = 0.5, 2.0, 3000.0
+ALONE_GOAL_MS = 1.0
+"""A third of what a request alone may wait for all but its engine."""
 
 
 class Worker:
@@ -296,6 +299,9 @@ async def _measure(quick: bool) -> list[dict[str, Any]]:
                 fleet.storing = True
                 row = await _asked(fleet, pid, "open", "--rate", half, "--seconds", seconds)
                 rows.append({"what": f"the same beside {EVENTS_BLOCKS_A_SECOND:,} blocks a second", **row})
+                fleet.storing = False
+                row = await _asked(fleet, pid, "closed", "--in-flight", "1", "--seconds", seconds)
+                rows.append({"what": "one at a time", "pairs": fleet.pairs, **row})
             for each in loops:
                 each.cancel()
             await discovery.close()
@@ -330,12 +336,13 @@ def main() -> int:
 
 
 def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    full, half = rows[0], rows[1]
+    full, half, alone = rows[0], rows[1], rows[3]
     core = 1e6 / full["router CPU us a select"]
     failed = sum(row["failed"] for row in rows)
     at_most = [
         ("p50 of the round trip at half the saturation rate", half["p50 ms"], "ms", P50_GOAL_MS),
         ("p99 of the round trip at half the saturation rate", half["p99 ms"], "ms", P99_GOAL_MS),
+        ("p50 of the round trip, one at a time", alone["p50 ms"], "ms", ALONE_GOAL_MS),
         ("questions without a choice", failed, "questions", 0),
     ]
     at_least = [
@@ -352,7 +359,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     shares = [share / 2 for share in range(201)]
     curves = {
-        label: (row["percentiles ms"], shares) for label, row in zip(("alone", "beside events"), rows[1:], strict=True)
+        label: (row["percentiles ms"], shares) for label, row in zip(("alone", "beside events"), rows[1:3], strict=True)
     }
     draw([Panel(rows[1]["what"], "round trip, ms", "% of answers within", curves)], path, columns=1)
 

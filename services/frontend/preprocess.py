@@ -35,8 +35,8 @@ INLINE_CHARACTERS = 4096
 """Texts up to this length are encoded by `tokenizers` on the event loop: 1 ms."""
 TURN_CHARACTERS = 8192
 """Encoded from the table of words before others have a turn: 0.5 ms."""
-INLINE_STEPS = 512
-"""Of a template, on the event loop: 0.5 ms or so."""
+INLINE_STEPS = 256
+"""Of a template, on the event loop: 1 ms or so."""
 
 
 class Model(Struct, frozen=True):

@@ -46,6 +46,8 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         try:
             self._template = environment.from_string(_counting(environment, source))
+            # Each rendering copies them; out of Jinja's ChainMap that takes two thirds of a short chat's 19 µs.
+            self._template.globals = dict(self._template.globals)
         except TemplateSyntaxError as wrong:
             raise ModelError(f"the chat template, line {wrong.lineno}: {wrong.message}") from None
         except Exception as wrong:  # noqa: BLE001  a template is a plug-in: what Jinja makes of it may not compile
