@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import uvloop
 from msgspec import Struct
 
 from deploy.local.bench_client import Client, client
@@ -74,7 +75,8 @@ def bench(options: Options, *, as_json: bool) -> int:
     sweep = _Sweep(options)
     interrupted = False
     try:
-        asyncio.run(sweep.run())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(sweep.run())
     except KeyboardInterrupt:
         interrupted = True
     if not sweep.rows:

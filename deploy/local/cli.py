@@ -117,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--model", default="", help="(the first one served)")
     bench.add_argument("--concurrency", default="", metavar="N,…", help="requests in flight, one load after the other")
     bench.add_argument("--rate", default="", metavar="R,…", help="or requests a second, sent at random times")
-    bench.add_argument("--requests", type=int, default=0, help="of each load (4 x concurrency, 20 s x rate; at least 32)")
+    bench.add_argument(
+        "--requests", type=int, default=0, help="of each load (4 x concurrency, 20 s x rate; at least 32)"
+    )
     bench.add_argument("--words", type=int, default=512, help="of each prompt (%(default)s)")
     bench.add_argument("--shared-words", type=int, default=0, help="that all prompts begin with (%(default)s)")
     bench.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line, instead of made-up ones")

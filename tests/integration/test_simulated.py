@@ -73,3 +73,16 @@ def test_an_answer_without_a_limit_ends_by_itself(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert 100 <= answer.usage.completion_tokens <= 301
+
+
+def test_bench_measures_the_stack_that_up_started(up: Up) -> None:
+    out = up.state / "bench"
+    flags = ("--concurrency", "1,8", "--requests", "16", "--words", "40", "--output-tokens", "20", "--out", str(out))
+    command = [sys.executable, "-m", "deploy.local.cli", "bench", "--state", str(up.state), *flags]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("LOAD")
+    for row in json.loads(out.with_suffix(".json").read_text())["rows"]:
+        assert row["outcomes"] == {"done": 16}
+        assert row["tokens_by"] == "usage"
+        assert row["prompt_tokens"] > 40
+        assert row["tokens_per_s"] * row["seconds"] == pytest.approx(16 * 20)
