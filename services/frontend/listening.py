@@ -85,6 +85,8 @@ class Port:
             return await handler(request)
         finally:
             self.connections.answered(connection, self._now())
+            if self._last_call:
+                connection.close()  # when it is answered; a stream that began before could not say so in its head
 
     async def prepare(self, _request: web.Request, response: web.StreamResponse) -> None:
         """For `on_response_prepare`: the last answer of a connection says so."""

@@ -59,10 +59,19 @@ class Served:
             await self.release.wait()
             return web.Response(text="waited")
 
+        async def stream(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            self.asked.set()
+            await self.release.wait()
+            await response.write_eof(b"streamed")
+            return response
+
         app = web.Application(middlewares=[self.port.middleware])
         app.on_response_prepare.append(self.port.prepare)
         app.router.add_get("/hello", hello)
         app.router.add_get("/wait", wait)
+        app.router.add_get("/stream", stream)
         return app
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -273,6 +282,21 @@ async def test_a_drained_port_answers_what_was_connected_and_says_that_it_closes
         assert len(one.port.connections) == 0
         keeping_writer.close()
         waiting_writer.close()
+
+
+@on_uvloop
+async def test_a_stream_that_began_before_the_last_call_takes_its_connection_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "LAST_CALL_S", 0.05)
+    async with served() as one:
+        reader, writer = await one.connect()
+        writer.write(GET.replace(b"hello", b"stream"))
+        await one.asked.wait()
+        await one.port.last_call()
+        one.release.set()
+        assert b"streamed" in await reader.read()
+        writer.close()
 
 
 @on_uvloop
