@@ -2,7 +2,7 @@
 
 start    frames and lost instances, who is there and their models, both doors, the address book
 drain    no more of the NATS queue group's requests, no new connections; who keeps one may ask once more (listening.py),
-         then new requests are refused and running ones end (or drain_s passes);
+         then new requests are refused and running ones end (or drain_s passes: then they end with an error);
          then the address book goes: workers cancel what a frontend that is gone had asked for
 """
 
@@ -39,6 +39,9 @@ INFORMED_LIMIT_S = 5.0
 OWN_FILES = 256
 """What a frontend opens beside its clients' connections, and some to spare."""
 
+ABANDONED_S = 1.0
+"""How long clients may take to read that their request was given up."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +53,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         models = Models(runtime.directory, config.models, runtime.tasks, pool)
         requests = Frontend(runtime, config.limits, metrics)
         exchange = Exchange(requests, models, pool)
-        port = Port(_with_files(config.http), metrics)
+        port = Port(with_files(config.http), metrics)
         http = HttpDoor(exchange, requests, metrics, config.http, port)
         nats = NatsDoor(runtime, exchange, requests, metrics)
         app = http.app()
@@ -75,6 +78,11 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                         await requests.idle()
                 except TimeoutError:
                     _log.warning("requests are still running after %s s", config.limits.drain_s)
+                    requests.admission.closed = True
+                    requests.abandon()
+                    with suppress(TimeoutError):  # clients that do not read, or do not send
+                        async with asyncio.timeout(ABANDONED_S):
+                            await requests.idle()
                 if registering.done():
                     await registering.result().close()
                 else:
@@ -105,7 +113,7 @@ async def _register(runtime: Runtime, url: str) -> Registration:
     return await runtime.discovery.register(lambda epoch: runtime.address(epoch, operations, api=url))
 
 
-def _with_files(config: HttpConfig) -> HttpConfig:
+def with_files(config: HttpConfig) -> HttpConfig:
     """As many files as this process may open, and no more connections than that leaves room for."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -46,6 +46,7 @@ from services.frontend.tries import Tries
 from services.frontend.watch import Watch
 from services.frontend.withdrawals import Withdrawals
 from shared import subjects
+from shared.errors import Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled
 from shared.messaging import Message
@@ -110,6 +111,11 @@ class Frontend:
         """Returns once no request is running and all that had to be told is told (or NATS is away)."""
         await self._idle.wait()
         await self._outbox.flush()
+
+    def abandon(self) -> None:
+        """What still runs ends with an error, so that its clients are told."""
+        for one in self._running.values():
+            one.stream.end(Fail(Unavailable("this frontend has ended before the answer was complete")))
 
     @asynccontextmanager
     async def open(self, job: Job, output: Output, deadline: float) -> AsyncIterator[Stream]:

@@ -26,13 +26,15 @@ NAMESPACE = "test"
 
 
 @asynccontextmanager
-async def process(tmp_path: Path, nats_url: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A frontend process and its base URL."""
+async def process(
+    tmp_path: Path, nats_url: str, more: str = ""
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A frontend process and its base URL; `more` is TOML."""
     port = free_port()
     config = tmp_path / "frontend.toml"
     config.write_text(
         f'namespace = "{NAMESPACE}"\n[nats]\nurl = "{nats_url}"\n[http]\nport = {port}\n'
-        f'[discovery]\nbackend = "file"\npath = "{tmp_path / "discovery"}"\n'
+        f'[discovery]\nbackend = "file"\npath = "{tmp_path / "discovery"}"\n{more}'
     )
     running = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.frontend", "--config", str(config), cwd=Path(__file__).parents[2]

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from services.frontend import serve
+from services.frontend.config import HttpConfig, LimitsConfig
+from tests.frontend.peers import DEADLINE_S, MODEL, World, world
+
+BODY = {"model": MODEL, "prompt": "x", "stream": True}
+
+
+@asynccontextmanager
+async def streaming(
+    directory: Path, drain_s: float
+) -> AsyncIterator[tuple[World, AsyncExitStack, aiohttp.ClientResponse]]:
+    """A stream with its first token out, and the frontend, which drains when its stack is closed."""
+    async with AsyncExitStack() as client, AsyncExitStack() as frontend:
+        w = await frontend.enter_async_context(world(directory, limits=LimitsConfig(drain_s=drain_s)))
+        w.workers[0].output = None
+        timeout = aiohttp.ClientTimeout(DEADLINE_S)
+        http = await client.enter_async_context(aiohttp.ClientSession(w.url, timeout=timeout))
+        posted = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        [generate] = await w.workers[0].generates.at_least(1)
+        await w.workers[0].send(generate, 0, w.ids("a"))
+        yield w, frontend, await posted
+
+
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_and_not_done(directory: Path) -> None:
+    async with streaming(directory, 0.05) as (w, frontend, response):
+        await frontend.aclose()
+        events = (await response.read()).decode().split("\n\n")
+        assert "this frontend has ended before the answer was complete" in events[-2]
+        assert "[DONE]" not in events[-2]
+        await w.workers[0].cancels.at_least(1)
+
+
+async def test_a_stream_that_ends_within_the_drain_is_whole(directory: Path) -> None:
+    async with streaming(directory, DEADLINE_S) as (w, frontend, response):
+        [generate] = w.workers[0].generates.all
+        drained = asyncio.create_task(frontend.aclose())
+        await w.workers[0].send(generate, 1, [2], "stop")
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await drained
+
+
+def test_no_more_connections_than_the_process_may_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"now": (1024, 4096)}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, now: limits.update(now=now))
+    assert serve.with_files(HttpConfig()).connections == 4096 - serve.OWN_FILES
+    assert limits["now"] == (4096, 4096)
+    assert serve.with_files(HttpConfig(connections=100)).connections == 100
