@@ -167,7 +167,7 @@ class Port:
                 with suppress(OSError):  # BlockingIOError: nobody waits any more
                     while True:
                         accepted.append(listener.accept()[0])
-                listener.shutdown(socket.SHUT_RD)  # at once; `close` waits for the loop, and would lose who comes then
+                listener.shutdown(socket.SHUT_RD)  # now: uvloop may close its own a turn later
         server.close()
         for connection in accepted:
             await asyncio.get_running_loop().connect_accepted_socket(self._connect, connection)

@@ -113,5 +113,5 @@ def test_the_overlay_puts_every_service_on_the_hosts_network() -> None:
 
 
 def test_the_overlay_lets_only_fixed_servers_have_fixed_ports() -> None:
-    for name in ("router", "worker"):
+    for name in OURS:
         assert HOST[name]["environment"]["HEADRACE_OBSERVE_PORT"] == "0"
