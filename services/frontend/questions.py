@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
@@ -63,7 +63,7 @@ class Questions:
         slow = True
         while slow:
             slow = False
-            for tried, addressee in enumerate((job.model, *self._routers())):
+            for tried, addressee in enumerate(self._addressees(job.model)):
                 left_s = until - loop.time()
                 if left_s <= 0:
                     break
@@ -116,6 +116,10 @@ class Questions:
             _log.warning("request %s: worker %s: %s", job.request, offer.instance, why)
             event = Unreachable(offer.attempt, str(why))
         self._feed(one, event)
+
+    def _addressees(self, model: str) -> Iterator[str]:
+        yield model
+        yield from self._routers()
 
     def _routers(self) -> list[str]:
         """A few routers, in random order: nobody knows which of them is frozen."""
