@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from shared import nats_connection, subjects
 from shared.config import NatsConfig
@@ -199,6 +200,21 @@ async def test_a_password_in_the_url_is_not_shown() -> None:
     with pytest.raises(ConfigError) as wrong:
         await connect(NatsConfig(url="http://user:secret@host:1"), "test")
     assert "secret" not in str(wrong.value)
+
+
+def test_the_bus_runs_on_uvloop_as_services_do(tmp_path: Path) -> None:
+    async def asked(url: str) -> list[int]:
+        async with connected(url) as bus:
+
+            async def echo(message: Message) -> None:
+                await bus.publish(message.reply, message.payload)
+
+            await bus.subscribe("echo", echo)
+            answers = [await bus.request("echo", bytes(size), timeout_s=DEADLINE_S) for size in (0, 10, 1 << 21)]
+            return [len(answer.payload) for answer in answers]
+
+    with nats_server(tmp_path) as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(asked(server.url)) == [0, 10, 1 << 21]
 
 
 UNREADABLE = [
