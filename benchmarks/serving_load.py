@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,8 @@ class Report(Struct, frozen=True):
     client_cpu_s: float
     short_streams: int
     """With less than 95 % of the events that were asked for."""
+    cut: int = 0
+    """Streams that were asked for their usage and did not tell of as many tokens as were asked for."""
 
 
 class Generator:
@@ -56,12 +59,11 @@ class Generator:
         else:
             self.model = yardstick / "model"
             self._command = [str(yardstick / "venv" / "bin" / "python"), str(yardstick / "loadgen.py")]
-        self._seed = 0
+        self._seeds = count(1)
 
     def run(self, stack: Running, streams: int, requests: int, *flags: str) -> tuple[Report, dict[str, Cost]]:
         """So many requests, `streams` of them at once, and what the stack spent from the first request to the last
         answer, and took then. The prompts are new each time. `flags` go to the generator. Raises SystemExit."""
-        self._seed += 1
         asked = {
             "--port": stack.port,
             "--model": NAME,
@@ -71,7 +73,7 @@ class Generator:
             "--warmup": 0,
             "--isl": INPUT_TOKENS,
             "--osl": OUTPUT_TOKENS,
-            "--seed": self._seed,
+            "--seed": next(self._seeds),
             "--extra": '{"ignore_eos": true}',
         }
         words = [str(word) for pair in asked.items() for word in pair]

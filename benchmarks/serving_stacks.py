@@ -113,10 +113,9 @@ def ours(
     directory: Path,
     *,
     worker: Mapping[str, str],
-    frontend: Mapping[str, str] | None = None,
     profile: str = "",
 ) -> Iterator[Running]:
-    """Our stack. `worker`, `frontend`: settings by the names of environment variables.
+    """Our stack. `worker`: its settings, by the names of their environment variables.
 
     `profile`: frontend, router or worker (the shell of the first); cProfile's table is printed at the end.
     """
@@ -133,7 +132,6 @@ def ours(
     settings = {
         "worker": {"HEADRACE_CAPACITY_BLOCKS": str(CAPACITY_BLOCKS), "HEADRACE_BLOCK_SIZE": str(BLOCK_SIZE), **worker},
         "router": {"HEADRACE_LOAD_RAMP_S": "0"},  # both workers are new
-        "frontend": dict(frontend or {}),
     }
     table = directory / "profile"
     kinds: dict[int, str] = {}

@@ -1,8 +1,9 @@
 """A light load generator for /v1/chat/completions, where the yardstick's is not there or cannot do what is asked.
 
 It takes the flags of the yardstick's `loadgen.py` that `serving.py` uses and prints the same JSON, and more: `--rate`
-sends in an open loop, at random times. SSE events are counted in the byte stream, one connection for each stream in
-flight. `start` and `stop` are written to the descriptor `--hook-fd` when the first request goes and the last has ended.
+sends in an open loop, at random times; with `--leave` clients go away in the middle. SSE events are counted in the byte
+stream, one connection for each stream in flight. `start` and `stop` are written to the descriptor `--hook-fd` when the
+first request goes and the last has ended.
 
     python -m benchmarks.sse_load --port 8000 --model NAME --tokenizer tokenizer.json -c 128 -n 1000
 """
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import resource
 import socket
 import sys
@@ -27,6 +29,8 @@ import uvloop
 
 TEMPLATE_TOKENS = 12
 _LEAST_LETTERS = 3
+_USAGE = b'"completion_tokens":'
+_DIGITS = re.compile(rb"[0-9]+")
 
 
 class Reading(asyncio.Protocol):
@@ -42,6 +46,8 @@ class Reading(asyncio.Protocol):
     def _clear(self) -> None:
         self.status = 0
         self.events = 0
+        self.tokens: int | None = None
+        """What the usage at the end says, if there is one."""
         self.sent_s = self.first_s = self.last_s = 0.0
         self.gaps_s: list[float] = []
         self._head = b""
@@ -65,6 +71,13 @@ class Reading(asyncio.Protocol):
         self.sent_s = time.perf_counter()
         self.transport.write(request)
         return self.ended
+
+    def abort(self) -> None:
+        """The client goes."""
+        assert self.transport is not None
+        self.closed = True
+        self.ended.cancel()
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         now_s = time.perf_counter()
@@ -94,6 +107,10 @@ class Reading(asyncio.Protocol):
             self.events += count
             self.last_s = now_s
         self.done = self.done or b"data: [DONE]" in seen
+        usage = seen.rfind(_USAGE)
+        if usage >= 0:
+            digits = _DIGITS.match(seen, usage + len(_USAGE))
+            self.tokens = int(digits.group()) if digits else None
         self._tail = seen[-16:]
         if self._tail.endswith(b"0\r\n\r\n") and not self.ended.done():
             self.ended.set_result(None)
@@ -110,6 +127,8 @@ class Load:
         self.errors: Counter[str] = Counter()
         self.ended: list[tuple[float, float, float, int, list[float]]] = []
         """(time to the first event, to the last, when it ended, events, gaps) of each stream."""
+        self.cut = 0
+        """Streams that were asked for their usage and did not tell of as many tokens as were asked for."""
         self._idle: list[Reading] = []
         self._next = 0
         self.start_s = 0.0
@@ -145,25 +164,40 @@ class Load:
             self._marked = True
             self._hook("start")
             self.start_s, self.start_cpu_s = time.perf_counter(), _cpu_s()
+        connection: Reading | None = None
         try:
             connection = await self._connection()
-            async with asyncio.timeout(self._flags.timeout):
+            async with asyncio.timeout(self._flags.leave or self._flags.timeout):
                 await connection.send(body)
-        except (OSError, TimeoutError) as wrong:
+        except TimeoutError:
+            if connection is not None:
+                connection.abort()
+            if connection is None or not self._flags.leave:
+                self.errors["TimeoutError"] += 1
+                return
+        except OSError as wrong:
             self.errors[type(wrong).__name__] += 1
             return
-        if connection.status != 200:
-            self.errors[str(connection.status)] += 1
-            return
-        if not connection.done:
-            self.errors["no [DONE]"] += 1
-        self._idle.append(connection)
+        else:
+            if not self._is_good(connection, body):
+                return
+            self._idle.append(connection)
         if number >= self._flags.warmup:
-            sent_s = connection.sent_s
-            ended_s = time.perf_counter()
+            sent_s, ended_s = connection.sent_s, time.perf_counter()
             self.ended.append(
                 (connection.first_s - sent_s, ended_s - sent_s, ended_s, connection.events, connection.gaps_s)
             )
+
+    def _is_good(self, connection: Reading, body: bytes) -> bool:
+        """A stream came, whole or not."""
+        if connection.status != 200:
+            self.errors[str(connection.status)] += 1
+            return False
+        if not connection.done:
+            self.errors["no [DONE]"] += 1
+        if b"include_usage" in body:
+            self.cut += connection.tokens != self._flags.osl
+        return True
 
     async def _connection(self) -> Reading:
         while self._idle:
@@ -218,6 +252,7 @@ class Load:
             "gap_p50_ms": _percentile_ms(gaps, 50),
             "gap_p99_ms": _percentile_ms(gaps, 99),
             "client_cpu_s": round(_cpu_s() - self.start_cpu_s, 2),
+            "cut": self.cut,
             "short_streams": sum(n < 0.95 * flags.osl for n in tokens),
         }
 
@@ -256,6 +291,7 @@ def main() -> int:
     parser.add_argument("--quickack", type=int, default=0, help="1: TCP_QUICKACK at each read")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=120.0)
+    parser.add_argument("--leave", type=float, default=0.0, help="seconds after which a client goes away; 0: it stays")
     parser.add_argument("--hook-fd", type=int, default=-1)
     load = Load(parser.parse_args())
     uvloop.run(load.run())

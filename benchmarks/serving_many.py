@@ -1,0 +1,139 @@
+"""Does one frontend process carry 4,000 streams at 100 ms a step without losing any, and what does a stream weigh?
+
+All streams are of 512 tokens and one connection each; they start one after another, are all there for a while, and end.
+Lost is a stream with an error, without its [DONE], or shorter than it should be. A stream that lags gets several tokens
+in one event, so what is too short is judged by the usage at its end.
+
+rss a stream     of the frontend at its largest, less what it had after some requests one at a time, over the streams
+
+What could mislead: the load generator and both workers share the machine; with two cores all of it may be slower than
+100 ms a step, and then tokens come together, which the events a token show. Allocators keep what they once had, so the
+largest RSS is also that of the bursts of the start.
+
+    python -m benchmarks.serving_many [--streams 4000] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.report import Goal, report
+from benchmarks.serving_load import ENDLESS, NO_TIME, Generator, Report
+from benchmarks.serving_stacks import Running, ours
+
+STREAMS = 4000
+STEP_S = 0.1
+OUTPUT_TOKENS = 400
+RSS_GOAL_KB = 60.0
+SAMPLE_S = 0.25
+WORKER = {
+    "HEADRACE_SIMULATED_FIXED_S": str(STEP_S),
+    "HEADRACE_MAX_RUNNING": "4096",
+    "HEADRACE_MAX_WAITING": "4096",
+    "HEADRACE_MAX_WAITING_TOKENS": "4194304",
+    "HEADRACE_CAPACITY_BLOCKS": "262144",
+}
+WITH_USAGE = '{"ignore_eos": true, "stream_options": {"include_usage": true}}'
+
+
+class Row(Struct, frozen=True):
+    """The run."""
+
+    streams: int
+    tokens: int
+    """Of each stream."""
+    load: Report
+    frontend_cpu_us_a_token: float
+    rss_before_mb: float
+    rss_largest_mb: float
+
+
+def main() -> int:
+    """Print a table, or with --json one object."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--streams", type=int, default=STREAMS)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    _allow_files(4 * flags.streams + 1000)
+    row = _measure(flags.streams, OUTPUT_TOKENS // 4 if flags.quick else OUTPUT_TOKENS)
+    found = goals(row)
+    if flags.json:
+        print(msgspec.json.encode(report("serving_many", sys.argv[1:], found, [row])).decode())
+        return 0
+    print(
+        f"{row.streams} streams of {row.tokens} tokens: {row.load.ev_per_req / row.tokens:.2f} events a token, "
+        f"{row.load.tpot_p50_ms:.0f} ms a token, gap p99 {row.load.gap_p99_ms} ms, "
+        f"frontend {row.frontend_cpu_us_a_token:.1f} µs a token, errors {row.load.errors}"
+    )
+    for goal in found:
+        print(f"{goal.name}: {goal.value:.1f} {goal.unit} (goal {goal.goal:g}){'' if goal.met else '  NOT MET'}")
+    return 0
+
+
+def goals(row: Row) -> list[Goal]:
+    """Nothing lost, and little memory."""
+    lost = row.streams - row.load.n + sum(row.load.errors.values()) + row.load.cut
+    rss_kb = 1e3 * (row.rss_largest_mb - row.rss_before_mb) / row.streams
+    return [
+        Goal("streams lost or cut short", lost, "streams", 0, lost == 0),
+        Goal("frontend's rss a stream", rss_kb, "kB", RSS_GOAL_KB, rss_kb < RSS_GOAL_KB),
+    ]
+
+
+def _measure(streams: int, tokens: int) -> Row:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        generator = Generator(None, directory)
+        settings = ENDLESS | NO_TIME | WORKER
+        with ours(generator.model, directory / "ours", worker=settings) as stack:
+            generator.run(stack, 1, 20, "--osl", "4")
+            before_mb = stack.costs()["frontend"].rss_mb
+            with _largest(stack) as sizes_mb:
+                more = ("--ramp", str(tokens * STEP_S / 2), "--osl", str(tokens), "--extra", WITH_USAGE)
+                load, spent = generator.run(stack, streams, streams, *more)
+        cpu_us = 1e6 * spent["frontend"].cpu_s / (streams * tokens)
+        return Row(streams, tokens, load, cpu_us, before_mb, max(sizes_mb))
+
+
+@contextmanager
+def _largest(stack: Running) -> Iterator[list[float]]:
+    """The frontend's size in MB, again and again while the context is open."""
+    sizes_mb: list[float] = []
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(SAMPLE_S):
+            sizes_mb.append(stack.costs()["frontend"].rss_mb)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield sizes_mb
+    finally:
+        over.set()
+        thread.join()
+
+
+def _allow_files(count: int) -> None:
+    """As many open files, for this process and what it starts. Raises SystemExit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise SystemExit(f"{count} open files are needed; the limit is {hard} (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
