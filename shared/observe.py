@@ -19,6 +19,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from shared.config import ObserveConfig
 from shared.errors import ConfigError
 
+IDLE_S = 75.0
+"""How long a connection may be without a request."""
 _EVERYWHERE = ("0.0.0.0", "::", "")  # noqa: S104 - compared with, not bound
 
 
@@ -88,7 +90,7 @@ async def serving(config: ObserveConfig, vitals: Vitals, registry: CollectorRegi
     """Serves the three paths at `config`'s host and port; gives the base URL. Raises ConfigError if it cannot."""
     app = web.Application()
     add_routes(app, vitals, registry)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_S)
     await runner.setup()
     try:
         try:

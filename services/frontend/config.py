@@ -50,7 +50,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts, and what their answers may come to, of all running requests: `requests` of 16,384 each. It keeps this
     process's memory; workers' queues and `wait_s` keep the fleet's, whose size it need not know."""
     wait_s: Seconds = 60.0
-    """A request for whose first token every worker is predicted to need longer gets 503 with Retry-After; 0: none."""
+    """A request for whose first token every worker is predicted to need longer gets 429 too; 0: none."""
     deadline_s: SomeSeconds = 600.0
     """Of a request whose client asks for none, from the moment its body is there to its last token; then 504."""
     deadline_most_s: SomeSeconds = 3600.0
