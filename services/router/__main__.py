@@ -6,8 +6,8 @@ from services.router.config import RouterConfig
 from services.router.service import serve
 from shared.lifecycle import Process, run
 
-DRAIN_LIMIT_S = 5.0
-"""A router has nothing to drain but the questions it was asked."""
+DRAIN_LIMIT_S = 15.0
+"""A router has nothing to drain but the questions it was asked; a NATS and an etcd that are frozen cost seconds each."""
 
 
 def main() -> None:

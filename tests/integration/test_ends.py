@@ -1,0 +1,48 @@
+"""SIGTERM when something that a drain would need is away: every process ends by itself within a bound all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.fleet import fleet
+from tests.servers import EtcdServer, NatsServer
+from tests.tiny_model import write_tiny_model
+
+ENDS_WITHIN_S = 15.0
+"""Nothing runs: what takes time is telling those who are away. 8 s where both are frozen, on two busy cores."""
+
+Away = Callable[[NatsServer, EtcdServer], None]
+
+
+def nats_dead(nats: NatsServer, _etcd: EtcdServer) -> None:
+    nats.kill()
+
+
+def etcd_dead(_nats: NatsServer, etcd: EtcdServer) -> None:
+    etcd.kill()
+
+
+def both_frozen(nats: NatsServer, etcd: EtcdServer) -> None:
+    nats.freeze()
+    etcd.freeze()
+
+
+@pytest.mark.parametrize("away", [nats_dead, etcd_dead, both_frozen])
+async def test_every_process_ends_when_told_to_whoever_is_away(
+    own_nats: NatsServer, own_etcd: EtcdServer, tmp_path: Path, away: Away
+) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    with fleet(tmp_path, own_nats.url, "--discovery-endpoints", own_etcd.endpoint) as services:
+        services.start("router", "router")
+        services.start("worker", "worker", "--model", model, "--engine", "echo")
+        services.start("frontend", "frontend")
+        await asyncio.to_thread(services.wait_ready)
+        await asyncio.to_thread(away, own_nats, own_etcd)
+        ends = await asyncio.gather(*(asyncio.to_thread(one.stop) for one in services.services.values()))
+        for service, (status, seconds) in zip(services.services.values(), ends, strict=True):
+            assert status == 0, service.log.read_text()[-4000:]
+            assert seconds < ENDS_WITHIN_S, service.log.read_text()[-4000:]
