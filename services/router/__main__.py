@@ -7,7 +7,7 @@ from services.router.service import serve
 from shared.lifecycle import Process, run
 
 DRAIN_LIMIT_S = 15.0
-"""A router has nothing to drain but the questions it was asked; a NATS and an etcd that are frozen cost seconds each."""
+"""A router has nothing to drain but the questions it was asked; a frozen NATS and a frozen etcd cost seconds each."""
 
 
 def main() -> None:
