@@ -95,9 +95,6 @@ class Metrics:
             "Questions to workers for step frames that are missing: resent, too_old (not kept any more), unanswered",
             ["outcome"],
         )
-        self.unheard = counter(
-            registry, "headrace_unheard_ends", "Attempts whose end was lost and could not be had again"
-        )
         self.unanswerable = counter(
             registry, "headrace_unanswerable_requests", "Requests over NATS without a usable reply subject"
         )

@@ -71,7 +71,6 @@ class Watch:
                 case Ask():
                     self._runtime.tasks.create_task(self._ask_again(action), name=f"resend {action.instance}")
                 case Unheard():
-                    self._metrics.unheard.inc(len(action.attempts))
                     for request, attempt in action.attempts:
                         one = self._running.get(request)
                         if one is not None and one.stream.session.instance == action.instance:

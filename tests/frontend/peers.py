@@ -38,6 +38,8 @@ from shared.messages import (
     MODEL_CARD,
     PING,
     PONG,
+    RESEND_REQUEST,
+    RESENT,
     SELECT,
     SELECT_REPLY,
     STEP_FRAME,
@@ -54,12 +56,15 @@ from shared.messages import (
     Overlap,
     Part,
     Pong,
+    ResendRequest,
+    Resent,
     Select,
     Selected,
     SelectRefused,
     SelectReply,
     ServiceName,
     StepFrame,
+    StreamState,
     TokenLogprob,
 )
 from shared.messaging import Bus, Message, Subscription
@@ -179,11 +184,20 @@ class ScriptedWorker:
         self.answer: Callable[[Generate], GenerateReply | None] = lambda one: Accepted(one.request, one.attempt)
         self.generates: Seen[Generate] = Seen()
         self.cancels: Seen[Cancel] = Seen()
-        self._sequence = 0
+        self.resends: Seen[ResendRequest] = Seen()
+        self.loses = 0
+        """So many of the next frames do not arrive."""
+        self.keeps_from = 0
+        """Frames before this one are not kept for a resend."""
+        self.streams: list[StreamState] = []
+        """What it says that it runs."""
+        self._frames: list[bytes] = []
+        """All that it made; tests have one frontend that gets frames."""
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
         receivers = {"generate": self._on_generate, "cancel": self._on_cancel, "control": self._on_ping}
+        receivers["resend"] = self._on_resend
         for operation, receive in receivers.items():
             subject = subjects.worker(NAMESPACE, self.instance, operation)
             self._subscriptions.append(await self.bus.subscribe(subject, receive))
@@ -194,8 +208,11 @@ class ScriptedWorker:
             await subscription.unsubscribe()
 
     async def report(self, progress: int, attempts: list[tuple[str, int]]) -> None:
-        """A load report that names `attempts`."""
-        report = LoadReport(self.instance, 1, progress, 0, len(attempts), 0, 1024, 0, 0, attempts=attempts)
+        """A load report that names `attempts`, and the frames made so far."""
+        frames = {"f1": len(self._frames) - 1} if self._frames else {}
+        report = LoadReport(
+            *(self.instance, 1, progress, 0, len(attempts), 0, 1024, 0, 0), attempts=attempts, frames=frames
+        )
         await self.bus.publish(subjects.worker(NAMESPACE, self.instance, "load"), LOAD_REPORT.encode(report))
 
     async def _on_generate(self, message: Message) -> None:
@@ -221,9 +238,19 @@ class ScriptedWorker:
         tokens = list(tokens)
         logprobs = None if self.logprobs is None else tuple(self.logprobs[first : first + len(tokens)])
         part = Part(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error)
-        frame = StepFrame(self.instance, 1, self._sequence, [part])
-        self._sequence += 1
-        await self.bus.publish(subjects.stream(NAMESPACE, to.frontend), STEP_FRAME.encode(frame))
+        self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, 1, len(self._frames), [part])))
+        if self.loses:
+            self.loses -= 1
+        else:
+            await self.bus.publish(subjects.stream(NAMESPACE, to.frontend), self._frames[-1])
+
+    async def _on_resend(self, message: Message) -> None:
+        asked = RESEND_REQUEST.decode(message.payload)
+        first, after = max(asked.first, self.keeps_from), len(self._frames)
+        await self.bus.publish(message.reply, RESENT.encode(Resent(1, first, after, self.streams)))
+        for frame in self._frames[first:]:
+            await self.bus.publish(subjects.stream(NAMESPACE, asked.frontend), frame)
+        self.resends.add(asked)
 
     async def _on_cancel(self, message: Message) -> None:
         self.cancels.add(CANCEL.decode(message.payload))
