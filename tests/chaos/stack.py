@@ -100,9 +100,9 @@ class Stack:
         await self._discovery.close()
         await self._http.close()
 
-    def engine(self, worker: str) -> int:
-        """The process id of a worker's engine; 0: it has none now."""
-        return next(iter(children(self.programs[worker].pid)), 0)
+    def engine(self, worker: str) -> int | None:
+        """The process id of a worker's engine; None: it has none now."""
+        return next(iter(children(self.programs[worker].pid)), None)
 
     def wipe_etcd(self) -> None:
         """While it is down."""

@@ -11,13 +11,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from msgspec import Struct
 
 from tests.chaos.clients import HttpClients, NatsClient
-from tests.chaos.plan import Ask, Fault, asks, faults, questions
+from tests.chaos.plan import NATS_AWAY_S, Ask, Fault, asks, faults, questions
 from tests.chaos.stack import FAST, NAMESPACE, Detection, Stack, running
 from tests.chaos.verdict import Answer, Happened, Reference, Sample, Verdict, judge
 
@@ -60,8 +61,8 @@ class Outcome(Struct):
 
 async def run(settings: Settings, directory: Path, tell: Callable[[str], None]) -> Outcome:
     """Tells a line per fault, and one for all that was wrong."""
-    async with running(directory, settings.instances, settings.detection) as stack:
-        storm = Storm(settings, stack, tell)
+    async with running(directory, settings.instances, settings.detection) as stack, asyncio.TaskGroup() as tasks:
+        storm = Storm(settings, stack, tasks, tell)
         try:
             return await storm.run()
         finally:
@@ -71,19 +72,22 @@ async def run(settings: Settings, directory: Path, tell: Callable[[str], None]) 
 class Storm:
     """One run on a stack that is whole."""
 
-    def __init__(self, settings: Settings, stack: Stack, tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, stack: Stack, tasks: asyncio.TaskGroup, tell: Callable[[str], None]) -> None:
         self._settings = settings
         self._stack = stack
+        self._tasks = tasks
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._questions = questions(QUESTIONS)
         urls = [stack.urls[name] for name in stack.names("frontend")]
         self._http = HttpClients(urls, self._now, read_limit_s=READ_LIMIT_S)
-        silence_s = max(*settings.durations_s, 10.0) + 20.0
-        self._nats = NatsClient(stack.nats_url, NAMESPACE, self._now, silence_limit_s=silence_s)
+        self._silence_s = max(*settings.durations_s, *NATS_AWAY_S) + 20.0
+        self._nats = NatsClient(stack.nats_url, NAMESPACE, self._now, silence_limit_s=self._silence_s)
         self._answers: list[Answer] = []
         self._asking: set[asyncio.Task[None]] = set()
+        self._around: list[asyncio.Task[None]] = []
+        """Load and samples, without end."""
         self._faults: list[Happened] = []
         self._samples: list[Sample] = []
 
@@ -91,9 +95,8 @@ class Storm:
         return self._loop.time() - self._began
 
     async def close(self) -> None:
-        for task in self._asking:
+        for task in (*self._around, *self._asking):
             task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
         await self._http.close()
         await self._nats.close()
 
@@ -101,17 +104,12 @@ class Storm:
         await self._nats.open()
         references = await self._references()
         self._began = self._loop.time()
-        around = [asyncio.create_task(self._load()), asyncio.create_task(self._sample())]
-        try:
-            await self._storm()
-        finally:
-            around[0].cancel()
-            await asyncio.gather(around[0], return_exceptions=True)
+        load, _ = self._around = [self._tasks.create_task(self._load()), self._tasks.create_task(self._sample())]
+        await self._storm()
+        load.cancel()
         if self._asking:
-            await asyncio.wait(self._asking, timeout=SETTLE_LIMIT_S)
+            await asyncio.wait(self._asking, timeout=self._silence_s + SETTLE_LIMIT_S)
         left = await self._settled()
-        around[1].cancel()
-        await asyncio.gather(around[1], return_exceptions=True)
         verdict = judge(references, self._answers, self._faults, self._samples, left, self._now())
         for violation in verdict.violations:
             self._tell(f"{violation.at_s:7.2f} s  {violation.kind.upper()}: {violation.what}")
@@ -146,7 +144,7 @@ class Storm:
             await asyncio.sleep(due_s - self._now())
             answer = self._answer(ask)
             self._answers.append(answer)
-            task = asyncio.create_task(self._ask(answer))
+            task = self._tasks.create_task(self._ask(answer))
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
 
@@ -177,9 +175,9 @@ class Storm:
 
     async def _happen(self, fault: Fault) -> Happened:
         now_s = self._now()
-        happened = Happened(fault, began_s=now_s, done_s=now_s)
-        happened.open_requests = len(self._asking)
-        probes = [asyncio.create_task(self._probe(happened, path)) for path in range(-1, self._settings.instances)]
+        happened = Happened(fault, began_s=now_s, done_s=now_s, open_requests=len(self._asking))
+        paths = range(-1, self._settings.instances)
+        probes = [self._tasks.create_task(self._probe(happened, path)) for path in paths]
         try:
             await self._befall(happened)
             await self._stack.until_whole(self._settings.heal_limit_s)
@@ -191,7 +189,6 @@ class Storm:
         finally:
             for probe in probes:
                 probe.cancel()
-            await asyncio.gather(*probes, return_exceptions=True)
         return happened
 
     async def _befall(self, happened: Happened) -> None:
@@ -204,7 +201,7 @@ class Storm:
             case "kill" if fault.target == "engine":
                 await self._kill_engine(name)
             case "freeze" if fault.target == "engine":
-                await self._freeze_engine(stack.engine(name), fault.for_s)
+                await self._freeze_engine(name, fault.for_s)
             case "kill":
                 await program.kill()
                 happened.done_s = self._now()
@@ -232,19 +229,20 @@ class Storm:
     async def _kill_engine(self, worker: str) -> None:
         """Returns when its worker has started another, which need not be ready."""
         killed = self._stack.engine(worker)
+        assert killed is not None, "all was whole"
         os.kill(killed, signal.SIGKILL)
         async with asyncio.timeout(self._settings.heal_limit_s):
-            while self._stack.engine(worker) in (killed, 0):  # noqa: ASYNC110
+            while self._stack.engine(worker) in (killed, None):  # noqa: ASYNC110
                 await asyncio.sleep(PROBE_PAUSE_S)  # another process: there is nothing to wait on
 
-    async def _freeze_engine(self, pid: int, for_s: float) -> None:
+    async def _freeze_engine(self, worker: str, for_s: float) -> None:
         """Its worker may kill it meanwhile."""
-        os.kill(pid, signal.SIGSTOP)
+        frozen = self._stack.engine(worker)
+        assert frozen is not None, "all was whole"
+        os.kill(frozen, signal.SIGSTOP)
         await asyncio.sleep(for_s)
-        try:
-            os.kill(pid, signal.SIGCONT)
-        except ProcessLookupError:
-            return
+        with suppress(ProcessLookupError):
+            os.kill(frozen, signal.SIGCONT)
 
     async def _probe(self, happened: Happened, path: int) -> None:
         """New requests by one path, until one is answered; how long that was after the fault's beginning."""
