@@ -1,13 +1,21 @@
-"""services/frontend/deadline.py, and the body's field."""
+"""services/frontend/deadline.py, the body's field, and both of them over both doors."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from services.frontend.config import LimitsConfig
 from services.frontend.deadline import FIELD, HEADER, allowed_s
+from services.frontend.nats_api import STATUS_HEADER
 from services.frontend.openai import decode_chat, decode_completion
+from shared import subjects
 from shared.errors import InvalidRequest
+from shared.memory_bus import MemoryBus
+from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
 LIMITS = LimitsConfig(deadline_s=600.0, deadline_most_s=3600.0)
 
@@ -82,3 +90,34 @@ def test_a_body_may_leave_the_field_out_or_null() -> None:
     assert decode_completion(b'{"prompt": "x", "deadline_s": null}').deadline_s is None
     assert decode_completion(b'{"prompt": "x"}').deadline_s is None
     assert decode_completion(b'{"prompt": "x", "deadline_s": 2}').deadline_s == 2.0
+
+
+async def over_http(w: World, body: dict[str, object], headers: dict[str, str]) -> tuple[int, str | None]:
+    """The status and the error's `param`."""
+    async with clients(w) as (_, http), http.post("/v1/completions", json=body, headers=headers) as response:
+        return response.status, (await response.json())["error"]["param"]
+
+
+async def over_nats(w: World, body: dict[str, object], headers: dict[str, str]) -> tuple[int, str | None]:
+    message = await MemoryBus(w.broker).request(
+        *(subjects.client(NAMESPACE, "completions"), json.dumps(body).encode()), timeout_s=DEADLINE_S, headers=headers
+    )
+    return int(message.headers[STATUS_HEADER]), json.loads(message.payload)["error"]["param"]
+
+
+@pytest.mark.parametrize("ask", [over_http, over_nats])
+async def test_a_client_sets_its_deadline_by_header_or_field_and_it_goes_with_all_that_is_asked(
+    directory: Path, ask: Callable[[World, dict[str, object], dict[str, str]], Awaitable[tuple[int, str | None]]]
+) -> None:
+    async with world(directory) as w:
+        w.workers[0].output = None
+        body: dict[str, object] = {"model": MODEL, "prompt": "x"}
+        assert await ask(w, body, {HEADER: "0.3"}) == (504, None)
+        assert await ask(w, body | {"deadline_s": 0.2}, {HEADER: "50"}) == (504, None)
+        for asked, most_s in zip(w.router.asked.all, (0.3, 0.2), strict=True):
+            assert 0 < asked.time_left_s <= most_s
+        for offered, most_s in zip(w.workers[0].generates.all, (0.3, 0.2), strict=True):
+            assert 0 < offered.time_left_s <= most_s
+        assert await ask(w, body, {HEADER: "NaN"}) == (400, HEADER)
+        assert await ask(w, body | {"deadline_s": 4000}, {}) == (400, FIELD)
+        assert await ask(w, body | {"deadline_s": "soon"}, {}) == (400, FIELD)
