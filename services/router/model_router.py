@@ -194,6 +194,8 @@ class ModelRouter:
             raise ProtocolError(f"excluded has at most {_EXCLUDED_LIMIT} instances")
         if ask.attempt < 0 or ask.prompt_tokens < 1 or ask.max_tokens < 0:
             raise ProtocolError("attempt and max_tokens are not negative, prompt_tokens is positive")
+        if not (ask.time_left_s >= 0 and ask.wait_limit_s >= 0):  # NaN is not either
+            raise ProtocolError("time_left_s and wait_limit_s are not negative: nobody waits for the answer any more")
         if len(ask.hashes) > 8 * self._config.most_hashes:
             raise ProtocolError(f"hashes of more than {self._config.most_hashes} blocks")
         try:

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -186,6 +187,15 @@ def test_a_prompt_longer_than_any_that_may_be_hashed_is_refused_though_it_has_no
     ask = select("r", [])
     assert chosen(router, msgspec.structs.replace(ask, prompt_tokens=43)).instance == "a"
     assert refused(router, msgspec.structs.replace(ask, request="s", prompt_tokens=44)) == "bad_request"
+
+
+@pytest.mark.parametrize("left_s", [-1.0, float("nan")])
+def test_a_question_whose_time_is_over_is_refused_and_reserves_nothing(left_s: float) -> None:
+    router = model()
+    router.card_up(card("a"))
+    for field in ("time_left_s", "wait_limit_s"):
+        assert refused(router, msgspec.structs.replace(select("r", [1]), **{field: left_s})) == "bad_request"
+    assert router.load.statistics().reservations == 0
 
 
 def test_what_another_router_reserved_is_answered_alike() -> None:
