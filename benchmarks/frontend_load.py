@@ -232,7 +232,7 @@ async def stack() -> AsyncIterator[tuple[Frontend, Peers]]:
 async def _process(nats_url: str, discovered: Path) -> AsyncIterator[Frontend]:
     port = free_port()
     flags = [
-        *("--namespace", NAMESPACE, "--nats-url", nats_url, "--log-level", "warning", "--http-port", str(port)),
+        *("--namespace", NAMESPACE, "--nats-url", nats_url, "--observe-log-level", "warning", "--http-port", str(port)),
         *("--discovery-backend", "file", "--discovery-path", str(discovered), "--limits-drain-s", "0.1"),
         *("--limits-requests", "8192"),
     ]

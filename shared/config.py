@@ -58,7 +58,7 @@ class DiscoveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where /live, /health and /metrics are served (not the frontend: it serves them on its own port)."""
+    """Where a process serves its /live, /health and /metrics (a frontend does so on its API's port too)."""
 
     host: str = "127.0.0.1"
     port: int = 0

@@ -74,7 +74,7 @@ class Runtime:
     stopping: asyncio.Event
     vitals: Vitals = field(default_factory=Vitals)
     http: str = ""
-    """Base URL of this process's /live, /health and /metrics, for the address book; empty: none of lifecycle's."""
+    """Base URL of this process's /live, /health and /metrics, for the address book; empty in tests without one."""
     started: float = field(default_factory=time.time)
     wall: Callable[[], float] = time.time
     """The wall clock, seconds since 1970; time that passes is the loop's."""
@@ -110,8 +110,7 @@ class Process:
     namespace: str
     nats: NatsConfig
     discovery: DiscoveryConfig
-    observe: ObserveConfig | None
-    """None: the service serves /live, /health and /metrics itself."""
+    observe: ObserveConfig
     log_level: str
     drain_limit_s: float
     """From the first signal to the forced end; longer than the service's own drain."""
@@ -210,9 +209,7 @@ async def _serve(
     """Opens what a Runtime is made of, serves, and closes it in the opposite order."""
     registry = process_registry(process.namespace, service, instance)
     async with AsyncExitStack() as opened:
-        url = ""
-        if process.observe is not None:
-            url = await opened.enter_async_context(observe.serving(process.observe, vitals, registry))
+        url = await opened.enter_async_context(observe.serving(process.observe, vitals, registry))
         vitals.unready(f"waiting for NATS at {process.nats.url.rpartition('@')[2]}")
         bus = await _unless(stopping, connect(process.nats, f"headrace-{service}-{instance}"))
         if bus is None:
@@ -220,7 +217,7 @@ async def _serve(
         opened.push_async_callback(_within_limit, bus.drain, "the bus")
         discovery = open_discovery(process.discovery)
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
-        host = "127.0.0.1" if process.observe is None else process.observe.host
+        host = process.observe.host
         events = opened.enter_context(ZmqEvents(host, advertise=observe.advertised(host)))
         _count_unreadable(registry, bus, events)
         directory = Directory(discovery, bus, process.namespace, registry=registry)

@@ -17,7 +17,7 @@ def process(config: FrontendConfig) -> Process:
         nats=config.nats,
         discovery=config.discovery,
         observe=config.observe,
-        log_level=config.log_level,
+        log_level=config.observe.log_level,
         drain_limit_s=config.limits.drain_s + FORCED_END_S,
     )
 

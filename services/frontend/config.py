@@ -86,7 +86,6 @@ class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One frontend process."""
 
     namespace: str = "default"
-    log_level: str = "info"
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     observe: ObserveConfig = ObserveConfig()
