@@ -63,8 +63,6 @@ class Shape(Protocol):
 class _Frame:
     """The bytes around a chunk's choices."""
 
-    __slots__ = ("_head", "choice", "close", "tail")
-
     def __init__(self, request: str, kind: str, created: int, model: str, *, with_usage: bool) -> None:
         head = _encode({"id": request, "object": kind, "created": created, "model": model})
         self._head = head[:-1] + b',"choices":'
@@ -122,8 +120,6 @@ class _Chat(Struct, frozen=True):
 
 class ChatShape:
     """chat.completion and chat.completion.chunk."""
-
-    __slots__ = ("_after_text", "_before_text", "_frame", "_identity", "_with_logprobs")
 
     def __init__(self, request: str, created: int, model: str, *, with_logprobs: bool, with_usage: bool) -> None:
         self._identity = (f"chatcmpl-{request}", created, model)
@@ -200,8 +196,6 @@ class _Completion(Struct, frozen=True):
 
 class CompletionShape:
     """text_completion, whole and in chunks."""
-
-    __slots__ = ("_after_text", "_before_text", "_frame", "_identity", "_with_logprobs")
 
     def __init__(self, request: str, created: int, model: str, *, with_logprobs: bool, with_usage: bool) -> None:
         self._identity = (f"cmpl-{request}", created, model)

@@ -30,8 +30,6 @@ CHUNK_BYTES = 64 << 10
 class Body:
     """One response, from its headers to its end."""
 
-    __slots__ = ("_chunked", "_held", "_request", "_response", "_transport", "_unread_s")
-
     def __init__(self, request: web.Request, headers: Mapping[str, str], *, unread_s: float) -> None:
         """Raises ConnectionError where the client has gone already."""
         if request.transport is None:

@@ -49,8 +49,6 @@ class TokenBytes(Struct, frozen=True):
 class Detokenizer:
     """The text of one output as it grows."""
 
-    __slots__ = ("_decoder", "_plain", "_strip", "_tokens")
-
     def __init__(self, tokens: TokenBytes) -> None:
         self._tokens = tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -70,10 +70,10 @@ class Chunk(Struct, frozen=True):
 class Reply:
     """An answer on its way."""
 
-    def __init__(self, request: ChatRequest | CompletionRequest, shape: Shape, stream: Stream) -> None:
-        self.streams = bool(request.stream)
+    def __init__(self, shape: Shape, stream: Stream, *, streams: bool, with_usage: bool) -> None:
+        self.streams = streams
         """Whether the client wants chunks."""
-        self._with_usage = _with_usage(request)
+        self._with_usage = with_usage
         self._shape = shape
         self._stream = stream
 
@@ -131,8 +131,10 @@ class Exchange:
         job = _job(named, request, model, prompt)
         place.weigh(job.prompt_tokens + job.sampling.max_tokens)
         output = Output(model.token_bytes, openai.stops(request))
+        shape, streams, with_usage = _shape(request, job), bool(request.stream), _with_usage(request)
+        del body, request, prompt  # a megabyte of a long prompt, that nobody needs while its answer streams
         async with self._frontend.open(job, output, deadline) as stream:
-            yield Reply(request, _shape(request, job), stream)
+            yield Reply(shape, stream, streams=streams, with_usage=with_usage)
 
     async def _prompt(self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits) -> Prompt:
         """Raises InvalidRequest."""

@@ -92,9 +92,11 @@ class HttpDoor:
             with self._frontend.arriving() as place:
                 body = await self._body(request, place)
                 place.begin()
-                async with self._exchange.answer(
+                answer = self._exchange.answer(
                     operation, body, _named(request), place, deadline_header=request.headers.get(deadline.HEADER)
-                ) as reply:
+                )
+                del body  # the answer drops it too, once it is read
+                async with answer as reply:
                     if reply.streams:
                         return await self._stream(request, reply)
                     return _respond(200, await reply.whole()), 200

@@ -51,11 +51,6 @@ class Delta(Struct, frozen=True):
 class Output:
     """Grows by `push` until it is stopped or finished."""
 
-    __slots__ = (
-        *("_decoded", "_detokenizer", "_emitted", "_one_by_one", "_scanner", "_tokens", "_waiting"),
-        "counted",
-    )
-
     def __init__(self, tokens: TokenBytes, stops: Sequence[str]) -> None:
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens)

@@ -40,11 +40,6 @@ class Job(Struct, frozen=True):
 class Stream:
     """The reader's end, and the service's."""
 
-    __slots__ = (
-        *("_encode", "_ended", "_error", "_idle", "_output", "_send", "_stopped", "_waiting", "_wake"),
-        *("finish", "job", "session"),
-    )
-
     def __init__(self, job: Job, session: Session, output: Output) -> None:
         self.job = job
         self.session = session

@@ -1,0 +1,254 @@
+"""What does a token cost the frontend, from its step frame to its client's socket, and where does that go?
+
+    peers ── one frame a step ──▶ nats-server ──▶  the frontend's process  ──▶ clients that count events
+
+The frontend is the real process; a scripted router and worker and the clients share one other (frontend_load.py). All
+streams are open before the measurement and stay open, so that the token path alone is measured: its processor time,
+from /proc, over the tokens sent. The parts are functions of the token path run alone in this process, over 512 streams;
+what is left of user time is the NATS client, uvloop, the loop, and caches that have gone cold between two steps, which
+those who share the machine decide.
+
+What could mislead: on a busy machine a client gets a step's event together with the next one's, which is cheaper; a run
+with fewer than 0.98 events a token meets no goal. A send over loopback includes what a network card's interrupt would
+do later, and waking the reader. The kernel tells its own time from ours by looking every 10 ms: their sum is exact.
+
+benchmarks/serving.py asks what the whole system costs, beside Dynamo's; here is what the frontend's part is made of.
+
+    python -m benchmarks.frontend_path [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import uvloop
+
+from benchmarks.frontend_load import Client, Frontend, Peers, connect_clients, cpu, rss_bytes, stack
+from benchmarks.report import Goal, report
+from services.frontend.answers import ChatShape
+from services.frontend.detokenize import TokenBytes
+from services.frontend.output import Delta, Output
+from services.frontend.sessions import Received, Session
+from shared.hashing import pack_tokens
+from shared.messages import STEP_FRAME, Accepted, Overlap, Part, Selected, StepFrame
+from shared.metrics import STEP_SECONDS, Distribution
+
+STREAMS = (32, 128, 512)
+STEP_S = 0.02
+MANY, MANY_STEP_S = 4000, 0.1
+PROMPT_TOKENS = 512
+WARM_UP_S = 1.0
+TOKEN_GOAL_US, RSS_GOAL_KB, EVENTS_GOAL = 10.0, 60.0, 0.98
+CALM_S = 0.5
+"""After the last step, for clients to read the rest."""
+
+Row = dict[str, Any]
+
+
+async def _measure(streams: int, step_s: float, seconds: float) -> Row:
+    """A stack of its own, so that nothing is left of the measurement before."""
+    async with stack() as (frontend, peers):
+        idle_bytes = rss_bytes(frontend.pid)
+        clients = await connect_clients(frontend, streams, PROMPT_TOKENS)
+        await peers.streaming(streams)
+        await _stream(peers, step_s, WARM_UP_S)
+        before, tokens, events = cpu(frontend.pid), peers.tokens, _events(clients)
+        over = asyncio.Event()
+        asking = asyncio.create_task(_worst_live_s(frontend, over))
+        await _stream(peers, step_s, seconds)
+        over.set()
+        after, tokens, events = cpu(frontend.pid), peers.tokens - tokens, _events(clients) - events
+        row = {
+            "streams": streams,
+            "step ms": 1000 * step_s,
+            "tokens": tokens,
+            "events a token": events / tokens,
+            "lost": sum(client.ended for client in clients) + peers.attempts - streams,
+            "user us": 1e6 * (after.user_s - before.user_s) / tokens,
+            "kernel us": 1e6 * (after.kernel_s - before.kernel_s) / tokens,
+            "RSS a stream KB": (rss_bytes(frontend.pid) - idle_bytes) / streams / 1024,
+            "/live worst ms": 1000 * await asking,
+        }
+        for client in clients:
+            assert client.transport is not None
+            client.transport.abort()
+    return row
+
+
+async def _stream(peers: Peers, step_s: float, seconds: float) -> None:
+    """Steps at their times, and a while for the last one's events."""
+    loop = asyncio.get_running_loop()
+    due_s = loop.time()
+    for _ in range(int(seconds / step_s)):
+        await peers.step()
+        due_s += step_s
+        await asyncio.sleep(max(0.0, due_s - loop.time()))
+    await asyncio.sleep(CALM_S)
+
+
+def _events(clients: list[Client]) -> int:
+    return sum(client.events for client in clients)
+
+
+async def _worst_live_s(frontend: Frontend, over: asyncio.Event) -> float:
+    """The longest that /live took, asked ten times a second."""
+    worst_s = 0.0
+    while not over.is_set():
+        began_s = time.perf_counter()
+        await asyncio.to_thread(_live, frontend.port)
+        worst_s = max(worst_s, time.perf_counter() - began_s)
+        await asyncio.sleep(0.1)
+    return worst_s
+
+
+def _live(port: int) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=5.0):
+        pass
+
+
+# --- the parts, each alone
+
+
+class Parts:
+    """512 streams that have begun, and frames for them."""
+
+    def __init__(self, streams: int, steps: int) -> None:
+        table = [bytes([code]) for code in range(32, 127)]
+        tokens = TokenBytes(table, table, strip_first_space=False)
+        worker = "a" * 16
+        self.requests = [f"{number:032x}" for number in range(streams)]
+        self.sessions = {request: _streaming(request, worker) for request in self.requests}
+        self.outputs = [Output(tokens, ()) for _ in self.requests]
+        self.shapes = [ChatShape(request, 0, "m", with_logprobs=False, with_usage=False) for request in self.requests]
+        self.frames = [
+            STEP_FRAME.encode(
+                StepFrame(
+                    worker, 1, step, [Part(each, 1, 1 + step, pack_tokens([step % 90])) for each in self.requests]
+                )
+            )
+            for step in range(steps)
+        ]
+        self.decoded = [STEP_FRAME.decode(frame) for frame in self.frames]
+        self.latencies = Distribution("headrace_latency_seconds", "", STEP_SECONDS)
+
+    def decode(self) -> None:
+        for frame in self.frames:
+            STEP_FRAME.decode(frame)
+
+    def session(self) -> None:
+        for frame in self.decoded:
+            for part in frame.parts:
+                assert self.sessions[part.request].continued(frame.instance, part) >= 0
+
+    def text(self) -> None:
+        for step in range(len(self.frames)):
+            for output in self.outputs:
+                output.push((step % 90,))
+
+    def chunk(self) -> None:
+        delta = Delta(" wheel")
+        for _ in self.frames:
+            for shape in self.shapes:
+                shape.chunk(delta)
+
+    def metrics(self) -> None:
+        for _ in self.frames:
+            self.latencies.observe_all([STEP_S] * len(self.requests))
+
+    def measured(self) -> Row:
+        """µs a token of each."""
+        parts = {
+            "decoding the frame": self.decode,
+            "session": self.session,
+            "detokenising": self.text,
+            "the chunk's JSON": self.chunk,
+            "metrics": self.metrics,
+        }
+        return {name: self._us(run) for name, run in parts.items()}
+
+    def _us(self, run: Callable[[], None]) -> float:
+        began_s = time.process_time()
+        run()
+        return 1e6 * (time.process_time() - began_s) / (len(self.frames) * len(self.requests))
+
+
+def _frame(worker: str, step: int, requests: list[str]) -> bytes:
+    token = pack_tokens([step % 90])
+    return STEP_FRAME.encode(StepFrame(worker, 1, step, [Part(request, 1, 1 + step, token) for request in requests]))
+
+
+def _streaming(request: str, worker: str) -> Session:
+    """One that has had its first token."""
+    session = Session(request, 1 << 20)
+    session.start()
+    session.on(Selected(request, 1, worker, 0, "r", Overlap(), ""))
+    session.on(Accepted(request, 1))
+    session.on(Received(worker, Part(request, 1, 0, pack_tokens([0]))))
+    return session
+
+
+def _named(paced: Row) -> Row:
+    """The parts of the token at the most streams."""
+    parts = Parts(STREAMS[-1], 40).measured()
+    user_us: float = paced["user us"]
+    rest_us = user_us - sum(parts.values())
+    return parts | {
+        "framing, uvloop, NATS's client, cold caches": rest_us,
+        "the kernel's send and receive": paced["kernel us"],
+        "in all": user_us + paced["kernel us"],
+    }
+
+
+async def _rows(quick: bool) -> list[Row]:
+    seconds = 3.0 if quick else 10.0
+    rows = [await _measure(streams, STEP_S, seconds) for streams in ((512,) if quick else STREAMS)]
+    rows.append({"streams": STREAMS[-1], "µs a token": _named(rows[-1])})
+    rows.append(await _measure(MANY, MANY_STEP_S, seconds))
+    return rows
+
+
+def _goals(rows: list[Row]) -> list[Goal]:
+    paced, named, many = rows[-3:]
+    token_us = named["µs a token"]["in all"]
+    sound = paced["events a token"] >= EVENTS_GOAL and not paced["lost"]
+    memory_kb = many["RSS a stream KB"]
+    what = "CPU of the frontend, 512 streams, 20 ms a step"
+    return [
+        Goal(what, token_us, "µs a token", TOKEN_GOAL_US, sound and token_us <= TOKEN_GOAL_US),
+        Goal("events a token, the same", paced["events a token"], "events", EVENTS_GOAL, sound),
+        Goal("lost of 4,000 streams at 100 ms a step", many["lost"], "streams", 0, not many["lost"]),
+        Goal("RSS, the same", memory_kb, "KB a stream", RSS_GOAL_KB, memory_kb <= RSS_GOAL_KB),
+    ]
+
+
+def main() -> int:
+    """Print a table, or with --json one object."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="512 and 4,000 streams alone, three seconds each")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    rows = uvloop.run(_rows(flags.quick))
+    if flags.json:
+        command = ["--quick"] if flags.quick else []
+        print(msgspec.json.encode(report("frontend_path", [*command, "--json"], _goals(rows), rows)).decode())
+        return 0
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, dict):
+                print(name, *(f"    {part:<44} {us:>8.2f}" for part, us in value.items()), sep="\n")
+            else:
+                print(f"{name:<20} {value:>12,.2f}")
+        print()
+    for goal in _goals(rows):
+        print(f"{'met' if goal.met else 'NOT met':<8} {goal.name}: {goal.value:,.2f} {goal.unit}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
