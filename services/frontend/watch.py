@@ -95,9 +95,8 @@ class Watch:
             _log.warning("worker %s does not send frames again: %s", ask.instance, why)
             return
         self._metrics.resends.labels("resent" if resent.first <= ask.first else "too_old").inc()
-        now = asyncio.get_running_loop().time()
         self._frames.answered(ask, resent, streaming)
-        self._do(self._frames.look(ask.instance, now))
+        self._do(self._frames.look(ask.instance, asyncio.get_running_loop().time()))
 
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceDown):
@@ -154,7 +153,8 @@ class Watch:
         session, limits = one.stream.session, self._limits
         if not session.prefilled:
             return Expired("first_token") if now - one.waiting_since >= limits.first_token_s else None
-        if now - max(one.last_tokens or one.started, self._held) < limits.stall_s:
+        assert one.last_tokens is not None, "an attempt that has brought tokens"
+        if now - max(one.last_tokens, self._held) < limits.stall_s:
             return None
         return Lost(session.attempt, "stalled", f"no token came for {limits.stall_s:g} s")
 

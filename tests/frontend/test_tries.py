@@ -1,0 +1,73 @@
+"""services/frontend/tries.py: what is counted, and what is enough."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.frontend.tries import (
+    DEADLY,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    NOT_ITS_FAULT,
+    NOTHING_DONE,
+    TOLD,
+    Loss,
+    Tries,
+)
+
+
+def test_the_attempt_that_is_one_too_many_in_a_row_is_enough() -> None:
+    tries = Tries(attempts=2)
+    tries.begin()
+    assert tries.lose("senseless", 1, "w1", "nonsense") == ""
+    tries.begin()
+    assert tries.lose("gap", 2, "w2", "a gap") == (
+        "2 attempts in a row brought no token; attempt 1 at w1: nonsense; attempt 2 at w2: a gap"
+    )
+
+
+@pytest.mark.parametrize("loss", sorted(DEADLY))
+def test_deaths_count_though_each_attempt_brings_tokens_and_other_losses_do_not(loss: Loss) -> None:
+    tries = Tries(attempts=2)
+    for number in range(5):
+        tries.begin()
+        tries.bear()
+        assert tries.lose("gap", number, "w", "a gap") == ""
+    for number, enough in enumerate((False, False, True)):
+        tries.begin()
+        tries.bear()
+        assert bool(tries.lose(loss, number, "w", "it died")) == enough
+
+
+def test_only_overload_is_no_reason_to_wait() -> None:
+    for loss in get_args(Loss):
+        tries = Tries()
+        tries.begin()
+        tries.lose(loss, 1, "w1", "", overloaded=loss == "refused")
+        assert tries.rescued == (loss != "refused")
+        assert ("w1" in tries.excluded) == (loss not in NOT_ITS_FAULT)
+
+
+@given(st.data())
+def test_any_history_is_bounded(data: st.DataObject) -> None:
+    tries = Tries(attempts=data.draw(st.integers(1, 4)), rescue_s=5.0)
+    now_s = 0.0
+    for number in range(data.draw(st.integers(1, 40))):
+        tries.begin()
+        loss: Loss = data.draw(st.sampled_from([*get_args(Loss), *NOTHING_DONE]))
+        if loss not in NOTHING_DONE and data.draw(st.booleans()):
+            tries.bear()
+        enough = tries.lose(loss, number, data.draw(st.sampled_from("abc")), "why")
+        tries.validate()
+        assert tries.told("").count("attempt") <= TOLD
+        if enough:
+            return
+        if tries.rescued and data.draw(st.booleans()):
+            now_s += tries.pause_s
+            tries.wait(now_s)
+            assert FIRST_PAUSE_S <= tries.pause_s <= LONGEST_PAUSE_S
+            tries.validate()
