@@ -10,7 +10,7 @@ import math
 
 from services.worker.engine import Ready
 from shared import subjects
-from shared.hashing import unpack_tokens
+from shared.hashing import token_array
 from shared.messages import Generate, Sampling
 
 _MAX_REQUEST_CHARACTERS = 256
@@ -55,7 +55,7 @@ def _tokens(generate: Generate, facts: Ready) -> str:
         return f"tokens: {count} leave no room in a context of {facts.context_length}"
     if -(-count // facts.block_size) > facts.capacity_blocks:
         return f"tokens: {count} do not fit into {facts.capacity_blocks} blocks of {facts.block_size}"
-    largest = max(unpack_tokens(generate.tokens))
+    largest = max(token_array(generate.tokens))
     if largest >= facts.vocab_size:
         return f"tokens: id {largest} is outside the vocabulary of {facts.vocab_size}"
     if not 0 < generate.prompt_tokens <= count:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import suppress
+from collections import deque
+from typing import cast
 
 from services.worker.engine import EngineCommand, EngineReport
 from shared.errors import HeadraceError
@@ -21,6 +22,8 @@ REPORTS: Codec[EngineReport] = Codec(EngineReport, "engine report")
 
 _PREFIX_BYTES = 4
 _READ_BYTES = 1 << 18
+_MOST_UNREAD_REPORTS = 16
+"""Beyond, the shell stops reading; the engine's `send` waits then."""
 
 
 class PeerGone(HeadraceError):
@@ -65,63 +68,99 @@ class EngineEnd:
             if not chunk:
                 raise PeerGone("the shell has ended")
             self._buffer += chunk
-            commands.extend(COMMANDS.decode(frame) for frame in self._whole_frames())
+            commands.extend(COMMANDS.decode(frame) for frame in _whole_frames(self._buffer))
             flags = socket.MSG_DONTWAIT
 
-    def _whole_frames(self) -> list[bytes]:
-        frames: list[bytes] = []
-        start = 0
-        while len(self._buffer) - start >= _PREFIX_BYTES:
-            body = start + _PREFIX_BYTES
-            end = body + int.from_bytes(self._buffer[start:body], "little")
-            if len(self._buffer) < end:
-                break
-            frames.append(bytes(self._buffer[body:end]))
-            start = end
-        del self._buffer[:start]
-        return frames
 
+class ShellEnd(asyncio.Protocol):
+    """The shell's end, on the event loop; made by `open`.
 
-class ShellEnd:
-    """The shell's end, on the event loop."""
+    A protocol of its own instead of asyncio's streams: a report costs one call and at most one wake-up.
+    """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, unread_bytes: int) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, unread_bytes: int) -> None:
         self._unread_bytes = unread_bytes
+        self._buffer = bytearray()
+        self._reports: deque[bytes] = deque()
+        """Whole ones; bounded, because the engine is not read while there are many."""
+        self._dropping = False
+        loop = asyncio.get_running_loop()
+        self._called: asyncio.Future[None] = loop.create_future()
+        """Done when something has come, or nothing will."""
+        self._gone: asyncio.Future[None] = loop.create_future()
 
     @staticmethod
     async def open(connection: socket.socket, *, unread_bytes: int = 64 << 20) -> ShellEnd:
         """`unread_bytes` bounds what waits here while the engine does not read."""
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        return ShellEnd(reader, writer, unread_bytes)
+        loop = asyncio.get_running_loop()
+        _, end = await loop.create_unix_connection(lambda: ShellEnd(unread_bytes), sock=connection)
+        return end
 
     def send(self, command: EngineCommand) -> None:
         """Nothing is sent to an engine that has ended. What waits here is bounded by those who look at `full`."""
-        if not self._writer.transport.is_closing():
-            self._writer.write(_frame(COMMANDS.encode(command)))
+        if not self._transport.is_closing():
+            self._transport.write(_frame(COMMANDS.encode(command)))
 
     @property
     def full(self) -> bool:
         """Whether the engine has left more unread than it should; new work waits or is refused then."""
-        return self._writer.transport.get_write_buffer_size() > self._unread_bytes
+        return self._transport.get_write_buffer_size() > self._unread_bytes
 
     async def receive(self) -> EngineReport:
-        """The next report. Raises PeerGone."""
-        try:
-            length = int.from_bytes(await self._reader.readexactly(_PREFIX_BYTES), "little")
-            return REPORTS.decode(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, OSError) as wrong:
-            raise PeerGone(f"engine: {wrong}") from wrong
+        """The next report; one receiver at a time. Raises PeerGone."""
+        while not self._reports:
+            if self._gone.done():
+                raise PeerGone("the engine has ended")
+            self._called = asyncio.get_running_loop().create_future()
+            await self._called
+        if len(self._reports) == _MOST_UNREAD_REPORTS and not self._transport.is_closing():
+            self._transport.resume_reading()
+        return REPORTS.decode(self._reports.popleft())
 
     async def ended(self) -> None:
         """Reads on and drops it, until the other end is closed."""
-        with suppress(OSError):
-            while await self._reader.read(_READ_BYTES):
-                pass
+        self._dropping = True
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+        await asyncio.shield(self._gone)
 
     def close(self) -> None:
-        self._writer.close()
+        self._transport.close()
+
+    # --- what the loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+
+    def data_received(self, data: bytes) -> None:
+        if self._dropping:
+            return
+        self._buffer += data
+        self._reports.extend(_whole_frames(self._buffer))
+        if len(self._reports) >= _MOST_UNREAD_REPORTS:
+            self._transport.pause_reading()
+        if self._reports and not self._called.done():
+            self._called.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        for waiting in (self._called, self._gone):
+            if not waiting.done():
+                waiting.set_result(None)
+
+
+def _whole_frames(buffer: bytearray) -> list[bytes]:
+    """Takes them out of the buffer."""
+    frames: list[bytes] = []
+    start = 0
+    while len(buffer) - start >= _PREFIX_BYTES:
+        body = start + _PREFIX_BYTES
+        end = body + int.from_bytes(buffer[start:body], "little")
+        if len(buffer) < end:
+            break
+        frames.append(bytes(buffer[body:end]))
+        start = end
+    del buffer[:start]
+    return frames
 
 
 def _frame(payload: bytes) -> bytes:

@@ -35,14 +35,15 @@ def to_kv_events(events: Iterable[PoolEvent], block_size: int) -> list[KvEvent]:
 
     for event in events:
         match event:
-            case Stored(content):
+            case Stored():
+                content = event.content
                 if not chain or chain[-1].key != content.parent:
                     flush()
                 chain.append(content)
-            case Evicted(content):
+            case Evicted():
                 if chain:
                     flush()
-                removed.append(event_hash(content.key))
+                removed.append(event_hash(event.content.key))
             case _:
                 assert_never(event)
     flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry
 
 from services.worker.engine import EngineLoad, Stepped
@@ -9,8 +11,24 @@ from shared.messages import GenerateReply, Part, Refused
 from shared.metrics import STEP_SECONDS, counter, gauge, histogram
 
 
+@dataclass(slots=True)
+class _Steps:
+    steps: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    event_batches: int = 0
+    frames: int = 0
+    load: EngineLoad | None = None
+    """After the last of them."""
+    capacity_blocks: int = 0
+
+
 class Metrics:
-    """One worker's metrics; labels are few and bounded."""
+    """One worker's metrics; labels are few and bounded.
+
+    What every step changes is summed up here and shown with each load report, every 250 ms: eleven updates a step were
+    a quarter of what a step cost the shell.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = counter(registry, "headrace_requests", "Attempts by outcome", ["outcome"])
@@ -30,6 +48,7 @@ class Metrics:
         self._engine_starts = counter(registry, "headrace_engine_starts", "Starts of the engine that got ready")
         self._preempted = 0
         self._lost = 0
+        self._since = _Steps()
 
     def answered(self, reply: GenerateReply, prompt_tokens: int) -> None:
         """A Generate was accepted or refused."""
@@ -47,26 +66,38 @@ class Metrics:
 
     def stepped(self, step: Stepped, capacity_blocks: int) -> None:
         """The engine made a step."""
-        self._steps.inc()
-        self._output.inc(len(step.advanced))
+        since = self._since
+        since.steps += 1
+        since.output_tokens += len(step.advanced)
+        since.event_batches += bool(step.event_batch)
         if step.tokens:
+            since.computed_tokens += step.tokens
             self._step_s.observe(step.elapsed_s)
-            self._computed.inc(step.tokens)
-        if step.event_batch:
-            self._events.inc()
-        self._preemptions.inc(step.load.preemptions - self._preempted)
-        self._preempted = step.load.preemptions
-        self._show(step.load, capacity_blocks)
+        since.load, since.capacity_blocks = step.load, capacity_blocks
+
+    def frame_sent(self) -> None:
+        self._since.frames += 1
+
+    def show(self) -> None:
+        """What the steps since the last time came to."""
+        since, self._since = self._since, _Steps()
+        self._steps.inc(since.steps)
+        self._output.inc(since.output_tokens)
+        self._computed.inc(since.computed_tokens)
+        self._events.inc(since.event_batches)
+        self._frames.inc(since.frames)
+        if since.load is not None:
+            self._preemptions.inc(since.load.preemptions - self._preempted)
+            self._preempted = since.load.preemptions
+            self._show(since.load, since.capacity_blocks)
 
     def engine_started(self) -> None:
         self._engine_starts.inc()
         self._preempted = 0
 
     def engine_lost(self) -> None:
+        self.show()
         self._show(EngineLoad(), 0)
-
-    def frame_sent(self) -> None:
-        self._frames.inc()
 
     def frames_lost(self, total: int) -> None:
         """`total` frames since the start were dropped before they were sent."""

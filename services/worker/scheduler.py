@@ -112,7 +112,7 @@ class Scheduler:
             return
         sequence = Sequence.of(
             submit,
-            number=self._arrivals,
+            arrival=self._arrivals,
             now_s=now_s,
             model=self._limits.model,
             block_size=self._limits.block_size,
@@ -199,14 +199,13 @@ class Scheduler:
     # --- scheduling
 
     def _schedule_decodes(self) -> None:
-        """A step's hot loop, as `_take_token` is: with 256 sequences, a property more costs 20 µs of it."""
         assert self._step is not None
         size = self._limits.block_size
         for sequence in list(self._running):
             work, length = sequence.work, len(sequence.tokens)
-            if not work.blocks or length - work.start > 1:
-                continue  # preempted just now, or it prefills
-            if length > len(work.blocks) * size and not self._grow(sequence):
+            if length - work.start > 1:
+                continue  # it prefills, or was preempted just now
+            if (length - 1) % size == 0 and length > len(work.blocks) * size and not self._grow(sequence):
                 continue
             work.end = length
             self._step.append(sequence)
@@ -309,8 +308,8 @@ class Scheduler:
             sequence.stored += 1
 
     def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
-        submit, tokens, token = sequence.submit, sequence.tokens, drawn.token
-        first = len(tokens) - submit.prompt_tokens
+        tokens, token = sequence.tokens, drawn.token
+        first = len(tokens) - sequence.prompt_tokens
         tokens.append(token)
         finish: FinishReason | None = None
         if token in sequence.stop_tokens:
@@ -318,17 +317,17 @@ class Scheduler:
         elif len(tokens) >= sequence.most_tokens:
             finish = "length"
         part = Part(
-            submit.request,
-            submit.attempt,
+            sequence.request,
+            sequence.attempt,
             first,
             token.to_bytes(4, "little"),
             finish,
             sequence.cached_tokens,
             None if drawn.logprob is None else (drawn.logprob,),
         )
-        self._outcome.parts[submit.frontend].append(part)
+        self._outcome.parts[sequence.frontend].append(part)
         if sequence.begun and finish is None:
-            self._outcome.advanced.append(submit.number)
+            self._outcome.advanced.append(sequence.number)
             return
         self._outcome.notable.append(part)
         sequence.begun = True
@@ -381,15 +380,15 @@ class Scheduler:
     def _tell(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
         """The end of an attempt, without a token."""
         part = Part(
-            request=sequence.submit.request,
-            attempt=sequence.submit.attempt,
+            request=sequence.request,
+            attempt=sequence.attempt,
             first=sequence.produced,
             tokens=b"",
             finish=finish,
             cached_tokens=sequence.cached_tokens,
             error=error,
         )
-        self._outcome.parts[sequence.submit.frontend].append(part)
+        self._outcome.parts[sequence.frontend].append(part)
         self._outcome.notable.append(part)
 
     # --- the queue and the blocks

@@ -152,6 +152,7 @@ class Worker:
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_LIMIT_S):
                 await self._sender.flush()
+        self._metrics.show()
         await self._announcement.close()
         if isinstance(failed, BaseException) and not isinstance(failed, asyncio.CancelledError):
             raise failed
@@ -324,6 +325,7 @@ class Worker:
                 pass  # the next one says it all again
             except PayloadTooLarge as wrong:
                 _log.error("no load report: %s; max_waiting is too high for this payload limit", wrong)
+            self._metrics.show()
             self._forget_the_gone()
             self._sender.wake()
             await asyncio.sleep(REPORT_INTERVAL_S)

@@ -61,6 +61,28 @@ async def test_a_shell_whose_engine_does_not_read_is_full() -> None:
         assert shell.full
 
 
+async def test_an_engine_that_ends_is_read_to_its_end_whatever_it_still_says() -> None:
+    shell, engine = await pair()
+    with closing(shell):
+        ending = asyncio.ensure_future(shell.ended())
+        for _ in range(50):
+            await asyncio.to_thread(engine.send, Failed("x" * 50_000))
+        engine.close()
+        await asyncio.wait_for(ending, 30)
+        await shell.ended()
+
+
+async def test_what_an_engine_said_last_is_heard_after_its_end() -> None:
+    shell, engine = await pair()
+    with closing(shell):
+        for number in range(3):
+            engine.send(Failed(str(number)))
+        engine.close()
+        assert [await shell.receive() for _ in range(3)] == [Failed(str(number)) for number in range(3)]
+        with pytest.raises(PeerGone):
+            await shell.receive()
+
+
 async def test_an_engine_reports_no_faster_than_the_shell_reads() -> None:
     shell, engine = await pair()
     with closing(engine), closing(shell):
