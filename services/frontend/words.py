@@ -31,7 +31,7 @@ SLICE_CHARACTERS = 2048
 WORD_CHARACTERS = 64
 """Longer words are not kept."""
 WORDS_LIMIT = 65_536
-"""Words kept, 20 MB at the most; then the table starts anew: a few hundred words are most of any text."""
+"""Words kept, 40 MB at the most; then the table starts anew: a few hundred words are most of any text."""
 
 PLAIN = "\\x00-\\u017e\\u0180-\\u024f\\u0400-\\u0482\\u048a-\\u052f\\u2010-\\u2027\\u2030-\\u205e"
 """Latin, Cyrillic and punctuation, as a regex class: their categories are the same in every version of Unicode in use.
