@@ -43,7 +43,7 @@ NEVER_MISSED: frozenset[FaultKind] = frozenset(
     ("freeze engine", "lose discovery", "wipe discovery", "expire lease", "mute events", "set the clock")
 )
 """However many of them happen, somebody can serve."""
-UNNOTICED: frozenset[FaultKind] = NEVER_MISSED | {"kill engine", "lose all NATS"}
+UNNOTICED: frozenset[FaultKind] = NEVER_MISSED | frozenset[FaultKind](("kill engine", "lose all NATS"))
 """One of them, also where there is one router only; of the other kinds one, where another router can take over."""
 
 
