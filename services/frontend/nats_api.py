@@ -30,6 +30,9 @@ from shared.messaging import LAST_HEADER, Message, Subscription
 STATUS_HEADER = "Headrace-Status"
 PROBE_HEADER = "Headrace-Probe"
 QUEUE = "frontend"
+AGAIN_S = 0.5
+TRIES = 120
+"""To tell a failure: a NATS that is away for a minute loses none."""
 
 _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
 _log = logging.getLogger(__name__)
@@ -95,8 +98,9 @@ class NatsDoor:
             self._metrics.disconnected.inc()
         except BusDown as why:
             _log.warning("an answer on %s is lost: %s", message.subject, why)
+            await self._fail(message, Unavailable("NATS was away, and a part of the answer may be lost"))
         except asyncio.CancelledError:
-            await self._fail(message, Unavailable("this frontend has ended"))
+            await self._fail(message, Unavailable("this frontend has ended"), tries=1)
             raise
         finally:
             self._metrics.requests.labels(operation, str(status)).inc()
@@ -124,11 +128,17 @@ class NatsDoor:
         except HeadraceError as error:
             return await self._fail(message, error)
 
-    async def _fail(self, message: Message, error: HeadraceError) -> int:
+    async def _fail(self, message: Message, error: HeadraceError, tries: int = TRIES) -> int:
+        """Its status. A client that listens is owed an end: while NATS is away, it is told again and again."""
         wrong = failure_of(error)
         headers = {**_LAST, STATUS_HEADER: str(wrong.status), **wrong.headers}
-        try:
-            await self._publish(message.reply, wrong.payload, headers=headers)
-        except BusDown as why:
-            _log.warning("a failure on %s is lost: %s", message.subject, why)
+        for left in reversed(range(tries)):
+            try:
+                await self._publish(message.reply, wrong.payload, headers=headers)
+                break
+            except BusDown as why:
+                if not left:
+                    _log.warning("a failure on %s is lost: %s", message.subject, why)
+                    break
+            await asyncio.sleep(AGAIN_S)
         return wrong.status

@@ -240,3 +240,16 @@ async def finish_once_draining(w: World, worker: ScriptedWorker, generate: Gener
     key = subjects.instance_key(NAMESPACE, "frontend", "f1")
     assert key in await MemoryDiscovery(w.store).list(key), "workers cancel what a frontend asked for that is gone"
     await worker.send(generate, 0, w.ids("late"), "length")
+
+
+async def test_a_failure_while_nats_is_away_is_told_when_it_is_back(directory: Path) -> None:
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, deadline_s=0.5)) as w:
+        w.workers[0].output = None
+        asking = asyncio.create_task(ask(w, "chat", body()))
+        await w.workers[0].generates.at_least(1)
+        w.broker.disconnect(w.bus)
+        await w.counted("headrace_inflight_requests", 0)
+        w.broker.reconnect(w.bus)
+        answer, headers = await asking
+        assert "deadline" in answer["error"]["message"]
+        assert headers[LAST_HEADER] == "true"
