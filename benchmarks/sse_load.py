@@ -52,8 +52,8 @@ class Reading(asyncio.Protocol):
         self.gaps_s: list[float] = []
         self._head = b""
         self._tail = b""
-        self.done = False
-        """The stream ended with its [DONE]."""
+        self.failed = "no [DONE]"
+        """Why the stream was not whole; empty once its [DONE] is there."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
@@ -106,7 +106,10 @@ class Reading(asyncio.Protocol):
             self.gaps_s.extend([0.0] * (count - 1))
             self.events += count
             self.last_s = now_s
-        self.done = self.done or b"data: [DONE]" in seen
+        if b"data: [DONE]" in seen:
+            self.failed = ""
+        elif b'data: {"error":' in seen:
+            self.failed = seen[seen.index(b'data: {"error":') :].decode(errors="replace")[:200]
         usage = seen.rfind(_USAGE)
         if usage >= 0:
             digits = _DIGITS.match(seen, usage + len(_USAGE))
@@ -189,12 +192,10 @@ class Load:
             )
 
     def _is_good(self, connection: Reading, body: bytes) -> bool:
-        """A stream came, whole or not."""
-        if connection.status != 200:
-            self.errors[str(connection.status)] += 1
+        """A stream came, and was whole."""
+        if connection.status != 200 or connection.failed:
+            self.errors[str(connection.status) if connection.status != 200 else connection.failed] += 1
             return False
-        if not connection.done:
-            self.errors["no [DONE]"] += 1
         if b"include_usage" in body:
             self.cut += connection.tokens != self._flags.osl
         return True
