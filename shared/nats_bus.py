@@ -4,9 +4,10 @@
          ▲             │           ▲
          └── lost ─────┘           └── drain, from either
 
-One connection after the other, for ever: the first one, an outage, a refused password and a server that closes the
-connection all take the same path. What survives is ours: subscriptions with what waits in them. Requests and streams
-that were open fail with BusDown, because their answers may have been lost.
+One connection after the other, for ever: each is a nats-py client that does not reconnect by itself, so that the first
+connection, an outage, a refused password and a server that closes the connection all take the same path. What survives
+is ours: subscriptions with what waits in them. Requests and streams that were open fail with BusDown, because their
+answers may have been lost.
 """
 
 from __future__ import annotations
@@ -15,14 +16,32 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription as RemoteSubscription
 
 from shared import subjects
 from shared.complaint import Complaint, Tally
 from shared.config import NatsConfig
-from shared.errors import BusDown, HeadraceError, PayloadTooLarge, ProtocolError, RequestTimeout
+from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout
 from shared.messaging import Message, Receive, SubscriptionStatistics
-from shared.nats_connection import FAILURES, Connection, check_url, dial, shown
+from shared.nats_connection import (
+    FAILURES,
+    UNSENT_LIMIT_BYTES,
+    DirectClient,
+    abort,
+    check_url,
+    dial,
+    drain,
+    leave,
+    reads,
+    shown,
+    sync,
+    translated,
+    wait_sent,
+)
 from shared.receiver import Receiver
 from shared.replies import Replies
 
@@ -56,30 +75,32 @@ class NatsSubscription:
         self._subject = subject
         self._queue = queue
         self._receiver = receiver
-        self._connection: Connection | None = None
-        self._sid = 0
-        """On that connection."""
+        self._closed = False
+        self._client: DirectClient | None = None
+        self._remote: RemoteSubscription | None = None
 
     def statistics(self) -> SubscriptionStatistics:
         return self._receiver.statistics()
 
     async def unsubscribe(self) -> None:
+        self._closed = True
         self._bus.forget(self)
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            try:
-                await connection.drain(self._sid)
-            except BusDown as wrong:  # the subscription ended with its connection
-                _log.debug("unsubscribing from %s: %s", self._subject, wrong)
+        remote, self._remote = self._remote, None
+        if remote is not None and self._client is not None:
+            await drain(self._client, remote)
         await self._receiver.drain()
 
-    def is_on(self, connection: Connection) -> bool:
-        return self._connection is connection
+    def is_on(self, client: Client) -> bool:
+        return self._client is client
 
-    def attach(self, connection: Connection) -> None:
+    async def attach(self, client: DirectClient) -> None:
         """Subscribe on a new connection."""
-        self._connection = connection
-        self._sid = connection.listen(self._subject, self._queue, self._receiver.offer)
+        self._client = client
+        remote = await client.subscribe_direct(self._subject, self._receiver.offer, self._queue)
+        if self._closed:
+            await leave(remote)
+        else:
+            self._remote = remote
 
 
 class NatsBus:
@@ -90,8 +111,9 @@ class NatsBus:
         self._name = name
         self._replies = Replies(config.inbox)
         self._subscriptions: list[NatsSubscription] = []
-        self._connection: Connection | None = None
+        self._client: DirectClient | None = None
         self._closed = False
+        self.connections = 0
         self._malformed = Tally()
         self._torn = Complaint("unreadable message from NATS", self._malformed)
         self._complained_at = -math.inf
@@ -100,7 +122,7 @@ class NatsBus:
 
     @property
     def connected(self) -> bool:
-        return self._connection is not None and self._connection.is_open
+        return self._client is not None and self._client.is_connected
 
     @property
     def malformed(self) -> int:
@@ -115,6 +137,16 @@ class NatsBus:
                 raise BusDown("the bus is closed")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
+    async def confirm(self, connections: int) -> None:
+        client = self._client
+        try:
+            if client is not None and connections == self.connections:
+                await sync(client)
+        except FAILURES as wrong:
+            raise BusDown(f"NATS: {wrong}") from wrong
+        if client is None or client is not self._client or connections != self.connections:
+            raise BusDown("the connection to NATS was lost")
+
     async def publish(
         self,
         subject: str,
@@ -123,10 +155,8 @@ class NatsBus:
         headers: Mapping[str, str] | None = None,
         gone: Callable[[], None] | None = None,
     ) -> None:
-        connection = self._check(subject, payload)
-        if not connection.has_room:
-            await connection.room()
-        connection.publish(subject, payload, "" if gone is None else self._replies.probe(gone), headers)
+        client = self._check(payload)
+        await self._send(client, subject, payload, headers, "" if gone is None else self._replies.probe(gone))
 
     async def subscribe(
         self,
@@ -144,34 +174,27 @@ class NatsBus:
         receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped, malformed=self._malformed)
         subscription = NatsSubscription(self, subject, queue, receiver)
         self._subscriptions.append(subscription)
-        connection = self._connection
-        if connection is not None:
-            subscription.attach(connection)
+        client = self._client
+        if client is not None:
             try:
-                await connection.sync()
-            except BusDown as wrong:  # the next connection will carry it
-                _log.debug("subscribing to %s: %s", subject, wrong)
+                await subscription.attach(client)
+                await sync(client)
+            except (*FAILURES, BusDown) as wrong:  # the next connection will carry it
+                _log.debug("subscribing to %s: %r", subject, wrong)
         return subscription
 
     async def request(
         self, subject: str, payload: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Message:
-        connection = self._check(subject, payload)
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + timeout_s
+        client = self._check(payload)
         reply, answer = self._replies.request(subject)
-        # A timer that fails the answer, for an asyncio.timeout() has twice its price.
-        timer = loop.call_at(until_s, _late, answer, f"no answer from {subject} in {timeout_s:g} s")
         try:
-            if not connection.has_room:
-                async with asyncio.timeout_at(until_s):
-                    await connection.room()
-            connection.publish(subject, payload, reply, headers)
-            return await answer
+            async with asyncio.timeout(timeout_s):
+                await self._send(client, subject, payload, headers, reply)
+                return await answer
         except TimeoutError:
-            raise RequestTimeout(f"no room for a question to {subject} in {timeout_s:g} s") from None
+            raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
         finally:
-            timer.cancel()
             self._replies.forget(reply)
 
     @asynccontextmanager
@@ -184,17 +207,21 @@ class NatsBus:
         headers: Mapping[str, str] | None = None,
         pending_limit: int = 8192,
     ) -> AsyncIterator[AsyncIterator[Message]]:
-        connection = self._check(subject, payload)
+        client = self._check(payload)
         stream = self._replies.stream(subject, pending_limit)
-        sid = connection.listen(stream.inbox, "", stream.take)
+        remote: RemoteSubscription | None = None
+
         try:
-            if not connection.has_room:
-                await connection.room()
-            connection.publish(subject, payload, stream.inbox, headers)
+            try:
+                remote = await client.subscribe_direct(stream.inbox, stream.take)
+            except FAILURES as wrong:
+                raise translated(wrong, client, stream.inbox, b"") from wrong
+            await self._send(client, subject, payload, headers, stream.inbox)
             yield stream.messages(idle_timeout_s)
         finally:
             self._replies.end(stream)
-            connection.leave(sid)
+            if remote is not None and not client.is_closed:
+                await leave(remote)
 
     async def drain(self) -> None:
         self._closed = True
@@ -208,15 +235,14 @@ class NatsBus:
     async def _close(self) -> None:
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
-        connection, self._connection = self._connection, None
-        if connection is not None:
+        client, self._client = self._client, None
+        if client is not None and not client.is_closed:
             try:
-                if connection.is_open:
-                    await connection.sync()
-            except BusDown as wrong:
-                _log.warning("what was published last may not have reached NATS: %s", wrong)
-            finally:
-                await connection.close()
+                await sync(client)
+                await client.close()
+            except (*FAILURES, BusDown) as wrong:
+                _log.warning("what was published last may not have reached NATS: %r", wrong)
+                abort(client)
         self._replies.fail(BusDown("the bus is closed"))
 
     def forget(self, subscription: NatsSubscription) -> None:
@@ -224,57 +250,86 @@ class NatsBus:
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
 
-    def _check(self, subject: str, payload: bytes) -> Connection:
-        """The connection to send them on."""
-        connection = self._connection
-        if connection is None or not connection.is_open:
+    # --- sending
+
+    def _check(self, payload: bytes) -> DirectClient:
+        client = self._client
+        if client is None or not client.is_connected:
             raise BusDown("the bus is closed" if self._closed else f"no connection to {shown(self._config.url)}")
-        limit = min(self._config.payload_limit_bytes, connection.max_payload)
+        limit = min(self._config.payload_limit_bytes, client.max_payload)
         if len(payload) > limit:
             raise PayloadTooLarge(len(payload), limit)
+        return client
+
+    async def _send(
+        self, client: Client, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str
+    ) -> None:
         subjects.check(subject)
-        return connection
+        if client.pending_data_size > UNSENT_LIMIT_BYTES:
+            await wait_sent(client, UNSENT_LIMIT_BYTES)
+        try:
+            await client.publish(subject, payload, reply=reply, headers=dict(headers) if headers else None)
+        except FAILURES as wrong:
+            raise translated(wrong, client, subject, payload) from wrong
 
     # --- the connection
 
     async def _keep_connected(self) -> None:
         while True:
-            connection = await self._connect()
-            if connection is not None:
+            client = await self._connect()
+            if client is not None:
                 _log.info("connected to NATS at %s", shown(self._config.url))
-                if connection.max_payload < self._config.payload_limit_bytes:
-                    _log.warning("NATS's max_payload is %d bytes, below our payload limit", connection.max_payload)
-                why = await connection.lost
-                self._connection = None
+                # Looked at, because nats-py's closed callback is skipped where closing itself fails.
+                while reads(client):  # noqa: ASYNC110
+                    await asyncio.sleep(WATCH_INTERVAL_S)
+                self._client = None
+                abort(client)
+                with suppress(*FAILURES):
+                    await client.close()  # one that only stopped reading has tasks still
                 self._replies.fail(BusDown("the connection to NATS was lost"))
-                _log.warning("lost the connection to NATS at %s: %s", shown(self._config.url), why)
+                _log.warning("lost the connection to NATS at %s: %r", shown(self._config.url), client.last_error)
             await asyncio.sleep(RETRY_WAIT_S)
 
-    async def _connect(self) -> Connection | None:
+    async def _connect(self) -> DirectClient | None:
         """One connection with every subscription on it, or None."""
-        connection: Connection | None = None
-        try:
-            connection = await dial(self._config, self._name, self._report)
-            connection.listen(self._replies.prefix + "*", "", self._replies.take)
-            while missing := [each for each in self._subscriptions if not each.is_on(connection)]:
-                for subscription in missing:
-                    subscription.attach(connection)
-                await connection.sync()  # connected means that the server knows them all
-            self._connection = connection
-        except FAILURES as wrong:
-            self._complain(wrong)
-        finally:
-            if connection is not None and self._connection is not connection:
-                await connection.close()
-        return self._connection
+        client = DirectClient()
+        reason: Exception | None = None
 
-    def _report(self, wrong: HeadraceError) -> None:
+        def failed(wrong: Exception) -> None:
+            nonlocal reason
+            reason = wrong
+            if client.is_connected:
+                self._report(wrong)
+
+        try:
+            await dial(client, self._config, self._name, failed)
+            await client.subscribe_direct(self._replies.prefix + "*", self._replies.take)
+            while missing := [each for each in self._subscriptions if not each.is_on(client)]:
+                for subscription in missing:
+                    await subscription.attach(client)
+                await sync(client)  # connected means that the server knows them all
+            self._client = client
+            self.connections += 1
+        except (*FAILURES, BusDown) as wrong:
+            self._complain(wrong if reason is None else reason)
+        finally:
+            if self._client is not client:
+                with suppress(*FAILURES):
+                    await client.close()
+        if self._client is not client:
+            return None
+        if client.max_payload < self._config.payload_limit_bytes:
+            _log.warning("NATS's max_payload is %d bytes, below our payload limit", client.max_payload)
+        return client
+
+    def _report(self, wrong: Exception) -> None:
         """Something went wrong on a live connection; most often, a user may not publish or subscribe somewhere."""
-        if isinstance(wrong, ProtocolError):
-            self._torn.add(wrong)
-            return
         now = asyncio.get_running_loop().time()
-        if self.connected and now - self._reported_at >= COMPLAIN_INTERVAL_S:
+        if isinstance(wrong, nats.errors.UnexpectedEOF):
+            pass  # told when the connection has ended
+        elif isinstance(wrong, ProtocolError):
+            self._torn.add(wrong)
+        elif now - self._reported_at >= COMPLAIN_INTERVAL_S:
             self._reported_at = now
             _log.error("NATS: %s", wrong)
 
@@ -287,9 +342,4 @@ class NatsBus:
         if "Authorization Violation" in str(wrong):
             _log.error("NATS at %s refuses user %r; trying on", shown(self._config.url), self._config.user)
         else:
-            _log.warning("waiting for NATS at %s: %s", shown(self._config.url), str(wrong) or type(wrong).__name__)
-
-
-def _late(answer: asyncio.Future[Message], why: str) -> None:
-    if not answer.done():
-        answer.set_exception(RequestTimeout(why))
+            _log.warning("waiting for NATS at %s: %s", shown(self._config.url), wrong)

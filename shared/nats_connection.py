@@ -1,282 +1,159 @@
-"""One connection to NATS, from its first byte to its loss. `nats_bus.py` makes one after another.
+"""One connection to NATS through nats-py, and what must be done around it. `nats_bus.py` makes one after another.
 
-    dial:  TCP ─▶ INFO ─▶ TLS, where it is asked for ─▶ CONNECT, PING ─▶ PONG ──▶ open ──▶ lost
-                                                                                    │
-         closed here, the server's end, an error, what is no NATS, two PINGs without an answer
-
-Nothing waits here but for the server: what comes is handed over in the turn of the loop that read it, and what is said
-in one turn is sent together at its end: a turn costs 1 µs, a write that wakes the server 10 to 100. Over
-UNSENT_LIMIT_BYTES a publisher must wait.
+Four things in nats-py 2.16 that this is about: its PING overtakes commands that wait to be sent, so that `flush` and
+`drain` alone prove nothing (`sync`); closing waits for a server to take what is unsent, a frozen one never (`abort`); a
+forced flush swallows a cancellation, so none is ever forced (`wait_sent`); a message whose header, subject or reply it
+cannot read ends its reading for good, while it calls itself connected (`DirectClient`, `reads`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections import deque
-from collections.abc import Callable, Mapping
-from itertools import count
-from typing import assert_never, cast
+import logging
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from shared import nats_wire
-from shared.config import NatsConfig
-from shared.errors import BusDown, ConfigError, HeadraceError, ProtocolError
-from shared.messaging import Message
-from shared.nats_wire import Delivery, Info, Ping, Pong, Refusal, Wire
-from shared.version import VERSION
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as RemoteSubscription
 
-CONNECT_LIMIT_S = 2.0
-PING_INTERVAL_S = 10.0
-PINGS_LIMIT = 2
-"""Without an answer; then the connection is given up."""
+from shared.config import NatsConfig
+from shared.errors import BusDown, ConfigError, HeadraceError, PayloadTooLarge, ProtocolError
+from shared.messaging import Message
+
+CONNECT_LIMIT_S = 2
+PING_INTERVAL_S = 10
 UNSENT_LIMIT_BYTES = 2 << 20
-TURN_LIMIT_BYTES = 64 << 10
-"""Said in one turn of the loop; then it is sent before the turn ends."""
 UNSENT_WAIT_S = 2.0
 """A publisher waits this long for the server to take what is unsent, then gets BusDown."""
-FAILURES = (BusDown, ProtocolError, OSError, UnicodeError)
-"""What `dial` raises: the last one for what is no host's name."""
+FAILURES = (nats.errors.Error, OSError, ValueError, AttributeError, TypeError, LookupError)
+"""What nats-py raises; from OSError on, what it makes of a peer that is no NATS server."""
+
+Take = Callable[[Message], None]
+
+_log = logging.getLogger(__name__)
 
 
-class Connection(asyncio.Protocol):
-    """Made by `dial`."""
+class DirectClient(Client):
+    """Hands a message to its taker in the turn of the loop that read it; nats-py's own way leads through a queue and a
+    task for each subscription, two turns more. Drops a message that nats-py cannot read: the server looks into neither
+    headers nor UTF-8, so any client may send such a one."""
 
-    def __init__(self, failed: Callable[[HeadraceError], None]) -> None:
-        """`failed` hears of what went wrong while the connection goes on: BusDown for the server's refusals,
-        ProtocolError for messages that cannot be read."""
-        self._loop = asyncio.get_running_loop()
-        self.lost: asyncio.Future[str] = self._loop.create_future()
-        """Why, once it is."""
-        self._info = Info()
-        self._informed: asyncio.Future[None] = self._loop.create_future()
-        self._failed = failed
-        self._wire = Wire()
-        self._transport: asyncio.Transport | None = None
-        self._sids = count(1)
-        self._takers: dict[int, Callable[[Message], None]] = {}
-        self._pongs: deque[asyncio.Future[None]] = deque()
-        """Of the PINGs that are not answered, oldest first."""
-        self._said: list[bytes] = []
-        """In this turn of the loop."""
-        self._said_bytes = 0
-        self._room = asyncio.Event()
-        """The transport takes more."""
-        self._room.set()
-        self._freed = asyncio.Event()
-        """The transport is no more."""
-        self._refused = ""
-        """Why the server is about to close it."""
-        self._pinging: asyncio.TimerHandle | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._takers: dict[int, Take] = {}
 
-    # --- state
+    async def subscribe_direct(self, subject: str, take: Take, queue: str = "") -> RemoteSubscription:
+        """`take` is called for each message, must not raise, and bounds what it keeps."""
 
-    @property
-    def is_open(self) -> bool:
-        return self._transport is not None and not self.lost.done()
+        async def passed_on(msg: Msg) -> None:  # one that came before its subscription had its taker
+            take(message(msg))
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one may publish without waiting."""
-        return self._room.is_set()
+        remote = await self.subscribe(subject, queue=queue, cb=passed_on)
+        self._takers[remote._id] = take
+        return remote
 
-    @property
-    def max_payload(self) -> int:
-        return self._info.max_payload
-
-    async def room(self) -> None:
-        """Until one may publish. Raises BusDown after UNSENT_WAIT_S."""
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         try:
-            async with asyncio.timeout(UNSENT_WAIT_S):
-                await self._room.wait()
-        except TimeoutError:
-            raise BusDown(f"NATS has not taken what was published for {UNSENT_WAIT_S:g} s") from None
+            take = self._takers.get(sid)
+            if take is None or sid not in self._subs:
+                await super()._process_msg(sid, subject, reply, data, headers)
+                return
+            shown_headers = await self._process_headers(headers) if headers else None
+            came = Message(subject.decode(), bytes(data), reply.decode() if reply else "", shown_headers or {})
+        except (ValueError, TypeError, LookupError) as wrong:
+            await self._error_cb(ProtocolError(f"dropped a message on {subject!r}: {wrong!r}"))
+        else:
+            take(came)
 
-    # --- what is sent
-
-    def publish(self, subject: str, payload: bytes, reply: str, headers: Mapping[str, str] | None) -> None:
-        """`subject` and `reply` are checked already. Raises BusDown, and ProtocolError for what is no header."""
-        if not self.is_open:
-            raise BusDown("the connection to NATS is lost")
-        self._write(nats_wire.publish(subject, reply, payload, headers))
-
-    def listen(self, subject: str, queue: str, take: Callable[[Message], None]) -> int:
-        """Subscribe; the subscription's number."""
-        sid = next(self._sids)
-        self._takers[sid] = take
-        self._write(nats_wire.subscribe(subject, queue, sid))
-        return sid
-
-    def leave(self, sid: int) -> None:
-        """Unsubscribe; what is still to come is dropped."""
-        if self._takers.pop(sid, None) is not None:
-            self._write(nats_wire.unsubscribe(sid))
-
-    async def drain(self, sid: int) -> None:
-        """Unsubscribe, and return when all that the server sent has been handed over. Raises BusDown."""
-        self._write(nats_wire.unsubscribe(sid))
-        try:
-            await self.sync()
-        finally:
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        super()._remove_sub(sid, max_msgs)
+        if sid not in self._subs:
             self._takers.pop(sid, None)
 
-    async def sync(self) -> None:
-        """Returns when the server has done all that was asked before, and what it sent before was handed over. Raises
-        BusDown."""
-        if not self.is_open:
-            raise BusDown("the connection to NATS is lost")
-        pong = self._ping()
-        try:
-            async with asyncio.timeout(CONNECT_LIMIT_S):
-                await pong
-        except TimeoutError:
-            raise BusDown(f"NATS has not answered for {CONNECT_LIMIT_S:g} s") from None
 
-    async def close(self) -> None:
-        """At once: who wants to be sure of what was sent calls `sync` before."""
-        self._abort("closed")
-        if self._transport is not None:
-            await self._freed.wait()
+async def dial(client: Client, config: NatsConfig, name: str, failed: Callable[[Exception], None]) -> None:
+    """Connect once. `failed` hears of errors then and afterwards. Raises one of FAILURES."""
 
-    def _abort(self, why: str) -> None:
-        self._lose(why)
-        if self._transport is not None:
-            self._transport.abort()
+    async def error(wrong: Exception) -> None:
+        failed(wrong)
 
-    def _write(self, data: bytes) -> None:
-        if not self._said:
-            self._loop.call_soon(self._flush)
-        self._said.append(data)
-        self._said_bytes += len(data)
-        if self._said_bytes > TURN_LIMIT_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._said and self._transport is not None and not self.lost.done():
-            self._transport.writelines(self._said)
-        self._said = []
-        self._said_bytes = 0
-
-    def _ping(self) -> asyncio.Future[None]:
-        pong: asyncio.Future[None] = self._loop.create_future()
-        self._pongs.append(pong)
-        self._write(nats_wire.PING)
-        return pong
-
-    # --- what the transport calls
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
-        self._transport.set_write_buffer_limits(UNSENT_LIMIT_BYTES)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for said in self._wire.feed(data):
-                if isinstance(said, Delivery):
-                    self._deliver(said)
-                else:
-                    self._hear(said)
-        except ProtocolError as wrong:
-            self._abort(str(wrong))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._freed.set()
-        self._lose(self._refused or (str(exc) if exc else "the server closed it"))
-
-    def pause_writing(self) -> None:
-        self._room.clear()
-
-    def resume_writing(self) -> None:
-        self._room.set()
-
-    def _deliver(self, delivery: Delivery) -> None:
-        take = self._takers.get(delivery.sid)
-        if take is None:
-            return
-        try:
-            message = delivery.message()
-        except ProtocolError as wrong:
-            self._failed(wrong)
-        else:
-            take(message)
-
-    def _hear(self, said: Info | Ping | Pong | Refusal) -> None:
-        match said:
-            case Info():
-                self._info = said
-                if not self._informed.done():
-                    self._informed.set_result(None)
-            case Ping():
-                self._write(nats_wire.PONG)
-            case Pong():
-                if self._pongs and not (pong := self._pongs.popleft()).done():
-                    pong.set_result(None)
-            case Refusal():
-                if not said.text.startswith("Permissions Violation"):  # all others end the connection
-                    self._refused = said.text
-                self._failed(BusDown(said.text))
-            case _:
-                assert_never(said)
-
-    def _lose(self, why: str) -> None:
-        """Idempotent."""
-        if self.lost.done():
-            return
-        self.lost.set_result(why)
-        self._room.set()  # whoever waits to publish sees the loss then
-        if self._pinging is not None:
-            self._pinging.cancel()
-        for waits in (*self._pongs, self._informed):
-            if not waits.done():
-                waits.set_exception(BusDown(f"NATS: {why}"))
-                waits.exception()  # nobody may be waiting
-        self._pongs.clear()
-        self._takers.clear()
-
-    # --- the beginning, and staying alive
-
-    async def greet(self, config: NatsConfig, name: str) -> None:
-        """From the TCP connection to an open one. Raises BusDown, and what TLS raises."""
-        await self._informed
-        parts = urlsplit(config.url)
-        if parts.scheme == "tls" or self._info.tls_required:
-            assert self._transport is not None
-            secured = await self._loop.start_tls(
-                self._transport, self, ssl.create_default_context(), server_hostname=parts.hostname
-            )
-            if secured is None:
-                raise BusDown("NATS: the connection was lost during its TLS handshake")
-            self.connection_made(secured)
-        user, password = (config.user, config.password) if config.user else (parts.username, parts.password)
-        self._write(nats_wire.connect(name=name, version=VERSION, user=user or "", password=password or ""))
-        await self._ping()
-        self._stay_alive()
-
-    def _stay_alive(self, pong: asyncio.Future[None] | None = None, unanswered: int = 0) -> None:
-        """Every PING_INTERVAL_S: `pong` is the answer to the last PING, `unanswered` how many had none before it."""
-        if pong is not None and not pong.done():
-            unanswered += 1
-        else:
-            unanswered = 0
-        if unanswered >= PINGS_LIMIT:
-            self._abort("it does not answer")
-        elif self.is_open:
-            self._pinging = self._loop.call_later(PING_INTERVAL_S, self._stay_alive, self._ping(), unanswered)
+    await client.connect(
+        config.url,
+        name=name,
+        user=config.user or None,
+        password=config.password or None,
+        allow_reconnect=False,
+        max_reconnect_attempts=1,  # of a first connection: else nats-py would try without telling
+        reconnect_time_wait=0,
+        connect_timeout=CONNECT_LIMIT_S,
+        ping_interval=PING_INTERVAL_S,
+        pending_size=1 << 40,
+        error_cb=error,
+    )
 
 
-async def dial(config: NatsConfig, name: str, failed: Callable[[HeadraceError], None]) -> Connection:
-    """An open connection. Raises one of FAILURES."""
-    parts = urlsplit(config.url)
-    host = parts.hostname or ""
-    connection = Connection(failed)
+def reads(client: Client) -> bool:
+    """Whether it is connected and takes what comes."""
+    return client.is_connected and client._reading_task is not None and not client._reading_task.done()
+
+
+async def sync(client: Client) -> None:
+    """Returns when the server has done all that was asked before, and what it sent before has been read."""
+    await wait_sent(client, 0)
+    await client.flush(CONNECT_LIMIT_S)
+
+
+async def wait_sent(client: Client, limit_bytes: int) -> None:
+    """Until no more than `limit_bytes` are unsent. Raises BusDown after UNSENT_WAIT_S."""
     try:
-        async with asyncio.timeout(CONNECT_LIMIT_S):
-            await asyncio.get_running_loop().create_connection(lambda: connection, host, parts.port or 4222)
-            await connection.greet(config, name)
-    except BaseException:
-        await connection.close()
-        raise
-    return connection
+        async with asyncio.timeout(UNSENT_WAIT_S):
+            while client.pending_data_size > limit_bytes and client.is_connected:  # noqa: ASYNC110
+                await asyncio.sleep(0.0005)  # nats-py has no event to wait on
+    except TimeoutError:
+        raise BusDown(f"NATS has not taken what was published for {UNSENT_WAIT_S:g} s") from None
+
+
+async def drain(client: Client, remote: RemoteSubscription) -> None:
+    """Unsubscribe, and return when all that the server sent has been handed over."""
+    try:
+        await client._send_unsubscribe(remote._id)
+        await sync(client)
+        await remote.drain()  # type: ignore[no-untyped-call]
+    except (*FAILURES, BusDown) as wrong:  # the connection is gone, and the subscription with it
+        _log.debug("unsubscribing from %s: %r", remote.subject, wrong)
+
+
+async def leave(remote: RemoteSubscription) -> None:
+    """Unsubscribe; what has come is dropped."""
+    try:
+        await remote.unsubscribe()
+    except FAILURES as wrong:  # it ended with its connection
+        _log.debug("unsubscribing from %s: %r", remote.subject, wrong)
+
+
+def abort(client: Client) -> None:
+    """Free the socket of a lost connection."""
+    writer = getattr(client._transport, "_io_writer", None)
+    if writer is not None:
+        writer.transport.abort()
+
+
+def message(msg: Msg) -> Message:
+    """As our subscribers get it."""
+    return Message(msg.subject, msg.data, msg.reply, msg.headers or {})
+
+
+def translated(wrong: Exception, client: Client, subject: str, payload: bytes) -> HeadraceError:
+    """nats-py's error as ours."""
+    if isinstance(wrong, nats.errors.MaxPayloadError):
+        return PayloadTooLarge(len(payload), client.max_payload)
+    if isinstance(wrong, nats.errors.BadSubjectError):
+        return ProtocolError(f"{subject!r} is not a subject")
+    if isinstance(wrong, nats.errors.BadHeaderError):
+        return ProtocolError(f"not a header: {wrong}")
+    return BusDown(f"NATS: {wrong}")
 
 
 def check_url(url: str) -> None:

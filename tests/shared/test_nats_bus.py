@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from shared import nats_connection, subjects
+from shared import subjects
 from shared.config import NatsConfig
 from shared.errors import BusDown, ConfigError, NoResponders, ProtocolError
 from shared.messaging import Message
@@ -78,6 +78,23 @@ async def test_a_killed_server_raises_bus_down_and_subscriptions_live_on(own_nat
         assert {await asyncio.wait_for(heard.get(), DEADLINE_S) for _ in range(2)} == {b"one", b"two"}
         assert before.statistics().received == 1
         assert during.statistics().received == 1
+
+
+async def test_what_was_published_before_an_outage_is_not_confirmed_after_it(own_nats: NatsServer) -> None:
+    async with connected(own_nats.url) as bus:
+        before = bus.connections
+        await bus.publish("anything", b"")
+        await bus.confirm(before)
+        own_nats.kill()
+        await wait_lost(bus)
+        with pytest.raises(BusDown):
+            await bus.confirm(before)
+        await asyncio.to_thread(own_nats.start)
+        await wait_back(bus)
+        with pytest.raises(BusDown):
+            await bus.confirm(before)
+        assert bus.connections == before + 1
+        await bus.confirm(bus.connections)
 
 
 async def test_what_waits_for_an_answer_fails_when_the_connection_is_lost(own_nats: NatsServer) -> None:
@@ -162,7 +179,7 @@ async def test_what_a_user_may_not_do_is_said_and_the_rest_goes_on(tmp_path: Pat
                 heard.put_nowait(message.payload)
 
             await bus.subscribe("allowed", receive)
-            with logged("Permissions Violation", "shared.nats_bus") as said:
+            with logged("permissions violation", "shared.nats_bus") as said:
                 await bus.publish("forbidden", b"")
                 await asyncio.wait_for(said.wait(), DEADLINE_S)
             await bus.publish("allowed", b"heard")
@@ -260,7 +277,7 @@ async def test_a_server_that_does_not_speak_nats_is_left_and_tried_again(tmp_pat
     server = NatsServer(tmp_path)
     host, _, port = server.url.removeprefix("nats://").partition(":")
     listening = await asyncio.start_server(nonsense, host, int(port))
-    with logged("not NATS", "shared.nats_bus") as said:
+    with logged("waiting for NATS", "shared.nats_bus") as said:
         connecting = asyncio.create_task(connect(NatsConfig(url=server.url), "test"))
         async with asyncio.timeout(DEADLINE_S):
             await said.wait()
@@ -274,16 +291,19 @@ async def test_a_server_that_does_not_speak_nats_is_left_and_tried_again(tmp_pat
         server.kill()
 
 
-async def test_a_server_that_answers_no_ping_is_left(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nats_connection, "PING_INTERVAL_S", 0.1)
+async def test_a_connection_that_reads_no_more_is_replaced(own_nats: NatsServer) -> None:
     async with connected(own_nats.url) as bus:
-        with logged("it does not answer", "shared.nats_bus") as lost:
-            own_nats.freeze()
+        client = bus._client
+        assert client is not None
+        assert client._reading_task is not None
+        with logged("lost the connection", "shared.nats_bus") as lost:
+            client._reading_task.cancel()
             async with asyncio.timeout(DEADLINE_S):
                 await lost.wait()
-        assert not bus.connected
-        own_nats.thaw()
         await wait_back(bus)
+        assert client.is_closed
+        with pytest.raises(NoResponders):
+            await bus.request("nobody", b"", timeout_s=DEADLINE_S)
 
 
 async def test_the_longest_subject_with_an_answer_to_it_leaves_the_connection_standing(own_nats: NatsServer) -> None:
