@@ -8,8 +8,8 @@
 So what a slow client leaves waits as tokens in its Stream, and here no more than a chunk; in the kernel it is what the
 client's own window takes, and UNSENT_BYTES.
 
-This is the one place that knows of chunk framing and of the write buffer. A chunk costs 1.0 µs here, the kernel's send
-apart; with aiohttp's own `write`, a coroutine that has to be woken, it was 13. Headers and end are aiohttp's.
+This is the one place that knows of chunk framing and of the write buffer; headers and end are aiohttp's. A chunk costs
+0.3 µs here, 0.7 in uvloop and 5 to 8 in the kernel; a task woken for it, to await aiohttp's `write`, cost some 10 more.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class Session:
     def continued(self, instance: str, part: Part) -> int:
         """The token of a part that only continues its stream by one; -1: nothing was done, `on` has to see the part.
 
-        Nearly all parts are such, and for them `on` would answer Emit([token], None). This takes 0.4 µs instead of 2.5.
+        Nearly all parts are such, and for them `on` would answer Emit([token], None). This takes 0.3 µs instead of 1.4.
         """
         if (
             part.first != len(self.tokens)
