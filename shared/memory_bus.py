@@ -177,6 +177,7 @@ class MemoryBus:
         self._payload_limit_bytes = payload_limit_bytes
         self._malformed = Tally()
         self._state: Literal["connected", "away", "closed"] = "connected"
+        self.connections = 1
         broker.join(self, self.replies.prefix, self.replies.take)
 
     @property
@@ -186,6 +187,10 @@ class MemoryBus:
     @property
     def malformed(self) -> int:
         return self._malformed.count
+
+    async def confirm(self, connections: int) -> None:
+        if self._state != "connected" or connections != self.connections:
+            raise BusDown("the connection was lost")
 
     async def publish(
         self,
@@ -266,6 +271,7 @@ class MemoryBus:
         """See MemoryBroker.reconnect."""
         if self._state == "away":
             self._state = "connected"
+            self.connections += 1
 
     def _check(self, payload: bytes) -> None:
         if self._state != "connected":

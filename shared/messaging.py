@@ -65,8 +65,18 @@ class Bus(Protocol):
     def connected(self) -> bool: ...
 
     @property
+    def connections(self) -> int:
+        """How often it has connected so far. What was published just before that changed may be lost."""
+        ...
+
+    @property
     def malformed(self) -> int:
         """Messages so far that could not be read, whatever has become of their subscriptions."""
+        ...
+
+    async def confirm(self, connections: int) -> None:
+        """Returns when NATS has all that was published since `connections` had that value. Raises BusDown where a part
+        of it may be lost."""
         ...
 
     async def publish(

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from services.frontend.metrics import Metrics
 from shared.errors import BusDown
 from shared.messages import JSON_HEADER
-from shared.messaging import Bus
+from shared.messaging import LAST_HEADER, Bus
 
 PROBE_S = 0.3
 PROBES_A_TURN = 64
@@ -33,6 +33,8 @@ class Inbox:
         self.nothing: bytes | None = None
         """A message that the client passes over; None: there is none, so it is asked only by messages of its answer."""
         self._bus = bus
+        self._connections: int | None = None
+        """Of the bus, when the answer's first message was sent."""
         self._subject = subject
         self._end: asyncio.Timeout | None = end
         self._clock = asyncio.get_running_loop().time
@@ -42,7 +44,17 @@ class Inbox:
         """When it was asked last, and the time before."""
 
     async def send(self, payload: bytes, headers: Mapping[str, str] = JSON_HEADER) -> None:
-        """A message of the answer. Raises BusDown."""
+        """A message of the answer; with the last one, NATS has them all. Raises BusDown, also where one before it may
+        be lost: an answer with a gap must not get an end."""
+        if self._connections is None:
+            self._connections = self._bus.connections
+        elif self._connections != self._bus.connections:
+            raise BusDown("NATS was away in the middle of the answer")
+        await self._say(payload, headers)
+        if LAST_HEADER in headers:
+            await self._bus.confirm(self._connections)
+
+    async def _say(self, payload: bytes, headers: Mapping[str, str]) -> None:
         if not self._due:
             await self._bus.publish(self._subject, payload, headers=headers)
             return
@@ -53,7 +65,7 @@ class Inbox:
     async def probe(self) -> None:
         """PROBE_S have passed. Raises BusDown."""
         if self._due and self.nothing is not None:
-            await self.send(self.nothing)
+            await self._say(self.nothing, JSON_HEADER)
         self._due = True
 
     def close(self) -> float:

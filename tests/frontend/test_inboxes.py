@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,7 +13,7 @@ from services.frontend.metrics import Metrics
 from shared.errors import BusDown
 from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import JSON_HEADER
-from shared.messaging import Message
+from shared.messaging import LAST_HEADER, Message
 from tests.frontend.peers import DEADLINE_S
 
 INBOX = "_INBOX.client"
@@ -148,6 +149,36 @@ async def test_while_nats_is_away_nobody_is_asked_and_nobody_taken_for_gone() ->
         await inbox.probe()
         broker.reconnect(one.bus)
         await client.hears(2)
+
+
+async def test_an_answer_that_nats_was_away_in_the_middle_of_does_not_go_on_and_one_not_begun_does() -> None:
+    broker = MemoryBroker()
+    one = Asking(broker)
+    async with one.inboxes.served(INBOX) as begun, one.inboxes.served(INBOX) as waiting:
+        begun.nothing = b"nothing"
+        await begun.send(b"text")
+        broker.disconnect(one.bus)
+        broker.reconnect(one.bus)
+        with pytest.raises(BusDown, match="in the middle"):
+            await begun.send(b"more")
+        await begun.probe()
+        await waiting.send(b"text")
+        await waiting.send(b"more", {LAST_HEADER: "true"})
+
+
+async def test_a_last_message_that_nats_may_not_have_is_told() -> None:
+    broker = MemoryBroker()
+    one = Asking(broker)
+    publish = one.bus.publish
+
+    async def publish_and_lose(*args: Any, **fields: Any) -> None:
+        await publish(*args, **fields)
+        broker.disconnect(one.bus)
+
+    one.bus.publish = publish_and_lose  # type: ignore[method-assign]
+    async with one.inboxes.served(INBOX) as inbox:
+        with pytest.raises(BusDown):
+            await inbox.send(b"whole", {LAST_HEADER: "true"})
 
 
 async def test_a_time_out_of_the_block_itself_is_not_taken_for_a_client_that_went() -> None:
