@@ -75,12 +75,11 @@ async def test_every_part_is_a_chunk_and_so_is_the_end_and_the_connection_serves
         for number in (1, 2):
             writer.write(post(BODY))
             generate = (await worker.generates.at_least(number))[-1]
-            got = []
+            got, body = [], chunks(reader)
             for at, token in enumerate(token for letter in "abcd" for token in w.ids(letter)):
                 await worker.send(generate, at, [token])
                 if at == 0:
                     assert "transfer-encoding: chunked" in await head(reader)
-                    body = chunks(reader)
                 got.append(await anext(body))
             await worker.send(generate, 4, [2], "stop")
             got += [chunk async for chunk in body]
