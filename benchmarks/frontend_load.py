@@ -164,7 +164,7 @@ class Client(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self.transport.write(self._payload)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self.ended = True
 
     def data_received(self, data: bytes) -> None:
