@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from tests.chaos.plan import DECK, Ask, Fault, Kind, Target
 from tests.chaos.verdict import (
+    CUT,
     DEADLINE,
     SILENT_AFTER_KILL_S,
     Answer,
@@ -171,6 +172,21 @@ def test_with_nats_break_the_connections_to_it_and_no_others() -> None:
     assert kinds(frozen) == ["error"]
 
 
+def test_a_frontend_that_is_cut_off_from_nats_may_fail_nats_clients_only_and_lose_only_what_was_on_its_way() -> None:
+    cases: tuple[tuple[int, float, Kind, bool], ...] = (
+        (-1, 11.0, "sever nats", True),
+        (-1, 13.0, "sever nats", False),
+        (0, 11.0, "sever nats", False),
+        (-1, 11.0, "hang nats", False),
+    )
+    for frontend, at_s, kind, excused in cases:
+        judged = verdict([bad("failed", frontend=frontend, code=CUT)], [happened(kind, "frontend", at_s=at_s)])
+        assert (judged.broken_with_nats, kinds(judged)) == ((1, []) if excused else (0, ["error"]))
+    for at_s, excused in ((10.1, True), (11.0, False)):
+        judged = verdict([bad("silent", frontend=-1)], [happened("sever nats", "frontend", at_s=at_s)])
+        assert (judged.broken_with_nats, kinds(judged)) == ((1, []) if excused else (0, ["lost"]))
+
+
 def test_while_nats_is_away_a_deadline_may_pass_and_nothing_else_may_fail() -> None:
     for code, excused in ((DEADLINE, True), ("unavailable", False)):
         judged = verdict([bad("failed", code=code)], [happened("kill", "nats", at_s=11.0)])
@@ -209,7 +225,7 @@ def test_a_process_that_grows_is_found_and_one_that_warms_up_is_not() -> None:
     assert verdict(samples=busy).good
     leaking = life(rss_bytes=[(100 + 2 * at) * mb for at in range(count)], fds=[30] * count)
     assert kinds(verdict(samples=leaking)) == ["grown"]
-    opening = life(rss_bytes=[100 * mb] * count, fds=[30 + at for at in range(count)])
+    opening = life(rss_bytes=[100 * mb] * count, fds=[30 + 2 * at for at in range(count)])
     assert kinds(verdict(samples=opening)) == ["grown"]
     restarted = [*flat[: count // 2], *(replace(one, pid=2, rss_bytes=200 * mb) for one in flat[count // 2 :])]
     assert verdict(samples=restarted).good, "another process under the same name is another life"

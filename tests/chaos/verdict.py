@@ -26,7 +26,12 @@ LEAST_LIFE_S = 60.0
 """Of a process whose size is judged."""
 LEAST_SAMPLES = 8
 RSS_SHARE, RSS_SLACK_BYTES = 0.10, 16 << 20
-FDS_SLACK = 10
+FDS_SLACK = 30
+"""gRPC keeps connections that a hung etcd does not answer for 20 s; with one a second and some threads more of them."""
+CUT = "unavailable"
+"""The code of an error that an answer ends with which was cut off in its middle."""
+ON_ITS_WAY_S = 0.5
+"""A request takes no longer from its client to a frontend."""
 
 
 class Reference(Struct, frozen=True):
@@ -186,6 +191,11 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
             latest_s = answer.heard_s + SILENT_AFTER_KILL_S
             if answer.end == "silent" and answer.asked_s <= happened.done_s and happened.began_s <= latest_s:
                 return "frontend"
+        if target == "frontend" and kind == "sever nats" and answer.frontend < 0:
+            if answer.end == "failed" and answer.code == CUT and under_it:
+                return "nats"
+            if answer.end == "silent" and 0 <= happened.done_s + ON_ITS_WAY_S - answer.asked_s <= 2 * ON_ITS_WAY_S:
+                return "nats"
         if target == "nats" and kind in ("kill", "restart"):
             if answer.end == "broken" and answer.frontend < 0 and under_it:
                 return "nats"
