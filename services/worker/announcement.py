@@ -47,6 +47,8 @@ class Announcement:
                     await self._registration.publish()
                 elif self.card is not None:
                     self._registration = await self._runtime.discovery.register(self._entries)
+                if self.card is not None:
+                    self._runtime.vitals.ready()  # it can be chosen: who restarts workers in turn waits for that
             except DiscoveryDown as wrong:
                 _log.warning("not registered: %s", wrong)
                 self._changed.set()

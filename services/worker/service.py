@@ -192,7 +192,7 @@ class Worker:
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         if not self._attempts.draining:
             self._announcement.show(card)
-            self._runtime.vitals.ready()
+            self._runtime.vitals.unready("registering")
 
     def _engine_loading(self, loading: Loading) -> None:
         """Shown at /health as it goes; logged in steps of 10 %."""
