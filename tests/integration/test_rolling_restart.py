@@ -79,6 +79,7 @@ class Clients:
                 if self.stopping:
                     return
                 question = (PROMPTS[number % len(PROMPTS)], length)
+                text = None
                 async with asyncio.timeout(LIMIT_S):
                     for other in count(number):
                         text = await self._ask(http, self._services.services[f"frontend {other % 2 + 1}"].url, question)
