@@ -1,9 +1,10 @@
 """One connection to NATS through nats-py, and what must be done around it. `nats_bus.py` makes one after another.
 
-Four things in nats-py 2.16 that this is about: its PING overtakes commands that wait to be sent, so that `flush` and
+Five things in nats-py 2.16 that this is about: its PING overtakes commands that wait to be sent, so that `flush` and
 `drain` alone prove nothing (`sync`); closing waits for a server to take what is unsent, a frozen one never (`abort`); a
 forced flush swallows a cancellation, so none is ever forced (`wait_sent`); a message whose header, subject or reply it
-cannot read ends its reading for good, while it calls itself connected (`DirectClient`, `reads`).
+cannot read ends its reading for good, while it calls itself connected (`DirectClient`, `reads`), and so does the answer
+to a flush that was cancelled (`DirectClient`).
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ class DirectClient(Client):
             await self._error_cb(ProtocolError(f"dropped a message on {subject!r}: {wrong!r}"))
         else:
             take(came)
+
+    async def _process_pong(self) -> None:
+        """nats-py ends its reading over a PONG whose asker has given up."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         super()._remove_sub(sid, max_msgs)

@@ -97,6 +97,23 @@ async def test_what_was_published_before_an_outage_is_not_confirmed_after_it(own
         await bus.confirm(bus.connections)
 
 
+async def test_who_gives_up_waiting_for_nats_does_not_take_the_connection_along(own_nats: NatsServer) -> None:
+    async with connected(own_nats.url) as bus:
+        before = bus.connections
+        own_nats.freeze()
+        try:
+            waiting = asyncio.create_task(bus.confirm(before))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(BusDown):
+                await bus.confirm(before)
+        finally:
+            own_nats.thaw()
+        await bus.confirm(before)
+        assert bus.connections == before
+
+
 async def test_what_waits_for_an_answer_fails_when_the_connection_is_lost(own_nats: NatsServer) -> None:
     async with connected(own_nats.url) as bus:
         asked = asyncio.Queue[None]()
