@@ -45,7 +45,8 @@ async def test_a_model_that_cannot_be_loaded_does_not_keep_the_doors_shut(direct
     async with (
         asyncio.timeout(INFORMED_LIMIT_S),
         world(directory, ready=False, more=entry) as w,
-        clients(w) as (_, http),http.get("/v1/models/broken") as response
+        clients(w) as (_, http),
+        http.get("/v1/models/broken") as response,
     ):
         assert "SHA-256" in (await response.json())["error"]["message"]
 
