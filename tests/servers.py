@@ -31,18 +31,23 @@ _START_LIMIT_S = 20.0
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+_picked: set[int] = set()
+"""Ports this process was given before; who asked for one may bind it late."""
 
 
 def free_port() -> int:
-    """A free loopback port below 32768, where no client's ephemeral port can take it."""
+    """A free loopback port below 32768, where no client's ephemeral port can take it; another one each time."""
     for _ in range(1000):
         port = random.randint(10_000, 32_000)
+        if port in _picked:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+        _picked.add(port)
+        return port
     raise RuntimeError("no free port between 10000 and 32000")
 
 
