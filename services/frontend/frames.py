@@ -130,7 +130,7 @@ class Frames:
             if ask.first > 0:  # a number of another epoch: what is before it was not sent again
                 link.asked_s = float("-inf")
                 return
-        link.expected = max(link.expected, resent.first)
+        link.expected = max(link.expected, min(resent.first, resent.next))
         link.target = resent.next
         living = {(stream.request, stream.attempt) for stream in resent.streams}
         link.ended = (link.ended | link.doubted | frozenset(streaming)) - living

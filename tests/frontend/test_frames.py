@@ -193,6 +193,15 @@ def test_an_absurd_sequence_costs_one_question() -> None:
     assert frames.on(W, 1, 3, 100.0) == "due"
 
 
+def test_an_answer_that_names_an_absurd_first_frame_makes_nobody_deaf() -> None:
+    frames = flowing(3)
+    frames.on(W, 1, 5, 1.0)
+    assert frames.look(W, 1.0) == [Ask(W, 3)]
+    frames.answered(Ask(W, 3), resent(1 << 30, 6), ())
+    assert frames.tick(100.0) == []
+    assert frames.on(W, 1, 6, 100.0) == "due"
+
+
 def test_beyond_the_bound_the_link_heard_longest_ago_goes() -> None:
     frames = links(most_links=2)
     for now_s, instance in enumerate(("w1", "w2", "w1", "w3")):

@@ -170,6 +170,7 @@ async def test_a_worker_that_does_not_send_again_is_not_asked_for_ever(directory
                 await worker.send(again, 2, tokens[2:], "stop")
 
         assert await answer(w, go_on_regardless) == TEXT
+        assert w.metric("headrace_attempts_lost_total", reason="frozen") == 0
 
 
 async def test_an_attempt_that_streamed_and_then_brings_nothing_goes_on_elsewhere(directory: Path) -> None:
