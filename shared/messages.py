@@ -469,6 +469,10 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
+SHUTTING_DOWN = "the worker is shutting down"
+"""`Part.error` of an attempt that its worker hands back because it ends: neither of them has failed."""
+
+
 class Part(Struct, frozen=True, array_like=True):
     """One attempt's share of a step frame."""
 
@@ -484,7 +488,7 @@ class Part(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each token, where they were asked for."""
     error: str = ""
-    """Why, where finish is "error"."""
+    """Why, where finish is "error"; SHUTTING_DOWN is one that frontends know."""
 
 
 class StepFrame(Struct, frozen=True, array_like=True):

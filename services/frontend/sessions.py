@@ -32,6 +32,7 @@ from services.frontend.tries import Loss, Tries
 from shared.errors import HeadraceError, InvalidRequest, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import unpack_tokens
 from shared.messages import (
+    SHUTTING_DOWN,
     Accepted,
     Finished,
     LoadEvent,
@@ -325,9 +326,12 @@ class Session:
             case "deadline":
                 late = RequestTimeout(self._tries.told("the request's deadline has passed"))
                 return actions + self._end([Fail(late)], withdraw=False)
-            case "cancelled" | "error":
-                why = f"the worker failed: {part.error or part.finish}"
-                return actions + self._lose("failed", why, withdraw=False)
+            case "cancelled":  # nobody here wanted that
+                return actions + self._lose("handed_back", "the worker took this frontend for gone", withdraw=False)
+            case "error" if part.error == SHUTTING_DOWN:
+                return actions + self._lose("handed_back", part.error, withdraw=False)
+            case "error":
+                return actions + self._lose("failed", f"the worker failed: {part.error}", withdraw=False)
             case _:
                 assert_never(part.finish)
 

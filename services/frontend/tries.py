@@ -10,6 +10,9 @@ What is lost is bounded three times:
   loses nothing. An offer that comes to nothing meanwhile counts as nothing, once a worker. A request that lost nothing
   yet is told at once that there is nobody, for its client may put it elsewhere; but while NATS is away, or routers that
   are there do not answer, it waits too.
+
+An attempt that its worker hands back unharmed is neither fruitless, once a worker, nor a death: a stream outlives any
+number of rolling restarts.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ Loss = Literal[
     "unreachable",  # the offer found nobody, or no answer came
     "gone",  # the worker's lease ended, or nobody answers for it
     "frozen",  # the worker is silent, or its engine stands still
-    "failed",  # the worker says so: its engine was lost, or it shuts down
+    "failed",  # the worker says so: its engine was lost
+    "handed_back",  # by the worker, unharmed: it shuts down, or took this frontend for gone
     "stalled",  # it streamed, and then no token came for too long
     "unheard",  # it has ended, and its end was lost on the way
     "gap",  # tokens were lost on the way
@@ -77,8 +81,9 @@ class Tries:
     def lose(self, loss: Loss, attempt: int, instance: str, why: str, *, overloaded: bool = False) -> str:
         """The attempt was lost. Empty: there may be another one; else why not. A refusal may be for being
         `overloaded`, which is no reason to wait."""
-        if loss in NOTHING_DONE and self.rescued and instance not in self.excluded:
-            self._fruitless -= 1
+        excused = loss == "handed_back" or (loss in NOTHING_DONE and self.rescued)
+        if excused and instance not in self.excluded:
+            self._fruitless = max(0, self._fruitless - 1)
         self._losses.append(f"attempt {attempt} at {instance}: {why}")
         self.rescued |= not overloaded
         self._deaths += loss in DEADLY

@@ -44,6 +44,7 @@ from shared.messages import (
     LOAD_REPORT,
     RESEND_REQUEST,
     RESENT,
+    SHUTTING_DOWN,
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
     EventSource,
@@ -169,7 +170,7 @@ class Worker:
                     await self._attempts_changed.wait()
         except TimeoutError:
             _log.warning("%d attempts did not end in %g s", len(self._attempts.names), self._config.drain_s)
-            self._fail_all("the worker is shutting down")
+            self._fail_all(SHUTTING_DOWN)
 
     # --- what the engine says
 

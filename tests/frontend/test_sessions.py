@@ -38,6 +38,7 @@ from services.frontend.tries import ATTEMPTS, RESCUE_S, Tries
 from shared.errors import InvalidRequest, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages import (
+    SHUTTING_DOWN,
     Accepted,
     Finished,
     FinishReason,
@@ -411,6 +412,23 @@ def test_a_prompt_that_kills_engine_after_engine_behind_its_first_tokens_is_stop
         dies(death)
         goes_on(session)
     assert "4 attempts ended with their worker" in str(failed(dies(ATTEMPTS)))
+
+
+@pytest.mark.parametrize(("finish", "error"), [("error", SHUTTING_DOWN), ("cancelled", "")])
+def test_a_stream_outlives_any_number_of_rolling_restarts(finish: FinishReason, error: str) -> None:
+    session = Session(R, MAX_TOKENS)
+    session.start()
+    for attempt in range(1, 4 * ATTEMPTS):
+        session.on(selected(attempt, f"w{attempt}"))
+        session.on(Accepted(R, attempt))
+        if attempt in (2, 5):
+            session.on(Received(f"w{attempt}", part(len(session.tokens), [100], attempt=attempt)))
+        back = Part(R, attempt, len(session.tokens), b"", finish, error=error)
+        note, told, asked = step(session, Received(f"w{attempt}", back))
+        assert note == Note("handed_back", attempt in (2, 5))
+        assert told == Tell(Finished(R, attempt))
+        assert isinstance(asked, Ask)
+        assert (asked.attempt, asked.produced, asked.excluded[-1]) == (attempt + 1, len(session.tokens), f"w{attempt}")
 
 
 def test_a_stream_that_is_lost_on_the_way_again_and_again_goes_on_as_long_as_it_grows() -> None:

@@ -43,6 +43,20 @@ def test_deaths_count_though_each_attempt_brings_tokens_and_other_losses_do_not(
         assert bool(tries.lose(loss, number, "w", "it died")) == enough
 
 
+def test_any_number_of_workers_may_hand_an_attempt_back_but_each_only_once() -> None:
+    tries = Tries(attempts=2)
+    for number in range(20):
+        tries.begin()
+        if number % 3 == 0:
+            tries.bear()
+        assert tries.lose("handed_back", number, f"w{number}", "the worker is shutting down") == ""
+        tries.validate()
+    tries.begin()
+    assert tries.lose("handed_back", 20, "w1", "again") == ""
+    tries.begin()
+    assert tries.lose("handed_back", 21, "w1", "and again").startswith("2 attempts in a row")
+
+
 def test_only_overload_is_no_reason_to_wait() -> None:
     for loss in get_args(Loss):
         tries = Tries()
@@ -58,7 +72,7 @@ def test_any_history_is_bounded(data: st.DataObject) -> None:
     now_s = 0.0
     for number in range(data.draw(st.integers(1, 40))):
         tries.begin()
-        loss: Loss = data.draw(st.sampled_from([*get_args(Loss), *NOTHING_DONE]))
+        loss: Loss = data.draw(st.sampled_from([*get_args(Loss), "handed_back", *NOTHING_DONE]))
         if loss not in NOTHING_DONE and data.draw(st.booleans()):
             tries.bear()
         enough = tries.lose(loss, number, data.draw(st.sampled_from("abc")), "why")

@@ -21,6 +21,7 @@ from shared.messages import (
     JSON_HEADER,
     RESEND_REQUEST,
     RESENT,
+    SHUTTING_DOWN,
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
     Accepted,
@@ -424,6 +425,7 @@ async def test_draining_refuses_new_attempts_and_ends_the_running_ones_with_an_e
         assert isinstance(reply, Refused)
         assert reply.code == "draining"
         assert await shell.peer.ended("r") == "error"
+        assert shell.peer.parts("r")[-1].error == SHUTTING_DOWN
     assert shell.worker.engine.pid is None
 
 
