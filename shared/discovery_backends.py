@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from shared.config import DiscoveryConfig
 from shared.discovery import Discovery
 from shared.errors import ConfigError
 
 
-def open_discovery(config: DiscoveryConfig) -> Discovery:
+def open_discovery(config: DiscoveryConfig, registry: CollectorRegistry | None = None) -> Discovery:
     """Within a running event loop. Raises ConfigError; that the back end is away is no error."""
     match config.backend:
         case "etcd":
             from shared.etcd_discovery import EtcdDiscovery
 
-            return EtcdDiscovery(config.endpoints, config.lease_ttl_s, config.user, config.password)
+            return EtcdDiscovery(config.endpoints, config.lease_ttl_s, config.user, config.password, registry=registry)
         case "file":
             from shared.file_discovery import FileDiscovery
 

@@ -33,9 +33,9 @@ class LeaseGone(DiscoveryDown):
 
 
 class EtcdClient:
-    """Used by one thread at a time. `endpoints` are host:port."""
+    """Used by one thread at a time. `endpoints` are host:port; `failed` hears of each call that etcd did not answer."""
 
-    def __init__(self, endpoints: Sequence[str], user: str, password: str) -> None:
+    def __init__(self, endpoints: Sequence[str], user: str, password: str, failed: Callable[[], None]) -> None:
         self._endpoints = [_split(endpoint) for endpoint in endpoints]
         if not self._endpoints:
             raise ConfigError("discovery: no etcd endpoint given")
@@ -43,6 +43,7 @@ class EtcdClient:
             raise ConfigError("discovery: etcd takes a user and a password together")
         self._user = user or None
         self._password = password or None
+        self._failed = failed
         self._client: MultiEndpointEtcd3Client | None = None
         self._away = False
 
@@ -58,6 +59,7 @@ class EtcdClient:
             cause = wrong if isinstance(wrong, grpc.Call) else wrong.__context__
             if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.NOT_FOUND:
                 raise LeaseGone(f"etcd: {cause.details()}") from None
+            self._failed()
             raise DiscoveryDown(f"etcd: {_why(wrong, cause)}") from None
         if self._away:
             self._away = False

@@ -16,12 +16,14 @@ from contextlib import AsyncExitStack, aclosing
 from typing import TypeVar
 
 from etcd3 import MultiEndpointEtcd3Client
+from prometheus_client import CollectorRegistry
 
 from shared.discovery import Alive, Change, Entries
 from shared.errors import ConfigError, DiscoveryDown
 from shared.etcd_client import CALL_TIMEOUT_S, EtcdClient
 from shared.etcd_lease import EtcdRegistration, KeepAlive
 from shared.etcd_watch import EtcdWatch
+from shared.metrics import counter
 from shared.sight import Sight, changes
 
 T = TypeVar("T")
@@ -33,10 +35,23 @@ LEAST_TTL_S = 2.0
 class EtcdDiscovery:
     """One process's endpoint. `endpoints` are host:port; made and used in one event loop."""
 
-    def __init__(self, endpoints: Sequence[str], ttl_s: float = 10.0, user: str = "", password: str = "") -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        ttl_s: float = 10.0,
+        user: str = "",
+        password: str = "",
+        *,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
         if ttl_s < LEAST_TTL_S:
             raise ConfigError(f"discovery: lease_ttl_s is at least {LEAST_TTL_S} with etcd, not {ttl_s}")
-        self._connect: Callable[[], EtcdClient] = lambda: EtcdClient(endpoints, user, password)
+        failures = counter(
+            CollectorRegistry() if registry is None else registry,
+            "headrace_discovery_failures",
+            "Calls that etcd did not answer; the last known view serves on",
+        )
+        self._connect: Callable[[], EtcdClient] = lambda: EtcdClient(endpoints, user, password, failures.inc)
         self._ttl_s = ttl_s
         self._client = self._connect()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="etcd-calls")

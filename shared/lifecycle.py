@@ -215,7 +215,7 @@ async def _serve(
         if bus is None:
             return
         opened.push_async_callback(_within_limit, bus.drain, "the bus")
-        discovery = open_discovery(process.discovery)
+        discovery = open_discovery(process.discovery, registry)
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
         host = process.observe.host
         events = opened.enter_context(ZmqEvents(host, advertise=observe.advertised(host)))

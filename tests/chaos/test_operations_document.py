@@ -15,6 +15,8 @@ from services.router.config import RouterConfig
 from services.router.metrics import Metrics as RouterMetrics
 from services.worker.config import WorkerConfig
 from services.worker.metrics import Metrics as WorkerMetrics
+from shared.directory import Directory
+from shared.etcd_discovery import EtcdDiscovery
 from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.outbox import Outbox
 
@@ -28,7 +30,11 @@ async def test_every_metric_it_names_exists() -> None:
         of_service(registry)
         known |= names(registry)
     registry = CollectorRegistry()
-    Outbox(MemoryBus(MemoryBroker()), "test", registry, batch_s=0.01)
+    bus = MemoryBus(MemoryBroker())
+    Outbox(bus, "test", registry, batch_s=0.01)
+    discovery = EtcdDiscovery(("127.0.0.1:1",), registry=registry)
+    Directory(discovery, bus, "test", registry=registry)
+    await discovery.close()
     known |= names(registry)
     named = set(re.findall(r"headrace_[a-z_]+", DOCUMENT))
     assert named

