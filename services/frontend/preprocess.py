@@ -46,8 +46,8 @@ class Model(Struct, frozen=True):
     tokenizer: Tokenizer
     words: Words | None
     """None: all texts are left to the tokenizer."""
-    around: tuple[bytes, bytes] | None
-    """Packed special tokens that the tokenizer puts before and behind a text; None: it does more than that."""
+    around: tuple[bytes, bytes]
+    """Packed special tokens that the tokenizer puts before and behind a text of known words."""
     largest_token: int
     """The largest id that a text can be encoded to."""
     token_bytes: TokenBytes
@@ -91,16 +91,16 @@ def load_model(card: ModelCard, directory: Path) -> Model:
         )
     try:
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as wrong:  # noqa: BLE001  the package raises bare Exception
+    except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
         raise ModelError(f"{directory / 'tokenizer.json'}: {wrong}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    bpe = tokenizer.model
+    words, around = _read_words(tokenizer, content)
     return Model(
         name=card.model,
         tokenizer=tokenizer,
-        words=read_words(content, lambda word: [token.id for token in bpe.tokenize(word)]),
-        around=_around(tokenizer),
+        words=words,
+        around=around,
         largest_token=max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
         token_bytes=read_token_bytes(content),
         template=_load_template(directory),
@@ -109,10 +109,24 @@ def load_model(card: ModelCard, directory: Path) -> Model:
     )
 
 
-def _around(tokenizer: Tokenizer) -> tuple[bytes, bytes] | None:
+def _read_words(tokenizer: Tokenizer, content: bytes) -> tuple[Words | None, tuple[bytes, bytes]]:
+    """As in Model."""
+    bpe = tokenizer.model
+    words = read_words(content, lambda word: [token.id for token in bpe.tokenize(word)], tokenizer.token_to_id)
+    if words is None:
+        return None, (b"", b"")
+    around = {_around(tokenizer, words, probe) for probe in ("a", "b")}
+    [found] = around if len(around) == 1 else [None]
+    return (None, (b"", b"")) if found is None else (words, found)
+
+
+def _around(tokenizer: Tokenizer, words: Words, probe: str) -> tuple[bytes, bytes] | None:
+    """None: the tokenizer does more to a text than to put tokens before and behind."""
     try:
-        alone, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
-    except Exception:  # noqa: BLE001  a tokenizer comes with the model, and may not know even this text
+        alone, whole = tokenizer.encode(probe, add_special_tokens=False).ids, tokenizer.encode(probe).ids
+    except BaseException:  # noqa: BLE001  a tokenizer comes with the model, and may not know even this text
+        return None
+    if not alone or list(words.encode(probe)) != [pack_tokens(alone)]:
         return None
     for start in range(len(whole) - len(alone) + 1):
         if whole[start : start + len(alone)] == alone:
@@ -185,29 +199,23 @@ async def encode_text(model: Model, text: str, pool: Executor) -> bytes:
 
 async def _encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
     words = model.words
-    around = model.around if special else (b"", b"")
-    if words is None or around is None:
+    if words is None:
         return await _tokenize(model.tokenizer, text, pool, special=special, param=param)
-    before, behind = around
+    before, behind = model.around if special else (b"", b"")
     packed = [before]
-    since_turn = 0
-    left: list[str] = []  # sections for the tokenizer
-    for section in words.cut(text):
-        try:
-            ids = words.encode(section)
-        except Exception:  # noqa: BLE001  a BPE model comes with the tokenizer, which says below what is wrong
-            ids = None
-        if ids is None:
-            left.append(section)
-            continue
-        if left:
-            packed.append(await _tokenize(model.tokenizer, "".join(left), pool, special=False, param=param))
-            left.clear()
-        packed.append(ids)
-        since_turn += len(section)
-        if since_turn > TURN_CHARACTERS:
-            since_turn = 0
+    left: list[str] = []
+    turn = words.work + TURN_CHARACTERS
+    for piece in words.encode(text):
+        if isinstance(piece, str):
+            left.append(piece)
+        else:
+            if left:
+                packed.append(await _tokenize(model.tokenizer, "".join(left), pool, special=False, param=param))
+                left.clear()
+            packed.append(piece)
+        if words.work > turn:
             await asyncio.sleep(0)
+            turn = words.work + TURN_CHARACTERS
     if left:
         packed.append(await _tokenize(model.tokenizer, "".join(left), pool, special=False, param=param))
     packed.append(behind)
@@ -218,7 +226,7 @@ async def _tokenize(tokenizer: Tokenizer, text: str, pool: Executor, *, special:
     def tokenize() -> bytes:
         try:
             [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        except Exception as wrong:  # noqa: BLE001  a tokenizer comes with the model; the package raises bare Exception
+        except BaseException as wrong:  # noqa: BLE001  a tokenizer comes with the model, and may even panic
             raise InvalidRequest(f"the model's tokenizer fails on the text: {wrong}", param=param) from None
         return pack_tokens(encoding.ids)
 

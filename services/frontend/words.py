@@ -1,6 +1,6 @@
 """Text to token ids through a table of words: the same ids as `tokenizers` gives, at a fifth of its time. Pure.
 
-    text ──▶ cut ──▶ sections: special tokens, and slices of some 2,000 characters
+    text ──▶ sections: special tokens, and slices of some 1,000 characters
     section ──▶ pre-tokenizer's regex ──▶ words ──▶ table: word → its ids, packed; a new word is asked of the BPE model
 
 `tokenizers` takes about 1.1 µs a token, for it runs its merges over every word of every text. A BPE model's ids of a
@@ -12,7 +12,8 @@ word depend on the word alone, so words are looked up: 0.2 µs a token. Where th
     added tokens    plain ones, matched in the raw text, the longest of those that begin first
 
 All else is left to `tokenizers`: other models, and sections with other characters. A text may be cut before a space
-between two ASCII letters: no pattern looks over it, no normal form joins over it.
+between two ASCII letters: no pattern looks over it, no normal form joins over it. Regexes hold Python's lock, so a text
+is searched a slice at a time, whatever it holds.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from msgspec import Struct
 
 from shared.hashing import pack_tokens
 
-SLICE_CHARACTERS = 2048
-"""At least, of a section: 0.1 to 0.2 ms."""
+SLICE_CHARACTERS = 1024
+"""At least, of a section that is cut: less than 0.1 ms, or 1 ms where all its words are new."""
+SECTION_CHARACTERS = 4 * SLICE_CHARACTERS
+"""At most, of a section that is looked up."""
 WORD_CHARACTERS = 64
 """Longer words are not kept."""
 WORDS_LIMIT = 65_536
 """Words kept, 40 MB at the most; then the table starts anew: a few hundred words are most of any text."""
+NEW_WORD_CHARACTERS = 64
+"""A word that is asked for takes as long (4 µs) as so many characters of known ones."""
 
 PLAIN = "\\x00-\\u017e\\u0180-\\u024f\\u0400-\\u0482\\u048a-\\u052f\\u2010-\\u2027\\u2030-\\u205e"
 """Latin, Cyrillic and punctuation, as a regex class: their categories are the same in every version of Unicode in use.
@@ -54,7 +59,6 @@ _BYTE_LEVEL = {byte: 0x100 + at for at, byte in enumerate((*range(0x21), *range(
 
 
 class _Added(Struct):
-    id: int
     content: str
     single_word: bool = False
     lstrip: bool = False
@@ -97,8 +101,10 @@ class _Table(dict[str, bytes]):
     def __init__(self, ids: Callable[[str], Sequence[int]]) -> None:
         super().__init__()
         self._ids = ids
+        self.asked = 0
 
     def __missing__(self, word: str) -> bytes:
+        self.asked += 1
         packed = pack_tokens(self._ids(word.encode().decode("latin-1").translate(_BYTE_LEVEL)))
         if len(word) <= WORD_CHARACTERS:
             if len(self) >= WORDS_LIMIT:
@@ -120,36 +126,56 @@ class Words:
         self._find = None if ascii_only else re.compile(_written_out(word, plain)).findall
         self._added = {text: pack_tokens([token]) for text, token in added.items()}
         longest_first = sorted(added, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if added else None
+        self._special = re.compile("|".join(map(re.escape, longest_first))) if added else None
+        self._longest = len(longest_first[0]) if added else 0
         self._table = _Table(ids)
+        self._searched = 0
 
-    def cut(self, text: str) -> Iterator[str]:
-        """The text's sections, in order."""
-        for part in (text,) if self._special is None else self._special.split(text):
-            start = 0
-            while len(part) - start > 2 * SLICE_CHARACTERS:
-                cut = _CUT.search(part, start + SLICE_CHARACTERS)
+    @property
+    def work(self) -> int:
+        """What all texts have taken so far, as characters of known words; each piece adds a millisecond's at most."""
+        return self._searched + NEW_WORD_CHARACTERS * self._table.asked
+
+    def encode(self, text: str) -> Iterator[bytes | str]:
+        """The text's pieces, in order: packed ids, or what is left to `tokenizers`. To that, texts that follow one
+        another are one text."""
+        start = clear = 0  # of a section; no special token begins in text[start:clear]
+        torn = False  # what is before `start` belongs to the same section
+        while start < len(text):
+            stop = min(clear + SLICE_CHARACTERS, len(text))
+            special = self._special and self._special.search(text, clear, stop + self._longest - 1)
+            if special and special.start() >= stop:
+                special = None  # its end may be out of sight
+            self._searched += (special.end() if special else stop) - clear
+            clear = special.start() if special else stop
+            while clear - start >= 2 * SLICE_CHARACTERS or torn:
+                cut = _CUT.search(text, start if torn else start + SLICE_CHARACTERS, clear)
                 if cut is None:
                     break
-                yield part[start : cut.start() + 1]
-                start = cut.start() + 1
-            if start < len(part):
-                yield part[start:] if start else part
+                end = cut.start() + 1
+                yield self._section(text[start:end], torn=torn)
+                start, torn = end, False
+            if special or clear == len(text):
+                if start < clear:
+                    yield self._section(text[start:clear], torn=torn)
+                if special:
+                    yield self._added[special[0]]
+                    clear = special.end()
+                start, torn = clear, False
+            elif torn or clear - start > SECTION_CHARACTERS:
+                yield text[start:clear]
+                start, torn = clear, True
 
-    def encode(self, section: str) -> bytes | None:
-        """The packed ids of one section; None where it has other than plain characters, or is too long, having no place
-        to be cut. Raises what the BPE model does."""
-        special = self._added.get(section)
-        if special is not None:
-            return special
-        find = self._find_ascii
-        if not section.isascii():
-            if self._find is None or _NOT_PLAIN.search(section):
-                return None
-            find = self._find
-        if len(section) > 4 * SLICE_CHARACTERS:
-            return None
-        return b"".join(map(self._table.__getitem__, find(section)))
+    def _section(self, section: str, *, torn: bool) -> bytes | str:
+        find = self._find_ascii if section.isascii() else self._find
+        if torn or find is None or len(section) > SECTION_CHARACTERS:
+            return section
+        if find is self._find and _NOT_PLAIN.search(section):
+            return section
+        try:
+            return b"".join(map(self._table.__getitem__, find(section)))
+        except BaseException:  # noqa: BLE001  a BPE model comes with the tokenizer, which says what is wrong
+            return section
 
     def validate(self) -> None:
         """Assert every invariant."""
@@ -157,8 +183,11 @@ class Words:
         assert all(len(word) <= WORD_CHARACTERS and not _NOT_PLAIN.search(word) for word in self._table)
 
 
-def read_words(tokenizer_json: bytes, ids: Callable[[str], Sequence[int]]) -> Words | None:
-    """The table of a tokenizer.json; None where it would not be exact."""
+def read_words(
+    tokenizer_json: bytes, ids: Callable[[str], Sequence[int]], token_id: Callable[[str], int | None]
+) -> Words | None:
+    """The table of a tokenizer.json; None where it would not be exact. `ids` as in Words; `token_id` is what the
+    tokenizer takes an added token for, which may be another id than the file's."""
     try:
         file = msgspec.json.decode(tokenizer_json, type=_File)
     except msgspec.MsgspecError:  # a form not known here; whether it is one at all is the package's to say
@@ -169,20 +198,24 @@ def read_words(tokenizer_json: bytes, ids: Callable[[str], Sequence[int]]) -> Wo
         return None
     if any(token.single_word or token.lstrip or token.rstrip or token.normalized for token in file.added_tokens):
         return None
+    added = {token.content: token_id(token.content) for token in file.added_tokens}
+    known = {content: token for content, token in added.items() if content and token is not None}
+    if len(known) < len(added):
+        return None
     word = None if file.pre_tokenizer is None else _word(file.pre_tokenizer)
     if word is None:
         return None
     ascii_only = file.normalizer is not None and file.normalizer.type != "NFC"
-    return Words(word, {token.content: token.id for token in file.added_tokens}, ids, ascii_only=ascii_only)
+    return Words(word, known, ids, ascii_only=ascii_only)
 
 
 def _word(step: _Step) -> str | None:
     """The regex of a word, where the pre-tokenizer is a known one."""
-    first, last = (None, step) if step.type != "Sequence" else (step.pretokenizers[:-1], step.pretokenizers[-1])
+    *first, last = step.pretokenizers if step.type == "Sequence" and step.pretokenizers else [step]
     if last.type != "ByteLevel" or last.add_prefix_space:
         return None
     match first:
-        case None | []:
+        case []:
             return _GPT2 if last.use_regex else None
         case [_Step(type="Digits", individual_digits=True)]:
             return _DIGITS if last.use_regex else None

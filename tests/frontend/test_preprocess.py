@@ -111,6 +111,33 @@ async def test_special_tokens_that_the_tokenizer_puts_around_a_text_are_there(co
         assert await encode_text(model, "water", pool) == by_tokenizer(model, "water", special=True)
 
 
+@pytest.mark.parametrize("single", [["A", "A"], ["A", None, "A"], [None]])
+async def test_a_tokenizer_that_does_more_than_to_put_tokens_around_a_text_is_asked_for_each(
+    copy: Path, single: list[str | None]
+) -> None:
+    token = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    file["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": name, "type_id": 0}} if name else token for name in single],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
+    }
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    model = load_model(card_of(copy), copy)
+    assert model.words is None
+    with ThreadPoolExecutor(1) as pool:
+        assert await encode_text(model, "water", pool) == by_tokenizer(model, "water", special=True)
+
+
+def test_a_tokenizer_that_makes_the_package_panic_is_a_model_that_cannot_be_read(copy: Path) -> None:
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    file["model"]["continuing_subword_prefix"] = "##"
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    with pytest.raises(ModelError, match="slice index"):
+        load_model(card_of(copy), copy)
+
+
 async def test_only_long_texts_that_are_left_to_the_tokenizer_go_to_the_pool(directory: Path) -> None:
     model = load_model(card_of(directory), directory)
     used: list[bool] = []
