@@ -76,6 +76,7 @@ def account(settings: Settings, outcome: Outcome, command: Sequence[str]) -> dic
             "answered": verdict.answered,
             "broken_with_frontend": verdict.broken_with_frontend,
             "broken_with_nats": verdict.broken_with_nats,
+            "cut_from_nats": verdict.cut_from_nats,
             "expired_without_nats": verdict.expired_without_nats,
             "moved": verdict.moved,
         },
@@ -95,6 +96,7 @@ def summary(outcome: Outcome) -> str:
     lines.append(
         f"{verdict.requests} requests in {outcome.took_s:.0f} s, {outcome.tokens} tokens: {verdict.answered} answered, "
         f"{verdict.broken_with_frontend} broke with their frontend, {verdict.broken_with_nats} with NATS, "
+        f"{verdict.cut_from_nats} were cut from it with their frontend, "
         f"{verdict.expired_without_nats} expired without NATS; {verdict.moved} moved; {len(outcome.faults)} faults; "
         f"{len(verdict.violations)} wrong"
     )

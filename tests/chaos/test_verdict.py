@@ -181,10 +181,10 @@ def test_a_frontend_that_is_cut_off_from_nats_may_fail_nats_clients_only_and_los
     )
     for frontend, at_s, kind, excused in cases:
         judged = verdict([bad("failed", frontend=frontend, code=CUT)], [happened(kind, "frontend", at_s=at_s)])
-        assert (judged.broken_with_nats, kinds(judged)) == ((1, []) if excused else (0, ["error"]))
+        assert (judged.cut_from_nats, kinds(judged)) == ((1, []) if excused else (0, ["error"]))
     for at_s, excused in ((10.1, True), (11.0, False)):
         judged = verdict([bad("silent", frontend=-1)], [happened("sever nats", "frontend", at_s=at_s)])
-        assert (judged.broken_with_nats, kinds(judged)) == ((1, []) if excused else (0, ["lost"]))
+        assert (judged.cut_from_nats, kinds(judged)) == ((1, []) if excused else (0, ["lost"]))
 
 
 def test_while_nats_is_away_a_deadline_may_pass_and_nothing_else_may_fail() -> None:

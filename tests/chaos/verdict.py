@@ -1,9 +1,11 @@
 """What a run amounts to: every request's fate against what it should have been, and every process's size. Pure.
 
 answered     the text, its end and its usage are those of the undisturbed run, else the request counts as wrong
-failed       an error that the client was told. None may be, but where its deadline passed while NATS was away
+failed       an error that the client was told. None may be, but where its deadline passed while NATS was away, or where
+             NATS was cut from the frontend in the middle of an answer over NATS
 broken       its connection broke. Only with the process at the other end of it, frontend or NATS server
-silent       a NATS client gave up after a long silence. Only where a frontend was killed under it
+silent       a NATS client gave up after a long silence. Only where a frontend was killed under it, or where NATS was cut
+             from one in the moment of asking
 (none)       lost: it never ended
 """
 
@@ -107,6 +109,8 @@ class Verdict(Struct, frozen=True):
     moved: int
     broken_with_frontend: int
     broken_with_nats: int
+    cut_from_nats: int
+    """Over NATS, by a frontend that was cut off from it meanwhile."""
     expired_without_nats: int
     violations: list[Violation]
 
@@ -125,7 +129,7 @@ def judge(
 ) -> Verdict:
     """`left`: what is held though nobody asks any more, by metric and program."""
     violations: list[Violation] = []
-    excuses = {"frontend": 0, "nats": 0, "deadline": 0}
+    excuses = {"frontend": 0, "nats": 0, "cut": 0, "deadline": 0}
     for answer in answers:
         reference = references[answer.ask.question]
         violations += _content(answer, reference)
@@ -147,6 +151,7 @@ def judge(
         moved=sum(answer.moved for answer in answers),
         broken_with_frontend=excuses["frontend"],
         broken_with_nats=excuses["nats"],
+        cut_from_nats=excuses["cut"],
         expired_without_nats=excuses["deadline"],
         violations=sorted(violations, key=lambda one: one.at_s),
     )
@@ -180,7 +185,7 @@ def _ended_badly(answer: Answer, ended_s: float) -> Violation:
             assert_never(answer.end)
 
 
-def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "nats", "deadline", ""]:
+def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "nats", "cut", "deadline", ""]:
     """Why it may have ended without an answer; empty: it may not."""
     for happened in faults:
         kind, target = happened.fault.kind, happened.fault.target
@@ -193,9 +198,9 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
                 return "frontend"
         if target == "frontend" and kind == "sever nats" and answer.frontend < 0:
             if answer.end == "failed" and answer.code == CUT and under_it:
-                return "nats"
+                return "cut"
             if answer.end == "silent" and 0 <= happened.done_s + ON_ITS_WAY_S - answer.asked_s <= 2 * ON_ITS_WAY_S:
-                return "nats"
+                return "cut"
         if target == "nats" and kind in ("kill", "restart"):
             if answer.end == "broken" and answer.frontend < 0 and under_it:
                 return "nats"
