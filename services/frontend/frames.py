@@ -89,6 +89,8 @@ class Frames:
         self._late_s = late_s
         self._most_links = most_links
         self._links: dict[str, _Link] = {}
+        self.reading = ""
+        """The worker whose frame is taken and not read to its end: ends that are in it are not unheard."""
 
     def on(self, instance: str, epoch: int, sequence: int, now_s: float) -> Verdict:
         """A frame came; only one that is due is to be read."""
@@ -154,7 +156,7 @@ class Frames:
             else:
                 link.asked_s = now_s
                 actions.append(Ask(instance, link.expected))
-        if link.ended and link.target <= link.expected:
+        if link.ended and link.target <= link.expected and instance != self.reading:
             actions.append(Unheard(instance, link.ended))
             link.ended = frozenset()
         return actions

@@ -145,10 +145,13 @@ class Frontend:
         frame = STEP_FRAME.decode(message.payload)
         if not self._watch.due(frame):
             return
-        for start in range(0, len(frame.parts), TURN_PARTS):
-            if start:
-                await asyncio.sleep(0)  # frames wait for one another, but nothing else waits for a whole frame
-            self._take_in(frame.instance, frame.parts[start : start + TURN_PARTS])
+        try:
+            for start in range(0, len(frame.parts), TURN_PARTS):
+                if start:
+                    await asyncio.sleep(0)  # frames wait for one another, but nothing else waits for a whole frame
+                self._take_in(frame.instance, frame.parts[start : start + TURN_PARTS])
+        finally:
+            self._watch.read()
 
     def _take_in(self, instance: str, parts: Sequence[Part]) -> None:
         """Nearly all parts bring one token to a stream that has had some; they touch it once, and nothing wakes up."""

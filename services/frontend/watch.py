@@ -55,15 +55,21 @@ class Watch:
         runtime.tasks.create_task(self._look(), name="look after the quiet")
 
     def due(self, frame: StepFrame) -> bool:
-        """Whether it is its worker's next one, which is to be read; where one is missing, it is asked for."""
+        """Whether it is its worker's next one, which is to be read, up to `read`; where one is missing, it is asked
+        for."""
         now = asyncio.get_running_loop().time()
         verdict = self._frames.on(frame.instance, frame.epoch, frame.sequence, now)
         if verdict == "due":
+            self._frames.reading = frame.instance
             return True
         self._metrics.frames_out_of_turn.labels(verdict).inc()
         if verdict == "ahead":
             self._do(self._frames.look(frame.instance, now))
         return False
+
+    def read(self) -> None:
+        """All parts of the frame that was due are read."""
+        self._frames.reading = ""
 
     def _do(self, actions: Sequence[Ask | Unheard]) -> None:
         for action in actions:

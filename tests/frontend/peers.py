@@ -189,8 +189,12 @@ class ScriptedWorker:
         """So many of the next frames do not arrive."""
         self.keeps_from = 0
         """Frames before this one are not kept for a resend."""
+        self.sends_again = True
+        """False: it says so and does not."""
         self.streams: list[StreamState] = []
         """What it says that it runs."""
+        self.at_hand: list[list[Part]] = []
+        """Frames that it makes and sends just before its next answer to a resend."""
         self._frames: list[bytes] = []
         """All that it made; tests have one frontend that gets frames."""
         self._subscriptions: list[Subscription] = []
@@ -246,9 +250,13 @@ class ScriptedWorker:
 
     async def _on_resend(self, message: Message) -> None:
         asked = RESEND_REQUEST.decode(message.payload)
+        for parts in self.at_hand:
+            self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, 1, len(self._frames), parts)))
+            await self.bus.publish(subjects.stream(NAMESPACE, asked.frontend), self._frames[-1])
+        self.at_hand.clear()
         first, after = max(asked.first, self.keeps_from), len(self._frames)
         await self.bus.publish(message.reply, RESENT.encode(Resent(1, first, after, self.streams)))
-        for frame in self._frames[first:]:
+        for frame in self._frames[first:] if self.sends_again else ():
             await self.bus.publish(subjects.stream(NAMESPACE, asked.frontend), frame)
         self.resends.add(asked)
 

@@ -122,6 +122,18 @@ def test_an_attempt_in_doubt_whose_last_frame_was_lost_gets_it() -> None:
     assert frames.tick(1.2) == [unheard(A)], "whoever has heard the end does not mind"
 
 
+def test_nobody_has_ended_unheard_while_the_frame_that_may_say_so_is_being_read() -> None:
+    frames = flowing(3)
+    frames.doubt(W, A)
+    assert frames.tick(1.0) == [Ask(W, 3)]
+    assert frames.on(W, 1, 3, 1.1) == "due"
+    frames.reading = W
+    frames.answered(Ask(W, 3), resent(4, 4), (A,))
+    assert frames.tick(1.1) == []
+    frames.reading = ""
+    assert frames.tick(1.2) == [unheard(A)]
+
+
 def test_an_attempt_in_doubt_at_a_worker_that_does_not_answer_has_ended() -> None:
     frames = flowing(3)
     frames.doubt(W, A)

@@ -12,7 +12,9 @@ from typing import Any
 import openai
 import pytest
 
+from services.frontend import frames
 from services.frontend.config import LimitsConfig
+from services.frontend.service import TURN_PARTS
 from shared import subjects
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import STEP_FRAME, Cancel, Generate, Part, StepFrame, StreamState
@@ -39,12 +41,20 @@ async def answer(w: World, meanwhile: Callable[[Generate], Awaitable[None]]) -> 
 async def reporting(worker: ScriptedWorker, attempts: list[tuple[str, int]]) -> AsyncIterator[None]:
     """Its engine works, and `attempts` run there."""
 
-    async def report() -> None:
-        for progress in count():
-            await worker.report(progress, attempts)
+    async with repeating(lambda progress: worker.report(progress, attempts)):
+        yield
+
+
+@asynccontextmanager
+async def repeating(say: Callable[[int], Awaitable[None]]) -> AsyncIterator[None]:
+    """`say` is called with 0, 1, 2 …, on and on."""
+
+    async def go_on() -> None:
+        for number in count():
+            await say(number)
             await asyncio.sleep(0.01)
 
-    task = asyncio.create_task(report())
+    task = asyncio.create_task(go_on())
     try:
         yield
     finally:
@@ -124,6 +134,23 @@ async def test_tokens_that_cannot_be_had_again_cost_a_new_attempt_behind_those_b
         assert w.metric("headrace_attempts_lost_total", reason="gap") == 1
 
 
+async def test_an_end_in_a_long_frame_that_is_being_read_is_not_lost(directory: Path) -> None:
+    async with world(directory, limits=QUICK) as w:
+        worker, tokens = w.workers[0], [*w.ids(TEXT), END]
+
+        async def end_in_a_long_frame(offered: Generate) -> None:
+            await worker.send(offered, 0, tokens[:3])
+            others = [Part("another", number, 0, b"", "stop") for number in range(40 * TURN_PARTS)]
+            end = Part(offered.request, 1, 3, pack_tokens(tokens[3:]), "stop")
+            worker.at_hand = [[*others, end]]  # its answer names no stream, and comes while that is read
+            async with reporting(worker, []):
+                await worker.resends.at_least(1)
+
+        assert await answer(w, end_in_a_long_frame) == TEXT
+        assert w.metric("headrace_attempts_lost_total", reason="unheard") == 0
+        assert (len(worker.generates.all), len(w.workers[1].generates.all)) == (1, 0)
+
+
 async def test_torn_repeated_early_and_strange_frames_are_counted_and_nothing_else_notices(directory: Path) -> None:
     async with world(directory, limits=QUICK) as w:
         worker, tokens = w.workers[0], [*w.ids(TEXT), END]
@@ -160,16 +187,18 @@ async def test_a_worker_that_does_not_send_again_is_not_asked_for_ever(directory
         worker, tokens = w.workers[0], [*w.ids(TEXT), END]
 
         async def go_on_regardless(offered: Generate) -> None:
-            worker.keeps_from = 1 << 30  # it answers, and nothing comes
+            worker.sends_again = False
+            worker.streams = [StreamState(offered.request, 1, 4)]
             await worker.send(offered, 0, tokens[:2])
             worker.loses = 1
             await worker.send(offered, 2, tokens[2:3])
-            async with reporting(worker, [(offered.request, 1)]):
-                await worker.send(offered, 3, tokens[3:4])
+            async with repeating(lambda at: worker.send(offered, 3 + at, [9])):
                 again = (await worker.generates.at_least(2))[1]
-                await worker.send(again, 2, tokens[2:], "stop")
+            await worker.send(again, 2, tokens[2:], "stop")
 
         assert await answer(w, go_on_regardless) == TEXT
+        assert len(worker.resends.all) == frames.TRIES
+        assert w.metric("headrace_attempts_lost_total", reason="gap") == 1
         assert w.metric("headrace_attempts_lost_total", reason="frozen") == 0
 
 
