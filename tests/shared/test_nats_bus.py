@@ -17,6 +17,7 @@ from shared.config import NatsConfig
 from shared.errors import BusDown, ConfigError, NoResponders, ProtocolError
 from shared.messaging import Message
 from shared.nats_bus import NatsBus, connect
+from shared.nats_connection import FAIR_SHARE
 from tests.logged import logged
 from tests.servers import NatsServer, nats_server
 
@@ -321,6 +322,39 @@ async def test_a_connection_that_reads_no_more_is_replaced(own_nats: NatsServer)
         assert client.is_closed
         with pytest.raises(NoResponders):
             await bus.request("nobody", b"", timeout_s=DEADLINE_S)
+
+
+async def test_what_was_published_is_not_confirmed_by_a_connection_that_reads_no_more(own_nats: NatsServer) -> None:
+    async with connected(own_nats.url) as bus:
+        client = bus._client
+        assert client is not None
+        assert client._reading_task is not None
+        client._reading_task.cancel()
+        await asyncio.wait([client._reading_task])
+        with pytest.raises(BusDown):
+            await bus.confirm(bus.connections)
+
+
+async def test_many_small_messages_that_come_at_once_leave_turns_for_others(own_nats: NatsServer) -> None:
+    heard = 0
+
+    async def receive(_message: Message) -> None:
+        nonlocal heard
+        heard += 1
+
+    async with connected(own_nats.url) as bus:
+        subscription = await bus.subscribe("small", receive)
+        client, remote = bus._client, subscription._remote
+        assert client is not None
+        assert remote is not None
+        turns = 0
+        reading = asyncio.create_task(client._ps.parse(b"MSG small %d 1\r\na\r\n" % remote._id * (8 * FAIR_SHARE)))
+        while not reading.done():
+            await asyncio.sleep(0)
+            turns += 1
+        await subscription.unsubscribe()
+    assert heard == 8 * FAIR_SHARE
+    assert turns >= 8
 
 
 async def test_the_longest_subject_with_an_answer_to_it_leaves_the_connection_standing(own_nats: NatsServer) -> None:
