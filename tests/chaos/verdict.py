@@ -4,8 +4,8 @@ answered     the text, its end and its usage are those of the undisturbed run, e
 failed       an error that the client was told. None may be, but where its deadline passed while NATS was away, or where
              NATS was cut from the frontend in the middle of an answer over NATS
 broken       its connection broke. Only with the process at the other end of it, frontend or NATS server
-silent       a NATS client gave up after a long silence. Only where a frontend was killed under it, or where NATS was cut
-             from one in the moment of asking
+silent       a NATS client gave up after a long silence. Only where a frontend was killed under it, or where NATS was
+             cut from one in the moment of asking
 (none)       lost: it never ended
 """
 
