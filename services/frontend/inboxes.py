@@ -50,6 +50,8 @@ class Inbox:
             self._connections = self._bus.connections
         elif self._connections != self._bus.connections:
             raise BusDown("NATS was away in the middle of the answer")
+        if LAST_HEADER in headers:
+            self.nothing = None  # a client that has its answer goes: it must not be asked any more
         await self._say(payload, headers)
         if LAST_HEADER in headers:
             await self._bus.confirm(self._connections)

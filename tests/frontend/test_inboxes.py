@@ -181,6 +181,26 @@ async def test_a_last_message_that_nats_may_not_have_is_told() -> None:
             await inbox.send(b"whole", {LAST_HEADER: "true"})
 
 
+async def test_nothing_comes_after_the_last_message_however_long_nats_takes_to_confirm_it() -> None:
+    broker = MemoryBroker()
+    client = Client(broker)
+    await client.listen()
+    one = Asking(broker)
+    confirm = one.bus.confirm
+
+    async def confirm_late(connections: int) -> None:
+        for _ in range(3):
+            await inbox.probe()
+        await confirm(connections)
+
+    one.bus.confirm = confirm_late  # type: ignore[method-assign]
+    async with one.inboxes.served(INBOX) as inbox:
+        inbox.nothing = b"nothing"
+        await inbox.send(b"whole", {LAST_HEADER: "true"})
+    await one.bus.publish(INBOX, b"of another answer")
+    assert await client.hears(2) == [b"whole", b"of another answer"]
+
+
 async def test_a_time_out_of_the_block_itself_is_not_taken_for_a_client_that_went() -> None:
     one = Asking(MemoryBroker())
     with pytest.raises(TimeoutError):
