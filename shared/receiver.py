@@ -136,7 +136,6 @@ class Receiver:
 
 def _size_bytes(message: Message) -> int:
     """Payload and headers, either of which may be all of a message."""
-    size_bytes = len(message.payload)
-    for name, value in message.headers.items():
-        size_bytes += len(name) + len(value)
-    return size_bytes
+    if not message.headers:
+        return len(message.payload)
+    return len(message.payload) + sum([len(name) + len(value) for name, value in message.headers.items()])

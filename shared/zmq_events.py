@@ -43,6 +43,14 @@ FAIR_SHARE = 16
 """Messages taken from one socket before the event loop gets a turn: a flood of small batches delays others by
 less than half a millisecond a source, and costs no more a message than with larger shares."""
 END = b"\xff" * 8
+_POLLIN = int(zmq.POLLIN)
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    """Asking costs half as much as the exception (4 µs), and most wakes bring one message or none."""
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return events & _POLLIN != 0
 
 
 def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
@@ -90,7 +98,7 @@ class _Reader:
             self._again.cancel()
             self._again = None
         for _ in range(FAIR_SHARE):
-            if self._socket.closed:
+            if self._socket.closed or not _readable(self._socket):
                 return
             try:
                 frames = self._receive(self._socket)

@@ -175,8 +175,9 @@ class Feed:
     # --- actions
 
     def _perform(self, actions: list[Action]) -> None:
-        self._metrics.gaps.inc(self.source.gaps - self._gaps)
-        self._gaps = self.source.gaps
+        if self.source.gaps != self._gaps:
+            self._metrics.gaps.inc(self.source.gaps - self._gaps)
+            self._gaps = self.source.gaps
         clears = any(isinstance(action, Clear) for action in actions)
         if clears:
             self._actions.clear()  # what waits is for chains that are to be cleared
@@ -216,7 +217,7 @@ class Feed:
 
     def _apply(self, batch: Batch) -> None:
         chains = self._chains.get(batch.rank)
-        self._metrics.events.labels("applied" if chains is not None and not batch.ignored else "ignored").inc()
+        (self._metrics.ignored_events if chains is None or batch.ignored else self._metrics.applied_events).inc()
         if chains is None:
             return
         try:

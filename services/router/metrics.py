@@ -104,7 +104,8 @@ class Metrics:
             "Reservations released because the worker did not know them, or at the limit, since the start",
         )
 
-        # Looked up once: labels() has the price of three increments, and these five are in every request's way.
+        # Looked up once: labels() has the price of three increments, and these are in every request's or batch's way.
+        self.applied_events, self.ignored_events = (self.events.labels(kind) for kind in ("applied", "ignored"))
         self._selected = self.selects.labels("selected")
         self._cached = [
             (self.cached_tokens.labels(kind), self.hit_rate.labels(kind)) for kind in ("predicted", "actual")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 
 from services.router.index import CandidateId, Slot
 from shared.messages import Overlap
@@ -103,8 +102,9 @@ class Speculation:
 
     def expire(self, now_s: float, *, runs: int) -> None:
         """Drop what is due, so many at most."""
-        for run in list(islice(self._runs.values(), runs)):
-            if run.expires_s > now_s:
+        for _ in range(runs):
+            run = next(iter(self._runs.values()), None)
+            if run is None or run.expires_s > now_s:
                 return
             self._drop(run)
 
