@@ -76,8 +76,9 @@ class Inbox:
         return self._clock() - self._seen_s
 
     def _found_gone(self) -> None:
-        if self._end is not None:
-            self._end.reschedule(self._clock())
+        end, self._end = self._end, None
+        if end is not None:  # once: a second time, while the block still ends, would raise
+            end.reschedule(self._clock())
 
 
 class Inboxes:

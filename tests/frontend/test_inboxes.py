@@ -201,6 +201,38 @@ async def test_nothing_comes_after_the_last_message_however_long_nats_takes_to_c
     assert await client.hears(2) == [b"whole", b"of another answer"]
 
 
+async def test_a_client_found_gone_again_while_its_block_still_ends_is_gone_once() -> None:
+    """What comes out of `gone` would end the connection to NATS."""
+    broker = MemoryBroker()
+    wrong: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: wrong.append(told))
+    ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def end_slowly(one: Asking) -> None:
+        async with one.inboxes.served(INBOX) as inbox:
+            inbox.nothing = b"{}"
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await may_end.wait()
+
+    one = Asking(broker)
+    serving = asyncio.create_task(end_slowly(one))
+    await asyncio.sleep(0)
+    [inbox] = one.inboxes._served
+    await inbox.probe()
+    async with asyncio.timeout(DEADLINE_S):
+        await ending.wait()
+        await inbox.probe()
+        await one.bus.confirm(one.bus.connections)
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(Gone):
+            await serving
+    assert not wrong
+
+
 async def test_a_time_out_of_the_block_itself_is_not_taken_for_a_client_that_went() -> None:
     one = Asking(MemoryBroker())
     with pytest.raises(TimeoutError):
