@@ -74,6 +74,7 @@ class Frontend:
         self._questions = Questions(runtime, limits, metrics, self._feed)
         self._watch = Watch(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
+        self._abandoned = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -113,13 +114,17 @@ class Frontend:
         await self._outbox.flush()
 
     def abandon(self) -> None:
-        """What still runs ends with an error, so that its clients are told."""
+        """What still runs ends with an error, so that its clients are told; so does what is opened from now on."""
+        self._abandoned = True
         for one in self._running.values():
             one.stream.end(Fail(Unavailable("this frontend has ended before the answer was complete")))
 
     @asynccontextmanager
     async def open(self, job: Job, output: Output, deadline: float) -> AsyncIterator[Stream]:
-        """Compute a request until `deadline`, on the loop's clock; leaving before its end cancels it."""
+        """Compute a request until `deadline`, on the loop's clock; leaving before its end cancels it. Raises
+        Unavailable once this process gives up what runs."""
+        if self._abandoned:
+            raise Unavailable("this frontend is about to end")
         tries = Tries(self.limits.attempts, self.limits.rescue_s)
         stream = Stream(job, Session(job.request, job.sampling.max_tokens, tries), output)
         loop = asyncio.get_running_loop()

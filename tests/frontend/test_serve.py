@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -47,6 +49,26 @@ async def test_a_stream_that_ends_within_the_drain_is_whole(directory: Path) -> 
         drained = asyncio.create_task(frontend.aclose())
         await w.workers[0].send(generate, 1, [2], "stop")
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await drained
+
+
+async def test_a_request_whose_body_comes_after_the_drain_is_over_is_told_so(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as frontend, asyncio.timeout(DEADLINE_S):
+        w = await frontend.enter_async_context(world(directory, limits=LimitsConfig(drain_s=0.05)))
+        for worker in w.workers:
+            worker.output = None  # nobody would end it in time
+        url, body = urlsplit(w.url), json.dumps(BODY).encode()
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n" % len(body))
+        await w.counted("headrace_inflight_requests", 1)
+        drained = asyncio.create_task(frontend.aclose())
+        while "requests are still running" not in caplog.text:  # noqa: ASYNC110 - nothing is called for it
+            await asyncio.sleep(0.01)
+        writer.write(body)
+        assert b" 503 " in await reader.readline()
+        writer.close()
         await drained
 
 
