@@ -181,7 +181,7 @@ async def test_a_client_that_vanishes_while_its_request_is_routed_leaves_nothing
 async def test_a_stream_that_waits_is_given_chunks_without_text_and_a_failure_still_tells_its_status(
     directory: Path,
 ) -> None:
-    async with world(directory, limits=LimitsConfig(drain_s=0.0, rescue_s=0.5)) as w:
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, attempts=1)) as w:
         w.router.workers = ["w1"]
         worker = w.workers[0]
         worker.output = None
