@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
@@ -137,6 +138,21 @@ async def test_half_a_head_is_answered_408_however_slowly_it_goes_on(monkeypatch
         assert b" 408 " in head
         assert b"request_timeout" in body
         assert one.closed("header") == 1
+        writer.close()
+
+
+@on_uvloop
+async def test_what_came_while_the_process_stood_still_is_answered_before_idle_connections_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "SWEEP_S", 0.05)
+    async with served(idle_s=0.2) as one:
+        reader, writer = await one.connect()
+        await one.opened(1)
+        with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as sending:
+            sending.send(GET)
+        time.sleep(0.5)  # noqa: ASYNC251 - as SIGSTOP does
+        assert (await answer(reader))[1] == b"hello"
         writer.close()
 
 
