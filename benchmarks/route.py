@@ -50,6 +50,7 @@ from shared.messages import (
     LOAD_EVENTS,
     LOAD_REPORT,
     MODEL_CARD,
+    RESERVATIONS_REQUEST,
     ROUTER_STATE,
     SNAPSHOT_CHUNK,
     BlockRemoved,
@@ -63,6 +64,7 @@ from shared.messages import (
     KvState,
     LoadReport,
     ModelCard,
+    ReservationsRequest,
     Reserved,
     RouterState,
     SnapshotBlock,
@@ -227,14 +229,25 @@ class Fleet:
         try:
             if core is not None:
                 os.sched_setaffinity(process.pid, {core})
-            await self._known_by_router()
-            yield process.pid
+            name = await self._known_by_router()
+            listening = asyncio.create_task(self._listen(name))
+            try:
+                yield process.pid
+            finally:
+                listening.cancel()
         finally:
             if process.returncode is None:
                 process.terminate()
             await process.wait()
 
-    async def _known_by_router(self) -> None:
+    async def _listen(self, name: str) -> None:
+        """As a router that starts: reservations, which the workers' reports have, are told where one may hear them."""
+        question = RESERVATIONS_REQUEST.encode(ReservationsRequest(MODEL))
+        while True:
+            await self._bus.request(subjects.reservations(NAMESPACE, name), question, timeout_s=10.0)
+            await asyncio.sleep(10.0)
+
+    async def _known_by_router(self) -> str:
         name = ""
         async with asyncio.timeout(LOAD_LIMIT_S):
             while True:
@@ -249,7 +262,7 @@ class Fleet:
                 state: RouterState = ROUTER_STATE.decode(answer.payload, JSON_HEADER)
                 live = sum(source.state == "live" for source in state.sources)
                 if live == INSTANCES and state.models and state.models[0].instances == INSTANCES:
-                    return
+                    return name
 
 
 def _router_name(folder: Path) -> str:

@@ -4,7 +4,7 @@ Channels, each with its union and its codec at the end of the file:
 
     discovery            Instance, ModelCard                     JSON under a lease
     frontend → router    Select → Selected | SelectRefused       request and reply
-    → all routers        Reserved | Prefilled | Finished         published in batches
+    → all routers        Reserved | Prefilled | Finished         published in batches; Reserved where there are several
     router → router      ReservationsRequest → Reservations …    request, streamed replies
     people → router      a request id → Explanations             request and reply, JSON
                          nothing → RouterState                   request and reply, JSON

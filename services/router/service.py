@@ -1,6 +1,7 @@
 """The router's shell: answers questions, hears load events and reports, and tells the other routers what it reserved.
 
-    select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer; Reserved into the outbox
+    select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer; Reserved, if there are others,
+                                                                            into the outbox
     load events, load reports                      ─▶ ModelRouter, Feed
     explain, state                                 ─▶ people: desk.py
     reservations                                   ─▶ those living, to a router that starts: joining.py
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -52,6 +54,8 @@ BATCH_S = 0.001
 """Reservations made within it go out together."""
 JOIN_LIMIT_S = 4.0
 """A router that starts says that it is there after so long, whatever it still waits for."""
+JOINS_WITHIN_S = 30.0
+"""After a router has asked for what is reserved it is taken to be there so long, whether discovery shows it or not."""
 SELECTS_A_TURN = 4
 """Where there are other routers: then what they reserved is heard, and told what this one did, also within a burst. A
 turn of the loop has its price."""
@@ -104,6 +108,8 @@ class Router:
         """One for each model that is not answered for yet."""
         self._registration: Registration | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._joined_by_s = -math.inf
+        """By then a router that asked for what is reserved is in the directory."""
         self._in_a_row = 0
         self._dropped = 0
 
@@ -199,10 +205,10 @@ class Router:
         answered = await self._answer(message, reply, arrived)
         if reserved is None:
             return
-        if answered:
-            self._outbox.tell(ask.model, reserved)  # a router that misses it sees the attempt in the worker's report
-        else:
+        if not answered:
             self.models[ask.model].load.withdrawn((ask.request, ask.attempt))
+        elif self._following.others or self._now() < self._joined_by_s:
+            self._outbox.tell(ask.model, reserved)  # a router that misses it sees the attempt in the worker's report
         self._in_a_row = (self._in_a_row + 1) % SELECTS_A_TURN
         if not self._in_a_row and self._following.others:
             await asyncio.sleep(0)
@@ -238,6 +244,7 @@ class Router:
     async def _tell_reservations(self, message: Message) -> None:
         try:
             name = RESERVATIONS_REQUEST.decode(message.payload, message.headers).model
+            self._joined_by_s = self._now() + JOINS_WITHIN_S
             if message.reply:
                 await joining.tell(self._runtime, message, self.models.get(name), name)
         except ProtocolError as wrong:

@@ -17,12 +17,14 @@ from shared.memory_bus import MemoryBus
 from shared.messages import (
     EXPLANATIONS,
     LOAD_EVENTS,
+    RESERVATIONS_REQUEST,
     ROUTER_STATE,
     SELECT,
     Explanations,
     Finished,
     LoadEvents,
     Prefilled,
+    ReservationsRequest,
     Reserved,
     RouterState,
     Selected,
@@ -96,15 +98,33 @@ async def test_reservations_of_one_moment_are_told_together_and_the_answers_do_n
     async def hear(message: Message) -> None:
         told.append(LOAD_EVENTS.decode(message.payload))
 
-    async with fleet() as world:
-        await world.worker("a")
+    async with two(workers=1) as (world, _):
         await world.bus.subscribe(subjects.router_load(NAMESPACE, MODEL), hear)
-        await asyncio.gather(*(world.chosen(tokens_of(f"{n:04}", 5), f"r{n}") for n in range(50)))
+        questions = [SELECT.encode(select(tokens_of(f"{n:04}", 5), f"r{n}")) for n in range(50)]
+        await asyncio.gather(*(world.ask_raw(each, router=True) for each in questions))
         await until(lambda: sum(len(batch.events) for batch in told) == 50)
-        assert len(told) <= 2
+        assert len(told) <= 12, "a turn of the loop for four"
         events = [event for batch in told for event in batch.events]
         assert [event.request for event in events] == [f"r{n}" for n in range(50)]
         assert all(isinstance(event, Reserved) and event.router == "0a" for event in events)
+
+
+async def test_a_router_that_is_alone_tells_nobody_until_another_asks_what_is_reserved() -> None:
+    told: list[str] = []
+
+    async def hear(message: Message) -> None:
+        told.extend(event.request for event in LOAD_EVENTS.decode(message.payload).events)
+
+    async with fleet() as world:
+        await world.worker("a")
+        await world.bus.subscribe(subjects.router_load(NAMESPACE, MODEL), hear)
+        await world.chosen(tokens_of("x", 5), "alone")
+        # It is not in the directory yet: it comes there once it has been told.
+        question = RESERVATIONS_REQUEST.encode(ReservationsRequest(MODEL))
+        await world.bus.request(subjects.reservations(NAMESPACE, world.runtime.instance), question, timeout_s=LIMIT_S)
+        await world.chosen(tokens_of("y", 5), "joined")
+        await until(lambda: bool(told))
+        assert told == ["joined"]
 
 
 async def test_what_is_reserved_at_the_end_of_a_router_is_told_still() -> None:
