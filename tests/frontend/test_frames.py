@@ -169,6 +169,32 @@ def test_a_first_frame_that_was_lost_is_missed_by_its_report_alone() -> None:
     assert frames.on(W, 1, 0, 3.1) == "due"
 
 
+def test_a_report_of_a_numbering_that_is_over_costs_one_question() -> None:
+    frames = flowing(3)
+    assert frames.on(W, 2, 0, 0.5) == "due"
+    frames.reported(W, 2, 1.0)
+    frames.reported(W, 2, 1.0 + LATE_S)
+    assert frames.tick(1.0 + LATE_S) == [Ask(W, 1)]
+    frames.answered(Ask(W, 1), resent(1, 1, A, epoch=2), (A,))
+    assert frames.tick(100.0) == []
+    assert frames.on(W, 2, 1, 100.0) == "due"
+
+
+def test_a_last_frame_that_was_lost_with_its_whole_numbering_comes_once_its_attempt_is_in_doubt() -> None:
+    frames = flowing(3)
+    for now_s in (1.0, 1.0 + LATE_S, 9.0):
+        frames.reported(W, 0, now_s)  # of epoch 2
+    assert frames.tick(9.0) == []
+    frames.doubt(W, A)
+    assert frames.tick(9.0) == [Ask(W, 3)]
+    frames.answered(Ask(W, 3), resent(1, 1, epoch=2), (A,))
+    assert frames.look(W, 9.0) == [Ask(W, 0)]
+    frames.answered(Ask(W, 0), resent(0, 1, epoch=2), (A,))
+    assert frames.tick(9.1) == []
+    assert frames.on(W, 2, 0, 9.2) == "due"
+    assert frames.tick(9.2) == [unheard(A)], "whoever has heard the end does not mind"
+
+
 def test_a_larger_epoch_numbers_anew_and_the_old_one_is_over() -> None:
     frames = flowing(3)
     assert frames.on(W, 2, 0, 1.0) == "due"
