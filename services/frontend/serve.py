@@ -28,7 +28,7 @@ from services.frontend.readiness import Readiness
 from services.frontend.service import Frontend
 from shared import subjects
 from shared.discovery import Registration
-from shared.lifecycle import Runtime
+from shared.lifecycle import Runtime, settle_memory
 from shared.observe import add_routes
 
 _THREADS = 2
@@ -101,6 +101,7 @@ async def _informed(runtime: Runtime, models: Models) -> None:
 async def serve(runtime: Runtime, config: FrontendConfig) -> None:
     """Until `runtime.stopping`."""
     async with frontend(runtime, config):
+        settle_memory()
         await runtime.stopping.wait()
 
 

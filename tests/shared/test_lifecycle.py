@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import pytest
 
 from shared import subjects
 from shared.config import NatsConfig
-from shared.lifecycle import EXIT_FAILED, EXIT_SETTINGS
+from shared.lifecycle import EXIT_FAILED, EXIT_SETTINGS, settle_memory
 from shared.messages import PING, PONG, Ping
 from shared.nats_bus import connect
 from tests.servers import NatsServer, free_port
@@ -232,3 +233,19 @@ async def test_a_taken_port_is_a_wrong_setting(tmp_path: Path, nats_url: str) ->
         async with started(tmp_path, "--nats-url", nats_url, "--observe-port", port) as child:
             assert await child.ended() == EXIT_SETTINGS
     assert f"127.0.0.1:{port}" in child.log.splitlines()[-1]
+
+
+def test_the_collector_looks_at_what_came_after_memory_was_settled_and_at_nothing_else() -> None:
+    before: list[object] = []
+    before.append(before)
+    thresholds = gc.get_threshold()
+    try:
+        settle_memory()
+        after: list[object] = []
+        after.append(after)
+        seen = [one for one in gc.get_objects() if one is before or one is after]
+        assert len(seen) == 1
+        assert seen[0] is after
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
