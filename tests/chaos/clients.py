@@ -1,7 +1,8 @@
 """Clients: the official `openai` one at each frontend, and a plain NATS client. They try once, and tell what they saw.
 
-A client whose frontend takes no connection goes to the next one, as a balancer would, and one that NATS tells that no
-frontend listens asks again soon: nobody was asked yet. Nothing else is tried again.
+A client whose frontend takes no connection, or said lately that it is not ready, goes to the next one, as a balancer
+would, and one that NATS tells that no frontend listens asks again soon: nobody was asked yet. Nothing else is tried
+again.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class HttpClients:
 
     def __init__(self, urls: list[str], now: Callable[[], float], *, read_limit_s: float) -> None:
         self._now = now
+        self.unready: set[int] = set()
+        """Frontends that say so; who asks them all the time keeps it."""
         timeout = httpx2.Timeout(read_limit_s, connect=CONNECT_LIMIT_S)
         self._clients = [
             AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=timeout) for url in urls
@@ -52,7 +55,8 @@ class HttpClients:
     async def ask(self, question: Question, answer: Answer, *, only: bool = False) -> None:
         """Fills `answer` until it ends. `only`: at the frontend it names, or not at all."""
         first = answer.frontend
-        for frontend in [first] if only else [*range(first, len(self._clients)), *range(first)]:
+        order = [*range(first, len(self._clients)), *range(first)]
+        for frontend in [first] if only else sorted(order, key=lambda one: one in self.unready):
             answer.frontend, answer.moved = frontend, frontend != first
             try:
                 await self._ask(self._clients[frontend], question, answer)

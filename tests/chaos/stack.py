@@ -140,6 +140,14 @@ class Stack:
         cards = sum(not key.startswith(books) for key in keys)
         return "" if cards == len(self.names("worker")) else f"{cards} model cards are in etcd"
 
+    async def unready(self, name: str) -> bool | None:
+        """Whether the service says so; None: it says nothing."""
+        try:
+            async with self._http.get(f"{self.urls[name]}/health") as response:
+                return response.status == 503
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+
     async def left(self) -> dict[str, float]:
         """What is still held, by metric and service, when nobody asks any more."""
         held: dict[str, float] = {}

@@ -27,6 +27,8 @@ REFERENCES_AT_ONCE = 8
 PROBE_LIMIT_S = 2.0
 PROBE_PAUSE_S = 0.1
 SAMPLE_S = 2.0
+LOOK_S = 1.0
+"""Between two looks at a frontend's health, as a balancer takes them."""
 SETTLE_LIMIT_S = 60.0
 """For the last requests to end, and for all that is held to be let go of."""
 READ_LIMIT_S = 900.0
@@ -87,7 +89,7 @@ class Storm:
         self._answers: list[Answer] = []
         self._asking: set[asyncio.Task[None]] = set()
         self._around: list[asyncio.Task[None]] = []
-        """Load and samples, without end."""
+        """Load, looks and samples, without end."""
         self._faults: list[Happened] = []
         self._samples: list[Sample] = []
 
@@ -104,7 +106,10 @@ class Storm:
         await self._nats.open()
         references = await self._references()
         self._began = self._loop.time()
-        load, _ = self._around = [self._tasks.create_task(self._load()), self._tasks.create_task(self._sample())]
+        load, *_ = self._around = [
+            self._tasks.create_task(one)
+            for one in (self._load(), self._sample(), *map(self._balance, range(self._settings.instances)))
+        ]
         await self._storm()
         load.cancel()
         if self._asking:
@@ -147,6 +152,19 @@ class Storm:
             task = self._tasks.create_task(self._ask(answer))
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
+
+    async def _balance(self, frontend: int) -> None:
+        """Who says nothing stays: what a frozen frontend was asked it is to answer afterwards."""
+        name = self._stack.names("frontend")[frontend]
+        while True:
+            match await self._stack.unready(name):
+                case True:
+                    self._http.unready.add(frontend)
+                case False:
+                    self._http.unready.discard(frontend)
+                case None:
+                    pass
+            await asyncio.sleep(LOOK_S)
 
     def _answer(self, ask: Ask) -> Answer:
         now_s = self._now()

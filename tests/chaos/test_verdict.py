@@ -187,6 +187,26 @@ def test_a_frontend_that_is_cut_off_from_nats_may_fail_nats_clients_only_and_los
         assert (judged.cut_from_nats, kinds(judged)) == ((1, []) if excused else (0, ["lost"]))
 
 
+def test_a_frontend_that_is_away_from_nats_for_long_may_fail_whom_it_had_before_that_could_be_known() -> None:
+    ends: tuple[Literal["failed", "silent"], ...] = ("failed", "silent")
+    cases: tuple[tuple[int, float, Kind, float, bool], ...] = (
+        (0, 10.0, "hang nats", 90.0, True),
+        (0, 10.0, "hang nats", 10.0, False),
+        (1, 10.0, "hang nats", 90.0, False),
+        (0, 25.0, "sever nats", 90.0, False),
+        (0, 10.0, "freeze", 90.0, False),
+        (-1, 10.0, "freeze", 90.0, True),
+        (-1, 50.0, "hang nats", 90.0, False),
+    )
+    for frontend, asked_s, kind, for_s, excused in cases:
+        long = happened(kind, "frontend", at_s=9.0)
+        long.undone_s = long.began_s + for_s
+        for end in ends:
+            judged = verdict([bad(end, at_s=asked_s, frontend=frontend, code=CUT)], [long])
+            expected = excused and (end == "failed" or frontend < 0)
+            assert (judged.cut_from_nats, judged.good) == (int(expected), expected), (frontend, asked_s, kind, end)
+
+
 def test_while_nats_is_away_a_deadline_may_pass_and_nothing_else_may_fail() -> None:
     for code, excused in ((DEADLINE, True), ("unavailable", False)):
         judged = verdict([bad("failed", code=code)], [happened("kill", "nats", at_s=11.0)])

@@ -31,7 +31,15 @@ RSS_SHARE, RSS_SLACK_BYTES = 0.10, 16 << 20
 FDS_SLACK = 30
 """gRPC keeps connections that a hung etcd does not answer for 20 s; with one a second and some threads more of them."""
 CUT = "unavailable"
-"""The code of an error that an answer ends with which was cut off in its middle."""
+"""The code of an error that an answer ends with which was cut off in its middle, or waited too long for NATS."""
+LONG_S = 20.0
+"""A frontend that is cut off waits so long for NATS on behalf of a request, and keeps its connection for as long."""
+TOLD_AFTER_S = 10.0
+"""Once NATS is back, its clients are told."""
+UNREADY_AFTER_S = 12.0
+"""By then its /health has said so, and a balancer has looked."""
+UNNOTICED_S = 35.0
+"""Longer than that NATS hands no requests to a frontend that is not there."""
 ON_ITS_WAY_S = 0.5
 """A request takes no longer from its client to a frontend."""
 
@@ -196,6 +204,8 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
             latest_s = answer.heard_s + SILENT_AFTER_KILL_S
             if answer.end == "silent" and answer.asked_s <= happened.done_s and happened.began_s <= latest_s:
                 return "frontend"
+        if target == "frontend" and _cut_for_long(answer, happened):
+            return "cut"
         if target == "frontend" and kind == "sever nats" and answer.frontend < 0:
             if answer.end == "failed" and answer.code == CUT and under_it:
                 return "cut"
@@ -208,6 +218,20 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
             if answer.end == "failed" and answer.code == DEADLINE and within:
                 return "deadline"
     return ""
+
+
+def _cut_for_long(answer: Answer, happened: Happened) -> bool:
+    """Whether a frontend was away from NATS for too long for it: asked before that could be known, and told so, or
+    handed by NATS to a connection that is given up."""
+    kind, began_s, undone_s = happened.fault.kind, happened.began_s, happened.undone_s
+    over_nats = answer.frontend < 0
+    known_s = began_s + (UNNOTICED_S if over_nats else UNREADY_AFTER_S)
+    if kind not in ("freeze", "sever nats", "hang nats") or undone_s - began_s < LONG_S or answer.asked_s > known_s:
+        return False
+    if answer.end == "silent":
+        return over_nats and answer.asked_s >= began_s - ON_ITS_WAY_S
+    told = answer.end == "failed" and answer.code == CUT and began_s <= answer.heard_s <= undone_s + TOLD_AFTER_S
+    return told and (over_nats or (answer.frontend == happened.fault.number and kind != "freeze"))
 
 
 def _growth(samples: Sequence[Sample]) -> list[Violation]:

@@ -12,6 +12,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from shared import subjects
+from deploy.local.servers import nats_settings
 from tests.servers import NatsServer, nats_server
 
 CONF = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "nats.conf"
@@ -25,7 +26,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NatsServ
     monkeypatch.setenv("CLIENT_PASSWORD", '"0042"')
     text = CONF.read_text(encoding="utf-8")
     rules = text[text.index("authorization") :]
-    assert "max_payload: 8MB" in text
+    local = nats_settings(4222).splitlines()[1:]
+    assert {line.partition("#")[0].strip() for line in text.splitlines()} >= set(local)
     with nats_server(tmp_path, rules) as running:
         yield running
 
