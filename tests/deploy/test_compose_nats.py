@@ -11,8 +11,8 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from shared import subjects
 from deploy.local.servers import nats_settings
+from shared import subjects
 from tests.servers import NatsServer, nats_server
 
 CONF = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "nats.conf"
