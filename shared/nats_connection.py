@@ -28,8 +28,9 @@ PING_INTERVAL_S = 10
 UNSENT_LIMIT_BYTES = 2 << 20
 UNSENT_WAIT_S = 2.0
 """A publisher waits this long for the server to take what is unsent, then gets BusDown."""
-FAILURES = (nats.errors.Error, OSError, ValueError, AttributeError, TypeError, LookupError)
-"""What nats-py raises; from OSError on, what it makes of a peer that is no NATS server."""
+FAILURES = (nats.errors.Error, OSError, RuntimeError, ValueError, AttributeError, TypeError, LookupError)
+"""What nats-py raises; RuntimeError is uvloop's, of a socket that is closed, and those behind it are what nats-py makes
+of a peer that is no NATS server."""
 
 FAIR_SHARE = 128
 """Messages taken before the loop gets a turn: nats-py reads on while there is something to read, and thousands of small
@@ -81,6 +82,15 @@ class DirectClient(Client):
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
+
+    def _process_disconnect(self) -> None:
+        """nats-py would still write what is unsent: uvloop raises then, and a frozen peer never takes it."""
+        super()._process_disconnect()
+        self.drop_unsent()
+
+    def drop_unsent(self) -> None:
+        """The connection is lost, and what was to be sent on it."""
+        self._pending, self._pending_data_size = [], 0
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         super()._remove_sub(sid, max_msgs)
@@ -151,8 +161,9 @@ async def leave(remote: RemoteSubscription) -> None:
         _log.debug("unsubscribing from %s: %r", remote.subject, wrong)
 
 
-def abort(client: Client) -> None:
+def abort(client: DirectClient) -> None:
     """Free the socket of a lost connection."""
+    client.drop_unsent()
     writer = getattr(client._transport, "_io_writer", None)
     if writer is not None:
         writer.transport.abort()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -252,6 +253,46 @@ def test_the_bus_runs_on_uvloop_as_services_do(tmp_path: Path) -> None:
         assert runner.run(asked(server.url)) == [0, 10, 1 << 21]
 
 
+def stop_reading(bus: NatsBus, _server: NatsServer) -> None:
+    assert bus._client is not None
+    assert bus._client._reading_task is not None
+    bus._client._reading_task.cancel()
+
+
+def kill_and_start(_bus: NatsBus, server: NatsServer) -> None:
+    server.kill()
+    server.start()
+
+
+@pytest.mark.parametrize("lose", [stop_reading, kill_and_start])
+def test_a_connection_that_is_lost_with_much_unsent_is_replaced_on_uvloop(
+    tmp_path: Path, lose: Callable[[NatsBus, NatsServer], None]
+) -> None:
+    """uvloop, unlike asyncio, raises where something is written to a socket that was closed."""
+    wrong: list[object] = []
+
+    async def lost(server: NatsServer) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: wrong.append(told))
+        async with connected(server.url) as bus:
+            server.freeze()
+            with pytest.raises(BusDown):
+                await publish_bytes(bus, 64 << 20)
+            before = bus.connections
+            lose(bus, server)
+            async with asyncio.timeout(DEADLINE_S):
+                while bus.connected:  # noqa: ASYNC110 - the bus has no event for it
+                    await asyncio.sleep(0.01)
+                server.thaw()
+                while bus.connections == before:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.01)
+            await bus.confirm(bus.connections)
+        gc.collect()
+
+    with nats_server(tmp_path) as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(lost(server))
+    assert not wrong
+
+
 UNREADABLE = [
     b"HPUB chat 1 4\r\nxabc\r\n",
     b"HPUB chat 8 11\r\nNATS/1.0abc\r\n",
@@ -355,6 +396,29 @@ async def test_many_small_messages_that_come_at_once_leave_turns_for_others(own_
         await subscription.unsubscribe()
     assert heard == 8 * FAIR_SHARE
     assert turns >= 8
+
+
+async def test_what_goes_by_the_socket_and_by_nats_py_keeps_its_order(own_nats: NatsServer) -> None:
+    """Messages with headers are nats-py's, and all that the socket does not take at once."""
+    heard: list[int] = []
+
+    async def receive(message: Message) -> None:
+        heard.append(int(message.payload[:8]))
+
+    async with connected(own_nats.url) as bus, connected(own_nats.url) as other:
+        await other.subscribe("numbered", receive)
+        unsent = False
+        for number in range(400):
+            headers = {"a": "b"} if number % 7 == 3 else None
+            await bus.publish("numbered", b"%08d" % number + bytes(64 << 10 if number % 5 else 0), headers=headers)
+            unsent = unsent or bus._client is not None and bus._client.pending_data_size > 0
+        assert unsent
+        await bus.confirm(bus.connections)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(heard) < 400:
+                await other.confirm(other.connections)
+                await asyncio.sleep(0)
+        assert heard == list(range(400))
 
 
 async def test_the_longest_subject_with_an_answer_to_it_leaves_the_connection_standing(own_nats: NatsServer) -> None:
