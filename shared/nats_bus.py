@@ -262,13 +262,16 @@ class NatsBus:
         return client
 
     async def _send(
-        self, client: Client, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str
+        self, client: DirectClient, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str
     ) -> None:
         subjects.check(subject)
         if client.pending_data_size > UNSENT_LIMIT_BYTES:
             await wait_sent(client, UNSENT_LIMIT_BYTES)
         try:
-            await client.publish(subject, payload, reply=reply, headers=dict(headers) if headers else None)
+            if headers:
+                await client.publish(subject, payload, reply=reply, headers=dict(headers))
+            else:
+                client.send(subject, payload, reply)
         except FAILURES as wrong:
             raise translated(wrong, client, subject, payload) from wrong
 

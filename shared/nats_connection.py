@@ -18,6 +18,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as RemoteSubscription
+from nats.aio.transport import TcpTransport
 
 from shared.config import NatsConfig
 from shared.errors import BusDown, ConfigError, HeadraceError, PayloadTooLarge, ProtocolError
@@ -26,6 +27,8 @@ from shared.messaging import Message
 CONNECT_LIMIT_S = 2
 PING_INTERVAL_S = 10
 UNSENT_LIMIT_BYTES = 2 << 20
+WRITE_LIMIT_BYTES = 64 << 10
+"""Of these, in the socket's buffer."""
 UNSENT_WAIT_S = 2.0
 """A publisher waits this long for the server to take what is unsent, then gets BusDown."""
 FAILURES = (nats.errors.Error, OSError, RuntimeError, ValueError, AttributeError, TypeError, LookupError)
@@ -50,6 +53,27 @@ class DirectClient(Client):
         super().__init__()
         self._takers: dict[int, Take] = {}
         self._share = 0
+
+    def send(self, subject: str, payload: bytes, reply: str) -> None:
+        """Publish without headers. All that is sent in one turn of uvloop is one write, at its end.
+
+        nats-py's own way is five coroutines, a future and a task, four times the price and a turn later. It is left to
+        take what the socket does not take now, and what must stay behind that: then `pending_data_size` grows.
+        """
+        if not self.is_connected:
+            raise nats.errors.ConnectionClosedError
+        command = b"PUB %b %b %d\r\n%b\r\n" % (subject.encode(), reply.encode(), len(payload), payload)
+        assert isinstance(self._transport, TcpTransport)
+        assert self._transport._io_writer is not None
+        assert self._flush_queue is not None
+        transport = self._transport._io_writer.transport
+        if not (self._pending or transport.is_closing() or transport.get_write_buffer_size() > WRITE_LIMIT_BYTES):
+            transport.write(command)
+            return
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if self._flush_queue.empty():
+            self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
     async def subscribe_direct(self, subject: str, take: Take, queue: str = "") -> RemoteSubscription:
         """`take` is called for each message, must not raise, and bounds what it keeps."""

@@ -411,7 +411,7 @@ async def test_what_goes_by_the_socket_and_by_nats_py_keeps_its_order(own_nats: 
         for number in range(400):
             headers = {"a": "b"} if number % 7 == 3 else None
             await bus.publish("numbered", b"%08d" % number + bytes(64 << 10 if number % 5 else 0), headers=headers)
-            unsent = unsent or bus._client is not None and bus._client.pending_data_size > 0
+            unsent = unsent or (bus._client is not None and bus._client.pending_data_size > 0)
         assert unsent
         await bus.confirm(bus.connections)
         async with asyncio.timeout(DEADLINE_S):
