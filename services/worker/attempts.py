@@ -115,6 +115,10 @@ class Attempts:
         """All that live."""
         return list(self._living)
 
+    def __len__(self) -> int:
+        """How many live."""
+        return len(self._living)
+
     def of(self, frontend: str) -> list[StreamState]:
         """How far each of a frontend's living attempts is."""
         return [

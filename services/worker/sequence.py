@@ -126,7 +126,9 @@ class Sequence:
     def content(self, index: int) -> Content:
         """What block `index` holds: a full one, whose key is known or next."""
         start = index * self.block_size
-        packed = pack_tokens(self.tokens[start : start + self.block_size])
+        packed = self.submit.tokens[4 * start : 4 * (start + self.block_size)]
+        if len(packed) < 4 * self.block_size:  # some of it was drawn here
+            packed = pack_tokens(self.tokens[start : start + self.block_size])
         parent = self.keys[index - 1] if index else None
         if index == len(self.keys):
             self.keys.append(content_key(parent or self.root, packed))

@@ -35,7 +35,7 @@ from services.worker.metrics import Metrics
 from shared import hashing, subjects
 from shared.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, ModelError, PayloadTooLarge, ProtocolError, Unavailable
-from shared.lifecycle import Runtime
+from shared.lifecycle import Runtime, settle_memory
 from shared.messages import (
     CANCEL,
     GENERATE,
@@ -71,7 +71,9 @@ _log = logging.getLogger(__name__)
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:
     """Serves until `runtime.stopping`, then drains. Raises ModelError where the model cannot be served."""
-    await Worker(runtime, config).run()
+    worker = Worker(runtime, config)
+    settle_memory()
+    await worker.run()
 
 
 class Worker:
@@ -96,7 +98,7 @@ class Worker:
             ready=self._engine_ready,
             stepped=self._engine_stepped,
             lost=self._engine_lost,
-            busy=lambda: bool(self._attempts.names),
+            busy=lambda: len(self._attempts) > 0,
         )
         self._publisher = runtime.events.open_publisher()
         self._announcement = Announcement(runtime, self.event_source)
@@ -165,11 +167,11 @@ class Worker:
         self._announcement.show(None)
         try:
             async with asyncio.timeout(self._config.drain_s):
-                while self._attempts.names:
+                while len(self._attempts):
                     self._attempts_changed.clear()
                     await self._attempts_changed.wait()
         except TimeoutError:
-            _log.warning("%d attempts did not end in %g s", len(self._attempts.names), self._config.drain_s)
+            _log.warning("%d attempts did not end in %g s", len(self._attempts), self._config.drain_s)
             self._fail_all(SHUTTING_DOWN)
 
     # --- what the engine says
@@ -207,7 +209,7 @@ class Worker:
         self._runtime.vitals.progress = self._progress_before + step.progress
         if step.event_batch:
             self._publisher.publish(step.event_sequence, encode_batch(self._runtime.wall(), step.event_batch))
-        if self._attempts.names:  # else they were ended here, and the engine has not heard it yet
+        if len(self._attempts):  # else they were ended here, and the engine has not heard it yet
             self._attempts.advance(step.advanced)
             for part in step.notable:
                 self._attempts.tell(part)
