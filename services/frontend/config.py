@@ -33,7 +33,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     body_timeout_s: SomeSeconds = 30.0
     """How long a client may take to send its request's body; then 408."""
     unread_s: SomeSeconds = 30.0
-    """How long a client of a stream may leave waiting what it should read; then its connection is ended."""
+    """How long a client may leave waiting what it should read of its answer; then its connection is ended."""
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from services.frontend import deadline
 from services.frontend.admission import Place
@@ -28,6 +28,7 @@ from services.frontend.service import Frontend
 from shared.errors import HeadraceError, InvalidRequest
 
 _JSON = "application/json"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUEST_ID = "X-Request-Id"
 _NAMED = web.RequestKey("named", RequestId)
 _SSE_HEADERS = {
@@ -63,8 +64,8 @@ class HttpDoor:
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[self._port.middleware, _openai_errors])
         app.on_response_prepare.append(self._port.prepare)
         app.on_response_prepare.append(_show_request_id)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat, expect_handler=_continue_later)
+        app.router.add_post("/v1/completions", self._completions, expect_handler=_continue_later)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app
@@ -76,10 +77,11 @@ class HttpDoor:
         return await self._counted("completions", request)
 
     async def _counted(self, operation: Operation, request: web.Request) -> web.StreamResponse:
-        status = CLIENT_GONE
+        status = 500  # aiohttp's answer to what nobody expected
         try:
             response, status = await self._answer(operation, request)
         except (asyncio.CancelledError, ConnectionError):
+            status = CLIENT_GONE
             self._metrics.disconnected.inc()
             raise
         finally:
@@ -90,16 +92,18 @@ class HttpDoor:
         """The response, and the status that its outcome amounts to."""
         try:
             with self._frontend.arriving() as place:
-                body = await self._body(request, place)
+                sent = await self._body(request, place)
                 place.begin()
                 answer = self._exchange.answer(
-                    operation, body, _named(request), place, deadline_header=request.headers.get(deadline.HEADER)
+                    operation, sent, _named(request), place, deadline_header=request.headers.get(deadline.HEADER)
                 )
-                del body  # the answer drops it too, once it is read
+                del sent  # the answer drops it too, once it is read
                 async with answer as reply:
                     if reply.streams:
                         return await self._stream(request, reply)
-                    return _respond(200, await reply.whole()), 200
+                    payload = await reply.whole()
+                    body = Body(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s)
+                    return await body.whole(payload), 200
         except HeadraceError as error:
             wrong = failure_of(error)
             return _failed(wrong), wrong.status
@@ -107,6 +111,8 @@ class HttpDoor:
     async def _body(self, request: web.Request, place: Place) -> bytes:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
             raise body_too_large(request.content_length)
+        if "Expect" in request.headers and request.version >= HttpVersion11 and request.transport is not None:
+            request.transport.write(_CONTINUE)
         body = bytearray()
         try:
             async with asyncio.timeout(self._config.body_timeout_s):
@@ -142,6 +148,12 @@ class HttpDoor:
             return _respond(200, self._exchange.model(request.match_info["model"]))
         except HeadraceError as error:
             return _failed(failure_of(error))
+
+
+async def _continue_later(request: web.Request) -> None:
+    """For `Expect: 100-continue`: aiohttp would ask for the body at once; it is asked for when there is a place."""
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed
 
 
 def _named(request: web.Request) -> RequestId:

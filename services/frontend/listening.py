@@ -44,9 +44,10 @@ _aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Who speaks no HTTP gets a 400 from aiohttp; a traceback each would let anyone fill the log."""
+    """Who speaks no HTTP gets a 400 from aiohttp, who does not read is cut off; a traceback each would let anyone fill
+    the log."""
     wrong = record.exc_info[1] if record.exc_info else None
-    return not isinstance(wrong, HttpProcessingError | web.RequestPayloadError)
+    return not isinstance(wrong, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 
 
 _aiohttp_log.addFilter(_is_worth_logging)
@@ -188,9 +189,12 @@ class Port:
     def _close(self, connection: web.RequestHandler, why: Ended) -> None:
         self.connections.gone(connection)
         self._metrics.closed_connections.labels(why).inc()
-        if why == "header" and connection.transport is not None:
-            connection.transport.write(_LATE)
+        transport = connection.transport
+        if why == "header" and transport is not None:
+            transport.write(_LATE)
         connection.force_close()
+        if transport is not None and transport.get_write_buffer_size():
+            transport.abort()  # its client does not read: closing would wait for it, and nothing bounds that
 
 
 class _Connection(web.RequestHandler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from services.frontend.body import UNSENT_BYTES, Body
+from services.frontend.body import CHUNK_BYTES, UNSENT_BYTES, Body
 from services.frontend.config import HttpConfig
 from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob
@@ -28,8 +29,8 @@ LARGE = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": CONTEXT - 
 """Log-probabilities make several megabytes of MANY tokens."""
 
 
-def post(body: bytes, version: str = "1.1") -> bytes:
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+def post(body: bytes, version: str = "1.1", path: str = "completions") -> bytes:
+    head = f"POST /v1/{path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -114,6 +115,45 @@ async def test_a_client_that_does_not_read_is_ended_and_others_are_not(directory
         assert await others_are_served(w) == "others"
         await w.counted("headrace_disconnected_clients_total", 1)
         assert w.metric("headrace_inflight_requests") == 0
+
+
+WHOLE = json.dumps(
+    {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": CONTEXT - 100,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+).encode()
+
+
+async def test_a_client_that_does_not_read_a_large_whole_answer_is_ended_too_and_fills_no_log(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(directory, http=HttpConfig(unread_s=0.2)) as w, connected(w) as (_, writer):
+        stream_much(w)
+        writer.write(post(WHOLE, path="chat/completions"))
+        await w.counted("headrace_disconnected_clients_total", 1)
+        await w.counted("headrace_open_connections", 1)  # that of who asks for it
+        assert w.metric("headrace_inflight_requests") == 0
+        assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_client_that_reads_a_large_whole_answer_slowly_gets_all_of_it_and_keeps_its_place_for_so_long(
+    directory: Path,
+) -> None:
+    async with world(directory, http=HttpConfig(unread_s=5.0)) as w, connected(w) as (reader, writer):
+        said = stream_much(w)
+        for _ in range(2):  # and its connection serves on
+            writer.write(post(WHOLE, path="chat/completions"))
+            shown = await head(reader)
+            length = int(re.findall(r"content-length: (\d+)", shown)[0])
+            assert length > 4 * CHUNK_BYTES
+            assert "content-type: application/json" in shown
+            assert w.metric("headrace_inflight_requests") == 1
+            assert json.loads(await reader.readexactly(length))["choices"][0]["message"]["content"] == said
+            await w.counted("headrace_inflight_requests", 0)
 
 
 def stream_much(w: World) -> str:

@@ -45,6 +45,30 @@ async def test_headers_without_a_body_take_no_place(directory: Path) -> None:
         await w.counted("headrace_inflight_requests", 0)
 
 
+@pytest.mark.parametrize(
+    ("requests", "length", "status"), [(1, len(json.dumps(BODY)), 100), (0, 9, 429), (1, 5 << 20, 413)]
+)
+async def test_a_body_that_waits_to_be_asked_for_is_asked_for_only_once_there_is_a_place(
+    directory: Path, requests: int, length: int, status: int
+) -> None:
+    async with world(directory, limits=LimitsConfig(requests=requests, drain_s=0.0)) as w, asyncio.timeout(DEADLINE_S):
+        w.say("fine")
+        reader, writer = await send(w, post(length).replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n"))
+        assert b" %d " % status in await reader.readline()
+        if status == 100:
+            assert await reader.readline() == b"\r\n"
+            writer.write(json.dumps(BODY).encode())
+            assert b" 200 " in await reader.readline()
+        writer.close()
+
+
+async def test_other_expectations_are_417(directory: Path) -> None:
+    async with world(directory) as w, asyncio.timeout(DEADLINE_S):
+        reader, writer = await send(w, post(2).replace(b"\r\n\r\n", b"\r\nExpect: 101-continue\r\n\r\n"))
+        assert b" 417 " in await reader.readline()
+        writer.close()
+
+
 async def test_a_body_that_does_not_fit_beside_others_is_refused_while_it_comes(directory: Path) -> None:
     async with world(directory, limits=LimitsConfig(body_bytes=1000, drain_s=0.0)) as w:
         _, first = await send(w, post(4_000_000), b" " * 900)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import pytest
@@ -41,6 +43,10 @@ def on_uvloop(test: Callable[P, Coroutine[None, None, None]]) -> Callable[P, Non
     return run
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 class Served:
     """A port with an application that answers, now or when told to."""
 
@@ -54,6 +60,9 @@ class Served:
     def app(self) -> web.Application:
         async def hello(_request: web.Request) -> web.Response:
             return web.Response(text="hello")
+
+        async def large(_request: web.Request) -> web.Response:
+            return web.Response(body=bytes(16 << 20))
 
         async def wait(_request: web.Request) -> web.Response:
             self.asked.set()
@@ -71,6 +80,7 @@ class Served:
         app = web.Application(middlewares=[self.port.middleware])
         app.on_response_prepare.append(self.port.prepare)
         app.router.add_get("/hello", hello)
+        app.router.add_get("/large", large)
         app.router.add_get("/wait", wait)
         app.router.add_get("/stream", stream)
         return app
@@ -170,6 +180,20 @@ async def test_idle_connections_go_after_their_time_before_and_after_a_request(m
         assert len(one.port.connections) == 0
         writer.close()
         silent_writer.close()
+
+
+@on_uvloop
+async def test_a_client_that_reads_no_answer_keeps_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "SWEEP_S", 0.02)
+    async with served(idle_s=0.2) as one:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((one.config.host, one.config.port))
+            await one.opened(1)
+            before = open_files()
+            client.send(GET.replace(b"hello", b"large"))
+            await one.until(lambda: one.closed("idle") == 1)
+            await one.until(lambda: open_files() < before)
 
 
 @on_uvloop
