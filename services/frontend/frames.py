@@ -57,6 +57,10 @@ class _Link(Struct):
     """0: none yet, they begin with 1."""
     expected: int = 0
     target: int = 0
+    gap: bool = False
+    """A later frame has come than the one that is due: that one will not come by itself."""
+    last: int = -1
+    """What the latest report named."""
     adrift: bool = False
     heard_s: float = float("-inf")
     """When a frame was taken."""
@@ -76,7 +80,7 @@ class _Link(Struct):
         return self.target > self.expected or bool(self.doubted)
 
     def number_anew(self, epoch: int) -> None:
-        self.epoch, self.expected, self.target, self.adrift = epoch, 0, 0, False
+        self.epoch, self.expected, self.target, self.gap, self.adrift = epoch, 0, 0, False, False
 
 
 class Frames:
@@ -102,14 +106,15 @@ class Frames:
         if epoch < link.epoch or sequence < link.expected:
             return "repeated"
         if sequence > link.expected and not link.adrift:
-            link.target = max(link.target, sequence + 1)
+            link.target, link.gap = max(link.target, sequence + 1), True
             return "ahead"
-        link.expected, link.adrift, link.heard_s = sequence + 1, False, now_s
+        link.expected, link.gap, link.adrift, link.heard_s = sequence + 1, False, False, now_s
         return "due"
 
     def reported(self, instance: str, last: int, now_s: float) -> None:
         """The worker's load report: `last` is the sequence of the latest frame that it made for us."""
         link = self._links.get(instance) or self._new(instance)
+        link.last = last
         if last < link.expected or link.adrift:
             link.told_s = float("-inf")
         elif link.told_s <= link.heard_s:
@@ -118,9 +123,10 @@ class Frames:
             link.target = max(link.target, last + 1)
 
     def doubt(self, instance: str, attempt: Attempt) -> None:
-        """The worker's reports do not name it any more: has its end been lost?"""
+        """The worker's reports do not name it any more: has its end been lost? Not while frames that a report named are
+        still to be taken, for reports overtake them: who is behind would have the whole backlog sent again."""
         link = self._links.get(instance) or self._new(instance)
-        if attempt not in link.ended:
+        if attempt not in link.ended and (link.last < link.expected or link.adrift):
             link.doubted |= {attempt}
 
     def answered(self, ask: Ask, resent: Resent, streaming: Iterable[Attempt]) -> None:
@@ -149,7 +155,8 @@ class Frames:
         """What is to be done now about one link, after a frame came ahead of its turn."""
         link = self._links[instance]
         actions: list[Ask | Unheard] = []
-        if link.behind and now_s - link.asked_s >= self._retry_s:
+        coming = not link.gap and now_s - link.heard_s < self._retry_s  # what was missed, one after the other
+        if link.behind and now_s - link.asked_s >= self._retry_s and (link.doubted or not coming):
             link.tries = link.tries + 1 if link.asked_s > link.heard_s else 1
             if link.tries > TRIES:
                 self._give_up(link)

@@ -122,6 +122,30 @@ def test_an_attempt_in_doubt_whose_last_frame_was_lost_gets_it() -> None:
     assert frames.tick(1.2) == [unheard(A)], "whoever has heard the end does not mind"
 
 
+def test_an_attempt_is_in_doubt_only_once_the_frames_that_a_report_named_have_come() -> None:
+    frames = flowing(3)
+    frames.reported(W, 4, 1.0)
+    frames.doubt(W, A)
+    assert frames.tick(1.0) == []
+    for number in (3, 4):
+        frames.on(W, 1, number, 1.1)
+    frames.doubt(W, A)
+    assert frames.tick(1.1) == [Ask(W, 5)]
+
+
+def test_what_is_sent_again_is_not_asked_for_once_more_while_it_comes() -> None:
+    frames = flowing(3)
+    frames.on(W, 1, 9, 1.0)
+    assert frames.look(W, 1.0) == [Ask(W, 3)]
+    frames.answered(Ask(W, 3), resent(3, 10, A), ())
+    frames.on(W, 1, 3, 1.1)
+    frames.on(W, 1, 4, 1.6)
+    assert frames.tick(1.0 + 2 * RETRY_S) == []
+    frames.on(W, 1, 6, 2.0)
+    assert frames.look(W, 2.0) == [Ask(W, 5)], "a frame of them is missing"
+    assert frames.tick(2.0 + RETRY_S) == [Ask(W, 5)]
+
+
 def test_nobody_has_ended_unheard_while_the_frame_that_may_say_so_is_being_read() -> None:
     frames = flowing(3)
     frames.doubt(W, A)
