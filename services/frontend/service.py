@@ -9,7 +9,6 @@ step frames, the deadline, a client that leaves ─▶ events; attempts gone qui
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import assert_never
@@ -46,6 +45,7 @@ from services.frontend.tries import Tries
 from services.frontend.watch import Watch
 from services.frontend.withdrawals import Withdrawals
 from shared import subjects
+from shared.complaint import Complaint
 from shared.errors import Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled
@@ -57,8 +57,6 @@ BATCH_S = 0.005
 
 TURN_PARTS = 128
 """Parts of a frame taken in before the loop gets a turn: about a millisecond."""
-
-_log = logging.getLogger(__name__)
 
 
 class Frontend:
@@ -74,6 +72,7 @@ class Frontend:
         self._questions = Questions(runtime, limits, metrics, self._feed)
         self._watch = Watch(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
+        self._flooded = Complaint("step frames come faster than they are read")
         self._abandoned = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -184,9 +183,9 @@ class Frontend:
         else:
             self._withdrawals.ended(part.request, part.attempt, now)
 
-    def _on_dropped(self, count: int) -> None:
+    def _on_dropped(self, _count: int) -> None:
         self._metrics.dropped_frames.inc()
-        _log.warning("step frames come faster than they are read: %d lost so far", count)
+        self._flooded.add("frames are lost")
 
     # --- actions out
 

@@ -18,6 +18,8 @@ from shared.memory_bus import MemoryBus
 from shared.messages import Cancel, Generate
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
+PENDING_LIMIT = 65_536
+"""Of a subscription."""
 QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.05, frozen_s=1.0)
 COUNT: Any = [{"role": "user", "content": "count"}]
 
@@ -72,6 +74,19 @@ async def test_step_frames_and_reports_that_cannot_be_read_are_counted_and_told_
     told = [record for record in caplog.records if record.name in ("shared.complaint", "shared.receiver")]
     assert len(told) == 2
     assert not any(record.exc_info for record in told)
+
+
+async def test_frames_that_come_faster_than_they_are_read_are_counted_and_told_once(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(directory) as w:
+        peer = MemoryBus(w.broker)
+        for _ in range(PENDING_LIMIT + 300):
+            await peer.publish(subjects.stream(NAMESPACE, "f1"), b"")
+        assert w.metric("headrace_dropped_frames_total") == 300
+    assert [record.message for record in caplog.records if "faster than they are read" in record.message] == [
+        "step frames come faster than they are read (1 so far, told once a minute): frames are lost"
+    ]
 
 
 async def test_a_request_whose_last_part_was_lost_goes_on_in_a_new_attempt(directory: Path) -> None:
