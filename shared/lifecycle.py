@@ -264,7 +264,7 @@ def _count_unreadable(registry: CollectorRegistry, bus: Bus, events: Events) -> 
 def settle_memory() -> None:
     """To be called once all that a process is made of is there: the collector does not look at that again.
 
-    Each full collection took 70 ms, in which no token went out, and all of them a sixth of a busy frontend's time.
+    A full collection took a frontend 70 ms, in which no token went out, and all collections a twentieth of its time.
     """
     gc.collect()
     gc.freeze()
