@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from deploy.local.servers import nats_settings
 from shared import subjects
+from shared.nats_connection import sync
 from tests.servers import NatsServer, nats_server
 
 CONF = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "nats.conf"
@@ -73,7 +74,7 @@ async def test_a_client_asks_the_frontend_and_hears_the_answer(services: Peer, c
         await message.respond(b"answer")
 
     await services.client.subscribe(subjects.client("default", operation), queue="frontend", cb=answer)
-    await services.client.flush()
+    await sync(services.client)
     reply = await client.client.request(subjects.client("default", operation), b"{}", timeout=ANSWER_LIMIT_S)
     assert reply.data == b"answer"
 
@@ -98,7 +99,7 @@ async def test_a_client_may_publish_to_nothing_else(services: Peer, client: Peer
         heard.put_nowait(message.data)
 
     await services.client.subscribe(subject, cb=hear)
-    await services.client.flush()
+    await sync(services.client)
     await client.client.publish(subject, b"forged")
     assert "permissions violation for publish" in (await client.next_denial()).lower()
     await services.client.publish(subject, b"own")
