@@ -196,7 +196,7 @@ def test_a_frontend_that_is_away_from_nats_for_long_may_fail_whom_it_had_before_
         (0, 25.0, "sever nats", 90.0, False),
         (0, 10.0, "freeze", 90.0, False),
         (-1, 10.0, "freeze", 90.0, True),
-        (-1, 50.0, "hang nats", 90.0, False),
+        (-1, 51.0, "hang nats", 90.0, False),
     )
     for frontend, asked_s, kind, for_s, excused in cases:
         long = happened(kind, "frontend", at_s=9.0)

@@ -38,8 +38,9 @@ TOLD_AFTER_S = 10.0
 """Once NATS is back, its clients are told."""
 UNREADY_AFTER_S = 12.0
 """By then its /health has said so, and a balancer has looked."""
-UNNOTICED_S = 35.0
-"""Longer than that NATS hands no requests to a frontend that is not there."""
+UNNOTICED_S = 41.0
+"""Longer than that NATS hands no requests to a frontend that is not there: four times the interval of its PINGs, of
+which it skips one where something was heard."""
 ON_ITS_WAY_S = 0.5
 """A request takes no longer from its client to a frontend."""
 
