@@ -229,6 +229,7 @@ async def _serve(
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(directory.run(), name="directory")
+                tasks.create_task(bus.kept(), name="bus")
                 runtime = Runtime(
                     namespace=process.namespace,
                     service=service,

@@ -137,6 +137,12 @@ class NatsBus:
                 raise BusDown("the bus is closed")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
+    async def kept(self) -> None:
+        """Returns once the bus is closed. Raises whatever else has ended it, so that a process does not outlive it."""
+        await asyncio.wait((self._keeper,))
+        if not self._keeper.cancelled():
+            self._keeper.result()
+
     async def confirm(self, connections: int) -> None:
         client = self._client
         try:

@@ -430,3 +430,11 @@ async def test_the_longest_subject_with_an_answer_to_it_leaves_the_connection_st
             await gone.wait()
         with pytest.raises(ProtocolError):
             await bus.publish(subject + "a", b"")
+
+
+async def test_whoever_keeps_an_eye_on_the_bus_hears_when_it_is_closed(own_nats: NatsServer) -> None:
+    async with connected(own_nats.url) as bus:
+        kept = asyncio.create_task(bus.kept())
+        await bus.publish("subject", b"")
+        assert not kept.done()
+    await kept
