@@ -218,7 +218,8 @@ class Fleet:
         for submit in worker.arrived:
             worker.core.obey(submit, self.clock.now_s)
         worker.arrived.clear()
-        works = worker.core.begin(self.clock.now_s)
+        told, works = worker.core.begin(self.clock.now_s)
+        self._heard_of(worker, told)
         worker.stepping = works is not None
         if works is not None:
             elapsed_s = worker.step_s(works) if works else 0.0
@@ -228,16 +229,21 @@ class Fleet:
         if worker.gone:
             return
         prompt_tokens = sum(work.end - work.start for work in works if work.start < work.prompt_tokens)
-        worker.last = worker.core.finish([_drawn(work) if work.draws else None for work in works], elapsed_s)
+        told = worker.core.finish([_drawn(work) if work.draws else None for work in works], elapsed_s)
         if prompt_tokens:
             window = int(self.clock.now_s // WINDOW_S), worker.name
             self.prefilled[window] = self.prefilled.get(window, 0) + prompt_tokens
-        if worker.last.events:
-            payload = EVENT_BATCH.encode(EventBatch(self.clock.now_s, worker.last.events))
-            self.clock.after(HOP_S, partial(self._hear, worker, payload))
-        for part in worker.last.parts.get(FRONTEND, ()):
-            self._take(worker, part)
+        self._heard_of(worker, told)
         self._begin(worker)
+
+    def _heard_of(self, worker: Worker, told: Sequence[Stepped]) -> None:
+        for report in told:
+            worker.last = report
+            if report.events:
+                payload = EVENT_BATCH.encode(EventBatch(self.clock.now_s, report.events))
+                self.clock.after(HOP_S, partial(self._hear, worker, payload))
+            for part in report.parts.get(FRONTEND, ()):
+                self._take(worker, part)
 
     def _take(self, worker: Worker, part: Part) -> None:
         journey = self.journeys[int(part.request)]

@@ -12,7 +12,7 @@ Channels, each with its union and its codec at the end of the file:
                          Cancel                                  published
                          ResendRequest → Resent                  request and reply
     anyone → service     Ping → Pong                             request and reply, `control`
-    worker → frontend    StepFrame of Parts                      published, one a step
+    worker → frontend    StepFrame of Parts                      published, at most one a step
     worker → everyone    LoadReport                              published every 250 ms
     router → worker      SnapshotRequest → SnapshotChunk …       request, streamed replies
     worker → routers     EventBatch of vLLM's KV events          ZMQ
@@ -456,7 +456,7 @@ class Pong(Struct, frozen=True, tag="pong"):
     progress: int = 0
 
 
-# --- worker → frontend: one frame per engine step and frontend
+# --- worker → frontend: one frame per engine step and frontend; steps of less than 2 ms share one
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -492,8 +492,8 @@ class Part(Struct, frozen=True, array_like=True):
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
-    """What one engine step made for one frontend; sequences count up by one per (worker, frontend, epoch), from 0. A
-    worker that numbers anew, because it had forgotten the frontend, takes a larger epoch."""
+    """What one engine step, or some very short ones, made for one frontend; sequences count up by one per (worker,
+    frontend, epoch), from 0. A worker that numbers anew, because it had forgotten the frontend, has a larger epoch."""
 
     instance: str
     epoch: int

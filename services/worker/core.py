@@ -3,6 +3,8 @@
     opening ─▶ ┌─▶ obey a command …  ─▶ begin ── works ──▶ (somebody computes them) ──▶ finish ─┐
                └──────────────◀──────────┘ None: nothing to do                  ◀────────────────┘
 
+    outcome of a step ─▶ told at once, or held ─▶ told with later ones, or before what may take longer
+
 Numbers the steps and the KV event batches. Batch 0 of every engine, its opening, says that its cache is empty.
 The engine process drives it with a runner and a real clock, simulated engines with a model of time.
 """
@@ -29,6 +31,12 @@ from services.worker.kv_events import to_kv_events, to_snapshot
 from services.worker.scheduler import Limits, Outcome, Scheduler
 from shared.messages import AllBlocksCleared, KvEvent
 
+TOLD_EVERY_S = 0.002
+"""Steps that follow one another faster share a report, and so a frame: each costs the shell, NATS and the frontend some
+0.2 ms together, whatever is in it. A step of a large model takes longer than this."""
+MOST_HELD = 512
+"""Parts that wait for later ones; whatever came so far is then told."""
+
 
 class EngineCore:
     """Between `begin` and `finish` a step is under way; commands come outside of it."""
@@ -40,6 +48,12 @@ class EngineCore:
         self._event_sequence = -1
         self._step_tokens = 0
         """Of the step under way."""
+        self._begun_s = 0.0
+        self._told_s = float("-inf")
+        self._held = Outcome()
+        self._held_steps = 0
+        self._held_tokens = 0
+        self._held_s = 0.0
 
     @staticmethod
     def of(config: EngineConfig, facts: Ready) -> EngineCore:
@@ -66,35 +80,65 @@ class EngineCore:
         """Whether `begin` would give a step."""
         return self._scheduler.busy
 
-    def obey(self, command: Submit | CancelAttempt | TakeSnapshot, now_s: float) -> Snapshot | None:
-        """Take a command; a snapshot is there at once."""
+    def obey(self, command: Submit | CancelAttempt | TakeSnapshot, now_s: float) -> list[Stepped | Snapshot]:
+        """Take a command. A snapshot is there at once, and before it what it has beyond what was told."""
         match command:
             case Submit():
                 self._scheduler.submit(command, now_s)
             case CancelAttempt(request, attempt):
                 self._scheduler.cancel(request, attempt)
             case TakeSnapshot(ticket):
+                told = self._tell()
                 blocks = to_snapshot(self._scheduler.snapshot())
-                return Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)
+                return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
             case _:
                 assert_never(command)
-        return None
+        return []
 
-    def begin(self, now_s: float) -> list[Work] | None:
-        """What to compute now; empty where there is only something to tell, None where there is nothing to do."""
+    def begin(self, now_s: float) -> tuple[list[Stepped], list[Work] | None]:
+        """What to tell first, and what to compute now: empty where there is only something to tell, None where there is
+        nothing to do."""
         if not self._scheduler.busy:
-            return None
+            return [], None
         works = self._scheduler.schedule(now_s)
+        self._begun_s = now_s
         self._step_tokens = sum([work.end - work.start for work in works])
-        return works
+        decodes = self._step_tokens == len(works)
+        return ([] if decodes else self._tell()), works
 
-    def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> Stepped:
-        """The step was computed: one entry of `drawn` per work."""
+    def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> list[Stepped]:
+        """The step was computed: one entry of `drawn` per work. Returns what to tell."""
         outcome = self._scheduler.advance(drawn, elapsed_s)
         self._progress += 1
-        return self._stepped(outcome, to_kv_events(outcome.events, self._block_size), self._step_tokens, elapsed_s)
+        self._held_steps += 1
+        self._held_tokens += self._step_tokens
+        self._held_s += elapsed_s
+        self._held.add(outcome)
+        now_s = self._begun_s + elapsed_s
+        if (
+            now_s - self._told_s < TOLD_EVERY_S
+            and not outcome.notable
+            and self._scheduler.busy
+            and len(self._held.advanced) < MOST_HELD
+        ):
+            return []
+        self._told_s = now_s
+        return self._tell()
 
-    def _stepped(self, outcome: Outcome, events: list[KvEvent], tokens: int = 0, elapsed_s: float = 0.0) -> Stepped:
+    def _tell(self) -> list[Stepped]:
+        """All that is held, in one report."""
+        if not self._held_steps:
+            return []
+        held, self._held = self._held, Outcome()
+        events = to_kv_events(held.events, self._block_size)
+        stepped = self._stepped(held, events, self._held_steps, self._held_tokens, self._held_s)
+        self._held_steps = self._held_tokens = 0
+        self._held_s = 0.0
+        return [stepped]
+
+    def _stepped(
+        self, outcome: Outcome, events: list[KvEvent], steps: int = 0, tokens: int = 0, elapsed_s: float = 0.0
+    ) -> Stepped:
         if events:
             self._event_sequence += 1
         return Stepped(
@@ -106,6 +150,7 @@ class EngineCore:
             event_sequence=self._event_sequence,
             digest=self._scheduler.digest,
             load=self._scheduler.load(),
+            steps=steps,
             tokens=tokens,
             elapsed_s=elapsed_s,
         )
@@ -113,5 +158,7 @@ class EngineCore:
     def validate(self) -> None:
         """Raises AssertionError where the engine contradicts itself. O(everything); call it between steps."""
         self._scheduler.validate()
-        assert self._progress >= 0
+        assert self._progress >= self._held_steps >= 0
+        assert not self._held_steps or self._scheduler.busy, "what is held would never be told"
+        assert self._held_steps or not self._held.parts
         assert self._event_sequence >= -1

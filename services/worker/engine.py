@@ -101,7 +101,8 @@ class EngineLoad(Struct, frozen=True):
 
 
 class Stepped(Struct, frozen=True, tag="stepped"):
-    """What one step made. `progress` grows by one each step, also a step that only cancelled or expired.
+    """What one step made, or some short ones together. `progress` counts steps, also those that only cancelled or
+    expired.
 
     What goes on to others is encoded where it is made, once, and passed on as it is; what the shell has to know of it
     comes beside. So a token costs the shell next to nothing: it decodes no part, and touches no attempt but those that
@@ -114,17 +115,19 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     notable: list[Part]
     """Those of these parts that are an attempt's first or last."""
     advanced: list[int]
-    """Numbers of the attempts that each of the other parts brings one token further."""
+    """Numbers of the attempts that each of the other parts brings one token further; once for each part."""
     event_batch: bytes
     """The encoded events of an EventBatch, with `event_sequence`; empty where there are none."""
     event_sequence: int
     """Of the last batch so far; -1 before the first."""
     digest: int
     load: EngineLoad
+    steps: int = 0
+    """That this tells of; 0: the opening."""
     tokens: int = 0
-    """Computed in this step."""
+    """Computed in them."""
     elapsed_s: float = 0.0
-    """What the runner took for them."""
+    """What the runner took for them, all together."""
 
     @property
     def parts(self) -> dict[str, list[Part]]:

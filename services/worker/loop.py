@@ -37,14 +37,16 @@ class EngineLoop:
         for command in self._channel.receive(wait=not self._core.busy):
             if isinstance(command, Shutdown):
                 return False
-            answer = self._core.obey(command, self._clock())
-            if answer is not None:
+            for answer in self._core.obey(command, self._clock()):
                 self._channel.send(answer)
         return True
 
     def _step(self) -> None:
-        works = self._core.begin(self._clock())
+        told, works = self._core.begin(self._clock())
+        for report in told:
+            self._channel.send(report)
         if works is not None:
             begun_s = self._clock()
             drawn = self._runner.step(works) if works else []
-            self._channel.send(self._core.finish(drawn, self._clock() - begun_s))
+            for report in self._core.finish(drawn, self._clock() - begun_s):
+                self._channel.send(report)

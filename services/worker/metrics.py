@@ -65,14 +65,15 @@ class Metrics:
             self._cached.inc(part.cached_tokens)
 
     def stepped(self, step: Stepped, capacity_blocks: int) -> None:
-        """The engine made a step."""
+        """The engine made a step, or some short ones, which count with their mean."""
         since = self._since
-        since.steps += 1
+        since.steps += step.steps
         since.output_tokens += len(step.advanced)
         since.event_batches += bool(step.event_batch)
         if step.tokens:
             since.computed_tokens += step.tokens
-            self._step_s.observe(step.elapsed_s)
+            for _ in range(step.steps):
+                self._step_s.observe(step.elapsed_s / step.steps)
         since.load, since.capacity_blocks = step.load, capacity_blocks
 
     def frame_sent(self) -> None:

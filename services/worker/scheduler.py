@@ -74,6 +74,14 @@ class Outcome:
     """`Submit.number` of the attempts that the others bring one token further."""
     events: list[PoolEvent] = field(default_factory=list)
 
+    def add(self, later: Outcome) -> None:
+        """What happened after this."""
+        for frontend, parts in later.parts.items():
+            self.parts[frontend].extend(parts)
+        self.notable.extend(later.notable)
+        self.advanced.extend(later.advanced)
+        self.events.extend(later.events)
+
 
 class Scheduler:
     """Between `schedule` and `advance` a step is under way; commands come outside of it."""

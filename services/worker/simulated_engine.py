@@ -103,10 +103,9 @@ class SimulatedEngine:
         """Takes the commands; then a step begins, or a command is awaited."""
         now_s = self._loop.time()
         while self._commands:
-            answer = self._core.obey(self._commands.popleft(), now_s)
-            if answer is not None:
-                self._reports.append(answer)
-        self._works = self._core.begin(now_s)
+            self._reports.extend(self._core.obey(self._commands.popleft(), now_s))
+        told, self._works = self._core.begin(now_s)
+        self._reports.extend(told)
         if self._works is not None:
             self._begun_s, self._ends_s = now_s, now_s + self._model.step_s(self._works)
         if not self._reports:
@@ -114,7 +113,7 @@ class SimulatedEngine:
 
     def _finish(self, works: list[Work]) -> None:
         self._works = None
-        self._reports.append(self._core.finish(self._model.draw(works), self._loop.time() - self._begun_s))
+        self._reports.extend(self._core.finish(self._model.draw(works), self._loop.time() - self._begun_s))
 
     async def _rest(self, until_s: float | None) -> None:
         """Until that time, or until something is asked of the engine."""

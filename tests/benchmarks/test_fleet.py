@@ -5,7 +5,7 @@ from random import Random
 
 from benchmarks.fleet import Fleet
 from benchmarks.loads import Load, chats, ideal
-from services.worker.engine import TakeSnapshot, Work
+from services.worker.engine import Snapshot, TakeSnapshot, Work
 
 REQUESTS = 150
 
@@ -38,8 +38,8 @@ def check(fleet: Fleet) -> None:
     held = 0
     for worker in fleet.workers.values():
         worker.core.validate()
-        snapshot = worker.core.obey(TakeSnapshot(0), fleet.clock.now_s)
-        assert snapshot is not None
+        (snapshot,) = worker.core.obey(TakeSnapshot(0), fleet.clock.now_s)
+        assert isinstance(snapshot, Snapshot)
         held += len(snapshot.blocks)
     assert fleet.router.index.statistics().pairs["device"] == held
     assert fleet.router.load.statistics().reservations == 0

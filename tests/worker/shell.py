@@ -28,6 +28,7 @@ from shared.messages import (
     GENERATE_REPLY,
     LOAD_REPORT,
     STEP_FRAME,
+    BlockStored,
     Cancel,
     EventBatch,
     Generate,
@@ -107,6 +108,12 @@ class Peer:
     async def ended(self, request: str) -> str | None:
         await self.until(lambda: self.finish(request) is not None)
         return self.finish(request)
+
+    @property
+    def stored(self) -> int:
+        """Blocks that became findable so far."""
+        events = [event for _, batch in self.batches for event in batch.events]
+        return sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
 
     def take_batch(self, sequence: int, payload: bytes) -> None:
         self.batches.append((sequence, EVENT_BATCH.decode(payload)))

@@ -342,8 +342,8 @@ async def test_frames_made_while_nats_is_away_come_in_order_when_it_is_back(conf
         assert isinstance(bus, MemoryBus)
         await shell.peer.generate(request("r", PROMPT))
         shell.broker.disconnect(bus)
-        last = 4  # the batch that says that its last block is full: all tokens are drawn
-        await shell.peer.until(lambda: last in [sequence for sequence, _ in shell.peer.batches])
+        full = 2 * len(PROMPT) // 16  # its last block is: all tokens are drawn
+        await shell.peer.until(lambda: shell.peer.stored == full)
         shell.broker.reconnect(bus)
         assert await shell.peer.ended("r") == "stop"
         assert shell.peer.tokens("r") == [*PROMPT, EOS]
@@ -352,8 +352,9 @@ async def test_frames_made_while_nats_is_away_come_in_order_when_it_is_back(conf
 async def test_frames_are_sent_again_on_request(config: WorkerConfig) -> None:
     async with running_worker(config) as shell:
         await serving(shell)
-        await shell.peer.generate(request("r", PROMPT))
-        await shell.peer.ended("r")
+        for name in ("r", "s", "t"):  # of each, its first and its last part have a frame at least
+            await shell.peer.generate(request(name, PROMPT))
+            await shell.peer.ended(name)
         frames = list(shell.peer.frames)
         shell.peer.frames.clear()
         reply = await shell.peer.ask("resend", RESEND_REQUEST.encode(ResendRequest(FRONTEND, 3)))
