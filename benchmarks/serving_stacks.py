@@ -1,7 +1,7 @@
 """Both systems as `benchmarks/serving.py` runs them: real processes on loopback, and what each of them costs.
 
     ours    nats-server, etcd, one frontend, one router, two workers: a shell and a simulated engine each. What
-            `headrace up` runs, with other settings in the environment; the servers have one thread each, as there
+            `headrace up` runs, with other settings in the environment; the servers of both sides have one thread each
     peer    nats-server, etcd, one frontend with its router inside, two mockers; started by the yardstick's own stack.py
             with the yardstick's own Python
 
@@ -203,8 +203,9 @@ def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[Runnin
     }
     asked = json.dumps({"ports": ports | {"SYS0": first}, "stack": wanted})
     command = [str(yardstick / "venv" / "bin" / "python"), "-c", _PEER, asked]
+    environment = os.environ | servers.SETTINGS
     with subprocess.Popen(
-        command, cwd=yardstick, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=yardstick, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as starter:
         assert starter.stdout is not None
         line = starter.stdout.readline()
