@@ -205,7 +205,13 @@ def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[Runnin
     command = [str(yardstick / "venv" / "bin" / "python"), "-c", _PEER, asked]
     environment = os.environ | servers.SETTINGS
     with subprocess.Popen(
-        command, cwd=yardstick, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=yardstick,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as starter:
         assert starter.stdout is not None
         line = starter.stdout.readline()
