@@ -36,6 +36,7 @@ from shared.nats_connection import (
     dial,
     drain,
     leave,
+    reading_ended,
     reads,
     shown,
     sync,
@@ -47,6 +48,7 @@ from shared.replies import Replies
 
 RETRY_WAIT_S = 0.25
 WATCH_INTERVAL_S = 0.05
+LOOK_AGAIN_S = 1.0
 COMPLAIN_INTERVAL_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -289,8 +291,8 @@ class NatsBus:
             if client is not None:
                 _log.info("connected to NATS at %s", shown(self._config.url))
                 # Looked at, because nats-py's closed callback is skipped where closing itself fails.
-                while reads(client):  # noqa: ASYNC110
-                    await asyncio.sleep(WATCH_INTERVAL_S)
+                while reads(client):
+                    await reading_ended(client, LOOK_AGAIN_S)
                 self._client = None
                 abort(client)
                 with suppress(*FAILURES):

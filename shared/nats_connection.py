@@ -148,6 +148,12 @@ def reads(client: Client) -> bool:
     return client.is_connected and client._reading_task is not None and not client._reading_task.done()
 
 
+async def reading_ended(client: Client, limit_s: float) -> None:
+    """Returns when it reads no more, as it does when its connection is lost; at the latest after `limit_s`."""
+    if client._reading_task is not None:
+        await asyncio.wait((client._reading_task,), timeout=limit_s)
+
+
 async def sync(client: Client) -> None:
     """Returns when the server has done all that was asked before, and what it sent before has been read. Raises one of
     FAILURES, or BusDown."""
