@@ -93,6 +93,16 @@ class _Process:
                 raise RuntimeError(f"{self._name} did not start:\n{self._log.read_text(errors='replace')[-2000:]}")
             time.sleep(_POLL_S)
 
+    def freeze(self) -> None:
+        """Returns when all its threads stand still: a signal alone leaves one that runs a moment more."""
+        assert self._child is not None
+        self.send(signal.SIGSTOP)
+        threads = Path(f"/proc/{self._child.pid}/task")
+        deadline = time.monotonic() + _START_LIMIT_S
+        while any(_state(thread) != "T" for thread in threads.iterdir()):
+            assert time.monotonic() < deadline, f"{self._name} does not stop"
+            time.sleep(_POLL_S)
+
     def send(self, number: signal.Signals) -> None:
         assert self._child is not None
         self._child.send_signal(number)
@@ -109,6 +119,11 @@ class _Process:
             self._child.kill()
             self._child.wait()
         self._child = None
+
+
+def _state(thread: Path) -> str:
+    """One letter, as /proc tells it."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _die_with_parent() -> None:
@@ -140,7 +155,7 @@ class NatsServer:
         self._process.end(signal.SIGKILL)
 
     def freeze(self) -> None:
-        self._process.send(signal.SIGSTOP)
+        self._process.freeze()
 
     def thaw(self) -> None:
         self._process.send(signal.SIGCONT)
@@ -203,7 +218,7 @@ class EtcdServer:
         self._process.end(signal.SIGKILL)
 
     def freeze(self) -> None:
-        self._process.send(signal.SIGSTOP)
+        self._process.freeze()
 
     def thaw(self) -> None:
         self._process.send(signal.SIGCONT)
