@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 
 from services.router import joining
 from services.router.chooser import Trouble
@@ -62,6 +63,7 @@ turn of the loop has its price."""
 EVENTS_A_TURN = 256
 """Of a batch of load events: what waited for NATS comes 4096 at a time, 8 ms of work."""
 _TICK_S = 0.1
+_TICKS_A_SHOW = 10
 
 _log = logging.getLogger(__name__)
 
@@ -297,11 +299,13 @@ class Router:
     # --- by and by
 
     async def _tick(self) -> None:
-        """Work that waits for nobody: clearing, expiring, gauges."""
-        while True:
+        """Work that waits for nobody: clearing, expiring, gauges (a third of an idle router's time, were they shown
+        each time)."""
+        for tick in count():
             await asyncio.sleep(_TICK_S)
             await self._following.tidy()
-            self._show()
+            if tick % _TICKS_A_SHOW == 0:
+                self._show()
             if self._runtime.stopping.is_set():
                 continue
             if self._runtime.bus.connected:
