@@ -1,0 +1,165 @@
+"""The pool file that engines share, and who may be using it. Only a kvbm makes it, and it does no copying.
+
+    DIR/lock, DIR/owners    shared.pool_lock
+    DIR/pool                shared.pool_format; mode 0600
+
+                          ┌─ fits ───────────────────────────▶ adopted: the same memory and generations as before
+    start ── DIR/pool ────┼─ not there, or unfit while nobody
+                          │  lives who maps it ──────────────▶ made anew, aside, and renamed: never half of one
+                          └─ unfit, and somebody lives ──────▶ refused, by name
+
+An adopted file's generations go on, so that a slot granted by the kvbm before can be told from the same one granted by
+this one. What its slots hold nobody knows any more, and `survivors` may still be writing to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+
+from msgspec import Struct
+
+from services.kvbm.arenas import Arenas
+from services.kvbm.owners import Owners
+from services.kvbm.prefault import Prefault
+from services.kvbm.room import check_room
+from shared.errors import ConfigError
+from shared.pool_format import Geometry, PoolUnfit, usable
+from shared.pool_lock import POOL, HeldLock, LockTaken, check_directory
+from shared.pool_map import ArenaMap, PoolMap
+
+_log = logging.getLogger(__name__)
+
+
+class Place(Struct, frozen=True):
+    """A layout's slots, and the layout that had them until now."""
+
+    slots: ArenaMap
+    dropped: str | None
+
+
+class HostPool:
+    """One kvbm's pool. Made by `open`."""
+
+    def __init__(self, pool: PoolMap, owners: Owners, arenas: int, *, adopted: bool, closing: ExitStack) -> None:
+        self.path = pool.path
+        self.geometry = pool.geometry
+        self.owners = owners
+        self.adopted = adopted
+        """Whether the file was there before this process."""
+        self.survivors = owners.watched
+        """Engines that were alive when it was opened, and may write to any slot until they attach anew or die."""
+        self.arenas = Arenas(arenas)
+        self._pool = pool
+        self._placed: dict[str, ArenaMap] = {}
+        self._closing = closing
+
+    @staticmethod
+    def open(directory: Path, size_bytes: int, arenas: int = 1) -> HostPool:
+        """Takes the directory's lock; `size_bytes` is rounded down to what a pool can have. Blocking, for a moment.
+
+        Raises ConfigError: the size has no room on this machine, another kvbm runs here, the directory cannot be used,
+        or engines live that map a file of another kind.
+        """
+        with ExitStack() as closing:
+            try:
+                size_bytes = usable(size_bytes)
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                check_directory(directory)
+                lock = HeldLock.take(directory / "lock", f"{os.getpid()}\n")
+                closing.callback(lock.close)
+                owners = Owners(directory)
+                closing.callback(owners.close)
+                owners.look()
+                if owners.full:
+                    raise ConfigError(f"{directory}: too many engines live to know them all: {len(owners.watched)}")
+                pool, adopted = _open_file(directory / POOL, size_bytes, owners.watched)
+                closing.callback(pool.close)
+            except LockTaken as taken:
+                raise ConfigError(f"{directory}: another kvbm runs here, process {taken.note or 'unknown'}") from None
+            except PoolUnfit as wrong:
+                raise ConfigError(str(wrong)) from None
+            except OSError as wrong:
+                raise ConfigError(f"{wrong.filename or directory}: {wrong.strerror}") from None
+            return HostPool(pool, owners, arenas, adopted=adopted, closing=closing.pop_all())
+
+    @property
+    def reserved(self) -> bool:
+        """Whether all memory of the file is there. Before, no slot may be granted: see `prefault`."""
+        return os.fstat(self._pool.descriptor).st_blocks * 512 >= self.geometry.file_bytes
+
+    def prefault(self, threads: int, ended: Callable[[], None]) -> Prefault:
+        """To be started where the pool is not `reserved`, and stopped before `close`; `ended` is called in a thread."""
+        return Prefault(self._pool.descriptor, self.geometry.file_bytes, threads, ended)
+
+    def place(self, layout: str, block_bytes: int, in_use: Collection[str]) -> Place:
+        """The slots for blocks of `block_bytes` of the layout with this digest; asked again, the same ones.
+
+        `in_use`: the layouts that living engines use or that are being copied; others may lose their arena. Raises
+        NoArena, and PoolUnfit where an arena has no room for such a block; nothing has changed then.
+        """
+        arena = self.geometry.arena(0, self.arenas.count, block_bytes)
+        if layout in self._placed:
+            there = self._placed[layout]
+            if there.arena.slot_bytes != arena.slot_bytes:
+                raise PoolUnfit(f"layout {layout}: slots of {there.arena.slot_bytes} bytes, not {arena.slot_bytes}")
+            self.arenas.give(layout, in_use)
+            return Place(there, None)
+        index = self.arenas.give(layout, in_use).index
+        slots = self._pool.arena(self.geometry.arena(index, self.arenas.count, block_bytes))
+        dropped = next((other for other in self._placed if self.arenas.index(other) is None), None)
+        if dropped is not None:
+            self._placed.pop(dropped).close()
+        self._placed[layout] = slots
+        return Place(slots, dropped)
+
+    def close(self) -> None:
+        """The file stays, for the next kvbm here to adopt."""
+        for slots in self._placed.values():
+            slots.close()
+        self._placed.clear()
+        self._closing.close()
+
+
+def _open_file(path: Path, size_bytes: int, survivors: Collection[str]) -> tuple[PoolMap, bool]:
+    """The file mapped, and whether it was adopted. Raises ConfigError, PoolUnfit, OSError."""
+    try:
+        there_bytes: int | None = path.lstat().st_blocks * 512
+    except FileNotFoundError:
+        there_bytes = None
+    check_room(path.parent, size_bytes, there_bytes or 0)
+    if there_bytes is not None:
+        try:
+            return _adopt(path, size_bytes), True
+        except PoolUnfit as wrong:
+            if survivors:
+                living = ", ".join(sorted(survivors))
+                raise ConfigError(f"{wrong}; and these engines live, which may map it: {living}") from None
+            _log.warning("%s; nobody uses it: made anew", wrong)
+    _make(path, size_bytes)
+    return PoolMap(path, grants=True), False
+
+
+def _adopt(path: Path, size_bytes: int) -> PoolMap:
+    pool = PoolMap(path, grants=True)
+    if pool.geometry.file_bytes != size_bytes:
+        pool.close()
+        raise PoolUnfit(f"{path}: a pool of {pool.geometry.file_bytes} bytes, not {size_bytes}")
+    return pool
+
+
+def _make(path: Path, size_bytes: int) -> None:
+    aside = path.with_name("pool.new")
+    aside.unlink(missing_ok=True)
+    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        os.pwrite(descriptor, Geometry.of(size_bytes).header(), 0)
+        if os.major(os.fstat(descriptor).st_dev):
+            _log.warning("%s lies on a disk, which everything stored will be written to: a tmpfs is meant", path)
+    finally:
+        os.close(descriptor)
+    aside.replace(path)
