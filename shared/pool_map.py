@@ -9,6 +9,7 @@ against is this very user cutting the file short while it is mapped: touching wh
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -17,6 +18,9 @@ from pathlib import Path
 from shared.pool_format import HEADER_BYTES, Arena, Geometry, PoolUnfit, parse
 
 _GENERATIONS = (1 << 64) - 1
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14. Touches without changing what is there, and fails where a touch would be a signal."""
+_libc = ctypes.CDLL(None, use_errno=True)  # which lets other threads run meanwhile, as mmap.madvise does not
 
 
 class PoolMap:
@@ -98,6 +102,19 @@ class ArenaMap:
         if not 0 <= slot < self.arena.slots:
             raise PoolUnfit(f"slot {slot} of an arena of {self.arena.slots}")
         return slot
+
+
+def touch(memory: memoryview) -> None:
+    """Maps every page of whole pages of a mapping, and changes none: a copy into memory that its process has never
+    touched takes about five times as long. Blocking, 0.2 s a GiB; other threads run meanwhile.
+
+    Raises OSError where there is no memory for it, or (EINVAL) the kernel cannot.
+    """
+    first = ctypes.c_char.from_buffer(memory)
+    address = ctypes.c_void_p(ctypes.addressof(first))
+    if _libc.madvise(address, ctypes.c_size_t(memory.nbytes), _MADV_POPULATE_WRITE):
+        wrong = ctypes.get_errno()
+        raise OSError(wrong, os.strerror(wrong))
 
 
 def open_pool(path: Path) -> int:

@@ -27,7 +27,7 @@ from services.kvbm.owners import Owners
 from services.kvbm.prefault import Prefault
 from services.kvbm.room import check_room
 from shared.errors import ConfigError
-from shared.pool_format import Geometry, PoolUnfit, usable
+from shared.pool_format import PAGE_BYTES, Geometry, PoolUnfit, usable
 from shared.pool_lock import POOL, HeldLock, LockTaken, check_directory
 from shared.pool_map import ArenaMap, PoolMap
 
@@ -61,12 +61,15 @@ class HostPool:
     def open(directory: Path, size_bytes: int, arenas: int = 1) -> HostPool:
         """Takes the directory's lock; `size_bytes` is rounded down to what a pool can have. Blocking, for a moment.
 
-        Raises ConfigError: the size has no room on this machine, another kvbm runs here, the directory cannot be used,
-        or engines live that map a file of another kind.
+        Raises ConfigError: the size has no room on this machine, or none for so many arenas; another kvbm runs here;
+        the directory cannot be used; or engines live that may map a file of another kind.
         """
         with ExitStack() as closing:
             try:
                 size_bytes = usable(size_bytes)
+                if arenas < 1:
+                    raise ConfigError(f"a pool of {arenas} arenas")
+                Geometry.of(size_bytes).arena(0, arenas, PAGE_BYTES)
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 check_directory(directory)
                 lock = HeldLock.take(directory / "lock", f"{os.getpid()}\n")

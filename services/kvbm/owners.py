@@ -10,7 +10,6 @@ whose file somebody deleted stays alive.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import stat
 from contextlib import suppress
@@ -20,8 +19,6 @@ from shared.pool_lock import OWNERS, is_owner
 
 MOST_OWNERS = 256
 """Watched at once, one descriptor each. More engines than these cannot attach."""
-
-_log = logging.getLogger(__name__)
 
 
 class Owners:
@@ -41,6 +38,7 @@ class Owners:
 
     @property
     def full(self) -> bool:
+        """No other engine can be taken up."""
         return len(self._watched) >= MOST_OWNERS
 
     def alive(self, owner: str) -> bool:
@@ -73,7 +71,6 @@ class Owners:
     def _watch(self, owner: str) -> bool:
         """False: there is no such owner, it is dead already (and its file deleted), or there is no room."""
         if self.full:
-            _log.warning("owner %s: %d engines are attached, the most there can be", owner, len(self._watched))
             return False
         try:
             descriptor = os.open(self._directory / owner, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

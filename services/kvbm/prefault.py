@@ -6,22 +6,17 @@ touches it, here and in an engine. A first touch of fresh memory also takes seve
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import logging
 import mmap
 import os
 import threading
 from collections.abc import Callable
 
+from shared.pool_map import touch
+
 CHUNK_BYTES = 64 << 20
 NICENESS = 10
 """The threads' own: whoever computes goes first."""
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14. Touches without changing what is there, and fails where a touch would be a signal."""
-
-_log = logging.getLogger(__name__)
-_libc = ctypes.CDLL(None, use_errno=True)  # which lets other threads run meanwhile, as mmap.madvise does not
 
 
 class Prefault:
@@ -66,7 +61,7 @@ class Prefault:
         while (chunk := self._take()) is not None:
             start, length = chunk
             try:
-                _touch(self._descriptor, start, length)
+                _make(self._descriptor, start, length)
             except OSError as wrong:
                 self.failure = wrong.strerror or str(wrong)
                 self.stopping.set()
@@ -89,14 +84,12 @@ class Prefault:
             return start, self._next - start
 
 
-def _touch(descriptor: int, start: int, length: int) -> None:
+def _make(descriptor: int, start: int, length: int) -> None:
     """Raises OSError (ENOSPC, ENOMEM) where there is no memory for it."""
     os.posix_fallocate(descriptor, start, length)
-    with mmap.mmap(descriptor, length, offset=start) as mapping:
-        first = ctypes.c_char.from_buffer(mapping)
-        failed = _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
-        wrong = ctypes.get_errno()
-        del first
-    # An older kernel (EINVAL) has the memory allocated; it is zeroed at the first touch.
-    if failed and wrong != errno.EINVAL:
-        raise OSError(wrong, os.strerror(wrong))
+    with mmap.mmap(descriptor, length, offset=start) as mapping, memoryview(mapping) as memory:
+        try:
+            touch(memory)
+        except OSError as wrong:
+            if wrong.errno != errno.EINVAL:  # an older kernel: the memory is there, and zeroed at its first touch
+                raise

@@ -51,13 +51,13 @@ def test_it_goes_behind_other_work_and_leaves_the_rest_of_the_process_as_it_is(
     ended = threading.Event()
     before = os.getpriority(os.PRIO_PROCESS, 0)
     niceness: list[int] = []
-    touch = module._touch
+    make = module._make
 
     def observed(descriptor: int, start: int, length: int) -> None:
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        touch(descriptor, start, length)
+        make(descriptor, start, length)
 
-    monkeypatch.setattr(module, "_touch", observed)
+    monkeypatch.setattr(module, "_make", observed)
     Prefault(descriptor, SIZE_BYTES, 1, ended.set).start()
     assert ended.wait(60)
     assert set(niceness) == {module.NICENESS}
@@ -67,14 +67,14 @@ def test_it_goes_behind_other_work_and_leaves_the_rest_of_the_process_as_it_is(
 def test_it_stops_after_the_chunk_it_is_at(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), threading.Event()
     prefault = Prefault(descriptor, SIZE_BYTES, 1, ended.set)
-    touch = module._touch
+    make = module._make
 
     def held_up(descriptor: int, start: int, length: int) -> None:
         begun.set()
         assert prefault.stopping.wait(60)
-        touch(descriptor, start, length)
+        make(descriptor, start, length)
 
-    monkeypatch.setattr(module, "_touch", held_up)
+    monkeypatch.setattr(module, "_make", held_up)
     prefault.start()
     assert begun.wait(60)
     prefault.stop()

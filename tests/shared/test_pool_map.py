@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import random
 import sys
@@ -11,8 +13,10 @@ from subprocess import run
 
 import pytest
 
-from shared.pool_format import HEADER_BYTES, Arena, Geometry, PoolUnfit
-from shared.pool_map import ArenaMap, PoolMap
+from shared.pool_format import HEADER_BYTES, PAGE_BYTES, Arena, Geometry, PoolUnfit
+from shared.pool_map import ArenaMap, PoolMap, touch
+from tests.kvbm.processes import running
+from tests.kvbm.small_tmpfs import small_tmpfs
 
 SIZE_BYTES = 1 << 20
 GEOMETRY = Geometry.of(SIZE_BYTES)
@@ -58,6 +62,12 @@ def test_what_one_writes_to_a_slot_the_other_reads(kvbm: ArenaMap, engine: Arena
     assert path.read_bytes()[start + 8192 : start + 2 * 8192] == b"\x01" * 8192
 
 
+def test_slots_begin_at_whole_pages_as_direct_reads_and_writes_need_them(engine: ArenaMap) -> None:
+    for slot in range(engine.arena.slots):
+        with engine.slot(slot) as memory:
+            assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PAGE_BYTES == 0
+
+
 def test_a_grant_is_seen_by_all_and_by_one_slot_alone(kvbm: ArenaMap, engine: ArenaMap) -> None:
     assert [kvbm.grant(3), kvbm.grant(3), kvbm.grant(4)] == [1, 2, 1]
     assert [engine.generation(slot) for slot in range(6)] == [0, 0, 0, 2, 1, 0]
@@ -97,6 +107,28 @@ def test_a_place_outside_the_file_is_not_mapped(path: Path) -> None:
         with pytest.raises(PoolUnfit, match="does not lie"):
             pool.arena(arena)
     pool.close()
+
+
+def test_touching_changes_nothing_and_leaves_no_view(engine: ArenaMap) -> None:
+    with engine.slot(2) as slot:
+        slot[:5] = b"stays"
+    touch(engine.bytes)
+    assert bytes(engine.bytes[2 * 8192 : 2 * 8192 + 6]) == b"stays\0"
+
+
+def test_touching_what_the_file_system_has_no_room_for_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "small") as directory:
+        file = directory / "pool"
+        file.touch(0o600)
+        os.truncate(file, 4 * SIZE_BYTES)
+        with file.open("r+b") as opened:
+            opened.write(Geometry.of(4 * SIZE_BYTES).header())
+        pool = PoolMap(file)
+        slots = pool.arena(pool.geometry.arena(0, 1, 4096))
+        with pytest.raises(OSError, match="Bad address"):
+            touch(slots.bytes)
+        slots.close()
+        pool.close()
 
 
 def test_a_view_that_is_kept_keeps_the_memory(path: Path) -> None:
@@ -168,6 +200,45 @@ def test_a_header_with_any_wrong_byte_is_refused(path: Path) -> None:
             with pytest.raises(PoolUnfit, match=str(path)):
                 PoolMap(path)
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+WRITES = """
+import ctypes, sys, threading
+from pathlib import Path
+from shared.pool_lock import hold_owner
+from shared.pool_map import PoolMap
+directory = Path(sys.argv[1])
+lock = hold_owner(directory, "w-1")
+pool = PoolMap(directory / "pool")
+slots = pool.arena(pool.geometry.arena(0, 1, 4096))
+address = ctypes.addressof(ctypes.c_char.from_buffer(slots.bytes))
+def write(first):
+    value = first
+    while True:
+        ctypes.memset(address, value % 256, slots.arena.size_bytes)
+        value += 3
+for first in range(3):
+    threading.Thread(target=write, args=(first,), daemon=True).start()
+print("writing", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_once_a_killed_engines_lock_is_free_it_writes_no_more(path: Path) -> None:
+    (path.parent / "owners").mkdir(mode=0o700)
+    pool = PoolMap(path)
+    slots = pool.arena(GEOMETRY.arena(0, 1, 4096))
+    for _ in range(5):
+        with running(WRITES, path.parent) as (process, line), (path.parent / "owners" / "w-1").open() as lock:
+            assert line == "writing"
+            process.kill()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            seen = bytes(slots.bytes)
+            process.wait(timeout=30)
+            assert seen == slots.bytes
+        (path.parent / "owners" / "w-1").unlink()
+    slots.close()
+    pool.close()
 
 
 FORKS = """
