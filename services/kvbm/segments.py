@@ -26,10 +26,10 @@ from pathlib import Path
 
 from services.kvbm.disk_format import PAGE_BYTES, Geometry, Header, NotRead, decode_header
 
-_SEGMENT = re.compile(r"segment-(\d{6,9})")
+SEGMENT = re.compile(r"segment-(\d{6,9})")
+PROBE = "probe"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_PROBE = "probe"
 
 
 class Segments:
@@ -76,11 +76,11 @@ class Segments:
     def open(self) -> None:
         """Makes the two directories where they are missing (never their parents), checks and locks them, and opens what
         is there. Raises OSError, whose text says which path and what is wrong with it."""
-        top = _open_directory(self._directory, None)
+        top = open_directory(self._directory, None)
         self._directories.append(top)
-        self._own = _open_directory(self._path, top)
+        self._own = open_directory(self._path, top)
         self._directories.append(self._own)
-        _lock(self._own, self._path)
+        lock(self._own, self._path)
         self._adopt()
 
     def made(self) -> list[int]:
@@ -143,7 +143,7 @@ class Segments:
         bound in bytes: what lies behind the last record is cut off."""
         self._probe()
         for name in os.listdir(self._own):  # noqa: PTH208 — below the descriptor
-            named = _SEGMENT.fullmatch(name)
+            named = SEGMENT.fullmatch(name)
             if named is None:
                 continue
             segment = int(named[1])
@@ -175,14 +175,14 @@ class Segments:
 
         page = mmap.mmap(-1, PAGE_BYTES)  # aligned, as O_DIRECT wants it
         try:
-            probe = os.open(_PROBE, _FILE | os.O_CREAT | direct, 0o600, dir_fd=self._own)
+            probe = os.open(PROBE, _FILE | os.O_CREAT | direct, 0o600, dir_fd=self._own)
             try:
-                _check_file(probe, f"{self._path}/{_PROBE}")
+                _check_file(probe, f"{self._path}/{PROBE}")
                 if os.pwritev(probe, [page], 0) != PAGE_BYTES or os.preadv(probe, [page], 0) != PAGE_BYTES:
-                    raise OSError(errno.EIO, f"{self._path}/{_PROBE}: a page could not be written and read")
+                    raise OSError(errno.EIO, f"{self._path}/{PROBE}: a page could not be written and read")
             finally:
                 os.close(probe)
-                os.unlink(_PROBE, dir_fd=self._own)
+                os.unlink(PROBE, dir_fd=self._own)
         finally:
             page.close()
 
@@ -230,7 +230,9 @@ class Segments:
         return self._geometry.records_in(segment) * self._geometry.record_bytes
 
 
-def _open_directory(path: Path, parent: int | None) -> int:
+def open_directory(path: Path, parent: int | None) -> int:
+    """A descriptor of a directory that is this user's alone, made where it is missing; below `parent`, if given. Raises
+    OSError."""
     name = path if parent is None else path.name
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
@@ -252,7 +254,8 @@ def _open_directory(path: Path, parent: int | None) -> int:
     return directory
 
 
-def _lock(directory: int, path: Path) -> None:
+def lock(directory: int, path: Path) -> None:
+    """Locks an open directory for as long as its descriptor is open. Raises OSError where another has the lock."""
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
