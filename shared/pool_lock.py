@@ -70,10 +70,16 @@ class HeldLock:
         """The lock of a new file, which whoever finds it unlocked may delete. Raises OSError."""
         while True:
             held = HeldLock(path, os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600))
-            fcntl.flock(held._descriptor, fcntl.LOCK_EX)
-            if held.held:
-                return held
-            held._let_go()  # deleted between the two calls
+            try:  # without waiting: who found the file unlocked may be stopped by now
+                fcntl.flock(held._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if held.held:
+                    return held
+            except BlockingIOError:
+                pass
+            except OSError:
+                held.close(delete=True)
+                raise
+            held.close(delete=True)  # deleted or locked by another, between the two calls
 
     @property
     def held(self) -> bool:

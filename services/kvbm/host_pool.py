@@ -115,7 +115,8 @@ class HostPool:
         slots = self._pool.arena(self.geometry.arena(index, self.arenas.count, block_bytes))
         dropped = next((other for other in self._placed if self.arenas.index(other) is None), None)
         if dropped is not None:
-            self._placed.pop(dropped).close()
+            self._placed[dropped].close()
+            del self._placed[dropped]
         self._placed[layout] = slots
         return Place(slots, dropped)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -141,23 +142,25 @@ def test_children_do_not_keep_a_dead_owners_lock(directory: Path) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_that_is_deleted_before_it_is_locked_is_made_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("deletes", [True, False])
+def test_a_file_that_another_takes_before_it_is_locked_is_made_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, deletes: bool
 ) -> None:
-    """A sweeper finds the new file unlocked, and deletes it between its maker's two calls."""
+    """A sweeper finds the new file unlocked between its maker's two calls, locks it, and perhaps deletes it."""
     file = directory / "owners" / "w-1"
     flock = fcntl.flock
-    swept: list[int] = []
+    with ExitStack() as sweeper:
 
-    def sweep_first(descriptor: int, how: int) -> None:
-        if not swept:
-            swept.append(file.stat().st_ino)
-            file.unlink()
-        flock(descriptor, how)
+        def sweep_first(descriptor: int, how: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", flock)
+            flock(sweeper.enter_context(file.open("rb")), fcntl.LOCK_EX)
+            if deletes:
+                file.unlink()
+            flock(descriptor, how)
 
-    monkeypatch.setattr(fcntl, "flock", sweep_first)
-    held = hold_owner(directory, "w-1")
-    assert swept
+        monkeypatch.setattr(fcntl, "flock", sweep_first)
+        held = hold_owner(directory, "w-1")
+        assert fcntl.flock is flock
     assert held.held
     assert not free(file)
     held.close()
