@@ -86,8 +86,8 @@ def bench(options: Options, *, as_json: bool) -> int:
     named = (options.command, options.url, sweep.model, when)
     report = Report("headrace bench", machine, *named, interrupted, sweep.rows)
     text = msgspec.json.format(msgspec.json.encode(report)).decode()
-    Path(f"{options.out}.json").write_text(text + "\n", encoding="utf-8")
     print(text if as_json else layout(sweep.rows))
+    Path(f"{options.out}.json").write_text(text + "\n", encoding="utf-8")
     _draw(sweep.rows, options.out)
     if interrupted:
         return 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,7 +68,7 @@ class _Asking:
     """One request's clock and what came."""
 
     def __init__(self) -> None:
-        self._clock = asyncio.get_running_loop().time
+        self._clock = time.perf_counter  # the loop's has milliseconds, and stands still within a turn
         self._sent_s = self._clock()
         self._first_s: float | None = None
         self._last_s = 0.0

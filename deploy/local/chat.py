@@ -69,7 +69,9 @@ def _open(url: str, method: str, path: str, body: bytes | None = None) -> IO[byt
         answer = connection.getresponse()
     except OSError as wrong:
         connection.close()
-        raise ChatError(f"nobody answers at {url}: {wrong.strerror or wrong}; is `./headrace up` running?") from None
+        raise ChatError(
+            f"nobody answers at {url}: {wrong.strerror or wrong}; does `./headrace up` run? (--state)"
+        ) from None
     if answer.status != 200:
         text = answer.read(LINE_LIMIT_BYTES)
         connection.close()

@@ -221,7 +221,7 @@ def _fleet(flags: argparse.Namespace, place: Place) -> Iterator[FleetConfig]:
     try:
         yield config
     except DiscoveryDown as wrong:
-        raise DiscoveryDown(f"{wrong}; is `./headrace up` running? (--nats and --etcd name others)") from None
+        raise DiscoveryDown(f"{wrong}; does `./headrace up` run? (--state, or --nats and --etcd)") from None
 
 
 def _chat(flags: argparse.Namespace, place: Place) -> int:
@@ -247,6 +247,8 @@ def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int
             raise ConfigError(f"--{name.replace('_', '-')} is {least} to {BENCH_LIMIT}")
     if flags.shared_words > flags.words:
         raise ConfigError("--shared-words are some of --words")
+    if not Path(flags.out).parent.is_dir():
+        raise ConfigError(f"--out {flags.out}: there is no directory {Path(flags.out).parent}")
     options = bench.Options(
         url=(flags.url or _running(place).get("url", DEFAULT_URL)).rstrip("/"),
         points=bench_plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),

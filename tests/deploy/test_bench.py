@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,7 @@ async def test_an_endpoint_that_cannot_be_measured_is_one_line(
         ("--timeout-s", "nan"),
         ("--prompts", "/nowhere"),
         ("--api-key-file", "/nowhere"),
+        ("--out", "/nowhere/bench"),
     ],
 )
 def test_flags_that_nobody_can_mean_are_wrong_usage(flags: tuple[str, ...]) -> None:
@@ -235,7 +237,12 @@ async def test_what_was_measured_before_an_interruption_is_told(tmp_path: Path) 
         command = [sys.executable, "-m", "deploy.local.cli", "bench", "--url", server.url, "--model", "hangs"]
         flags = ["--concurrency", "2", "--requests", "9", "--warmup", "0", "--out", str(tmp_path / "bench")]
         process = await asyncio.create_subprocess_exec(
-            *command, *flags, cwd=ROOT, env=dict(os.environ), stdout=asyncio.subprocess.PIPE
+            *command,
+            *flags,
+            cwd=ROOT,
+            env=dict(os.environ),
+            stdout=asyncio.subprocess.PIPE,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
         async with asyncio.timeout(LIMIT_S):
             await server.hung.wait()

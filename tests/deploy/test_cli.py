@@ -60,7 +60,7 @@ def test_every_engine_can_be_asked_for(engine: str, capsys: pytest.CaptureFixtur
 
 def test_chat_without_an_up_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "Where?", "--url", "http://127.0.0.1:1/v1"]) == 1
-    assert "is `./headrace up` running?" in capsys.readouterr().err
+    assert "does `./headrace up` run?" in capsys.readouterr().err
 
 
 def test_status_reads_what_the_running_up_has_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
