@@ -9,7 +9,7 @@ the rounds' ratios. `scan` is how many headers a second are read at the start.
 What could mislead: both run in Python, and on few cores the loop, the threads and the disk's own interrupts share them,
 so with small requests on a fast disk the ratio is about CPU. A disk that other programs use moves by 20 % and more
 between rounds. A record is a page longer than its payload: 1.6 % of 256 KiB. Virtual disks may cache what they were
-just given.
+just given. With one request in flight the checksum adds to each request's time; with more it runs beside the others'.
 
     python -m benchmarks.kvbm_disk [--quick] [--json] [--directory DIR]
 """
@@ -43,7 +43,7 @@ KIB = 1024
 SIZES = (256 * KIB, 1024 * KIB, 4096 * KIB)
 DEPTHS = (1, 8)
 QUEUED = 4
-"""Requests that wait or run, a thread of ours: a fetch asks for many blocks at once."""
+"""Requests of ours that wait or run, a thread: a fetch asks for many blocks at once. Memories, a thread of theirs."""
 FILE_BYTES = 512 << 20
 RATIO_GOAL = 0.8
 LAYOUT = "00112233445566ff"
@@ -198,16 +198,17 @@ class Plain:
 
     def _rate(self, way: Way, depth: int, seconds: float) -> float:
         done = [0] * depth
-        memories = [self._filled() for _ in range(depth)]
+        memories = [[self._filled() for _ in range(QUEUED)] for _ in range(depth)]
 
         def lane(index: int) -> None:
             draw = Random(index)
             while time.perf_counter() - start_s < seconds:
                 place = draw.randrange(self._shape.capacity) * self._shape.record_bytes
+                memory = memories[index][done[index] % QUEUED]
                 if way == "write":
-                    os.pwrite(self._file, memories[index], place)
+                    os.pwrite(self._file, memory, place)
                 else:
-                    os.preadv(self._file, [memories[index]], place)
+                    os.preadv(self._file, [memory], place)
                 done[index] += 1
 
         threads = [threading.Thread(target=lane, args=(index,)) for index in range(depth)]

@@ -86,7 +86,6 @@ class Disk:
         """What the log has last."""
         self._writes_stopped = False
         self._errors_in_a_row = 0
-        self._failure: OSError | None = None
         self._failed = asyncio.Event()
         self._sequence = 0
         self._counts: Counter[Literal["loaded", "written"]] = Counter()
@@ -252,6 +251,7 @@ class Disk:
                 self._fail(error)
             finally:
                 self._segments = self._scanning = None
+                self._reason = self._reason or "closed"
                 segments.drop()
             await asyncio.sleep(self._retry_s)
 
@@ -261,7 +261,7 @@ class Disk:
         await self._upkeep(segments, lambda _: segments.open())
         found, sequence = await scan(segments, self.geometry, self._upkeep, self._scanned)
         self._sequence = max(self._sequence, sequence)
-        self._scanning, self._segments = None, segments
+        self._scanning, self._segments, self._reason = None, segments, ""
         self._writes_stopped, self._full, self._full_told, self._errors_in_a_row = False, "", "", 0
         self._failed.clear()
         how = "past the page cache" if segments.direct else "through the page cache: O_DIRECT does not work there"

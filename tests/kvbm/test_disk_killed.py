@@ -11,7 +11,7 @@ from tests.kvbm.disk_rig import content, running
 from tests.kvbm.disk_writer import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 12
+ROUNDS = 8
 
 
 def _write_until_killed(directory: Path, seed: int, after_s: float) -> None:
