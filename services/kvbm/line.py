@@ -1,0 +1,68 @@
+"""A line of blocks that may have to go, the first in line first. Pure.
+
+                       refused                    each `first` asks two of them again
+    push ──▶ waiting ───────────▶ aside ─────────────────────────────────────────────▶ named, if it may go by now
+              ▲                     │
+              └──────── push ───────┘
+
+Some may not go just now: they are being copied, or their children are still there. Those are passed once, and then
+stand aside, so that thousands of them before the one that may go are not asked again for each victim. Every operation
+is O(1), amortised, but for `first(…, every=True)` where all have been refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from shared.hashing import ContentKey
+
+_ASKED_AGAIN = 2
+
+
+class Line:
+    """Keys in order, each once."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[ContentKey, None] = OrderedDict()
+        self._aside: OrderedDict[ContentKey, None] = OrderedDict()
+        """Refused, all of them longer in line than those that wait; who was asked last is last."""
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._aside)
+
+    def __contains__(self, key: ContentKey) -> bool:
+        return key in self._waiting or key in self._aside
+
+    def push(self, key: ContentKey) -> None:
+        """To the end, from wherever it is."""
+        self._aside.pop(key, None)
+        self._waiting[key] = None
+        self._waiting.move_to_end(key)
+
+    def drop(self, key: ContentKey) -> None:
+        """It must be there."""
+        if key in self._aside:
+            del self._aside[key]
+        else:
+            del self._waiting[key]
+
+    def first(self, may_go: Callable[[ContentKey], bool], *, every: bool) -> ContentKey | None:
+        """One that may go, about the first in line; it stays. Unless `every` is set, one may be missed that was refused
+        before."""
+        for _ in range(min(_ASKED_AGAIN, len(self._aside))):
+            key = next(iter(self._aside))
+            if may_go(key):
+                return key
+            self._aside.move_to_end(key)
+        while self._waiting:
+            key = next(iter(self._waiting))
+            if may_go(key):
+                return key
+            del self._waiting[key]
+            self._aside[key] = None
+        return next(filter(may_go, self._aside), None) if every else None
+
+    def validate(self) -> None:
+        """Raises AssertionError where the line contradicts itself. O(length)."""
+        assert self._waiting.keys().isdisjoint(self._aside), "a key is in line twice"

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from benchmarks.eviction import Store, foresight, rows_of
+from benchmarks.eviction_loads import agents, batch, conversations, documents
+from benchmarks.loads import Load, Request, ideal
+from shared.hashing import ContentKey
+
+
+def keys(*numbers: int) -> list[ContentKey]:
+    return [number.to_bytes(16) for number in numbers]
+
+
+@pytest.mark.parametrize("make", [conversations, agents, documents, batch])
+def test_made_up_loads_are_in_order_with_names_for_all_tokens_and_share_whole_prefixes(
+    make: Callable[[int, Random], Load],
+) -> None:
+    load = make(300, Random(1))
+    assert [each.number for each in load.requests] == list(range(300))
+    arrivals = [each.arrival_s for each in load.requests]
+    assert arrivals == sorted(arrivals)
+    parents: dict[int, int | None] = {}
+    for each in load.requests:
+        assert len(each.names) == -(-each.prompt_tokens // load.block_size)
+        parent = None
+        for name in each.names:
+            assert parents.setdefault(name, parent) == parent
+            parent = name
+    assert 0.2 < ideal(load).cached_tokens / ideal(load).prompt_tokens < 0.98
+
+
+def test_the_longest_prefix_counts_and_is_kept_while_its_end_makes_room() -> None:
+    store = Store("lru", 4, leaves=True)
+    store.ask(keys(1, 2, 3), 3)
+    store.ask(keys(1, 2, 4), 3)
+    store.ask(keys(1, 5, 6), 3)
+    assert (store.found, store.stored) == (3, 6)
+    store.ask(keys(1, 2, 4), 3)
+    assert store.found == 3 + 2, "3 and 4 made room, and not 2, though it was told longer ago than its child 4"
+
+
+def test_what_leaves_the_host_is_found_on_disk_and_comes_up() -> None:
+    store = Store("lru", 2, leaves=True, disk_blocks=4, admission="always")
+    store.ask(keys(1, 2), 2)
+    store.ask(keys(3, 4), 2)
+    assert store.written == 2
+    store.ask(keys(1, 2), 2)
+    assert (store.found, store.found_in_host, store.written) == (2, 0, 4)
+    store.ask(keys(1, 2), 2)
+    assert (store.found, store.found_in_host) == (4, 2)
+
+
+def test_admitted_by_two_sightings_only_what_is_asked_for_again_is_written() -> None:
+    store = Store("lru", 2, leaves=True, disk_blocks=4, admission="twice")
+    store.ask(keys(1, 2), 2)
+    store.ask(keys(1, 3), 2)
+    store.ask(keys(4, 5), 2)
+    assert store.written == 1, "1 was seen twice, 2 and 3 were not"
+
+
+def test_foresight_finds_what_fits_and_is_never_beaten() -> None:
+    prompts = [(keys(1), 1), (keys(2), 1), (keys(1), 1), (keys(3), 1), (keys(2), 1), (keys(1), 1)]
+    assert foresight(prompts, 1) == 2
+    assert foresight(prompts, 2) == 3
+    load = conversations(150, Random(2))
+    rows = list(rows_of(load, (0.1,), ["lru", "reuse", "s3-fifo"]))
+    best = next(row.hits for row in rows if row.policy == "foresight")
+    assert all(row.hits <= best <= 1 for row in rows if row.tiers == "host")
+
+
+def test_a_prompt_never_finds_its_last_token() -> None:
+    whole = [Request(number, float(number), [7, 8], 128, 1) for number in range(2)]
+    rows = list(rows_of(Load("made", 64, whole), (1.0,), ["lru"]))
+    assert {row.hits for row in rows} == {1.0}, "one block of two is of use, and is found"
