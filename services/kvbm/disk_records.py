@@ -1,6 +1,6 @@
 """DiskRecords: the records of one layout's disk tier, and which block each of them has.
 
-    off ◀── gone ── ── back(found) ──▶ on              starts off: what a disk holds is found first
+    off ──back(found)──▶ on ──gone──▶ off              what a disk holds is found first
 
             write                  written                 read
     free ───────────▶ writing ────────────────▶ ready ◀──────────▶ ready, being read
@@ -10,8 +10,8 @@
 Where the disk has no space for new records, those that are free are withheld, and blocks go for others; where it has
 none even for these, nothing is written. Both until `space_again`, or until it has gone and come back.
 
-A request that is under way when the disk goes ends like any other: a record is not used again before its request has
-ended, and a write from before `gone` publishes nothing, since the disk that came back need not be the one it went to.
+A request that is under way when the disk goes ends like any other. The disk that comes back need not be the one it went
+to: until it has ended its record is neither found nor used again, and a write from before `gone` publishes nothing.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class DiskRecords:
             evicted = self.shelf.take(key)
             self._free.append(record)
             return evicted
-        if self.on and record not in self.shelf.places.values():  # the disk went and came back without this block
+        if self.on:  # the disk went and came back; else `back` will see that it is free
             self._free.append(record)
         return None
 
@@ -162,11 +162,12 @@ class DiskRecords:
         """The disk is there, with these blocks, oldest first; of two records with one key the newer counts."""
         assert not self.on, "the disk is there already"
         self.on = True
-        newest = {one.content.key: one.record for one in found if one.record not in self._writes}
+        busy = self._writes.keys() | self._reading
+        newest = {one.content.key: one.record for one in found if one.record not in busy}
         stored: list[Stored] = []
         for run in _runs([one for one in found if newest.get(one.content.key) == one.record]):
             stored += reversed([self.shelf.put(one.content, one.record) for one in reversed(run)])
-        used = {*self.shelf.places.values(), *self._writes, *self._reading}
+        used = busy.union(self.shelf.places.values())
         self._free = [record for record in range(self.capacity - 1, -1, -1) if record not in used]
         return stored
 

@@ -330,8 +330,8 @@ class StoreMachine(RuleBasedStateMachine):
     def switch_disk(self, replaced: bool) -> None:
         if self.on:
             self.hear(self.tiers.disk_gone())
-            if replaced:
-                self.disk_bytes = {}
+            if replaced:  # another directory: the same blocks elsewhere
+                self.disk_bytes = {RECORDS - 1 - record: content for record, content in self.disk_bytes.items()}
         else:
             self.hear(self.tiers.disk_back([Found(record, content) for record, content in self.disk_bytes.items()]))
         self.on = not self.on
