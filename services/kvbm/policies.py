@@ -6,8 +6,7 @@ The tier decides who *may* go: nobody that is pinned or copied, and in a prefix-
 there, since a block is of use only behind its parents. The policy decides who of these goes.
 
 A policy of your own is a class with these four methods, made with its tier's capacity in blocks, and named in the
-config as `module:attribute`. It runs behind `GuardedPolicy`. docs/policies.md is about the router's; this interface
-is the same idea.
+config as `module:attribute`. It runs behind `GuardedPolicy`, which says what happens when it fails.
 """
 
 from __future__ import annotations
@@ -215,7 +214,9 @@ BUILT_IN: dict[str, Callable[[int], EvictionPolicy]] = {
     "s3-fifo": S3FifoPolicy,
 }
 DEFAULT = "reuse"
-"""The best over all loads of benchmarks/eviction.py."""
+"""By benchmarks/eviction.py the best of one tier alone, and of two where the disk takes all that leaves the host. Where
+it takes only what was seen twice, `lru` finds more in the two together: `reuse` lets go early what was seen once, which
+is then not there when it is seen again."""
 
 
 def named(name: str, capacity_blocks: int) -> EvictionPolicy:
