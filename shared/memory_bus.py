@@ -121,6 +121,10 @@ class MemoryBroker:
         """Give NATS back; its subscriptions live on."""
         bus.find()
 
+    def hang(self, bus: MemoryBus) -> None:
+        """The connection of `bus` is dead and has not broken: what it sends is lost, until it is disconnected."""
+        bus.hung = True
+
     def _receivers(self, subject: str) -> list[MemorySubscription]:
         everyone: list[MemorySubscription] = []
         groups: dict[tuple[str, str], list[MemorySubscription]] = {}
@@ -178,6 +182,7 @@ class MemoryBus:
         self._malformed = Tally()
         self._state: Literal["connected", "away", "closed"] = "connected"
         self.connections = 1
+        self.hung = False
         broker.join(self, self.replies.prefix, self.replies.take)
 
     @property
@@ -189,7 +194,7 @@ class MemoryBus:
         return self._malformed.count
 
     async def confirm(self, connections: int) -> None:
-        if self._state != "connected" or connections != self.connections:
+        if self._state != "connected" or connections != self.connections or self.hung:
             raise BusDown("the connection was lost")
 
     async def publish(
@@ -265,6 +270,7 @@ class MemoryBus:
         """See MemoryBroker.disconnect."""
         if self._state == "connected":
             self._state = "away"
+            self.hung = False
             self.replies.fail(BusDown("the connection was lost"))
 
     def find(self) -> None:
@@ -281,6 +287,8 @@ class MemoryBus:
 
     def _send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
         subjects.check(subject)
+        if self.hung:
+            return
         self.broker.publish(Message(subject, payload, reply, dict(headers or {})), self)
 
 

@@ -31,8 +31,8 @@ STATUS_HEADER = "Headrace-Status"
 PROBE_HEADER = "Headrace-Probe"
 QUEUE = "frontend"
 AGAIN_S = 0.5
-TRIES = 120
-"""To tell a failure: a NATS that is away for a minute loses none."""
+TRIES = 600
+"""To tell a failure: a NATS that is away for five minutes loses none."""
 
 _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
 _log = logging.getLogger(__name__)
@@ -129,12 +129,15 @@ class NatsDoor:
             return await self._fail(message, error)
 
     async def _fail(self, message: Message, error: HeadraceError, tries: int = TRIES) -> int:
-        """Its status. A client that listens is owed an end: while NATS is away, it is told again and again."""
+        """Its status. A client that listens is owed an end: it is told again and again, until NATS has it."""
         wrong = failure_of(error)
         headers = {**_LAST, STATUS_HEADER: str(wrong.status), **wrong.headers}
         for left in reversed(range(tries)):
+            connections = self._runtime.bus.connections
             try:
                 await self._publish(message.reply, wrong.payload, headers=headers)
+                if tries > 1:
+                    await self._runtime.bus.confirm(connections)  # a connection may be dead long before it breaks
                 break
             except BusDown as why:
                 if not left:

@@ -253,3 +253,17 @@ async def test_a_failure_while_nats_is_away_is_told_when_it_is_back(directory: P
         answer, headers = await asking
         assert "deadline" in answer["error"]["message"]
         assert headers[LAST_HEADER] == "true"
+
+
+async def test_a_failure_told_on_a_dead_connection_is_told_again_when_there_is_a_new_one(directory: Path) -> None:
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, deadline_s=0.5)) as w:
+        w.workers[0].output = None
+        asking = asyncio.create_task(ask(w, "chat", body()))
+        await w.workers[0].generates.at_least(1)
+        w.broker.hang(w.bus)
+        await w.counted("headrace_inflight_requests", 0)
+        w.broker.disconnect(w.bus)
+        w.broker.reconnect(w.bus)
+        answer, headers = await asking
+        assert "deadline" in answer["error"]["message"]
+        assert headers[LAST_HEADER] == "true"
