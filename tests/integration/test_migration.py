@@ -21,7 +21,8 @@ from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 60.0
-TOKENS = 1000
+TOKENS = 4000
+"""Seconds of them, on any machine: a worker shows what it runs every 250 ms."""
 READ_BEFORE = 100
 """Chunks until it happens; the other nine tenths are far more than is on its way."""
 PROMPT = "The mill at the river turns"
@@ -33,7 +34,7 @@ WORKERS = ("worker 1", "worker 2")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context_length=8192)
 
 
 @pytest.fixture(scope="module")
