@@ -47,6 +47,12 @@ def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Pat
             start_worker(one, name, model)
         one.start("frontend", "frontend", "--limits-frozen-s", "1.5", "--limits-quiet-s", "0.5")
         one.wait_ready()
+        router = one.services["router"]  # it sees the workers later than the frontend does, now and then
+        eventually(
+            lambda: router.metric("headrace_kv_sources") >= len(WORKERS),
+            limit_s=LIMIT_S,
+            what="the router knows the workers",
+        )
         yield one
 
 
