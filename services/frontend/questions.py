@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from typing import TypeGuard
 
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
@@ -18,8 +19,10 @@ from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.lifecycle import Runtime
-from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Generate, Select
+from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Generate, Select, SelectRefused, SelectReply
 
+BEHIND_PAUSE_S = 0.05
+"""Before routers that have not heard yet of workers that are there are asked again."""
 ROUTERS_TRIED = 3
 """By their id, after the queue group did not answer."""
 SELECT_LIMIT_S = 5.0
@@ -60,8 +63,11 @@ class Questions:
             )
         )
         timeout_s = self._limits.select_timeout_s
+        behind: SelectRefused | None = None
         slow = True
-        while slow:
+        while slow or (behind is not None and loop.time() < until):
+            if behind is not None:
+                await asyncio.sleep(BEHIND_PAUSE_S)
             slow = False
             for tried, addressee in enumerate(self._addressees(job.model)):
                 left_s = until - loop.time()
@@ -75,14 +81,21 @@ class Questions:
                     reply = await self._runtime.bus.request(
                         subjects.select(self._runtime.namespace, addressee), payload, timeout_s=min(timeout_s, left_s)
                     )
-                    self._feed(one, SELECT_REPLY.decode(reply.payload))
+                    answer = SELECT_REPLY.decode(reply.payload)
+                    if self._is_behind(answer, job.model):
+                        behind = answer
+                        continue
+                    self._feed(one, answer)
                     return
                 except Unavailable as why:
                     slow = slow or isinstance(why, RequestTimeout)
                     _log.warning("request %s: router %s: %s", job.request, addressee, why)
                 except ProtocolError as wrong:
                     _log.error("request %s: router %s: %s", job.request, addressee, wrong)
-            timeout_s *= 2
+            timeout_s *= 2 if slow else 1
+        if behind is not None:
+            self._feed(one, behind)
+            return
         # Routers are there and do not answer: a frozen NATS looks like that, and one that has just come back.
         connected, expected = self._runtime.bus.connected, bool(self._routers())
         reason = "no router answered" if connected else "NATS is not connected"
@@ -116,6 +129,16 @@ class Questions:
             _log.warning("request %s: worker %s: %s", job.request, offer.instance, why)
             event = Unreachable(offer.attempt, str(why))
         self._feed(one, event)
+
+    def _is_behind(self, answer: SelectReply, model: str) -> TypeGuard[SelectRefused]:
+        """Whether a router has not heard yet of a worker that is known here: it follows discovery by itself."""
+        return (
+            isinstance(answer, SelectRefused)
+            and answer.code in ("unknown_model", "no_instances")
+            and any(
+                card.model == model and card.role == "aggregated" for card in self._runtime.directory.cards.values()
+            )
+        )
 
     def _addressees(self, model: str) -> Iterator[str]:
         yield model

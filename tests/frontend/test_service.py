@@ -15,7 +15,7 @@ from services.frontend.config import LimitsConfig
 from shared import subjects
 from shared.hashing import unpack_tokens
 from shared.memory_bus import MemoryBus
-from shared.messages import Cancel, Generate
+from shared.messages import Cancel, Generate, Select, SelectRefused, SelectReply
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
 PENDING_LIMIT = 65_536
@@ -154,3 +154,19 @@ async def test_a_frontend_that_stood_still_itself_blames_no_worker(directory: Pa
 
         assert await halfway(w, the_frontend_stands_still) == "one two three"
         assert (len(first.generates.all), len(w.workers[1].generates.all)) == (1, 0)
+
+
+async def test_a_router_that_has_not_heard_of_a_worker_yet_is_asked_again(directory: Path) -> None:
+    async with world(directory, limits=QUICK) as w:
+        w.say("hello")
+        knows = w.router.answer
+
+        def hears_late(select: Select) -> SelectReply | None:
+            if len(w.router.asked.all) < 5:
+                return SelectRefused(select.request, select.attempt, "unknown_model", "not heard of it")
+            return knows(select)
+
+        w.router.answer = hears_late
+        async with clients(w) as (openai, _), asyncio.timeout(DEADLINE_S):
+            answer = await openai.chat.completions.create(model=MODEL, messages=COUNT)
+        assert answer.choices[0].message.content == "hello"

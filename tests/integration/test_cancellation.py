@@ -102,6 +102,8 @@ async def asking(services: Fleet, nats_url: str, door: Door, payload: bytes) -> 
     first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def heard(piece: bytes) -> None:
+        if b'"error"' in piece and not first.done():
+            first.set_exception(AssertionError(f"refused: {piece[:500]!r}"))
         if b'"text":"' in piece and b'"text":""' not in piece and not first.done():
             first.set_result(piece)
 
