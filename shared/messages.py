@@ -14,8 +14,9 @@ Channels, each with its union and its codec at the end of the file:
     anyone → service     Ping → Pong                             request and reply, `control`
     worker → frontend    StepFrame of Parts                      published, at most one a step
     worker → everyone    LoadReport                              published every 250 ms
-    router → worker      SnapshotRequest → SnapshotChunk …       request, streamed replies
-    worker → routers     EventBatch of vLLM's KV events          ZMQ
+    router → worker      SnapshotRequest → SnapshotChunk …       request, streamed replies; kvbm has them too
+    worker → routers     EventBatch of vLLM's KV events          ZMQ; kvbm has them too
+    worker ⇄ kvbm        shared.kvbm_messages
 
 Payloads are msgpack; JSON where the message's `Content-Type` header says `application/json`. Token ids are packed
 little-endian u32, hashes packed little-endian u64 (`shared.hashing`). Time limits travel as time left, in seconds.
@@ -80,6 +81,8 @@ class Instance(Struct, frozen=True):
     """Base URL of the process's /live, /health and /metrics; empty: none."""
     api: str = ""
     """Base URL where clients reach a frontend, perhaps shared with other processes."""
+    layouts: dict[str, EventSource] = {}
+    """A kvbm's layouts, by digest: where the events of the blocks that it holds of each come from."""
 
 
 class KvLayout(Struct, frozen=True):
@@ -127,6 +130,8 @@ class ModelCard(Struct, frozen=True):
     lora: tuple[str, ...] = ()
     kvbm: str = ""
     """The instance id of the kvbm this worker is attached to; empty: none."""
+    kvbm_layout: str = ""
+    """The digest of its layout there."""
 
 
 # --- frontend → router: select and reserve in one step
@@ -489,6 +494,10 @@ class Part(Struct, frozen=True, array_like=True):
     """One for each token, where they were asked for."""
     error: str = ""
     """Why, where finish is "error"; SHUTTING_DOWN is one that frontends know."""
+    cached_host_tokens: int = 0
+    """Of `cached_tokens`, those that came from the kvbm's host memory …"""
+    cached_disk_tokens: int = 0
+    """… and those that came from its disk."""
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
@@ -582,6 +591,8 @@ class SnapshotRequest(Struct, frozen=True, tag="snapshot"):
     """Everything the prefix cache holds, please."""
 
     rank: int = 0
+    layout: str = ""
+    """Whose blocks, where a kvbm is asked: a layout's digest."""
 
 
 class SnapshotBlock(Struct, frozen=True, array_like=True):
@@ -601,6 +612,8 @@ class SnapshotChunk(Struct, frozen=True):
     sequence: int
     blocks: list[SnapshotBlock]
     last: bool
+    tier: Tier = "device"
+    """Where these blocks are; a kvbm's snapshot has chunks of host and of disk."""
 
 
 # --- KV events on ZMQ: vLLM's format (0.32: maps), [topic][sequence, 8 bytes big-endian][EventBatch]

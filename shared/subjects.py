@@ -97,6 +97,14 @@ def worker(namespace: str, instance: str, operation: str) -> str:
     return f"{ROOT}.{namespace}.worker.{instance}.{operation}"
 
 
+# --- kvbm
+
+
+def kvbm(namespace: str, instance: str, operation: str) -> str:
+    """One block store's subject: attach, store, commit, abort, fetch, release, snapshot, load, stat or control."""
+    return f"{ROOT}.{namespace}.kvbm.{instance}.{operation}"
+
+
 # --- etcd keys
 
 

@@ -20,6 +20,10 @@ from services.worker.engine import (
     PARTS,
     CancelAttempt,
     Drawn,
+    EngineOrder,
+    KvbmDown,
+    KvbmReply,
+    KvbmUp,
     Ready,
     Snapshot,
     Stepped,
@@ -80,7 +84,7 @@ class EngineCore:
         """Whether `begin` would give a step."""
         return self._scheduler.busy
 
-    def obey(self, command: Submit | CancelAttempt | TakeSnapshot, now_s: float) -> list[Stepped | Snapshot]:
+    def obey(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot]:
         """Take a command. A snapshot is there at once, and before it what it has beyond what was told."""
         match command:
             case Submit():
@@ -91,6 +95,8 @@ class EngineCore:
                 told = self._tell()
                 blocks = to_snapshot(self._scheduler.snapshot())
                 return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
+            case KvbmUp() | KvbmDown() | KvbmReply():
+                pass
             case _:
                 assert_never(command)
         return []

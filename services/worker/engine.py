@@ -3,15 +3,17 @@
     shell (asyncio: NATS, ZMQ, etcd)                     engine process (a plain loop)
         Submit, Cancel, TakeSnapshot, Shutdown   ──▶     scheduler, block pool, runner
                             ◀──   Ready, Stepped, Snapshot, Failed
+        KvbmUp, KvbmDown, KvbmReply              ──▶     the machine's block store, and copies to and from it
+                            ◀──   KvbmAsk, KvbmLink
 
 The engine owns the block pool and numbers the KV event batches, so that one process says what is cached. The shell
-answers the network and never touches a block.
+answers the network and never touches a block; what engine and kvbm say to each other it carries without a look.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -55,7 +57,32 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     """End the process; what runs is not finished first (the shell drains before it says this)."""
 
 
-EngineCommand = Submit | CancelAttempt | TakeSnapshot | Shutdown
+class KvbmUp(Struct, frozen=True, tag="kvbm_up"):
+    """This kvbm serves the pool's directory now: attach."""
+
+    kvbm: str
+    """Its instance id."""
+
+
+class KvbmDown(Struct, frozen=True, tag="kvbm_down"):
+    """It is not there any more. What it held for this engine may be another's soon."""
+
+    reason: str
+
+
+class KvbmReply(Struct, frozen=True, tag="kvbm_reply"):
+    """One answer to the KvbmAsk of this number."""
+
+    number: int
+    payload: bytes
+    last: bool = True
+    """No other answer to it follows."""
+    failed: str = ""
+    """Why there is no payload: nobody answered in time, or NATS is away. What was asked may have been done."""
+
+
+EngineOrder = Submit | CancelAttempt | TakeSnapshot | KvbmUp | KvbmDown | KvbmReply
+EngineCommand = EngineOrder | Shutdown
 
 # --- engine → shell
 
@@ -83,6 +110,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     kv_layout: KvLayout
     path: str = ""
     """Directory with tokenizer.json and tokenizer_config.json (a GGUF file was converted into it)."""
+    weights: str = ""
+    """A digest of what is computed with: blocks are exchanged between engines with the same one only."""
 
 
 class EngineLoad(Struct, frozen=True):
@@ -156,7 +185,29 @@ class Failed(Struct, frozen=True, tag="failed"):
     """The model cannot be served: starting again will not help."""
 
 
-EngineReport = Loading | Ready | Stepped | Snapshot | Failed
+class KvbmAsk(Struct, frozen=True, tag="kvbm_ask"):
+    """Put this to the kvbm; each is answered by KvbmReply, the last of which is `last`."""
+
+    number: int
+    operation: Literal["attach", "store", "commit", "abort", "fetch", "release"]
+    payload: bytes
+    """As `shared.kvbm_messages` encodes it."""
+    timeout_s: float
+    """For each answer."""
+
+
+class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
+    """Whether blocks are exchanged with a kvbm now; told at each change."""
+
+    kvbm: str
+    """Instance id; empty: none."""
+    layout: str = ""
+    """The digest there."""
+    reason: str = ""
+    """Why not."""
+
+
+EngineReport = Loading | Ready | Stepped | Snapshot | Failed | KvbmAsk | KvbmLink
 
 # --- an engine as the shell sees it, wherever it runs
 
@@ -173,7 +224,7 @@ class Engine(Protocol):
         """False: the engine does not read, and nothing was sent."""
         ...
 
-    def send(self, command: CancelAttempt | TakeSnapshot) -> None: ...
+    def send(self, command: CancelAttempt | TakeSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None: ...
 
     async def receive(self) -> EngineReport:
         """The next report. Raises PeerGone."""

@@ -13,7 +13,16 @@ import msgspec
 
 from services.worker.channel import ShellEnd
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.engine import CancelAttempt, EngineReport, Shutdown, Submit, TakeSnapshot
+from services.worker.engine import (
+    CancelAttempt,
+    EngineReport,
+    KvbmDown,
+    KvbmReply,
+    KvbmUp,
+    Shutdown,
+    Submit,
+    TakeSnapshot,
+)
 from shared.config import environment
 
 ENGINE_MODULE = "services.worker.engine_process"
@@ -47,8 +56,8 @@ class EngineClient:
         self.channel.send(command)
         return True
 
-    def send(self, command: CancelAttempt | TakeSnapshot) -> None:
-        """At most one a submitted attempt or a question, so no bound of its own."""
+    def send(self, command: CancelAttempt | TakeSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None:
+        """At most one a submitted attempt or a question of either side, so no bound of its own."""
         self.channel.send(command)
 
     async def receive(self) -> EngineReport:

@@ -22,6 +22,11 @@ from services.worker.engine import (
     CancelAttempt,
     Engine,
     Failed,
+    KvbmAsk,
+    KvbmDown,
+    KvbmLink,
+    KvbmReply,
+    KvbmUp,
     Loading,
     Ready,
     Snapshot,
@@ -57,8 +62,9 @@ class EngineHost:
         stepped: Callable[[Stepped], None],
         lost: Callable[[str], None],
         busy: Callable[[], bool],
+        exchanged: Callable[[KvbmAsk | KvbmLink], None],
     ) -> None:
-        """`busy` tells whether attempts wait for the engine."""
+        """`busy` tells whether attempts wait for the engine; `exchanged` hears what it has to say to its kvbm."""
         self._config = config
         self._model_name = model_name
         self._start = start
@@ -67,6 +73,7 @@ class EngineHost:
         self._stepped = stepped
         self._lost = lost
         self._busy = busy
+        self._exchanged = exchanged
         self._heard = 0
         """Reports of all engines so far."""
         self._engine: Engine | None = None
@@ -104,6 +111,11 @@ class EngineHost:
     def cancel(self, request: str, attempt: int) -> None:
         if self._engine is not None:
             self._engine.send(CancelAttempt(request, attempt))
+
+    def exchange(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
+        """What its kvbm has to say; nobody hears it while there is no engine."""
+        if self._engine is not None and self.facts is not None:
+            self._engine.send(command)
 
     async def snapshot(self, limit_s: float) -> Snapshot:
         """Raises Unavailable without an engine, or where it does not answer in time."""
@@ -163,6 +175,8 @@ class EngineHost:
                     waiting = self._snapshots.get(ticket)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(report)
+                case KvbmAsk() | KvbmLink():
+                    self._exchanged(report)
                 case Failed():
                     return report
                 case _:

@@ -99,6 +99,7 @@ class Worker:
             stepped=self._engine_stepped,
             lost=self._engine_lost,
             busy=lambda: len(self._attempts) > 0,
+            exchanged=lambda _report: None,
         )
         self._publisher = runtime.events.open_publisher()
         self._announcement = Announcement(runtime, self.event_source)

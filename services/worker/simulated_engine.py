@@ -20,7 +20,7 @@ from pathlib import Path
 from services.worker.channel import PeerGone
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.core import EngineCore
-from services.worker.engine import CancelAttempt, EngineReport, Submit, TakeSnapshot, Work
+from services.worker.engine import EngineOrder, EngineReport, Submit, Work
 from services.worker.model_facts import facts_of
 from services.worker.simulated import SimulatedModel
 from services.worker.simulated_runner import simulated_model
@@ -34,7 +34,7 @@ class SimulatedEngine:
         self._model = model
         self._loop = asyncio.get_running_loop()
         self._reports: deque[EngineReport] = deque((model.facts, core.opening()))
-        self._commands: deque[Submit | CancelAttempt | TakeSnapshot] = deque()
+        self._commands: deque[EngineOrder] = deque()
         """Not taken yet; bounded as the attempts and questions of the shell are."""
         self._works: list[Work] | None = None
         """Of the step under way."""
@@ -61,7 +61,7 @@ class SimulatedEngine:
         self.send(command)
         return True
 
-    def send(self, command: Submit | CancelAttempt | TakeSnapshot) -> None:
+    def send(self, command: EngineOrder) -> None:
         self._commands.append(command)
         self._called.set()
 
