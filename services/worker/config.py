@@ -9,6 +9,8 @@ from msgspec import Meta, Struct
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
 EngineName = Literal["native", "simulated", "echo"]
+KvDtype = Literal["float32", "bfloat16"]
+Offload = Literal["filled", "evicted", "off"]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 
@@ -35,11 +37,29 @@ class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Everything takes its time ÷ this."""
     table: str = ""
     """A TOML file with measured times, instead of the formula."""
+    copy_bytes_per_s: Annotated[float, Meta(gt=0)] = 50e9
+    """How fast blocks are copied between the device and kvbm's pool."""
     output_tokens: Natural = 200
     """An answer ends by itself after this many tokens in the mean (half to one and a half times, by prompt); 0: only
     at its limits."""
     context_length: Natural = 0
     """0: the model's."""
+
+
+class KvbmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The machine's block store, as this worker uses it. A worker serves without one, too: every failure of it, and
+    every answer that comes late, means that blocks are computed."""
+
+    pool: str = ""
+    """The directory of kvbm's pool; empty: blocks are not exchanged."""
+    offload: Offload = "filled"
+    """Which blocks kvbm is offered: each as soon as it is full; only those that will leave the device soon; none."""
+    wait_s: Seconds = 0.0
+    """How long a request waits at most for blocks that kvbm holds; 0: as long as computing them would take."""
+    timeout_s: Annotated[float, Meta(gt=0, le=60)] = 2.0
+    """For each of kvbm's answers."""
+    blocks_in_flight: Positive = 256
+    """Device blocks that copies to the pool hold at most; those that load are bounded by the pool of the device."""
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,6 +78,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     capacity_blocks: Natural = 0
     """Blocks of the device tier; 0: as many as `capacity_bytes` holds, or 4096 where no arithmetic needs the bytes."""
     capacity_bytes: Positive = 512 << 20
+    kv_dtype: KvDtype = "float32"
+    """How the native engine keeps KV; bfloat16 takes half of the memory, and of kvbm's pool."""
     max_running: Positive = 64
     """Sequences a step computes at most."""
     max_waiting: Positive = 256
@@ -65,6 +87,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_waiting_tokens: Positive = 1 << 20
     """Uncomputed tokens in the queue."""
     simulated: SimulatedConfig = SimulatedConfig()
+    kvbm: KvbmConfig = KvbmConfig()
     threads: Natural = 0
     """Of the engine's arithmetic; 0: one a core. Workers that share a machine share its cores: set cores ÷ workers."""
     stall_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0
@@ -79,6 +102,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the engine process is started with, as JSON in its first argument."""
 
+    instance: str
+    """The worker's instance id."""
     engine: EngineName
     model: str
     model_name: str
@@ -86,18 +111,21 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     block_size: int
     capacity_blocks: int
     capacity_bytes: int
+    kv_dtype: KvDtype
     max_running: int
     max_waiting: int
     max_waiting_tokens: int
     simulated: SimulatedConfig
+    kvbm: KvbmConfig
     threads: int
     parent_pid: int
     """The shell; the engine does not outlive it."""
 
     @staticmethod
-    def of(config: WorkerConfig, model_name: str, *, parent_pid: int) -> EngineConfig:
+    def of(config: WorkerConfig, model_name: str, instance: str, *, parent_pid: int) -> EngineConfig:
         """The engine's part of a worker's settings."""
         return EngineConfig(
+            instance=instance,
             engine=config.engine,
             model=config.model,
             model_name=model_name,
@@ -105,10 +133,12 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             block_size=config.block_size,
             capacity_blocks=config.capacity_blocks,
             capacity_bytes=config.capacity_bytes,
+            kv_dtype=config.kv_dtype,
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             max_waiting_tokens=config.max_waiting_tokens,
             simulated=config.simulated,
+            kvbm=config.kvbm,
             threads=config.threads,
             parent_pid=parent_pid,
         )

@@ -37,11 +37,14 @@ class EngineClient:
     channel: ShellEnd
 
     @staticmethod
-    async def start(config: WorkerConfig, model_name: str, *, module: str = ENGINE_MODULE) -> EngineClient:
-        """Returns when the process runs, which tells Loading and Ready by itself; `module` is its program."""
+    async def start(
+        config: WorkerConfig, model_name: str, instance: str, *, module: str = ENGINE_MODULE
+    ) -> EngineClient:
+        """Returns when the process runs, which tells Loading and Ready by itself; `instance` is the worker's id,
+        `module` the engine's program."""
         ours, theirs = socket.socketpair()
         with theirs:
-            engine_config = EngineConfig.of(config, model_name, parent_pid=os.getpid())
+            engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
             process = _spawn(module, engine_config, theirs.fileno(), _child_environment(config.threads))
         return EngineClient(process, await ShellEnd.open(ours))
 

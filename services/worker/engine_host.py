@@ -42,8 +42,8 @@ STABLE_AFTER_S = 60.0
 """An engine that lived this long starts the back-off anew."""
 END_LIMIT_S = 2.0
 
-StartEngine = Callable[[WorkerConfig, str], Awaitable[Engine]]
-"""From the settings and the model's name; the engine tells Loading and Ready by itself."""
+StartEngine = Callable[[WorkerConfig, str, str], Awaitable[Engine]]
+"""From the settings, the model's name and the worker's instance id; the engine tells Loading and Ready by itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class EngineHost:
         self,
         config: WorkerConfig,
         model_name: str,
+        instance: str,
         start: StartEngine,
         *,
         loading: Callable[[Loading], None],
@@ -67,6 +68,7 @@ class EngineHost:
         """`busy` tells whether attempts wait for the engine; `exchanged` hears what it has to say to its kvbm."""
         self._config = config
         self._model_name = model_name
+        self._instance = instance
         self._start = start
         self._loading = loading
         self._ready = ready
@@ -135,7 +137,7 @@ class EngineHost:
 
     async def _live(self) -> Failed:
         """One engine's life; why it ended."""
-        starting = asyncio.ensure_future(self._start(self._config, self._model_name))
+        starting = asyncio.ensure_future(self._start(self._config, self._model_name, self._instance))
         try:
             engine = await asyncio.shield(starting)
         except asyncio.CancelledError:

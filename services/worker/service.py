@@ -93,6 +93,7 @@ class Worker:
         self.engine = EngineHost(
             config,
             self._model_name,
+            runtime.instance,
             start_engine,
             loading=self._engine_loading,
             ready=self._engine_ready,

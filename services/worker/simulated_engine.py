@@ -45,11 +45,11 @@ class SimulatedEngine:
         self._called = asyncio.Event()
 
     @staticmethod
-    async def start(config: WorkerConfig, model_name: str) -> SimulatedEngine:
+    async def start(config: WorkerConfig, model_name: str, instance: str) -> SimulatedEngine:
         """As EngineClient does. Raises ModelError, ConfigError."""
         facts = facts_of(Path(config.model), block_size=config.block_size, capacity_blocks=config.capacity_blocks)
         model = simulated_model(facts, config.simulated)
-        engine_config = EngineConfig.of(config, model_name, parent_pid=os.getpid())
+        engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
         return SimulatedEngine(EngineCore.of(engine_config, model.facts), model)
 
     @property

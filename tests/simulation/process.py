@@ -250,7 +250,7 @@ class Process:
         self.worker = Worker(runtime, config, self._start_engine)
         await self.worker.run()
 
-    async def _start_engine(self, config: WorkerConfig, model_name: str) -> SimulatedEngine:
+    async def _start_engine(self, config: WorkerConfig, model_name: str, _instance: str) -> SimulatedEngine:
         facts = facts_of(config.capacity_blocks)
         self.scheduler = Scheduler(
             Limits(

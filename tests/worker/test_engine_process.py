@@ -67,7 +67,7 @@ async def answer(
 
 
 async def test_it_gets_ready_answers_and_ends_on_shutdown(tmp_path: Path) -> None:
-    engine = await EngineClient.start(echo(tmp_path), "model")
+    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
     facts = await ready(engine)
     assert facts.capacity_blocks == 64
     assert facts.path == str(tmp_path / "model")
@@ -77,7 +77,7 @@ async def test_it_gets_ready_answers_and_ends_on_shutdown(tmp_path: Path) -> Non
 
 
 async def test_a_simulated_engine_takes_its_time_and_says_the_prompt(tmp_path: Path) -> None:
-    engine = await EngineClient.start(simulated(tmp_path, weights_s=0.01, context_length=100), "model")
+    engine = await EngineClient.start(simulated(tmp_path, weights_s=0.01, context_length=100), "model", "w1")
     assert (await ready(engine)).context_length == 100
     steps: list[Stepped] = []
     parts = await answer(engine, [5, 6, 7], 4, steps)
@@ -89,7 +89,7 @@ async def test_a_simulated_engine_takes_its_time_and_says_the_prompt(tmp_path: P
 async def test_a_bad_table_of_times_is_named(tmp_path: Path) -> None:
     table = tmp_path / "times.toml"
     table.write_text("decode = []", encoding="utf-8")
-    engine = await EngineClient.start(simulated(tmp_path, table=str(table)), "model")
+    engine = await EngineClient.start(simulated(tmp_path, table=str(table)), "model", "w1")
     report = await engine.receive()
     assert isinstance(report, Failed)
     assert report.model
@@ -98,14 +98,14 @@ async def test_a_bad_table_of_times_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_stopped_engine_is_killed_at_the_limit(tmp_path: Path) -> None:
-    engine = await EngineClient.start(echo(tmp_path), "model")
+    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
     await ready(engine)
     os.kill(engine.pid, signal.SIGSTOP)
     assert await engine.end(0.05) == -signal.SIGKILL
 
 
 async def test_interrupts_meant_for_the_shell_do_not_end_it(tmp_path: Path) -> None:
-    engine = await EngineClient.start(echo(tmp_path), "model")
+    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
     await ready(engine)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(engine.pid, number)
@@ -115,7 +115,7 @@ async def test_interrupts_meant_for_the_shell_do_not_end_it(tmp_path: Path) -> N
 
 async def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
     config = msgspec.structs.replace(echo(tmp_path), model=str(tmp_path))
-    engine = await EngineClient.start(config, "model")
+    engine = await EngineClient.start(config, "model", "w1")
     report = await engine.receive()
     assert isinstance(report, Failed)
     assert report.model
@@ -132,7 +132,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         "from services.worker.config import WorkerConfig\n"
         "from services.worker.engine_client import EngineClient\n"
         "async def main():\n"
-        "    engine = await EngineClient.start(msgspec.json.decode(sys.argv[1], type=WorkerConfig), 'model')\n"
+        "    engine = await EngineClient.start(msgspec.json.decode(sys.argv[1], type=WorkerConfig), 'model', 'w1')\n"
         "    await engine.receive()\n"
         "    print(engine.pid, flush=True)\n"
         "    await asyncio.Event().wait()\n"
@@ -153,7 +153,7 @@ async def test_the_native_engine_repeats_itself_from_its_cache(tmp_path: Path) -
     config = WorkerConfig(
         model=str(model), cache=str(tmp_path / "cache"), engine="native", capacity_blocks=64, threads=1
     )
-    engine = await EngineClient.start(config, "tiny")
+    engine = await EngineClient.start(config, "tiny", "w1")
     facts = await ready(engine)
     assert facts.vocab_size == 320
     prompt = [position * 7 % 320 for position in range(100)]

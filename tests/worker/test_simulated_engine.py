@@ -52,7 +52,7 @@ def submit(name: str, prompt: list[int], max_tokens: int) -> Submit:
 
 async def opened(tmp_path: Path) -> SimulatedEngine:
     """Ready and its opening heard."""
-    engine = await SimulatedEngine.start(config(tmp_path), "model")
+    engine = await SimulatedEngine.start(config(tmp_path), "model", "w1")
     assert isinstance(await engine.receive(), Ready)
     opening = await engine.receive()
     assert isinstance(opening, Stepped)
@@ -176,7 +176,9 @@ def test_a_killed_engine_is_gone_at_once(tmp_path: Path, frozen: bool) -> None:
 def test_a_table_that_is_not_there_is_an_error_of_the_settings(tmp_path: Path) -> None:
     async def scenario() -> None:
         with pytest.raises(ConfigError, match=r"none\.toml"):
-            await SimulatedEngine.start(config(tmp_path, SimulatedConfig(table=str(tmp_path / "none.toml"))), "model")
+            await SimulatedEngine.start(
+                config(tmp_path, SimulatedConfig(table=str(tmp_path / "none.toml"))), "model", "w1"
+            )
 
     simulate(scenario())
 
@@ -186,8 +188,8 @@ class Engines:
 
     latest: SimulatedEngine
 
-    async def start(self, config: WorkerConfig, model_name: str) -> SimulatedEngine:
-        self.latest = await SimulatedEngine.start(config, model_name)
+    async def start(self, config: WorkerConfig, model_name: str, instance: str) -> SimulatedEngine:
+        self.latest = await SimulatedEngine.start(config, model_name, instance)
         return self.latest
 
 
@@ -227,7 +229,7 @@ def test_a_long_prompt_is_cut_into_steps_that_take_about_as_long_as_the_schedule
     settings = msgspec.structs.replace(config(tmp_path, times), capacity_blocks=8192)
 
     async def scenario() -> None:
-        engine = await SimulatedEngine.start(settings, "model")
+        engine = await SimulatedEngine.start(settings, "model", "w1")
         assert isinstance(await engine.receive(), Ready)
         await engine.receive()
         engine.submit(submit("long", [5, 6, 7] * 30_000, 1))
