@@ -129,6 +129,23 @@ class EngineLoad(Struct, frozen=True):
     """Since the engine started."""
 
 
+class Exchanged(Struct, frozen=True):
+    """What was exchanged with kvbm since the engine started."""
+
+    saved_blocks: int = 0
+    """Copied to the pool and committed."""
+    loaded_blocks: int = 0
+    """Copied from it."""
+    bad_blocks: int = 0
+    """Copies, either way, that were begun or asked for and are worth nothing: cancelled, late, or of a slot that became
+    another block's meanwhile."""
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    save_s: float = 0.0
+    """Spent copying."""
+    load_s: float = 0.0
+
+
 class Stepped(Struct, frozen=True, tag="stepped"):
     """What one step made, or some short ones together. `progress` counts steps, also those that only cancelled or
     expired.
@@ -157,6 +174,8 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     """Computed in them."""
     elapsed_s: float = 0.0
     """What the runner took for them, all together."""
+    exchanged: Exchanged | None = None
+    """None: nothing more since it was told last."""
 
     @property
     def parts(self) -> dict[str, list[Part]]:
