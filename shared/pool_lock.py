@@ -1,6 +1,6 @@
 """Kernel locks as proofs of life, beside a kvbm's pool.
 
-    DIR/lock            held by the kvbm: one a directory
+    DIR/lock            held by the kvbm, one a directory; its note "PID INSTANCE\n" is how workers find it (`kvbm_of`)
     DIR/owners/OWNER    held by an engine process that maps the pool, from before it attaches until it ends
 
 The kernel lets go of a lock when its process ends, however it ends, and not before: a process that is stopped (SIGSTOP)
@@ -22,11 +22,14 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
+from shared import subjects
 from shared.errors import HeadraceError
 from shared.pool_format import PoolUnfit
 
+LOCK = "lock"
 OWNERS = "owners"
 POOL = "pool"
+_NOTE_BYTES = 128
 _OWNER = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Not through a link, and not waiting for the other end of a pipe."""
@@ -57,7 +60,7 @@ class HeldLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, note.encode(), 0)
         except BlockingIOError:
-            written = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
+            written = os.pread(descriptor, _NOTE_BYTES, 0).decode("ascii", "replace").strip()
             os.close(descriptor)
             raise LockTaken(path, written) from None
         except OSError:
@@ -114,6 +117,28 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def hold_directory(directory: Path, instance: str) -> HeldLock:
+    """The lock of the kvbm `instance` on its pool's directory. Raises LockTaken, OSError."""
+    return HeldLock.take(directory / LOCK, f"{os.getpid()} {instance}\n")
+
+
+def kvbm_of(directory: Path) -> str:
+    """The instance id of the kvbm that last held the directory; empty where none did, or none that can be read. Takes
+    no lock: whether it lives is discovery's to say."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        note = os.pread(descriptor, _NOTE_BYTES, 0).decode("ascii", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+    _, _, instance = note.removesuffix("\n").partition(" ")
+    return instance if note.endswith("\n") and subjects.is_id(instance) else ""
 
 
 def is_owner(name: str) -> bool:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from services.kvbm.moves import Read, TierEvent, TierStatistics
 
 
-class Bounds(Struct, frozen=True):
-    """How long tickets last, and how much one owner may have."""
+class Bounds(Struct, frozen=True, forbid_unknown_fields=True):
+    """How long tickets last, and how much one owner may have: the table `tickets` of the settings."""
 
-    store_time_s: float = 10.0
-    fetch_time_s: float = 10.0
+    store_time_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    fetch_time_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
     """Begins anew when more of the prefix has come from disk."""
-    tickets_per_owner: int = 256
+    tickets_per_owner: Annotated[int, Meta(ge=1)] = 256
     """Expired ones that wait for an answer counted."""
-    blocks_per_request: int = 4096
-    owner_share: float = 0.25
+    blocks_per_request: Annotated[int, Meta(ge=1)] = 4096
+    owner_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
     """Of the slots, that one owner may be writing to, quarantined ones counted; at least one slot."""
 
 

@@ -28,7 +28,7 @@ from services.kvbm.prefault import Prefault
 from services.kvbm.room import check_room
 from shared.errors import ConfigError
 from shared.pool_format import PAGE_BYTES, Geometry, PoolUnfit, usable
-from shared.pool_lock import POOL, HeldLock, LockTaken, check_directory
+from shared.pool_lock import POOL, LockTaken, check_directory, hold_directory
 from shared.pool_map import ArenaMap, PoolMap
 
 _log = logging.getLogger(__name__)
@@ -58,8 +58,9 @@ class HostPool:
         self._closing = closing
 
     @staticmethod
-    def open(directory: Path, size_bytes: int, arenas: int = 1) -> HostPool:
-        """Takes the directory's lock; `size_bytes` is rounded down to what a pool can have. Blocking, for a moment.
+    def open(directory: Path, size_bytes: int, arenas: int = 1, *, instance: str = "") -> HostPool:
+        """Takes the directory's lock in the name of `instance`; `size_bytes` is rounded down to what a pool can have.
+        Blocking, for a moment.
 
         Raises ConfigError: the size has no room on this machine, or none for so many arenas; another kvbm runs here;
         the directory cannot be used; or engines live that may map a file of another kind.
@@ -72,7 +73,7 @@ class HostPool:
                 Geometry.of(size_bytes).arena(0, arenas, PAGE_BYTES)
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 check_directory(directory)
-                lock = HeldLock.take(directory / "lock", f"{os.getpid()}\n")
+                lock = hold_directory(directory, instance)
                 closing.callback(lock.close)
                 owners = Owners(directory)
                 closing.callback(owners.close)
@@ -82,7 +83,8 @@ class HostPool:
                 pool, adopted = _open_file(directory / POOL, size_bytes, owners.watched)
                 closing.callback(pool.close)
             except LockTaken as taken:
-                raise ConfigError(f"{directory}: another kvbm runs here, process {taken.note or 'unknown'}") from None
+                holder = taken.note.partition(" ")[0] or "unknown"
+                raise ConfigError(f"{directory}: another kvbm runs here, process {holder}") from None
             except PoolUnfit as wrong:
                 raise ConfigError(str(wrong)) from None
             except OSError as wrong:
