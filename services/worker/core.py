@@ -31,8 +31,8 @@ from services.worker.engine import (
     TakeSnapshot,
     Work,
 )
-from services.worker.kv_events import to_kv_events, to_snapshot
 from services.worker.scheduler import Limits, Outcome, Scheduler
+from shared.kv_events import to_kv_events, to_snapshot
 from shared.messages import AllBlocksCleared, KvEvent
 
 TOLD_EVERY_S = 0.002

@@ -30,11 +30,11 @@ from services.worker.engine_client import EngineClient
 from services.worker.engine_host import EngineHost, StartEngine
 from services.worker.frame_log import FrameLog
 from services.worker.frame_sender import FrameSender
-from services.worker.kv_events import encode_batch, in_chunks
 from services.worker.metrics import Metrics
 from shared import hashing, subjects
 from shared.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, ModelError, PayloadTooLarge, ProtocolError, Unavailable
+from shared.kv_events import encode_batch, in_chunks
 from shared.lifecycle import Runtime, settle_memory
 from shared.messages import (
     CANCEL,

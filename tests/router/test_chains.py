@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from services.router.chains import Chains, Mismatch
 from services.router.events import CacheEvent, Cleared, EngineHash, Removed, Stored, decode
 from services.router.index import Index
-from services.worker.kv_events import to_kv_events
 from shared.blocks import BlockPool, Content, PoolEvent
 from shared.hashing import content_keys, pack_tokens, root_key, seed_of, sequence_hashes
+from shared.kv_events import to_kv_events
 from shared.messages import EVENT_BATCH, EventBatch, Overlap, SnapshotBlock
 from tests.router.captured import BLOCK_SIZE, SESSIONS, payloads, requests
 

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.engine import Submit, Work
-from services.worker.kv_events import to_kv_events, to_snapshot
 from services.worker.scheduler import Limits, Outcome, Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
+from shared.kv_events import to_kv_events, to_snapshot
 from shared.messages import BlockRemoved, BlockStored, Part, Sampling
 from tests.worker.fake_runner import EOS, FakeRunner, continuation
 

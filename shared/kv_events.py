@@ -1,4 +1,4 @@
-"""The pool's events as KV events and snapshots, in the form that crosses the wire (pure)."""
+"""What changed in a pool of blocks, as KV events and snapshots in the form that crosses the wire. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from msgspec import Raw, Struct
 
 from shared.blocks import Content, Evicted, PoolEvent, Stored
 from shared.hashing import ContentKey, event_hash, unpack_tokens
-from shared.messages import BlockRemoved, BlockStored, KvEvent, SnapshotBlock
+from shared.messages import BlockRemoved, BlockStored, KvEvent, SnapshotBlock, Tier
 
-MEDIUM = "GPU"
-"""vLLM's word for the device tier, whatever the device is."""
+MEDIA: dict[Tier, str] = {"device": "GPU", "host": "host_pinned", "disk": "disk"}
+"""vLLM's words for the tiers; the first one's whatever the device is."""
 _encode = msgspec.msgpack.Encoder().encode
 _BLOCK_BYTES = 40
 """What a block of a snapshot takes at most beside its tokens and names: two hashes and msgpack's lengths."""
 
 
-def to_kv_events(events: Iterable[PoolEvent], block_size: int) -> list[KvEvent]:
-    """The same changes in the same order; blocks that follow one another in a chain share an event."""
+def to_kv_events(events: Iterable[PoolEvent], block_size: int, tier: Tier = "device") -> list[KvEvent]:
+    """The same changes of one tier in the same order; blocks that follow one another in a chain share an event."""
+    medium = MEDIA[tier]
     batch: list[KvEvent] = []
     chain: list[Content] = []
     removed: list[int | bytes] = []
 
     def flush() -> None:
         if chain:
-            batch.append(_stored(chain, block_size))
+            batch.append(_stored(chain, block_size, medium))
             chain.clear()
         if removed:
-            batch.append(BlockRemoved(block_hashes=list(removed), medium=MEDIUM))
+            batch.append(BlockRemoved(block_hashes=list(removed), medium=medium))
             removed.clear()
 
     for event in events:
@@ -91,7 +92,7 @@ def in_chunks(blocks: Iterable[SnapshotBlock], limit_bytes: int) -> list[list[Sn
     return chunks
 
 
-def _stored(chain: list[Content], block_size: int) -> BlockStored:
+def _stored(chain: list[Content], block_size: int, medium: str) -> BlockStored:
     first = chain[0]
     salted = first.parent is None and first.salt
     return BlockStored(
@@ -99,7 +100,7 @@ def _stored(chain: list[Content], block_size: int) -> BlockStored:
         parent_block_hash=_event_hash(first.parent),
         token_ids=unpack_tokens(b"".join(content.tokens for content in chain)),
         block_size=block_size,
-        medium=MEDIUM,
+        medium=medium,
         lora_name=first.lora or None,
         extra_keys=[[first.salt], *([None] * (len(chain) - 1))] if salted else None,
     )

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from services.worker.kv_events import in_chunks, to_kv_events, to_snapshot
 from shared.blocks import Content, Evicted, Stored
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
+from shared.kv_events import in_chunks, to_kv_events, to_snapshot
 from shared.messages import SNAPSHOT_CHUNK, BlockRemoved, BlockStored, SnapshotChunk
 
 
@@ -84,3 +84,12 @@ def test_a_block_over_the_limit_is_a_chunk_of_its_own_and_nothing_is_one_chunk()
     blocks = to_snapshot(contents([1, 2, 3, 4, 5, 6]))
     assert in_chunks(blocks, 1) == [[block] for block in blocks]
     assert in_chunks([], 1) == [[]]
+
+
+def test_a_lower_tiers_events_name_it() -> None:
+    one = Content(key=bytes(16), parent=None, tokens=pack_tokens([1, 2]))
+    stored, removed = to_kv_events([Stored(one), Evicted(one)], 2, "host")
+    assert (stored, removed) == (
+        BlockStored([event_hash(one.key)], None, [1, 2], 2, medium="host_pinned"),
+        BlockRemoved([event_hash(one.key)], medium="host_pinned"),
+    )
