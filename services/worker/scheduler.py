@@ -33,12 +33,15 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Literal
 
 from services.worker.engine import Drawn, EngineLoad, Submit, Work
+from services.worker.onboarding import Wanted
 from services.worker.pace import Pace
 from services.worker.sequence import Sequence
 from services.worker.step_budget import StepBudget
 from shared.blocks import BlockPool, Content, PoolEvent
+from shared.hashing import ContentKey
 from shared.messages import FinishReason, Part
 
 
@@ -60,6 +63,14 @@ class Limits:
     max_step_tokens: int = 8192
     first_tokens_per_s: float = 256.0
     """The prefill speed before one was measured."""
+    offload: Literal["filled", "evicted", "off"] = "filled"
+    """What the kvbm is offered: each block once it is full; those that would leave the device next; nothing."""
+    offers_limit: int = 1024
+    """Blocks that wait to be offered; beyond, the oldest is left out."""
+    look_ahead: int = 8
+    """Waiting attempts, from the head of the queue, that may wait for blocks of the kvbm."""
+    wait_s: float = 0.0
+    """How long at most; 0: as long as computing them would take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +185,52 @@ class Scheduler:
         self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
         outcome, self._outcome = self._outcome, Outcome()
         return outcome
+
+    # --- blocks exchanged with a kvbm; each of these may also be called while a step is under way
+
+    def exchanging(self, on: bool) -> None:
+        """Whether a kvbm is there. Off: nobody waits for it any more (those that did become `unwanted`, and still end
+        with `settled` once the last of what is loading for them is `loaded`), and nothing is offered."""
+
+    def wanted(self) -> list[Wanted]:
+        """What to fetch, new since the last call: at the latest after each `schedule`."""
+        return []
+
+    def unwanted(self) -> list[int]:
+        """Numbers of `wanted` that wait no longer, new since the last call; none of them is settled yet. Copies that
+        have not begun are not worth making, and every slot given by `make_room` is still to be told as `loaded`."""
+        return []
+
+    def make_room(self, number: int, first: int, count: int) -> list[int]:
+        """Device slots for blocks first … first + count - 1 of `Wanted.keys`, leading ones only: fewer, or none, where
+        there is no room, it is not wanted any more, or the blocks before them did not all get a slot."""
+        return []
+
+    def loaded(self, number: int, index: int, slot: int, good: bool, disk: bool) -> None:
+        """The copy of block `index` of `Wanted.keys` into this slot has ended, `good` or not; each slot of `make_room`
+        exactly once, in any order, also after the attempt has ended."""
+
+    def settled(self, number: int, took_s: float) -> None:
+        """Nothing more comes for it, and all its slots were `loaded`: each of `wanted` exactly once. `took_s`: a round
+        trip, from the question to the kvbm's first answer; 0: there was none."""
+
+    def offers(self, most: int) -> list[Content]:
+        """At most so many blocks that the kvbm may want, parents first; each is offered once."""
+        return []
+
+    def hold(self, keys: Seq[ContentKey]) -> list[int | None]:
+        """The device slots with these blocks, each held for a copy until `let_go`; None: not there any more, or its
+        room is needed."""
+        return []
+
+    def let_go(self, slots: Seq[int]) -> None:
+        """The copies that read these slots have ended: each hold exactly once, parents before children."""
+
+    @property
+    def wait_until_s(self) -> float | None:
+        """When `schedule` has something to do though no step is due: a deadline, or somebody has waited long enough for
+        the kvbm. None: never."""
+        return None
 
     # --- questions
 
