@@ -89,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="a setting of the simulated engine: speed=2, fixed_s=0.02, …",
     )
+    up.add_argument(
+        "--kvbm-bytes",
+        default="0",
+        metavar="SIZE",
+        help="of memory for KV blocks, shared by all workers: 512M, 2G; 0: none (%(default)s)",
+    )
+    up.add_argument("--kvbm-disk", type=Path, metavar="DIR", help="for blocks that this memory has no room for (none)")
+    up.add_argument("--kvbm-disk-bytes", default="10G", metavar="SIZE", help="of that directory (%(default)s)")
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
 
@@ -138,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _up(flags: argparse.Namespace, place: Place) -> int:
     from deploy.local import model, policy, servers
+    from deploy.local.block_store import block_store, wish
     from deploy.local.up import alone, up
 
     if not 1 <= flags.port <= 65535:
@@ -148,14 +157,15 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
     if flags.simulated and flags.engine != "simulated":
         raise ConfigError("--simulated needs --engine simulated")
     simulated = dict(map(_setting, flags.simulated))
+    wanted = wish(flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine)
     policy.check(flags.policy)  # now: the model may take minutes
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
             raise ConfigError(f"{flag} {address}: nothing answers there")
     if flags.model != DEFAULT_MODEL and not Path(flags.model).exists():
         raise ConfigError(f"--model {flags.model}: no such file or directory; no hub is asked, so fetch it first")
-    with alone(place, flags.port):
-        terminal = Terminal()
+    terminal = Terminal()
+    with alone(place, flags.port), block_store(wanted, terminal.notice) as store:
         if flags.model == DEFAULT_MODEL:
             source, name = model.fetch_default(place.models, terminal.progress), model.NAME
             terminal.clear()
@@ -173,6 +183,7 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
             discovery=flags.discovery,
             engine=flags.engine,
             simulated=simulated,
+            store=store,
             nats=flags.nats,
             etcd=flags.etcd,
         )

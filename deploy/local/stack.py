@@ -21,6 +21,19 @@ SERVICE_DRAIN_S = 40.0
 SERVER_DRAIN_S = 5.0
 
 
+class Store(Struct, frozen=True):
+    """The block store that the workers share."""
+
+    pool: str
+    """A directory in memory, absolute."""
+    pool_bytes: int
+    disk: str = ""
+    """A directory, absolute; empty: no disk tier."""
+    disk_bytes: int = 0
+    needed: bool = True
+    """Whether all is stopped where there is no room for it."""
+
+
 class Options(Struct, frozen=True):
     """What `up` was asked for."""
 
@@ -37,6 +50,7 @@ class Options(Struct, frozen=True):
     engine: str = "native"
     simulated: Mapping[str, Value] = {}
     """Settings of the simulated engine."""
+    store: Store | None = None
     nats: str = ""
     """URL of a NATS that runs already; empty: start one."""
     etcd: str = ""
@@ -96,7 +110,7 @@ class Stack(Struct, frozen=True):
 
 def ports_needed(options: Options) -> int:
     """How many free ports `plan` takes: NATS, etcd's two, and one to observe each service."""
-    return 3 + options.frontends + options.routers + options.workers
+    return 3 + options.frontends + options.routers + options.workers + (options.store is not None)
 
 
 def plan(options: Options, place: Place, ports: list[int], *, python: str, cores: int) -> Stack:
@@ -108,12 +122,12 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
     launches: list[Launch] = []
     files: dict[Path, str] = {}
 
-    def service(name: str, module: str, stage: int, settings: Settings) -> None:
+    def service(name: str, module: str, stage: int, settings: Settings, *, needed: bool = True) -> None:
         port = observed.pop()
         file = place.run / f"{name}.toml"
         files[file] = toml({**settings, "observe": {"port": port}})
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file))
-        launches.append(Launch(Program(name, stage, SERVICE_DRAIN_S), arguments, f"http://127.0.0.1:{port}"))
+        launches.append(Launch(Program(name, stage, SERVICE_DRAIN_S, needed), arguments, f"http://127.0.0.1:{port}"))
 
     def common() -> dict[str, Value | Mapping[str, Value]]:
         return {
@@ -144,6 +158,9 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
         service(name, "frontend", 0, common() | {"http": http})
     for name in _names("router", options.routers):
         service(name, "router", 2, common() | {"policy": options.policy})
+    store = options.store
+    if store is not None:
+        service("kvbm", "kvbm", 2, common() | _tiers(store), needed=store.needed)
     for index in range(options.workers):
         settings = common() | {
             "model": options.model,
@@ -152,10 +169,18 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
             "engine": options.engine,
             "threads": max(1, cores // options.workers),
             "simulated": options.simulated,
+            "kvbm": {"pool": store.pool if store is not None else ""},
         }
         service(f"worker-{index}", "worker", 1, settings)
     url = f"http://127.0.0.1:{options.port}"
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd)
+
+
+def _tiers(store: Store) -> dict[str, Mapping[str, Value]]:
+    tiers: dict[str, Mapping[str, Value]] = {"pool": {"directory": store.pool, "size_bytes": store.pool_bytes}}
+    if store.disk:
+        tiers["disk"] = {"directory": store.disk, "limit_bytes": store.disk_bytes}
+    return tiers
 
 
 def _names(service: str, count: int) -> list[str]:

@@ -1,7 +1,8 @@
 """What `up` decides about the programs it has started: restart, back-off, the order of the drain. Pure.
 
     waiting ──Tick, due──▶ running ──Exited──▶ waiting           0.5 s, doubling to 10 s; afresh after a steady run
-       │                     │   └──Exited with status 2──▶ ended, and all is stopped: the configuration is wrong
+       │                     │   └──Exited with status 2──▶ ended, its configuration is wrong; all is stopped then,
+       │                     │                              unless the others can do without it
        │                    Stop, its stage's turn
        │                     ▼
        │                  stopping ──Tick, limit passed──▶ killed
@@ -36,6 +37,8 @@ class Program(Struct, frozen=True):
     """When it is drained: lowest first."""
     drain_limit_s: float
     """From SIGTERM to SIGKILL."""
+    needed: bool = True
+    """Whether all is stopped where it cannot work as configured."""
 
 
 # --- events
@@ -95,13 +98,15 @@ class Hopeless(Struct, frozen=True):
     """Tell, with the last lines of its log: it cannot work as it is configured."""
 
     name: str
+    needed: bool
+    """Whether all is stopped for that."""
 
 
 class Finished(Struct, frozen=True):
     """Every program has ended; nothing follows."""
 
     status: int
-    """0, or 1 where a program was hopeless."""
+    """0, or 1 where a program that was needed was hopeless."""
 
 
 Action = Start | Terminate | Kill | Restarting | Hopeless | Finished
@@ -178,7 +183,8 @@ class Supervisor:
         states = {child.state for child in self._children.values()}
         assert not self._finished or states <= {"ended"}
         if not self._stopping:
-            assert states <= {"waiting", "running"}, states
+            for child in self._children.values():
+                assert child.state in ("waiting", "running") or (child.state == "ended" and not child.program.needed)
             return
         assert "waiting" not in states, "nothing waits for a start while stopping"
         drained = {child.program.stage for child in self._children.values() if child.state in ("stopping",)}
@@ -197,8 +203,9 @@ class Supervisor:
         if not wanted:
             return []
         if status == CONFIG_STATUS:
-            self._status, self._stopping = 1, True
-            return [Hopeless(name)]
+            if child.program.needed:
+                self._status, self._stopping = 1, True
+            return [Hopeless(name, child.program.needed)]
         if now_s - child.started_s >= STEADY_S:
             child.delay_s = FIRST_DELAY_S
         delay_s = child.delay_s

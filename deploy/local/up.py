@@ -147,9 +147,10 @@ class Shell:
                         # A killed program has not said why.
                         said = "" if status <= 0 else ": " + "".join(_tail(self._log(name), 1))
                         self._terminal.notice(f"{name} ended ({_spell(status)}), again in {delay_s} s{said}")
-                    case Hopeless(name):
+                    case Hopeless(name, needed):
                         said = "\n  ".join(_tail(self._log(name), LINES_SHOWN))
-                        self._terminal.notice(f"error: {name} cannot work as configured:\n  {said}")
+                        wrong = f"{name} cannot work as configured:\n  {said}"
+                        self._terminal.notice(f"error: {wrong}" if needed else f"without {name}, as {wrong}")
                     case Finished(status):
                         return status
                     case _:
@@ -207,6 +208,9 @@ class Shell:
             for launch in observed:
                 name = launch.program.name
                 if name in ready:
+                    continue
+                if self._supervisor.state(name) == "ended":  # hopeless, and not needed
+                    ready.add(name)
                     continue
                 healthy, reason = await _health(launch)
                 if healthy:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.stack import Options, Place, Stack, Value, plan, ports_needed, toml
+from deploy.local.stack import Options, Place, Stack, Store, Value, plan, ports_needed, toml
 from services.frontend.config import FrontendConfig
+from services.kvbm.config import DiskConfig, KvbmConfig
 from services.router.config import RouterConfig
 from services.worker.config import EngineName, WorkerConfig
 from shared.config import load
@@ -68,6 +69,29 @@ def test_the_simulated_engine_gets_its_settings(tmp_path: Path) -> None:
     stack = planned(msgspec.structs.replace(OPTIONS, engine="simulated", simulated=simulated))
     worker = load(WorkerConfig, file=settings(stack, "worker-2", tmp_path), environ={})
     assert (worker.simulated.fixed_s, worker.simulated.output_tokens, worker.simulated.table) == (0.02, 0, "times.toml")
+
+
+def test_the_block_store_and_the_workers_share_a_pool(tmp_path: Path) -> None:
+    store = Store("/dev/shm/headrace-0-x", 1 << 30, "/blocks", 5 << 30)
+    stack = planned(msgspec.structs.replace(OPTIONS, store=store))
+    assert names(stack)[2:] == ["frontend", "router", "kvbm", "worker-0", "worker-1", "worker-2"]
+    kvbm = load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={})
+    assert (kvbm.pool.directory, kvbm.pool.size_bytes) == (store.pool, store.pool_bytes)
+    assert (kvbm.disk.directory, kvbm.disk.limit_bytes) == (store.disk, store.disk_bytes)
+    workers = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in range(3)]
+    assert {worker.kvbm.pool for worker in workers} == {store.pool}
+    assert {worker.nats.url for worker in workers} == {kvbm.nats.url}
+    assert f"http://127.0.0.1:{kvbm.observe.port}" in {launch.observe for launch in stack.launches}
+
+
+def test_a_block_store_may_have_no_disk_and_there_may_be_none(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30, needed=False)))
+    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).disk == DiskConfig()
+    assert [launch.program.name for launch in stack.launches if not launch.program.needed] == ["kvbm"]
+    alone = planned(OPTIONS)
+    assert "kvbm" not in names(alone)
+    assert all(launch.program.needed for launch in alone.launches)
+    assert load(WorkerConfig, file=settings(alone, "worker-0", tmp_path), environ={}).kvbm.pool == ""
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3)])

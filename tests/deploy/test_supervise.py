@@ -29,6 +29,7 @@ PROGRAMS = (
     Program("worker-0", 1, 5.0),
     Program("worker-1", 1, 5.0),
     Program("router", 2, 5.0),
+    Program("kvbm", 2, 5.0, needed=False),
     Program("nats", 3, 5.0),
 )
 
@@ -76,11 +77,24 @@ def test_a_program_that_ends_without_being_asked_starts_again_even_with_status_0
 
 def test_a_wrong_configuration_is_not_tried_again_and_ends_the_whole_with_status_1() -> None:
     supervisor = begun()
-    assert supervisor.on(Exited("worker-0", 2), 1.0) == [Hopeless("worker-0"), Terminate("frontend")]
+    assert supervisor.on(Exited("worker-0", 2), 1.0) == [Hopeless("worker-0", needed=True), Terminate("frontend")]
     assert supervisor.on(Exited("frontend", 0), 1.0) == [Terminate("worker-1")]
-    assert supervisor.on(Exited("worker-1", 2), 1.0) == [Terminate("router")]
-    assert supervisor.on(Exited("router", 0), 1.0) == [Terminate("nats")]
+    assert supervisor.on(Exited("worker-1", 2), 1.0) == [Terminate("router"), Terminate("kvbm")]
+    assert supervisor.on(Exited("router", 0), 1.0) == []
+    assert supervisor.on(Exited("kvbm", 0), 1.0) == [Terminate("nats")]
     assert supervisor.on(Exited("nats", 0), 1.0) == [Finished(1)]
+
+
+def test_what_the_others_can_do_without_is_not_tried_again_either_and_ends_nothing_else() -> None:
+    supervisor = begun()
+    assert supervisor.on(Exited("kvbm", 2), 1.0) == [Hopeless("kvbm", needed=False)]
+    supervisor.validate()
+    assert supervisor.state("kvbm") == "ended"
+    assert supervisor.on(Tick(), 1000.0) == []
+    assert supervisor.on(Stop(), 1000.0) == [Terminate("frontend")]
+    for name in ("frontend", "worker-0", "worker-1", "router"):
+        supervisor.on(Exited(name, 0), 1000.0)
+    assert supervisor.on(Exited("nats", 0), 1000.0) == [Finished(0)]
 
 
 def test_stages_drain_one_after_another() -> None:
@@ -88,8 +102,9 @@ def test_stages_drain_one_after_another() -> None:
     assert supervisor.on(Stop(), 0.0) == [Terminate("frontend")]
     assert supervisor.on(Exited("frontend", 0), 1.0) == [Terminate("worker-0"), Terminate("worker-1")]
     assert supervisor.on(Exited("worker-1", 0), 1.0) == []
-    assert supervisor.on(Exited("worker-0", 0), 1.0) == [Terminate("router")]
-    assert supervisor.on(Exited("router", 0), 1.0) == [Terminate("nats")]
+    assert supervisor.on(Exited("worker-0", 0), 1.0) == [Terminate("router"), Terminate("kvbm")]
+    assert supervisor.on(Exited("router", 0), 1.0) == []
+    assert supervisor.on(Exited("kvbm", 0), 1.0) == [Terminate("nats")]
     assert supervisor.on(Exited("nats", 0), 1.0) == [Finished(0)]
 
 
@@ -138,7 +153,7 @@ class Supervision(RuleBasedStateMachine):
                     assert name in self.alive
                 case Restarting(_, _, delay_s):
                     assert 0 < delay_s <= LAST_DELAY_S
-                case Hopeless(name):
+                case Hopeless(name, _):
                     assert name not in self.alive
                 case Finished(status):
                     self.finished.append(status)

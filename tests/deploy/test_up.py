@@ -94,6 +94,32 @@ async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
     assert "error: worker-0 cannot work as configured:\n  model.safetensors: torn" in said
 
 
+async def test_what_is_not_needed_may_have_a_wrong_configuration(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
+    no_room = "echo 'a pool of 1.0 GiB has no room' >&2; exit 2"
+    kvbm = Launch(Program("kvbm", 2, 10.0, needed=False), ("/bin/sh", "-c", no_room), "http://127.0.0.1:1")
+    (place.run / "health").write_text("well")
+    launches = (kvbm, launch("frontend", serve, observe=url))
+    shell = Shell(Stack(launches, {}, url, "tiny", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    said = ["", ""]
+
+    def is_told() -> bool:
+        for stream, text in enumerate(capsys.readouterr()):
+            said[stream] += text
+        return bool(said[0]) and "no room" in said[1]
+
+    await until(is_told)
+    shell.stop()
+    assert await running == 0
+    assert said[0].startswith("ready ")
+    assert "without kvbm, as kvbm cannot work as configured:\n  a pool of 1.0 GiB has no room" in said[1]
+
+
 async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
     began = place.home / "began"
     stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=1000.0)

@@ -1,0 +1,78 @@
+"""The block store of one `up`: how large its flags want it, and its place in memory for as long as `up` runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from deploy.local.private_pool import MEMORY, private_pool
+from deploy.local.stack import Store
+from shared.errors import ConfigError
+
+DEFAULT_LIMIT_BYTES = 1 << 30
+DEFAULT_SHARE = 16
+"""By default it takes one part in so many of the machine's memory: modest, so that a laptop does not notice."""
+WITHOUT = ("echo",)
+"""Engines that compute no blocks."""
+_SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Wish(Struct, frozen=True):
+    """What the flags ask for."""
+
+    pool_bytes: int
+    """0: no block store."""
+    disk: str
+    disk_bytes: int
+    asked: bool
+    """Whether somebody named it, and wants to hear where it cannot be; else the others go on without."""
+
+
+def wish(size: str, disk: Path | None, disk_size: str, *, engine: str) -> Wish:
+    """Of `--kvbm-bytes` (empty: not given), `--kvbm-disk` and `--kvbm-disk-bytes`. Raises ConfigError."""
+    pool_bytes = parse(size, "--kvbm-bytes") if size else _default_bytes()
+    disk_bytes = parse(disk_size, "--kvbm-disk-bytes")
+    asked = bool(size and pool_bytes) or disk is not None
+    if disk is not None and pool_bytes == 0:
+        raise ConfigError("--kvbm-disk needs some --kvbm-bytes: blocks get there through memory")
+    if engine in WITHOUT:
+        if asked:
+            raise ConfigError(f"--kvbm-bytes: engine {engine} has no blocks to store")
+        pool_bytes = 0
+    return Wish(pool_bytes, "" if disk is None else str(disk.absolute()), disk_bytes, asked)
+
+
+def parse(size: str, flag: str) -> int:
+    """Bytes of `512M`: K, M, G and T are powers of 1024. Raises ConfigError, naming the flag."""
+    match = _SIZE.fullmatch(size.strip().upper())
+    if match is None:
+        raise ConfigError(f"{flag} {size}: not a size, such as 512M or 2G")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+@contextmanager
+def block_store(wish: Wish, notice: Callable[[str], None], memory: Path = MEMORY) -> Iterator[Store | None]:
+    """Its settings; None where it is not wanted, or, with a notice, where nobody asked for it and it cannot be. Raises
+    ConfigError where somebody did."""
+    store = None
+    with ExitStack() as held:
+        try:
+            if wish.pool_bytes:
+                pool = held.enter_context(private_pool(memory))
+                store = Store(str(pool), wish.pool_bytes, wish.disk, wish.disk_bytes, wish.asked)
+        except ConfigError as wrong:
+            if wish.asked:
+                raise
+            notice(f"without kvbm: {wrong}")
+        yield store
+
+
+def _default_bytes() -> int:
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(DEFAULT_LIMIT_BYTES, memory_bytes // DEFAULT_SHARE)
