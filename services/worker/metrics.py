@@ -38,7 +38,9 @@ class Metrics:
         self._step_s = histogram(registry, "headrace_step_seconds", "Time of a step's arithmetic", STEP_SECONDS)
         self._computed = counter(registry, "headrace_computed_tokens", "Tokens computed")
         self._prompt = counter(registry, "headrace_prompt_tokens", "Prompt tokens of accepted attempts")
-        self._cached = counter(registry, "headrace_cached_tokens", "Prompt tokens found in the cache")
+        self._cached = counter(
+            registry, "headrace_cached_tokens", "Prompt tokens found in the cache, by where they came from", ["tier"]
+        )
         self._output = counter(registry, "headrace_output_tokens", "Tokens drawn")
         self._preemptions = counter(registry, "headrace_preemptions", "Sequences whose blocks were taken")
         self._blocks = gauge(registry, "headrace_blocks", "Device blocks by state", ["state"])
@@ -62,7 +64,10 @@ class Metrics:
         self._output.inc(len(part.tokens) // 4)
         if part.finish is not None:
             self._requests.labels(part.finish).inc()
-            self._cached.inc(part.cached_tokens)
+            below = part.cached_host_tokens + part.cached_disk_tokens
+            self._cached.labels("device").inc(part.cached_tokens - below)
+            self._cached.labels("host").inc(part.cached_host_tokens)
+            self._cached.labels("disk").inc(part.cached_disk_tokens)
 
     def stepped(self, step: Stepped, capacity_blocks: int) -> None:
         """The engine made a step, or some short ones, which count with their mean."""

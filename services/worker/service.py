@@ -3,6 +3,7 @@
     NATS  generate, cancel, resend, snapshot ──▶ Attempts ──▶ EngineHost ──▶ engine process
     NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀────────────────────┘
     ZMQ   KV events                 ◀────────────────┘
+    NATS  the machine's kvbm ◀──▶ KvbmClient ◀──▶ EngineHost
 
     starting ──Ready──▶ serving ──stopping──▶ draining ──nothing runs, or drain_s──▶ ended
        ▲                   │
@@ -30,6 +31,8 @@ from services.worker.engine_client import EngineClient
 from services.worker.engine_host import EngineHost, StartEngine
 from services.worker.frame_log import FrameLog
 from services.worker.frame_sender import FrameSender
+from services.worker.kvbm_client import KvbmClient
+from services.worker.kvbm_metrics import KvbmMetrics
 from services.worker.metrics import Metrics
 from shared import hashing, subjects
 from shared.directory import DirectoryChange, InstanceDown, InstanceUp
@@ -100,7 +103,15 @@ class Worker:
             stepped=self._engine_stepped,
             lost=self._engine_lost,
             busy=lambda: len(self._attempts) > 0,
-            exchanged=lambda _report: None,
+            exchanged=lambda report: self._kvbm.take(report),
+        )
+        self._kvbm_metrics = KvbmMetrics(runtime.registry)
+        self._kvbm = KvbmClient(
+            runtime,
+            config.kvbm.pool,
+            self._kvbm_metrics,
+            tell=self.engine.exchange,
+            link_changed=self._kvbm_link_changed,
         )
         self._publisher = runtime.events.open_publisher()
         self._announcement = Announcement(runtime, self.event_source)
@@ -144,7 +155,8 @@ class Worker:
             engine = asyncio.ensure_future(self.engine.run())  # awaited below: its ModelError is not a crash
             stopping = tasks.create_task(self._runtime.stopping.wait())
             others = [
-                tasks.create_task(loop) for loop in (self._announcement.run(), self._sender.run(), self._report_load())
+                tasks.create_task(loop)
+                for loop in (self._announcement.run(), self._sender.run(), self._report_load(), self._kvbm.run())
             ]
             try:
                 await asyncio.wait((engine, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -181,6 +193,8 @@ class Worker:
     def _engine_ready(self, facts: Ready) -> None:
         path, digest = _tokenizer(Path(facts.path or self._config.model))  # some MB, once, while nothing is served
         self._metrics.engine_started()
+        self._kvbm_metrics.engine_started()
+        self._kvbm.engine_ready()
         card = ModelCard(
             model=self._model_name,
             instance=self._runtime.instance,
@@ -199,6 +213,12 @@ class Worker:
             self._announcement.show(card)
             self._runtime.vitals.unready("registering")
 
+    def _kvbm_link_changed(self) -> None:
+        if self._announcement.card is not None:
+            shown = self._kvbm.shown
+            card = msgspec.structs.replace(self._announcement.card, kvbm=shown.kvbm, kvbm_layout=shown.layout)
+            self._announcement.show(card)
+
     def _engine_loading(self, loading: Loading) -> None:
         """Shown at /health as it goes; logged in steps of 10 %."""
         reason = f"{loading.what}: {10 * int(10 * loading.share)} %"
@@ -216,12 +236,15 @@ class Worker:
             for part in step.notable:
                 self._attempts.tell(part)
             self._send(step.frames, step.notable)
+        if step.exchanged is not None:
+            self._kvbm_metrics.exchanged(step.exchanged)
         self._metrics.stepped(step, 0 if self.engine.facts is None else self.engine.facts.capacity_blocks)
 
     def _engine_lost(self, reason: str) -> None:
         self._progress_before += self._last.progress if self._last is not None else 0
         self._last = None
         self._announcement.show(None)
+        self._kvbm.engine_lost()
         self._runtime.vitals.unready("the engine was lost and is starting again")
         self._metrics.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")
