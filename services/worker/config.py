@@ -39,6 +39,8 @@ class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A TOML file with measured times, instead of the formula."""
     copy_bytes_per_s: Annotated[float, Meta(gt=0)] = 50e9
     """How fast blocks are copied between the device and kvbm's pool."""
+    kv_token_bytes: Positive = 131_072
+    """What there is to copy for a token."""
     output_tokens: Natural = 200
     """An answer ends by itself after this many tokens in the mean (half to one and a half times, by prompt); 0: only
     at its limits."""

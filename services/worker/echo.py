@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from services.worker.copies import Mover
 from services.worker.engine import Drawn, Ready, Work
+from shared.errors import ConfigError
 from shared.messages import TokenLogprob
 
 
@@ -16,6 +18,10 @@ class EchoRunner:
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         return [self._draw(work) if work.draws else None for work in works]
+
+    def mover(self, clock: Callable[[], float]) -> Mover:  # noqa: ARG002 - a Runner's
+        """Raises ConfigError: there is no KV."""
+        raise ConfigError("[kvbm] is set, but the echo engine has no KV to exchange")
 
     def close(self) -> None:
         pass

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from services.worker.copies import Mover
 from shared.messages import Codec, KvEvent, KvLayout, Part, Sampling, SnapshotBlock, TokenLogprob
 
 # --- shell → engine
@@ -312,6 +313,11 @@ class Runner(Protocol):
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         """One entry per work, None where nothing is drawn. Raises ModelError if the device fails."""
+        ...
+
+    def mover(self, clock: Callable[[], float]) -> Mover:
+        """What copies between this runner's KV memory and a kvbm's pool; `clock` is the engine's. Called once at most,
+        and closed before the runner. Raises ConfigError where the runner has no KV to exchange."""
         ...
 
     def close(self) -> None: ...

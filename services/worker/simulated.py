@@ -7,10 +7,11 @@ length that follows from the end of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from services.worker.engine import Drawn, Ready, Work
+from services.worker.simulated_mover import SimulatedMover
 from services.worker.timing import Timing
 from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob
@@ -33,6 +34,11 @@ class SimulatedModel:
     def step_s(self, works: Sequence[Work]) -> float:
         """What a step of these works takes."""
         return self._timing.step_s(works)
+
+    def mover(self, clock: Callable[[], float]) -> SimulatedMover:
+        """Copies that take their time by that clock."""
+        size = self.facts.block_size
+        return SimulatedMover(self._timing.copy_s(size), self.facts.kv_layout.block_bytes, clock)
 
     def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
         """One entry per work, None where nothing is drawn."""

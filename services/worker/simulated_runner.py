@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from services.worker.config import SimulatedConfig
 from services.worker.engine import Drawn, Ready, Work
 from services.worker.simulated import SimulatedModel
+from services.worker.simulated_mover import SimulatedMover
 from services.worker.timing import Table, Timing
 from shared.errors import ConfigError
 
@@ -27,6 +28,9 @@ class SimulatedRunner:
         drawn = self._model.draw(works)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         return drawn
+
+    def mover(self, clock: Callable[[], float]) -> SimulatedMover:
+        return self._model.mover(clock)
 
     def close(self) -> None:
         pass

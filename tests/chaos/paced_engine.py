@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from services.worker import engine_process
 from services.worker.config import EngineConfig
+from services.worker.copies import Mover
 from services.worker.engine import Drawn, Loading, Ready, Runner, Work
 
 STEP_S = 0.012
@@ -32,6 +33,9 @@ class Paced:
         drawn = self._runner.step(works)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         return drawn
+
+    def mover(self, clock: Callable[[], float]) -> Mover:
+        return self._runner.mover(clock)
 
     def close(self) -> None:
         self._runner.close()

@@ -7,9 +7,12 @@ a slot that was given away too early, shared wrongly or never filled fails the t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from services.worker.engine import Drawn, Ready, Work
+from services.worker.host_mover import HostMover
 from shared.hashing import pack_tokens
 from shared.messages import KvLayout, TokenLogprob
 
@@ -42,11 +45,16 @@ class FakeRunner:
             capacity_blocks=capacity_blocks,
             kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
         )
-        self._memory = [[0] * block_size for _ in range(capacity_blocks)]
+        self._memory = np.zeros((capacity_blocks, 2, block_size), np.uint32)
+        """A fingerprint in place of a key, its inverse in place of a value: blocks are as long as the layout says."""
         self.computed_tokens = 0
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         return [self._compute(work) for work in works]
+
+    def mover(self, clock: Callable[[], float]) -> HostMover:
+        """Copies that carry fingerprints."""
+        return HostMover(self._memory.reshape(-1).view(np.uint8).data, self.facts.kv_layout.block_bytes, clock)
 
     def close(self) -> None:
         pass
@@ -60,9 +68,10 @@ class FakeRunner:
             slot, offset = work.blocks[position // size], position % size
             fingerprint = zlib.crc32(pack_tokens(work.history[: position + 1]))
             if position < work.start:
-                assert self._memory[slot][offset] == fingerprint, f"wrong bytes at position {position}"
+                stored = self._memory[slot, :, offset].tolist()
+                assert stored == [fingerprint, fingerprint ^ 0xFFFFFFFF], f"wrong bytes at position {position}"
             else:
-                self._memory[slot][offset] = fingerprint
+                self._memory[slot, :, offset] = fingerprint, fingerprint ^ 0xFFFFFFFF
         self.computed_tokens += len(work.tokens)
         if not work.draws:
             return None

@@ -5,12 +5,20 @@
 so that a block leaves or enters the device as one copy. Which slot belongs to which sequence is the scheduler's
 business. Pages start as zeros: attention reads past a sequence's end within its last block and masks it, and what it
 masks must at least be a number.
+
+What is stored may be narrower than float32. All attention reads what is stored, also that of the chunk that wrote it:
+so a block gives the same numbers to those who computed it and to those who were given it.
 """
 
 from __future__ import annotations
 
+import mmap
+from math import prod
 from types import ModuleType
 
+import numpy as np
+
+from services.worker.native.bfloat16 import narrowed, widened
 from services.worker.native.linear import Array
 from shared.messages import KvLayout
 
@@ -19,24 +27,49 @@ class KvCache:
     """`capacity_blocks` slots of `layout`; memory is touched as slots are first used."""
 
     def __init__(self, xp: ModuleType, layout: KvLayout, capacity_blocks: int) -> None:
+        """Of `layout.dtype` there are float32 and bfloat16."""
         self.layout = layout
         self.capacity_blocks = capacity_blocks
-        self.pages: Array = xp.zeros(
-            (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim), layout.dtype
-        )
+        self._xp = xp
+        self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
+        shape = (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
+        dtype = xp.uint16 if self._narrow else xp.float32
+        self.pages: Array = _host_zeros(shape, dtype) if xp is np else xp.zeros(shape, dtype)
+
+    @property
+    def memory(self) -> memoryview:
+        """All of the pages' bytes, in host memory; slot i from i · `block_bytes` on."""
+        return memoryview(self.pages.reshape(-1).view(np.uint8))
 
     def write(self, layer: int, slots: Array, offsets: Array, keys: Array, values: Array) -> None:
-        """Store new tokens' keys and values, each (tokens, kv_heads, head_dim), at their places in their blocks."""
+        """Store new tokens' keys and values, each float32 (tokens, kv_heads, head_dim), at their places in their
+        blocks."""
+        if self._narrow:
+            keys, values = narrowed(self._xp, keys), narrowed(self._xp, values)
         self.pages[slots, layer, 0, offsets] = keys
         self.pages[slots, layer, 1, offsets] = values
 
     def read(self, layer: int, table: Array, length: int) -> tuple[Array, Array]:
         """Copies of the first `length` keys and values of each sequence of `table` (sequences, blocks).
 
-        Each is (sequences, length, kv_heads, head_dim).
+        Each is float32 (sequences, length, kv_heads, head_dim).
         """
         sequences, blocks = table.shape
         shape = (sequences, blocks * self.layout.block_size, self.layout.kv_heads, self.layout.head_dim)
         keys = self.pages[table, layer, 0].reshape(shape)
         values = self.pages[table, layer, 1].reshape(shape)
+        if self._narrow:
+            keys, values = widened(self._xp, keys), widened(self._xp, values)
         return keys[:, :length], values[:, :length]
+
+    def close(self) -> None:
+        """The memory goes when nobody has a view of it any more."""
+        self.pages = None
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+    """Like numpy.zeros, which lies 16 bytes off a page, where a copy to a page can take twice as long. Blocks as models
+    have them are whole pages, so all of them begin on one."""
+    memory = mmap.mmap(-1, prod(shape) * np.dtype(dtype).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
+    return np.frombuffer(memory, dtype).reshape(shape)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from services.worker.config import KvDtype
 from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
+from services.worker.host_mover import HostMover
 from services.worker.native.calibration import calibrated
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
@@ -20,6 +22,7 @@ from services.worker.native.linear import Linear
 from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
+from services.worker.native.weights_digest import weights_digest
 from shared.errors import ModelError
 from shared.messages import KvLayout
 
@@ -27,17 +30,23 @@ _CALIBRATION_BYTES = 128 << 20
 
 
 class NativeRunner:
-    """Computes steps with NumPy on the CPU, in float32."""
+    """Computes steps with NumPy on the CPU, in float32, whatever keys and values are stored as."""
 
     def __init__(
-        self, directory: Path, *, capacity_bytes: int = 0, capacity_blocks: int = 0, block_size: int = 16
+        self,
+        directory: Path,
+        *,
+        capacity_bytes: int = 0,
+        capacity_blocks: int = 0,
+        block_size: int = 16,
+        kv_dtype: KvDtype = "float32",
     ) -> None:
         """`directory` is what `prepare` returned; `capacity_blocks` 0 means as many as `capacity_bytes` holds.
 
         Raises ModelError, also where the cache would hold no block.
         """
         config = read_config(directory)
-        layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, block_size)
+        layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, block_size)
         capacity_blocks = capacity_blocks or capacity_bytes // layout.block_bytes
         if capacity_blocks < 1:
             raise ModelError(
@@ -55,6 +64,7 @@ class NativeRunner:
             capacity_blocks=capacity_blocks,
             kv_layout=layout,
             path=str(directory),
+            weights=weights_digest(directory, config),
         )
 
     @property
@@ -70,9 +80,13 @@ class NativeRunner:
         drawn = iter(sample(np, logits, drawing))
         return [next(drawn) if work.draws else None for work in works]
 
+    def mover(self, clock: Callable[[], float]) -> HostMover:
+        """Between the KV pages and a pool."""
+        return HostMover(self._cache.memory, self._cache.layout.block_bytes, clock)
+
     def close(self) -> None:
         """Let go of the KV pages; the weights are mapped and go with the process."""
-        self._cache.pages = None
+        self._cache.close()
 
 
 def _linear(weights: Weights) -> Linear:
@@ -82,7 +96,13 @@ def _linear(weights: Weights) -> Linear:
 
 
 def load_native(
-    source: Path, cache: Path, *, capacity_bytes: int = 0, capacity_blocks: int = 0, block_size: int = 16
+    source: Path,
+    cache: Path,
+    *,
+    capacity_bytes: int = 0,
+    capacity_blocks: int = 0,
+    block_size: int = 16,
+    kv_dtype: KvDtype = "float32",
 ) -> LoadRunner:
     """A LoadRunner for a model directory or GGUF file; `cache` holds converted models, the rest is as above."""
 
@@ -90,7 +110,11 @@ def load_native(
         directory = prepare(source, cache, progress)
         progress(Loading("mapping weights", 1.0))
         return NativeRunner(
-            directory, capacity_bytes=capacity_bytes, capacity_blocks=capacity_blocks, block_size=block_size
+            directory,
+            capacity_bytes=capacity_bytes,
+            capacity_blocks=capacity_blocks,
+            block_size=block_size,
+            kv_dtype=kv_dtype,
         )
 
     return load

@@ -58,6 +58,18 @@ class TensorFile:
         self.entries = _parse(path, header, size_bytes - self._start)
         self._bytes: NDArray[np.uint8] = np.memmap(path, np.uint8, "r") if self.entries else np.empty(0, np.uint8)
 
+    def pieces(self, name: str, most: int, piece_bytes: int) -> Iterator[memoryview]:
+        """Up to `most` pieces of the tensor's stored bytes, evenly spread, the first and the last among them; all of it
+        where that is no more."""
+        first, end = self.entries[name].data_offsets
+        stored = np.asarray(self._bytes)[self._start + first : self._start + end].data
+        if stored.nbytes <= most * piece_bytes:
+            yield stored
+            return
+        for number in range(most):
+            start = (stored.nbytes - piece_bytes) * number // (most - 1)
+            yield stored[start : start + piece_bytes]
+
     def floats(self, name: str) -> Floats:
         """The tensor as float32: a view of the mapped file where it is stored so, else converted."""
         entry = self.entries[name]

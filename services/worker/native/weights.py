@@ -6,6 +6,7 @@ row-major, as stored, so that a float32 file is used in place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from msgspec import Struct
 
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
-from services.worker.native.tensor_file import Floats, Shape, TensorFile
+from services.worker.native.tensor_file import Entry, Floats, Shape, TensorFile
 from shared.errors import ModelError
 
 
@@ -76,7 +77,15 @@ class Checkpoint:
     @property
     def mapped(self) -> bool:
         """Whether every tensor is float32 and so used in place."""
-        return all(self._files[self._where[name]].entries[name].dtype == "F32" for name in self.shapes)
+        return all(self.entry(name).dtype == "F32" for name in self.shapes)
+
+    def entry(self, name: str) -> Entry:
+        """How one tensor is stored."""
+        return self._files[self._where[name]].entries[name]
+
+    def pieces(self, name: str, most: int, piece_bytes: int) -> Iterator[memoryview]:
+        """Of one tensor's bytes, as `TensorFile.pieces`."""
+        return self._files[self._where[name]].pieces(name, most, piece_bytes)
 
     def floats(self, name: str) -> Floats:
         """One tensor as float32."""
