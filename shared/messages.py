@@ -246,6 +246,10 @@ class Prefilled(Struct, frozen=True, tag="prefilled"):
     """From the request's arrival at the frontend, as its client saw it; 0: not told."""
     instance: str = ""
     """Who computed it; empty: not told."""
+    cached_host_tokens: int = 0
+    """Of `cached_tokens`, those that came from a kvbm's host memory …"""
+    cached_disk_tokens: int = 0
+    """… and those that came from its disk."""
 
 
 class Finished(Struct, frozen=True, tag="finished"):

@@ -19,8 +19,26 @@ from services.frontend.output import Delta, Entry
 _encode = msgspec.json.Encoder().encode
 
 
+class CachedTokensByTier(Struct, frozen=True):
+    """Where the cached ones were."""
+
+    device: int
+    host: int
+    disk: int
+
+    @staticmethod
+    def of(cached_tokens: int, host_tokens: int, disk_tokens: int) -> CachedTokensByTier:
+        """What a worker counted, the two being parts of the first; from none less than 0, nor more than it all."""
+        disk = max(0, min(disk_tokens, cached_tokens))
+        host = max(0, min(host_tokens, cached_tokens - disk))
+        return CachedTokensByTier(max(0, cached_tokens - host - disk), host, disk)
+
+
 class PromptTokensDetails(Struct, frozen=True):
+    """OpenAI's, and an addition of ours, which its clients pass over."""
+
     cached_tokens: int
+    cached_tokens_by_tier: CachedTokensByTier
 
 
 class Usage(Struct, frozen=True):
@@ -32,9 +50,13 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    """`cached_tokens` of the prompt were found in a prefix cache."""
-    details = PromptTokensDetails(min(cached_tokens, prompt_tokens))
+def usage_of(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, host_tokens: int = 0, disk_tokens: int = 0
+) -> Usage:
+    """`cached_tokens` of the prompt were found in a prefix cache; of these, some came from below the device."""
+    cached_tokens = min(cached_tokens, prompt_tokens)
+    by_tier = CachedTokensByTier.of(cached_tokens, host_tokens, disk_tokens)
+    details = PromptTokensDetails(cached_tokens, by_tier)
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 

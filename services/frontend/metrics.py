@@ -34,7 +34,9 @@ class Metrics:
         self.output_tokens = histogram(
             registry, "headrace_output_sequence_tokens", "Output tokens of a request", TOKENS
         )
-        self.cached_tokens = counter(registry, "headrace_cached_tokens", "Prompt tokens that a prefix cache had")
+        self.cached_tokens = counter(
+            registry, "headrace_cached_tokens", "Prompt tokens that a prefix cache had, by tier", ["tier"]
+        )
         self.disconnected = counter(
             registry, "headrace_disconnected_clients", "Clients that went before their answer was complete"
         )

@@ -16,6 +16,7 @@ from typing import assert_never
 import msgspec
 
 from services.frontend.admission import Admission, Place
+from services.frontend.answers import CachedTokensByTier
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.output import Output
@@ -232,7 +233,10 @@ class Frontend:
 
     def _tell(self, one: Running, event: LoadEvent) -> None:
         if isinstance(event, Prefilled):
-            self._metrics.cached_tokens.inc(event.cached_tokens)
+            cached = CachedTokensByTier.of(event.cached_tokens, event.cached_host_tokens, event.cached_disk_tokens)
+            self._metrics.cached_tokens.labels("device").inc(cached.device)
+            self._metrics.cached_tokens.labels("host").inc(cached.host)
+            self._metrics.cached_tokens.labels("disk").inc(cached.disk)
             if one.last_tokens is None:  # else the client has had its first token from an attempt before this one
                 first_token_s = asyncio.get_running_loop().time() - one.started
                 event = msgspec.structs.replace(event, first_token_s=first_token_s)

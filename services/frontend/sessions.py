@@ -208,7 +208,7 @@ class Session:
         """Who has the attempt; empty unless OFFERED or STREAMING."""
         self.tokens = array("I")
         """The output so far, of all attempts."""
-        self.cached_tokens = 0
+        self.cached_tokens = self.cached_host_tokens = self.cached_disk_tokens = 0
         """As the first attempt that brought a token reported."""
         self.prefilled = False
         """Whether this attempt has brought a token."""
@@ -353,7 +353,17 @@ class Session:
             self._tries.bear()
             if not self.tokens:
                 self.cached_tokens = part.cached_tokens
-            actions.append(Tell(Prefilled(self.request, self.attempt, part.cached_tokens, instance=self.instance)))
+                self.cached_host_tokens = part.cached_host_tokens
+                self.cached_disk_tokens = part.cached_disk_tokens
+            prefilled = Prefilled(
+                self.request,
+                self.attempt,
+                part.cached_tokens,
+                instance=self.instance,
+                cached_host_tokens=part.cached_host_tokens,
+                cached_disk_tokens=part.cached_disk_tokens,
+            )
+            actions.append(Tell(prefilled))
         self.tokens.extend(new)
         shown = new[:-1] if part.finish == "stop" else new
         if shown:

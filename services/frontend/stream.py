@@ -113,7 +113,9 @@ class Stream:
     def usage(self) -> Usage:
         """Tokens counted so far; a stop string's own tokens count, what came behind it does not."""
         produced = self._output.counted if self._stopped else len(self.session.tokens)
-        return usage_of(self.job.prompt_tokens, produced, self.session.cached_tokens)
+        session = self.session
+        cached = (session.cached_tokens, session.cached_host_tokens, session.cached_disk_tokens)
+        return usage_of(self.job.prompt_tokens, produced, *cached)
 
 
 def join(deltas: Sequence[Delta]) -> Delta:

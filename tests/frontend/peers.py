@@ -180,7 +180,7 @@ class ScriptedWorker:
         self.output: list[int] | None = []
         self.logprobs: list[TokenLogprob] | None = None
         self.finish: FinishReason = "stop"
-        self.cached_tokens = 0
+        self.cached_tokens = self.cached_host_tokens = self.cached_disk_tokens = 0
         self.answer: Callable[[Generate], GenerateReply | None] = lambda one: Accepted(one.request, one.attempt)
         self.generates: Seen[Generate] = Seen()
         self.cancels: Seen[Cancel] = Seen()
@@ -241,7 +241,10 @@ class ScriptedWorker:
         """One part in a frame of its own."""
         tokens = list(tokens)
         logprobs = None if self.logprobs is None else tuple(self.logprobs[first : first + len(tokens)])
-        part = Part(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error)
+        cached = (self.cached_host_tokens, self.cached_disk_tokens)
+        part = Part(
+            *(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error), *cached
+        )
         self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, 1, len(self._frames), [part])))
         if self.loses:
             self.loses -= 1

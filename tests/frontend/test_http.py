@@ -41,6 +41,32 @@ async def test_a_chat_is_answered_whole(directory: Path) -> None:
         assert answer.usage.prompt_tokens_details.cached_tokens == 16
 
 
+async def test_usage_tells_where_the_cached_tokens_were_as_of_the_attempt_that_brought_the_first_token(
+    directory: Path,
+) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        first, second = w.workers
+        first.output = None
+        first.cached_tokens, first.cached_host_tokens, first.cached_disk_tokens = 14, 5, 2
+        second.cached_tokens = second.cached_host_tokens = 12
+        asking = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
+        [generate] = await first.generates.at_least(1)
+        second.output = [*w.ids("on it goes"), 2]
+        await first.send(generate, 0, second.output[:1])
+        told = await w.router.told.at_least(1)
+        await w.leave("w1")
+        usage = (await asking).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        details = usage.prompt_tokens_details.model_dump()
+        assert details["cached_tokens"] == 14
+        assert details["cached_tokens_by_tier"] == {"device": 7, "host": 5, "disk": 2}
+        [prefilled] = [event for event in told if isinstance(event, Prefilled)]
+        assert (prefilled.cached_host_tokens, prefilled.cached_disk_tokens) == (5, 2)
+        by_tier = {tier: w.metric("headrace_cached_tokens_total", tier=tier) for tier in ("device", "host", "disk")}
+        assert by_tier == {"device": 7, "host": 17, "disk": 2}, "both attempts were spared work"
+
+
 async def test_the_template_is_rendered_and_its_blocks_are_hashed(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (client, _):
         w.say("x")

@@ -47,6 +47,7 @@ async def test_a_chat_is_answered_whole_and_marked_last(directory: Path) -> None
 async def test_a_stream_is_one_chunk_a_message_and_only_the_last_is_marked(directory: Path) -> None:
     async with world(directory) as w:
         w.say("grüße 🚰")
+        w.workers[0].cached_tokens, w.workers[0].cached_disk_tokens = 8, 5
         for fields in ({}, {"stream_options": {"include_usage": True}}):
             bus = MemoryBus(w.broker)
             async with bus.stream(CHAT, body(stream=True, **fields), idle_timeout_s=DEADLINE_S) as messages:
@@ -55,7 +56,10 @@ async def test_a_stream_is_one_chunk_a_message_and_only_the_last_is_marked(direc
             assert [LAST_HEADER in message.headers for message in got] == [False] * (len(got) - 1) + [True]
             text = "".join(c["delta"].get("content", "") for chunk in chunks for c in chunk["choices"])
             assert text == "grüße 🚰"
-            assert bool(chunks[-1].get("usage")) == bool(fields)
+            usage = chunks[-1].get("usage")
+            assert bool(usage) == bool(fields)
+        by_tier = {"device": 3, "host": 0, "disk": 5}
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 8, "cached_tokens_by_tier": by_tier}
 
 
 async def test_a_completion_and_the_models_are_served_too(directory: Path) -> None:
