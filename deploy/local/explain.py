@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from deploy.local.decisions import joined, layout, overview
-from deploy.local.fleet import FleetConfig, ask_routers, bus_of, entries, routers_among
+from deploy.local.fleet import FleetConfig, ask_each, bus_of, entries, instances_of
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages import EXPLANATIONS, Explanations
@@ -43,14 +43,13 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
 
 
 async def _ask(config: FleetConfig, request: str) -> tuple[list[Explanations], list[str]]:
-    routers = routers_among(config, await entries(config))
+    routers = instances_of("router", config, await entries(config))
     if not routers:
         raise Unavailable(f"no router is there, says {config.discovery_shown}")
     async with bus_of(config, "headrace explain") as bus:
         subject = partial(subjects.explain, config.namespace)
-        answers, notes = await ask_routers(
-            bus, routers, subject, request.encode(errors="surrogateescape"), EXPLANATIONS
-        )
+        question = request.encode(errors="surrogateescape")
+        answers, notes = await ask_each(bus, "router", routers, subject, question, EXPLANATIONS)
     if not answers:
         raise Unavailable(f"no router answers: {'; '.join(notes)}")
     return answers, notes

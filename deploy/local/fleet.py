@@ -1,4 +1,4 @@
-"""What the commands that look at a running fleet have in common: where it is, who is there, and asking all routers."""
+"""What the commands that look at a running fleet have in common: where it is, who is there, and asking all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.catalogue import read_entry
 from shared.config import DiscoveryConfig, NatsConfig, load
 from shared.discovery_backends import open_discovery
 from shared.errors import BusDown, ProtocolError, Unavailable
-from shared.messages import Codec, Instance
+from shared.messages import Codec, Instance, ServiceName
 from shared.nats_bus import NatsBus, connect
 
 CONNECT_LIMIT_S = 3.0
@@ -79,30 +79,35 @@ async def bus_of(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
         await bus.drain()
 
 
-def routers_among(config: FleetConfig, values: dict[str, bytes]) -> list[str]:
-    """The ids of all routers; what cannot be read is passed over, `status` shows it."""
+def instances_of(service: ServiceName, config: FleetConfig, values: dict[str, bytes]) -> list[str]:
+    """The ids of all of one service; what cannot be read is passed over, `status` shows it."""
     found: list[str] = []
     for key, value in values.items():
         try:
             entry = read_entry(config.namespace, key, value)
         except ProtocolError:
             continue
-        if isinstance(entry, Instance) and entry.service == "router":
+        if isinstance(entry, Instance) and entry.service == service:
             found.append(entry.instance)
     return sorted(found)
 
 
-async def ask_routers(
-    bus: NatsBus, routers: Sequence[str], subject: Callable[[str], str], payload: bytes, codec: Codec[T]
+async def ask_each(
+    bus: NatsBus,
+    service: ServiceName,
+    instances: Sequence[str],
+    subject: Callable[[str], str],
+    payload: bytes,
+    codec: Codec[T],
 ) -> tuple[list[T], list[str]]:
-    """The answers of all routers that answer in time, and a note for each one that does not."""
+    """The answers of those that answer in time, and a note for each one that does not."""
 
-    async def ask(router: str) -> T | str:
+    async def ask(instance: str) -> T | str:
         try:
-            answer = await bus.request(subject(router), payload, timeout_s=ANSWER_LIMIT_S)
+            answer = await bus.request(subject(instance), payload, timeout_s=ANSWER_LIMIT_S)
             return codec.decode(answer.payload, answer.headers)
         except (Unavailable, ProtocolError) as wrong:
-            return f"router {router}: {wrong}"
+            return f"{service} {instance}: {wrong}"
 
-    answers = await asyncio.gather(*map(ask, routers))
+    answers = await asyncio.gather(*map(ask, instances))
     return [each for each in answers if not isinstance(each, str)], [each for each in answers if isinstance(each, str)]

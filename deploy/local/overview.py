@@ -1,4 +1,4 @@
-"""What `headrace status` shows: discovery's entries and the workers' load reports, joined and laid out. Pure."""
+"""What `headrace status` shows: discovery's entries and what processes say of themselves, joined and laid out. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from deploy.local.stores import block_stores
 from deploy.local.table import age, size, table
 from shared.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
+from shared.kvbm_messages import KvbmState
 from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState
 
 
@@ -64,6 +66,8 @@ class Overview(Struct, frozen=True):
     """What could not be found out."""
     routers: tuple[RouterState, ...] = ()
     """Those that answered."""
+    stores: tuple[KvbmState, ...] = ()
+    """Of the machines' block stores, those that answered."""
 
 
 def overview(
@@ -73,11 +77,12 @@ def overview(
     values: Mapping[str, bytes],
     reports: Mapping[str, LoadReport],
     states: Sequence[RouterState],
+    stores: Sequence[KvbmState],
     notes: Sequence[str],
     now: float,
 ) -> Overview:
-    """`values` are discovery's keys, `reports` the last of each worker, `states` the routers' own accounts, `now`
-    seconds since 1970."""
+    """`values` are discovery's keys, `reports` the last of each worker, `states` and `stores` the routers' and the block
+    stores' own accounts, `now` seconds since 1970."""
     entries: dict[str, Entry] = {}
     unreadable: list[str] = []
     for key, value in sorted(values.items()):
@@ -100,6 +105,7 @@ def overview(
         unreadable=tuple(unreadable),
         notes=tuple(notes),
         routers=tuple(states),
+        stores=tuple(stores),
     )
 
 
@@ -150,6 +156,8 @@ def layout(view: Overview) -> str:
     if view.routers:
         parts += ["", _routers(view.routers)]
         parts += [_trouble(state.router, source) for state in view.routers for source in state.sources if source.reason]
+    if view.stores:
+        parts += ["", *block_stores(view.stores)]
     parts += [f"refused: {row.model} at {row.instance}: {row.reason}" for row in view.refused]
     parts += [f"unreadable: {each}" for each in view.unreadable]
     parts += [f"note: {each}" for each in view.notes]

@@ -1,4 +1,5 @@
-"""`headrace status`: asks discovery and the routers once, listens to the workers' load reports for a moment."""
+"""`headrace status`: asks discovery, the routers and the block stores once, listens to the workers' load reports for a
+moment."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from functools import partial
 
 import msgspec
 
-from deploy.local.fleet import FleetConfig, ask_routers, bus_of, entries, routers_among
+from deploy.local.fleet import FleetConfig, ask_each, bus_of, entries, instances_of
 from deploy.local.overview import Overview, layout, overview
 from shared import subjects
 from shared.errors import BusDown, ProtocolError
+from shared.kvbm_messages import KVBM_STATE, KvbmState
 from shared.messages import LOAD_REPORT, ROUTER_STATE, LoadReport, RouterState
 from shared.messaging import Message
 from shared.nats_bus import NatsBus
@@ -33,18 +35,30 @@ async def _look(config: FleetConfig) -> Overview:
     values = await entries(config)
     reports: dict[str, LoadReport] = {}
     states: list[RouterState] = []
+    stores: list[KvbmState] = []
     notes: list[str] = []
     try:
         async with bus_of(config, "headrace status") as bus:
-            routers = routers_among(config, values)
-            state = partial(subjects.router_state, config.namespace)
-            (states, notes), _ = await asyncio.gather(
-                ask_routers(bus, routers, state, b"", ROUTER_STATE), _listen(bus, config.namespace, reports)
+            (states, silent), (stores, mute), _ = await asyncio.gather(
+                _routers(bus, config, values), _stores(bus, config, values), _listen(bus, config.namespace, reports)
             )
+            notes = silent + mute
     except BusDown as wrong:
         notes = [f"{wrong}; so nobody's load is known"]
     where = (config.namespace, config.nats_shown, config.discovery_shown)
-    return overview(*where, values, reports, states, notes, time.time())
+    return overview(*where, values, reports, states, stores, notes, time.time())
+
+
+async def _routers(bus: NatsBus, config: FleetConfig, values: dict[str, bytes]) -> tuple[list[RouterState], list[str]]:
+    routers = instances_of("router", config, values)
+    return await ask_each(bus, "router", routers, partial(subjects.router_state, config.namespace), b"", ROUTER_STATE)
+
+
+async def _stores(bus: NatsBus, config: FleetConfig, values: dict[str, bytes]) -> tuple[list[KvbmState], list[str]]:
+    def stat(instance: str) -> str:
+        return subjects.kvbm(config.namespace, instance, "stat")
+
+    return await ask_each(bus, "kvbm", instances_of("kvbm", config, values), stat, b"", KVBM_STATE)
 
 
 async def _listen(bus: NatsBus, namespace: str, reports: dict[str, LoadReport]) -> None:

@@ -7,6 +7,7 @@ import msgspec
 from deploy.local.overview import Overview, layout, overview
 from shared import subjects
 from shared.hashing import self_test
+from shared.kvbm_messages import KvbmState
 from shared.messages import (
     INSTANCE,
     JSON_HEADER,
@@ -53,6 +54,7 @@ def look(
     *entries: tuple[str, bytes],
     reports: tuple[LoadReport, ...] = (),
     states: tuple[RouterState, ...] = (),
+    stores: tuple[KvbmState, ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Overview:
     return overview(
@@ -62,6 +64,7 @@ def look(
         dict(entries),
         {each.instance: each for each in reports},
         states,
+        stores,
         notes,
         NOW,
     )
@@ -138,6 +141,14 @@ def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> Non
 def test_a_policy_that_does_not_choose_is_not_shown_as_if_it_did() -> None:
     state = RouterState("r1", "mine:Sleeps", [], [], policy_trouble="off: kv chooses")
     assert "r1      mine:Sleeps (off: kv chooses)  0" in layout(look(instance("router", "r1"), states=(state,)))
+
+
+def test_block_stores_stand_behind_the_routers_and_in_the_json() -> None:
+    store = KvbmState("k1", "/pool", 1 << 30, 1.0, 300.0, [])
+    view = look(instance("kvbm", "k1"), stores=(store,))
+    lines = layout(view).splitlines()
+    assert lines[-2:] == ["KVBM  POOL   MEMORY   RESERVED  HITS OVER", "k1    /pool  1.07 GB  100 %     5m"]
+    assert msgspec.json.decode(msgspec.json.encode(view), type=Overview).stores == (store,)
 
 
 def test_nothing_alive_is_said_in_words() -> None:
