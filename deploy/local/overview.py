@@ -81,8 +81,8 @@ def overview(
     notes: Sequence[str],
     now: float,
 ) -> Overview:
-    """`values` are discovery's keys, `reports` the last of each worker, `states` and `stores` the routers' and the block
-    stores' own accounts, `now` seconds since 1970."""
+    """`values` are discovery's keys, `reports` the last of each worker, `states` and `stores` what routers and
+    block stores say of themselves, `now` seconds since 1970."""
     entries: dict[str, Entry] = {}
     unreadable: list[str] = []
     for key, value in sorted(values.items()):
