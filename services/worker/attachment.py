@@ -1,0 +1,74 @@
+"""PoolAttachment: an engine process's lock beside the pool of its machine's kvbm, and its mapping of the pool.
+
+    hold ──▶ the lock is held ──map──▶ one layout's slots are mapped ──map──▶ the same, or others where they are others
+
+The lock says that this process lives and may write; it is held as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shared.kvbm_messages import Attached
+from shared.pool_format import Arena, PoolUnfit
+from shared.pool_lock import POOL, HeldLock, hold_owner
+from shared.pool_map import ArenaMap, PoolMap
+
+
+class PoolAttachment:
+    """An `exchange.Attachment` to the pool in `directory`, of the worker `instance`."""
+
+    def __init__(self, directory: Path, instance: str) -> None:
+        self._directory = directory
+        self._instance = instance
+        self._lock: HeldLock | None = None
+        self._pool: PoolMap | None = None
+        self._slots: ArenaMap | None = None
+
+    def hold(self) -> str:
+        """The name under which this process holds a lock: the same one as long as its file is there. No copy is under
+        way. Raises PoolUnfit."""
+        try:
+            if self._lock is None or not self._lock.held:
+                # A name of its own each time: what the kvbm knows of the former owner ends with the former lock.
+                lock = hold_owner(self._directory, f"{self._instance}-{os.urandom(4).hex()}")
+                if self._lock is not None:
+                    self._lock.close()
+                self._lock = lock
+        except OSError as wrong:
+            raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
+        return self._lock.path.name
+
+    def map(self, attached: Attached) -> ArenaMap:
+        """The slots that the kvbm named. Nothing reads or writes those that were mapped before. Raises PoolUnfit."""
+        arena = Arena(attached.offset, attached.slot_bytes, attached.slots, attached.generations)
+        try:
+            if self._pool is None or not self._pool.current:
+                self._unmap()
+                self._pool = PoolMap(self._directory / POOL)
+        except OSError as wrong:
+            raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
+        if self._pool.geometry.file_bytes != attached.pool_bytes:
+            raise PoolUnfit(f"{self._pool.path}: {self._pool.geometry.file_bytes} bytes, not {attached.pool_bytes}")
+        if self._slots is None or self._slots.arena != arena:
+            if self._slots is not None:
+                self._slots.close()
+                self._slots = None
+            self._slots = self._pool.arena(arena)
+        return self._slots
+
+    def close(self) -> None:
+        """Nothing of the pool is touched any more."""
+        self._unmap()
+        if self._lock is not None:
+            self._lock.close(delete=True)
+            self._lock = None
+
+    def _unmap(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
