@@ -12,12 +12,13 @@ import yaml
 from msgspec import Struct
 
 from services.frontend.config import FrontendConfig
+from services.kvbm.config import KvbmConfig
 from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
 from shared.config import load
 
 HERE = Path(__file__).resolve().parents[2] / "deploy" / "compose"
-OURS = {"frontend": FrontendConfig, "router": RouterConfig, "worker": WorkerConfig}
+OURS = {"frontend": FrontendConfig, "router": RouterConfig, "kvbm": KvbmConfig, "worker": WorkerConfig}
 
 
 _Loader: Any = type("_Loader", (yaml.SafeLoader,), {})
@@ -33,6 +34,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 BASE: dict[str, Any] = read("compose.yaml")["services"]
+VOLUMES: dict[str, Any] = read("compose.yaml")["volumes"]
 HOST: dict[str, Any] = read("compose.host.yaml")["services"]
 
 
@@ -89,6 +91,11 @@ def mounted(service: dict[str, Any]) -> dict[str, str]:
     return {each.split(":")[1]: each.split(":")[0] for each in service["volumes"]}
 
 
+def texts(environment: dict[str, Any]) -> dict[str, str]:
+    """As a container gets them."""
+    return {name: str(value) for name, value in environment.items()}
+
+
 @pytest.mark.parametrize(("name", "schema"), OURS.items())
 @pytest.mark.parametrize("overlay", [{}, HOST], ids=["bridge", "host"])
 def test_the_settings_are_ones_the_service_knows(name: str, schema: type[Struct], overlay: dict[str, Any]) -> None:
@@ -96,7 +103,44 @@ def test_the_settings_are_ones_the_service_knows(name: str, schema: type[Struct]
     module, flag, path = service["command"]
     assert (module, flag) == (f"services.{name}", "--config")
     environment = service["environment"] | overlay.get(name, {}).get("environment", {})
-    load(schema, file=HERE / mounted(service)[path], environ=environment)
+    load(schema, file=HERE / mounted(service)[path], environ=texts(environment))
+
+
+def pool_options() -> dict[str, str]:
+    """The mount options of the tmpfs."""
+    options = VOLUMES["pool"]["driver_opts"]
+    assert (options["type"], options["device"]) == ("tmpfs", "tmpfs")
+    return {name: value for name, _, value in (each.partition("=") for each in options["o"].split(","))}
+
+
+def test_the_block_store_and_the_workers_share_a_pool_as_one_user_and_nobody_else_has_it() -> None:
+    kvbm = load(KvbmConfig, file=HERE / "kvbm.toml", environ=texts(BASE["kvbm"]["environment"]))
+    worker = load(WorkerConfig, file=HERE / "worker.toml", environ={})
+    assert worker.kvbm.pool == kvbm.pool.directory
+    assert {name for name in BASE if "pool" in mounted(BASE[name]).values()} == {"kvbm", "worker"}
+    for name in ("kvbm", "worker"):
+        assert mounted(BASE[name])[kvbm.pool.directory] == "pool"
+        assert "user" not in BASE[name], "the image's, who owns the tmpfs"
+    options = pool_options()
+    assert (options["uid"], options["gid"], options["mode"]) == ("10001", "10001", "0700")
+
+
+def test_the_tmpfs_has_room_for_the_pool_and_the_locks_beside_it() -> None:
+    size = pool_options()["size"]
+    assert size.endswith("m")
+    spare_bytes = (int(size[:-1]) << 20) - int(BASE["kvbm"]["environment"]["HEADRACE_POOL_SIZE_BYTES"])
+    assert 16 << 20 <= spare_bytes <= 256 << 20
+
+
+def test_blocks_on_disk_lie_on_a_volume_that_outlives_the_container() -> None:
+    disk = load(KvbmConfig, file=HERE / "kvbm.toml", environ=texts(BASE["kvbm"]["environment"])).disk
+    assert mounted(BASE["kvbm"])[str(Path(disk.directory).parent)] == "blocks"
+    assert VOLUMES["blocks"] == {}
+
+
+def test_prometheus_asks_every_service_of_ours() -> None:
+    scraped = {job["job_name"] for job in read("prometheus.yml")["scrape_configs"]}
+    assert scraped == OURS.keys()
 
 
 def test_services_hide_their_inboxes_from_clients() -> None:

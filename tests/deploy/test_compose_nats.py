@@ -89,6 +89,8 @@ async def test_a_client_asks_the_frontend_and_hears_the_answer(services: Peer, c
         subjects.worker("default", "b2", "load"),
         subjects.router_load("default", "model"),
         subjects.select("default", "model"),
+        subjects.kvbm("default", "c3", "fetch"),
+        subjects.kvbm("default", "c3", "load"),
         "_INBOX_services.forged",
     ],
 )
@@ -104,6 +106,24 @@ async def test_a_client_may_publish_to_nothing_else(services: Peer, client: Peer
     assert "permissions violation for publish" in (await client.next_denial()).lower()
     await services.client.publish(subject, b"own")
     assert await asyncio.wait_for(heard.get(), ANSWER_LIMIT_S) == b"own", "the forged message did not come through"
+
+
+@pytest.mark.parametrize("operation", ["attach", "store", "commit", "abort", "fetch", "release", "snapshot", "stat"])
+async def test_services_ask_a_block_store_and_hear_its_answers_and_reports(services: Peer, operation: str) -> None:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def answer(message: Msg) -> None:
+        await message.respond(b"answer")
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(message.data)
+
+    await services.client.subscribe(subjects.kvbm("default", "c3", operation), cb=answer)
+    await services.client.subscribe(subjects.kvbm("default", "*", "load"), cb=hear)
+    reply = await services.client.request(subjects.kvbm("default", "c3", operation), b"", timeout=ANSWER_LIMIT_S)
+    assert reply.data == b"answer"
+    await services.client.publish(subjects.kvbm("default", "c3", "load"), b"report")
+    assert await asyncio.wait_for(heard.get(), ANSWER_LIMIT_S) == b"report"
 
 
 @pytest.mark.parametrize("subject", ["headrace.>", "_INBOX_services.>", ">", subjects.stream("default", "a1")])
