@@ -335,9 +335,10 @@ class ModelState(Struct, frozen=True):
 
 
 class SourceState(Struct, frozen=True):
-    """How one worker's event stream is followed."""
+    """How one event stream is followed: a worker's, or that of one layout of a kvbm."""
 
     instance: str
+    """A worker's id, or KVBM/LAYOUT."""
     state: str
     """live, syncing, …: services/router/sources.py draws them; refused."""
     reason: str = ""

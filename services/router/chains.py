@@ -132,8 +132,8 @@ class Chains:
                 return self.clear()
         return None
 
-    def restore(self, blocks: Sequence[SnapshotBlock]) -> None:
-        """Blocks of a snapshot, all on the device, parents first; one whose parent is gone waits for it. Raises
+    def restore(self, blocks: Sequence[SnapshotBlock], tier: int = 0) -> None:
+        """Blocks of a snapshot, all in one tier, parents first; one whose parent is gone waits for it. Raises
         ProtocolError."""
         for block in blocks:
             if len(block.tokens) != 4 * self._block_size:
@@ -145,7 +145,7 @@ class Chains:
                     parent=block.parent,
                     tokens=block.tokens,
                     block_size=self._block_size,
-                    tier=0,
+                    tier=tier,
                     group=self._group,
                     windowed=False,
                     lora=block.lora,

@@ -7,8 +7,9 @@
     resting ──a claim, `every_s` after the last verdict──▶ open ──verdict──▶ resting
 
 Reports and events come by different ways and either may be ahead, so the last few of both are kept while open. A
-comparison is made as of one sequence: what is on its way makes no difference. One check a candidate: its device tier,
-the only one that a source keeps a digest of. Chains that had to leave something out cannot agree, and are exempt.
+comparison is made as of one sequence: what is on its way makes no difference. One check a candidate, of all tiers that
+its source keeps a digest of: a worker's device, a kvbm's host memory and disk. Chains that had to leave something out
+cannot agree, and are exempt.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ STATES_LIMIT = 256
 
 _Mark = tuple[int | None, int]
 """(epoch, sequence)."""
+Digests = tuple[int, ...]
+"""One a tier, always of the same tiers."""
 
 
 class DigestCheck:
@@ -33,26 +36,26 @@ class DigestCheck:
         self._due_s: float | None = None
         """No comparison before; None: at once."""
         self._opened_s = 0.0
-        self._claims: dict[_Mark, int] = {}
-        self._states: dict[_Mark, int | None] = {}
+        self._claims: dict[_Mark, Digests] = {}
+        self._states: dict[_Mark, Digests | None] = {}
         """None: the chains had left something out."""
         self.open = False
         """A comparison is due: `applied` is to be told."""
 
-    def claimed(self, epoch: int, sequence: int, digest: int, now_s: float) -> Verdict | None:
-        """The source says that its blocks have this digest as of a sequence."""
+    def claimed(self, epoch: int, sequence: int, digests: Digests, now_s: float) -> Verdict | None:
+        """The source says that its blocks have these digests as of a sequence."""
         if not self._every_s or (self._due_s is not None and now_s < self._due_s):
             return None
         self.open = True
         self._opened_s = now_s
-        _keep(self._claims, (epoch, sequence), digest, CLAIMS_LIMIT)
+        _keep(self._claims, (epoch, sequence), digests, CLAIMS_LIMIT)
         return self._verdict((epoch, sequence))
 
-    def applied(self, epoch: int | None, sequence: int, digest: int | None) -> Verdict | None:
-        """The chains have this digest as of a sequence; None: they had to leave something out."""
+    def applied(self, epoch: int | None, sequence: int, digests: Digests | None) -> Verdict | None:
+        """The chains have these digests as of a sequence; None: they had to leave something out."""
         if not self.open:
             return None
-        _keep(self._states, (epoch, sequence), digest, STATES_LIMIT)
+        _keep(self._states, (epoch, sequence), digests, STATES_LIMIT)
         return self._verdict((epoch, sequence))
 
     def cleared(self) -> None:

@@ -1,9 +1,11 @@
-"""One instance's KV events on their way into the index: carries out what `Source` decides.
+"""One source's KV events on their way into the index: carries out what `Source` decides.
 
     ZMQ batch ─▶ decode ─▶ Source ─▶ Clear, Apply ─▶ Chains ─▶ Index
-    load report ──────────▶  │                          │
+    its report ───────────▶  │                          │
          │                   └─▶ TakeSnapshot, Replay ─▶ a task each, which tells the Source how it went
          └─▶ DigestCheck ◀──────────────────────────────┘
+
+A source is a worker, whose ranks share one stream, or one layout of a kvbm.
 
 Actions are carried out in order and in slices, so that a replay of ten thousand batches does not stall a choice.
 While as many wait as may, batches that come are dropped: a gap later, which heals as one.
@@ -18,20 +20,22 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import assert_never
 
+from msgspec import Struct
+
 from services.router import events
 from services.router.chains import Chains, Clearing, Mismatch
 from services.router.config import SourceConfig
-from services.router.digests import DigestCheck, Verdict
+from services.router.digests import DigestCheck, Digests, Verdict
 from services.router.events import Batch, Removed, Stored
 from services.router.metrics import Metrics
 from services.router.seldom import Seldom
 from services.router.silence import Silence
 from services.router.snapshots import slices
 from services.router.sources import Action, Apply, Clear, Replay, Source, TakeSnapshot
-from shared import subjects
 from shared.errors import ProtocolError, Unavailable
+from shared.kvbm_messages import LayoutReport
 from shared.lifecycle import Runtime
-from shared.messages import EventSource, KvState, SourceState
+from shared.messages import EventSource, KvState, SnapshotRequest, SourceState
 
 _SLICE_BLOCKS = 2048
 _BATCH_COST_BLOCKS = 32
@@ -42,16 +46,29 @@ _DECODED_AT_ONCE = 64
 _log = logging.getLogger(__name__)
 
 
-class Feed:
-    """Follows one instance's event stream until closed. All ranks share the stream and its sequence.
+class Origin(Struct, frozen=True):
+    """Whose events they are."""
 
-    `trust(usable)` is told when what the instance caches can no longer be known from its events, and when it can again.
+    name: str
+    """What people call it: a worker's instance id, or KVBM/LAYOUT."""
+    snapshots: str
+    """The subject where everything is asked for."""
+    layout: str = ""
+    """The digest to name there; empty: a worker."""
+    tiers: tuple[int, ...] = (0,)
+    """Those that it keeps digests of: indices into TIERS."""
+
+
+class Feed:
+    """Follows one source's event stream until closed. All ranks share the stream and its sequence.
+
+    `trust(usable)` is told when what the source holds can no longer be known from its events, and when it can again.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        instance: str,
+        origin: Origin,
         stream: EventSource,
         chains: Mapping[int, Chains],
         config: SourceConfig,
@@ -63,7 +80,8 @@ class Feed:
         snapshot_turns: asyncio.Semaphore,
     ) -> None:
         self._runtime = runtime
-        self._instance = instance
+        self._origin = origin
+        self._name = origin.name
         self._chains = chains
         self._config = config
         self._metrics = metrics
@@ -82,7 +100,7 @@ class Feed:
         self.refused = ""
         """Why nothing of this source is used; empty: it is."""
         self.usable = True
-        """What the instance caches is known from its events."""
+        """What the source holds is known from its events."""
         digest_s = config.digest_s if stream.digest and stream.epoch else 0.0
         self._checks = {rank: DigestCheck(every_s=digest_s) for rank in chains}
         self._digests: dict[str, int] = {"agreed": 0, "differed": 0, "exempt": 0}
@@ -96,14 +114,21 @@ class Feed:
         self._perform(self.source.start())
 
     def reported(self, kv: list[KvState]) -> None:
-        """The instance's load report; it tells how far its events are."""
+        """A worker's load report; it tells how far its events are."""
         if self._closed or not kv:
             return
         self._perform(self.source.reported(max(kv, key=lambda state: (state.epoch, state.sequence))))
         for state in kv:
-            if state.rank in self._checks:
-                verdict = self._checks[state.rank].claimed(state.epoch, state.sequence, state.digest, self._now_s())
-                self._judge(state.rank, verdict)
+            self._claimed(state, (state.digest,))
+        self._compare()
+
+    def layout_reported(self, report: LayoutReport) -> None:
+        """The same of a kvbm, which starts anew under another id: its events have one epoch."""
+        if self._closed:
+            return
+        state = KvState(0, 1, report.sequence)
+        self._perform(self.source.reported(state))
+        self._claimed(state, (report.host_digest, report.disk_digest))
         self._compare()
 
     def worked(self, since_s: float) -> None:
@@ -113,14 +138,14 @@ class Feed:
         self._silence.worked(since_s, self._now_s())
         if self._silence.silent:
             problem = f"no KV events for {self._config.silence_s:g} s, though requests compute new blocks"
-            self._seldom.warn(f"KV events of {self._instance}", problem)
+            self._seldom.warn(f"KV events of {self._name}", problem)
         self._judge_use()
 
     def status(self) -> SourceState:
         """How it is now, for people."""
         heard_s = self._silence.heard_s
         return SourceState(
-            instance=self._instance,
+            instance=self._name,
             state="refused" if self.refused else self.source.state,
             reason=self.refused,
             partial=self.source.partial,
@@ -159,7 +184,7 @@ class Feed:
         if len(self._actions) >= self._config.held_limit_batches:
             self._dropped += 1
             self._metrics.events.labels("dropped").inc()
-            self._seldom.warn(f"flood of {self._instance}", f"{len(self._actions)} batches wait, new ones are dropped")
+            self._seldom.warn(f"flood of {self._name}", f"{len(self._actions)} batches wait, new ones are dropped")
             return
         self._perform(self.source.heard(sequence, self._decode(payload)))
 
@@ -169,7 +194,7 @@ class Feed:
         except ProtocolError as wrong:
             self._rejected += 1
             self._metrics.events.labels("rejected").inc()
-            self._seldom.warn(f"KV events of {self._instance}", wrong)
+            self._seldom.warn(f"KV events of {self._name}", wrong)
             return None
 
     # --- actions
@@ -232,7 +257,7 @@ class Feed:
         """Nothing this source says can be used: it is left alone until its card or address changes."""
         self.refused = str(wrong)
         self._metrics.refused_sources.inc()
-        _log.error("KV events of %s are refused: %s", self._instance, wrong)
+        _log.error("KV events of %s are refused: %s", self._name, wrong)
         for chains in self._chains.values():
             self._clear_later(chains.clear())
         self.close()
@@ -246,6 +271,11 @@ class Feed:
 
     # --- digests
 
+    def _claimed(self, state: KvState, digests: Digests) -> None:
+        check = self._checks.get(state.rank)
+        if check is not None:
+            self._judge(state.rank, check.claimed(state.epoch, state.sequence, digests, self._now_s()))
+
     def _compare(self) -> None:
         """Show the chains to the checks that are open. Only while no action waits: then they are as the source says."""
         if self._actions or self._closed:
@@ -255,7 +285,8 @@ class Feed:
             if as_of is not None:
                 chains = self._chains[rank]
                 complete = chains.exact and not self.source.partial
-                self._judge(rank, check.applied(self.source.epoch, as_of, chains.digest(0) if complete else None))
+                digests = tuple(map(chains.digest, self._origin.tiers)) if complete else None
+                self._judge(rank, check.applied(self.source.epoch, as_of, digests))
 
     def _judge(self, rank: int, verdict: Verdict | None) -> None:
         if verdict is None:
@@ -263,7 +294,7 @@ class Feed:
         self._digests[verdict] += 1
         self._metrics.digests.labels(verdict).inc()
         if verdict == "differed":
-            _log.error("KV events of %s, rank %d: the digests differ, asking for everything", self._instance, rank)
+            _log.error("KV events of %s, rank %d: the digests differ, asking for everything", self._name, rank)
             self._perform(self.source.distrusted())
 
     # --- questions
@@ -283,7 +314,7 @@ class Feed:
             return
         except (Unavailable, ProtocolError) as wrong:
             self._metrics.snapshots.labels("failed").inc()
-            self._seldom.warn(f"snapshot of {self._instance}", wrong)
+            self._seldom.warn(f"snapshot of {self._name}", wrong)
             self._perform(self.source.failed(action.ticket))
             return
         if taken is not None:
@@ -294,11 +325,16 @@ class Feed:
     async def _restore(self, ticket: int) -> tuple[int, dict[int, int]] | None:
         """The blocks of every rank into its chains; the epoch and each rank's sequence, None if it is not wanted any
         more."""
-        subject = subjects.worker(self._runtime.namespace, self._instance, "snapshot")
         epoch: int | None = None
         sequences: dict[int, int] = {}
         for rank, chains in self._chains.items():
-            answer = slices(self._runtime.bus, subject, rank, idle_timeout_s=self._config.snapshot_idle_timeout_s)
+            asked = SnapshotRequest(rank, self._origin.layout)
+            answer = slices(
+                self._runtime.bus,
+                self._origin.snapshots,
+                asked,
+                idle_timeout_s=self._config.snapshot_idle_timeout_s,
+            )
             async with aclosing(answer) as parts:
                 async for part in parts:
                     if not self.source.awaits(ticket):
@@ -308,7 +344,7 @@ class Feed:
                         epoch = part.epoch
                     if part.epoch != epoch:
                         raise ProtocolError("the engine began anew between the snapshots of two ranks")
-                    chains.restore(part.blocks)
+                    chains.restore(part.blocks, part.tier)
                     sequences[rank] = part.sequence
         return (epoch, sequences) if epoch is not None and self.source.awaits(ticket) else None
 
@@ -318,7 +354,7 @@ class Feed:
             raw = await self._subscription.replay(action.first, timeout_s=self._config.replay_timeout_s)
         except (Unavailable, ProtocolError) as wrong:
             self._metrics.replays.labels("failed").inc()
-            self._seldom.warn(f"replay of {self._instance}", wrong)
+            self._seldom.warn(f"replay of {self._name}", wrong)
             self._perform(self.source.failed(action.ticket))
             return
         batches: list[tuple[int, Batch | None]] = []

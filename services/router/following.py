@@ -1,7 +1,9 @@
-"""What the directory says, carried out: one ModelRouter a model, one Feed a worker that sends events.
+"""What the directory says, carried out: one ModelRouter a model, one Feed a worker that sends events and one a store
+that a card names.
 
     card and address up ─▶ the model's candidates ─▶ a feed of the worker's events
     card or address gone, or changed ─▶ cleared, in slices; followed anew
+    a card names a kvbm's layout, the kvbm's address has it ─▶ a feed of what it holds, once for all who name it
 
 Names of models are kept when nobody serves them any more, to answer that there are no instances. At MODELS_LIMIT those
 that nobody has served for FORGOTTEN_S make room; where there is none, cards of new models are left out, loudly.
@@ -14,24 +16,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from services.router.attached import Store, kvbm_of, layout_of, same_worker
 from services.router.chains import Chains, Clearing
 from services.router.config import RouterConfig
-from services.router.feed import Feed
+from services.router.feed import Feed, Origin
 from services.router.metrics import Metrics
 from services.router.model_router import ModelRouter
 from services.router.policy import BUILT_IN, load_policy
 from services.router.seldom import Seldom
+from shared import subjects
 from shared.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import ProtocolError
 from shared.lifecycle import Runtime
-from shared.messages import EventSource, ModelCard
+from shared.messages import EventSource, Instance, ModelCard
 
 MODELS_LIMIT = 256
 """Names kept, served or not: each has an index."""
 FORGOTTEN_S = 3600.0
 SNAPSHOTS_AT_ONCE = 4
 """A router that starts asks all workers. Beyond 64 MB unread by a client, NATS closes its connection."""
+STORES_LIMIT = 16
+"""Layouts followed of one kvbm: models served from it, times their weights and shards."""
 _SLICE_BLOCKS = 1024
+_STORE_TIERS = 1, 2
 
 
 class Following:
@@ -58,9 +65,9 @@ class Following:
         self._draw = runtime.draw
         self.models: dict[str, ModelRouter] = {}
         self.feeds: dict[str, Feed] = {}
-        """By instance; each feeds the chains of one model."""
+        """By instance, and by store; each feeds the chains of one model."""
         self._fed: dict[str, str] = {}
-        """The instance of each feed → that model: the first that it served."""
+        """The name of each feed → that model: the first that it served."""
         self.others: set[str] = set()
         """The ids of the other routers."""
         self._unserved: dict[str, float] = {}
@@ -96,6 +103,8 @@ class Following:
             instance = change.instance
             if instance.service == "worker":
                 self._refresh(instance.instance)
+            elif instance.service == "kvbm":
+                self._refresh_stores(instance.instance)
             elif instance.service == "router" and instance.instance != self._runtime.instance:
                 (self.others.add if isinstance(change, InstanceUp) else self.others.discard)(instance.instance)
             elif instance.service == "frontend" and isinstance(change, InstanceDown):
@@ -115,8 +124,12 @@ class Following:
         }
         self._leave_out(cards)
         changed = False
+        kvbms = {card.kvbm for card in cards.values()}
         for name, model in self.models.items():
-            if worker in model.cards and model.cards[worker] != cards.get(name):
+            before, after = model.cards.get(worker), cards.get(name)
+            if before is not None:
+                kvbms.add(before.kvbm)
+            if before is not None and (after is None or not same_worker(before, after)):
                 changed = True
                 self._clear_later(model.card_down(worker))
                 if not model.cards:
@@ -133,10 +146,12 @@ class Following:
                 # A stream that begins anew: what the old one told is not kept under the new one.
                 self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
         if stream is not None and worker not in self.feeds:
-            self._follow(worker, stream, min(cards))
+            self._follow_worker(worker, stream, min(cards))
         feed = self.feeds.get(worker)
         for name in cards:
             self.models[name].sends_events(worker, feed is not None and feed.usable and name == self._fed[worker])
+        for kvbm in kvbms - {""}:
+            self._refresh_stores(kvbm)
 
     def _leave_out(self, cards: dict[str, ModelCard]) -> None:
         """Takes those out of `cards` that are of models for which there is no room."""
@@ -169,24 +184,36 @@ class Following:
 
     # --- events
 
-    def _follow(self, worker: str, stream: EventSource, model: str) -> None:
+    def _follow_worker(self, worker: str, stream: EventSource, model: str) -> None:
+        origin = Origin(worker, subjects.worker(self._runtime.namespace, worker, "snapshot"))
+        self._follow(
+            *(origin, stream, model, self._chains(model, worker)),
+            trust=lambda usable: self.models[model].sends_events(worker, usable),
+        )
+
+    def _follow(
+        self,
+        origin: Origin,
+        stream: EventSource,
+        model: str,
+        chains: dict[int, Chains],
+        *,
+        trust: Callable[[bool], None],
+    ) -> bool:
+        """Whether the address was one that can be followed."""
         try:
-            self.feeds[worker] = Feed(
-                self._runtime,
-                worker,
-                stream,
-                self._chains(model, worker),
-                self._config.source,
-                self._metrics,
-                self._seldom,
+            self.feeds[origin.name] = Feed(
+                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._seldom),
                 clear_later=lambda clearing: self._clear_later([clearing]),
-                trust=lambda usable: self.models[model].sends_events(worker, usable),
+                trust=trust,
                 snapshot_turns=self._snapshot_turns,
             )
-            self._fed[worker] = model
         except ProtocolError as wrong:
             self._metrics.malformed.labels("event source").inc()
             self._seldom.warn("event source", wrong)
+            return False
+        self._fed[origin.name] = model
+        return True
 
     def _chains(self, model: str, worker: str) -> dict[int, Chains]:
         chains = self.models[model].chains
@@ -194,3 +221,41 @@ class Following:
 
     def _clear_later(self, clearings: list[Clearing]) -> None:
         self._clearings.extend(clearing for clearing in clearings if clearing.step(_SLICE_BLOCKS))
+
+    # --- stores
+
+    def _refresh_stores(self, kvbm: str) -> None:
+        """Follow of a kvbm what cards name and its address has, once each; nothing else."""
+        address = self._runtime.directory.instances.get(kvbm)
+        wanted = self._named(kvbm, address) if address is not None and address.service == "kvbm" else {}
+        for name, model in self.models.items():
+            for store in [store for store in model.stores if kvbm_of(store) == kvbm]:
+                feed = self.feeds[store]
+                if wanted.get(store) != (name, feed.stream):
+                    feed.close()
+                    del self.feeds[store], self._fed[store]
+                    self._clear_later([model.store_down(store)])
+        for store, (name, stream) in wanted.items():
+            if store not in self.feeds:
+                self._follow_store(store, stream, name)
+
+    def _named(self, kvbm: str, address: Instance) -> dict[Store, tuple[str, EventSource]]:
+        """Its stores that cards name → the model whose cards did first, and where their events come from."""
+        named: dict[Store, tuple[str, EventSource]] = {}
+        for name, model in self.models.items():
+            for store in model.attached:
+                stream = address.layouts.get(layout_of(store)) if kvbm_of(store) == kvbm else None
+                if stream is None:
+                    continue
+                if len(named) < STORES_LIMIT:
+                    named.setdefault(store, (name, stream))
+                else:
+                    self._seldom.warn(f"kvbm {kvbm}", f"layout {layout_of(store)[:64]} is one too many to follow")
+        return named
+
+    def _follow_store(self, store: Store, stream: EventSource, model: str) -> None:
+        snapshots = subjects.kvbm(self._runtime.namespace, kvbm_of(store), "snapshot")
+        origin = Origin(store, snapshots, layout_of(store), _STORE_TIERS)
+        chains = self.models[model].store_up(store)
+        if not self._follow(origin, stream, model, {0: chains}, trust=lambda _usable: None):
+            self._clear_later([self.models[model].store_down(store)])

@@ -6,7 +6,9 @@
 
 A sequence hash names the whole prefix, so an index needs no tree: a block that leaves the middle of a chain ends the
 overlap there, one that comes back joins the chain again. Each block counts in its best tier; the chain of a
-candidate ends at the first block it holds in none.
+candidate ends at the first block it holds in none. What a block store holds is told once, in a slot of its own, and
+counts for every candidate that borrows from it (`services.router.lending`), where that has not the block itself higher
+up: so a chain may go from a worker's device to the store and back.
 
 A candidate holds blocks in a *slot*, one bit in the holders' masks. `retire` hides all of a slot at once; whoever
 stored its blocks removes them in slices, and the bit is used again once it is empty. A block stored n times in a slot
@@ -25,11 +27,11 @@ from typing import Literal
 
 from msgspec import Struct
 
+from services.router.lending import CandidateId as CandidateId
+from services.router.lending import Lending
+from services.router.lower import Lower
 from services.router.runs import Holders, Masks, Runs, leaves, piece, piece_either_way
 from shared.messages import Overlap, Tier
-
-CandidateId = tuple[str, int]
-"""(instance, data-parallel rank)."""
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
@@ -71,7 +73,8 @@ class Slot:
     def __init__(self, candidate: CandidateId, number: int) -> None:
         self.candidate = candidate
         self.number = number
-        self.alone: tuple[Masks, ...] = tuple(_with((0, 0, 0), tier, 1 << number) for tier in range(3))
+        bit = 1 << number
+        self.alone: tuple[Masks, ...] = ((bit, 0, 0), (0, bit, 0), (0, 0, bit))
         """By tier: the masks of blocks that only this slot holds."""
         self.state: Literal["open", "retired", "freed"] = "open"
         self.dropped_blocks = 0
@@ -93,6 +96,7 @@ class Index:
         self._repeats_count = 0
         self._retired = 0
         """Mask of slots that `find` does not see."""
+        self._lending = Lending()
         self._named: dict[int, dict[CandidateId, None]] = {}
         """Mask → the candidates of its slots; a bounded memo, emptied when a slot changes hands."""
         self._named_bytes = 0
@@ -108,9 +112,11 @@ class Index:
         if None in self._slots:
             slot = Slot(candidate, self._slots.index(None))
             self._slots[slot.number] = slot
+            self._lending.opened(candidate, slot.number)
             return slot
         slot = Slot(candidate, len(self._slots))
         self._slots.append(slot)
+        self._lending.opened(candidate, slot.number)
         for tier in range(3):
             self._pairs[tier].append(0)
             self._repeats[tier].append({})
@@ -124,7 +130,13 @@ class Index:
         assert slot.state == "open"
         slot.state = "retired"
         self._retired |= 1 << slot.number
+        self._lending.retired(slot.candidate)
         self._free_if_empty(slot)
+
+    def borrow(self, candidate: CandidateId, lender: CandidateId | None) -> None:
+        """What `lender` holds in host memory or on disk counts for `candidate` too from now on. The lender, which is a
+        store, is not found any more. None: only what it holds itself counts."""
+        self._lending.borrow(candidate, lender)
 
     def blocks_of(self, slot: Slot) -> int:
         """Blocks held in the slot, each tier counted."""
@@ -221,58 +233,57 @@ class Index:
         """
         found: dict[CandidateId, Overlap] = {}
         of = self._runs.of
-        lower: dict[int, list[int]] = {}
+        lower: Lower | None = None
         current: Holders | None = None
-        alive = ~self._retired
-        at = start = 0  # `start`: of the stretch that `current` holds
+        alive = ~(self._retired | self._lending.lenders)
+        at = 0
         count = len(hashes)
         while at < count:
             run = of(hashes[at])
             if run is None or run.holders is not current:
-                if current is not None and current.below:
-                    self._count_lower(lower, alive, current, at - start)
-                left = 0 if run is None else alive & run.holders.any
+                current = None if run is None else run.holders
+                if current is None:
+                    left = 0
+                elif current.below or lower is not None:
+                    lower = lower or Lower()
+                    left = self._descend(lower, alive, current, at)
+                else:
+                    left = alive & current.any
                 if at and left != alive:
                     self._settle(found, alive & ~left, at, lower)
                 if run is None or not left:
                     return found
                 alive = left
-                current = run.holders
-                start = at
             end = at + run.size
             at = end if end <= count and hashes[end - 1] == run.last else leaves(run.hashes, hashes, at)
         if current is not None:
-            if current.below:
-                self._count_lower(lower, alive, current, count - start)
             self._settle(found, alive, count, lower)
         return found
 
-    def _count_lower(self, lower: dict[int, list[int]], alive: int, holders: Holders, blocks: int) -> None:
-        """A stretch of blocks with the same holders: those not on the device count for host or disk."""
-        host = holders.masks[1]
-        below = alive & holders.below
-        while below:
-            bit = below & -below
-            below ^= bit
-            lower.setdefault(bit, [0, 0])[0 if host & bit else 1] += blocks
+    def _descend(self, lower: Lower, alive: int, holders: Holders, at: int) -> int:
+        """Which of the slots `alive` hold the blocks from `at` on; `lower` has heard in which tiers."""
+        device, host, disk = holders.masks
+        if holders.below & self._lending.lenders:
+            host = self._lending.widened(host)
+            disk = self._lending.widened(disk) if disk else 0
+        left = alive & (device | host | disk)
+        host &= left & ~device
+        lower.changed(left, host, left & disk & ~device & ~host, at)
+        return left
 
-    def _settle(self, found: dict[CandidateId, Overlap], ended: int, depth: int, lower: dict[int, list[int]]) -> None:
+    def _settle(self, found: dict[CandidateId, Overlap], ended: int, depth: int, lower: Lower | None) -> None:
         """The chains of the slots in `ended` are `depth` blocks long."""
-        if not lower:
-            overlap = Overlap(depth)
-            names = self._names(ended)
-            if not found:
-                found.update(dict.fromkeys(names, overlap))  # takes the hashes of `names` over: a tuple's is dear
-                return
-            for candidate in names:
-                found[candidate] = overlap
+        if lower is not None:
+            for slots, host, disk in lower.ended(ended, depth):
+                found.update(dict.fromkeys(self._names(slots), Overlap(depth - host - disk, host, disk)))
+            ended &= ~lower.slots
+        names = self._names(ended)
+        overlap = Overlap(depth)
+        if not found:
+            found.update(dict.fromkeys(names, overlap))  # takes the hashes of `names` over: a tuple's is dear
             return
-        while ended:
-            bit = ended & -ended
-            ended ^= bit
-            host, disk = lower.get(bit, (0, 0))
-            for candidate in self._names(bit):
-                found[candidate] = Overlap(depth - host - disk, host, disk)
+        for candidate in names:
+            found[candidate] = overlap
 
     def _names(self, mask: int) -> dict[CandidateId, None]:
         names = self._named.get(mask)
@@ -414,6 +425,7 @@ class Index:
                     home = self._runs.of(block)
                     assert home is not None, "a repeat without its block"
                     assert home.holders.masks[tier] >> number & 1, "a repeat without its block"
+        self._lending.validate()
         owners = [slot.candidate for slot in self._slots if slot is not None and slot.state == "open"]
         assert len(owners) == len(set(owners)), "one open slot a candidate"
         assert self.bytes <= self._limit_bytes

@@ -18,6 +18,7 @@ from typing import Literal, assert_never
 import msgspec
 from msgspec import Struct
 
+from services.router.attached import Store, same_worker, store_of
 from services.router.chains import Chains, Clearing
 from services.router.chooser import Chooser, Trouble, Verdict
 from services.router.config import RouterConfig
@@ -92,6 +93,10 @@ class ModelRouter:
         self.seats = Seats(model, draw, ramp_s=config.load.ramp_s)
         self.cards = self.seats.cards
         self.chains: dict[CandidateId, Chains] = {}
+        self.stores: dict[Store, Chains] = {}
+        """What the kvbms hold that are followed: no candidates, but what they hold counts for those attached."""
+        self.attached: dict[Store, set[str]] = {}
+        """The instances whose cards name it, followed or not; none without any."""
         self.decisions = Decisions(limit=max(config.explained, 1))
         self._router = router
         self._config = config
@@ -104,32 +109,64 @@ class ModelRouter:
     # --- who is there
 
     def card_up(self, card: ModelCard, now_s: float = 0.0) -> None:
-        """An instance serves the model now. One that did so in another way before goes down first."""
-        if card.instance in self.cards:
-            assert self.cards[card.instance] == card
+        """An instance serves the model now. One that did so in another way before goes down first, unless only what it
+        is attached to is another."""
+        before = self.cards.get(card.instance)
+        if before is None:
+            self.seats.up(card, now_s)
+            for rank in range(max(card.ranks, 1)):
+                candidate = card.instance, rank
+                self.chains[candidate] = self._new_chains(candidate, card)
+            self._attach(card.instance, None, store_of(card))
+        else:
+            assert same_worker(before, card)
+            self.cards[card.instance] = card
+            self._attach(card.instance, store_of(before), store_of(card))
+
+    def _new_chains(self, candidate: CandidateId, card: ModelCard) -> Chains:
+        return Chains(
+            self.index,
+            candidate,
+            block_size=card.block_size,
+            vocab_size=card.vocab_size,
+            limit_blocks=max(self._config.index.lower_tier_limit_blocks, card.capacity_blocks),
+            orphan_limit_blocks=self._config.index.orphan_limit_blocks,
+        )
+
+    def _attach(self, instance: str, before: Store | None, after: Store | None) -> None:
+        """It gets blocks from another store, or from none."""
+        if before == after:
             return
-        self.seats.up(card, now_s)
-        limit = max(self._config.index.lower_tier_limit_blocks, card.capacity_blocks)
-        for rank in range(max(card.ranks, 1)):
-            candidate = card.instance, rank
-            self.chains[candidate] = Chains(
-                self.index,
-                candidate,
-                block_size=card.block_size,
-                vocab_size=card.vocab_size,
-                limit_blocks=limit,
-                orphan_limit_blocks=self._config.index.orphan_limit_blocks,
-            )
+        if before is not None:
+            self.attached[before].discard(instance)
+            if not self.attached[before]:
+                del self.attached[before]
+        if after is not None:
+            self.attached.setdefault(after, set()).add(instance)
+        for rank in range(max(self.cards[instance].ranks, 1)):
+            self.index.borrow((instance, rank), None if after is None else (after, 0))
 
     def card_down(self, instance: str) -> list[Clearing]:
         """It serves the model no longer: its blocks and reservations are gone. Returns the clearing left to do."""
         if instance not in self.cards:
             return []
         self.load.instance_gone(instance)
+        self._attach(instance, store_of(self.cards[instance]), None)
         self.seats.down(instance)
         self._without_events.discard(instance)
         gone = [candidate for candidate in self.chains if candidate[0] == instance]
         return [self.chains.pop(candidate).close() for candidate in gone]
+
+    def store_up(self, name: Store) -> Chains:
+        """What the store holds is told to these chains from now on. Somebody is attached to it."""
+        assert name not in self.stores
+        card = self.cards[next(iter(self.attached[name]))]
+        chains = self.stores[name] = self._new_chains((name, 0), card)
+        return chains
+
+    def store_down(self, name: Store) -> Clearing:
+        """It is followed no longer. Returns the clearing left to do."""
+        return self.stores.pop(name).close()
 
     def sends_events(self, instance: str, sends: bool) -> None:
         """Whether events tell what the instance caches; without, what was routed there is all we know."""
@@ -306,6 +343,11 @@ class ModelRouter:
         for candidate, chains in self.chains.items():
             assert candidate[0] in self.cards
             chains.validate()
+        for chains in self.stores.values():
+            chains.validate()
+        named = {(store_of(card), instance) for instance, card in self.cards.items() if store_of(card) is not None}
+        assert named == {(name, instance) for name, instances in self.attached.items() for instance in instances}
+        assert all(self.attached.values())
         self.seats.validate()
         self.decisions.validate()
 

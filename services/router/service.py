@@ -2,7 +2,7 @@
 
     select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer; Reserved, if there are others,
                                                                             into the outbox
-    load events, load reports                      ─▶ ModelRouter, Feed
+    load events, load reports, kvbms' reports      ─▶ ModelRouter, Feed
     explain, state                                 ─▶ people: desk.py
     reservations                                   ─▶ those living, to a router that starts: joining.py
     directory changes                              ─▶ models and feeds: following.py
@@ -23,6 +23,7 @@ from functools import partial
 from itertools import count
 
 from services.router import joining
+from services.router.attached import store
 from services.router.chooser import Trouble
 from services.router.config import RouterConfig
 from services.router.desk import Desk
@@ -33,6 +34,7 @@ from services.router.seldom import Seldom
 from shared import subjects
 from shared.discovery import Registration
 from shared.errors import BusDown, ProtocolError
+from shared.kvbm_messages import KVBM_REPORT
 from shared.lifecycle import Runtime
 from shared.messages import (
     JSON_HEADER,
@@ -62,6 +64,8 @@ SELECTS_A_TURN = 4
 turn of the loop has its price."""
 EVENTS_A_TURN = 256
 """Of a batch of load events: what waited for NATS comes 4096 at a time, 8 ms of work."""
+LAYOUTS_A_REPORT = 1024
+"""A kvbm's report of more is not read."""
 _TICK_S = 0.1
 _TICKS_A_SHOW = 10
 
@@ -122,6 +126,7 @@ class Router:
         await runtime.directory.synced()
         own: dict[str, Receive] = {
             subjects.worker(namespace, "*", "load"): self._load_report,
+            subjects.kvbm(namespace, "*", "load"): self._kvbm_report,
             subjects.select(namespace, instance): self._select,
             subjects.reservations(namespace, instance): self._tell_reservations,
             subjects.explain(namespace, instance): self._desk.explain,
@@ -291,6 +296,19 @@ class Router:
         feed = self.feeds.get(report.instance)
         if feed is not None:
             feed.reported(report.kv)
+
+    async def _kvbm_report(self, message: Message) -> None:
+        try:
+            report = KVBM_REPORT.decode(message.payload, message.headers)
+            if len(report.layouts) > LAYOUTS_A_REPORT:
+                raise ProtocolError(f"a kvbm's report of {len(report.layouts)} layouts, {LAYOUTS_A_REPORT} at most")
+        except ProtocolError as wrong:
+            self._malformed("kvbm report", wrong)
+            return
+        for layout in report.layouts:
+            feed = self.feeds.get(store(report.instance, layout.layout))
+            if feed is not None:
+                feed.layout_reported(layout)
 
     def _malformed(self, channel: str, wrong: ProtocolError) -> None:
         self._metrics.malformed.labels(channel).inc()

@@ -24,62 +24,62 @@ RANKS = 2
 
 def test_a_report_and_what_was_applied_are_compared_whichever_comes_first() -> None:
     check = DigestCheck(every_s=60.0)
-    assert check.claimed(1, 5, 77, 0.0) is None
+    assert check.claimed(1, 5, (77,), 0.0) is None
     assert check.open
-    assert check.applied(1, 4, 11) is None
-    assert check.applied(1, 5, 77) == "agreed"
+    assert check.applied(1, 4, (11,)) is None
+    assert check.applied(1, 5, (77,)) == "agreed"
     assert not check.open
-    assert check.claimed(1, 6, 78, 60.0) is None
-    assert check.applied(1, 8, 80) is None
-    assert check.claimed(1, 8, 81, 60.25) == "differed"
+    assert check.claimed(1, 6, (78,), 60.0) is None
+    assert check.applied(1, 8, (80,)) is None
+    assert check.claimed(1, 8, (81,), 60.25) == "differed"
 
 
 def test_digests_of_another_sequence_or_another_epoch_are_not_compared() -> None:
     check = DigestCheck(every_s=60.0)
-    assert check.claimed(1, 5, 77, 0.0) is None
-    assert check.applied(2, 5, 11) is None
-    assert check.applied(1, 6, 11) is None
-    assert check.applied(None, 5, 11) is None
+    assert check.claimed(1, 5, (77,), 0.0) is None
+    assert check.applied(2, 5, (11,)) is None
+    assert check.applied(1, 6, (11,)) is None
+    assert check.applied(None, 5, (11,)) is None
     assert check.open
 
 
 def test_chains_that_left_something_out_are_exempt() -> None:
     check = DigestCheck(every_s=60.0)
-    check.claimed(1, 5, 77, 0.0)
+    check.claimed(1, 5, (77,), 0.0)
     assert check.applied(1, 5, None) == "exempt"
 
 
 def test_comparisons_come_no_oftener_than_asked_and_never_if_never() -> None:
     check = DigestCheck(every_s=60.0)
-    check.claimed(1, 5, 77, 0.0)
-    check.applied(1, 5, 77)
-    check.claimed(1, 6, 78, 59.0)
+    check.claimed(1, 5, (77,), 0.0)
+    check.applied(1, 5, (77,))
+    check.claimed(1, 6, (78,), 59.0)
     assert not check.open
-    check.claimed(1, 6, 78, 60.0)
+    check.claimed(1, 6, (78,), 60.0)
     assert check.open
     never = DigestCheck(every_s=0.0)
-    never.claimed(1, 5, 77, 1000.0)
+    never.claimed(1, 5, (77,), 1000.0)
     assert not never.open
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
     check = DigestCheck(every_s=60.0)
     for sequence in range(2 * CLAIMS_LIMIT):
-        check.claimed(1, 1000 + sequence, 0, 0.0)
+        check.claimed(1, 1000 + sequence, (0,), 0.0)
         check.validate()
     for sequence in range(2 * STATES_LIMIT):
-        assert check.applied(1, sequence, 0) is None
+        assert check.applied(1, sequence, (0,)) is None
         check.validate()
-    assert check.claimed(1, STATES_LIMIT - 1, 0, 0.0) is None, "too late"
-    assert check.claimed(1, STATES_LIMIT, 0, 0.0) == "agreed"
+    assert check.claimed(1, STATES_LIMIT - 1, (0,), 0.0) is None, "too late"
+    assert check.claimed(1, STATES_LIMIT, (0,), 0.0) == "agreed"
 
 
 def test_after_a_clear_what_the_chains_were_is_not_compared() -> None:
     check = DigestCheck(every_s=60.0)
-    check.claimed(1, 9, 0, 0.0)
-    check.applied(1, 5, 11)
+    check.claimed(1, 9, (0,), 0.0)
+    check.applied(1, 5, (11,))
     check.cleared()
-    assert check.claimed(1, 5, 12, 0.1) is None
+    assert check.claimed(1, 5, (12,), 0.1) is None
 
 
 @dataclass
@@ -153,7 +153,7 @@ class HealingMachine(RuleBasedStateMachine):
         for rank, check in enumerate(self.checks):
             as_of = self.source.as_of(rank) if check.open else None
             if as_of is not None:
-                self.judge(check.applied(self.source.epoch, as_of, self.chains[rank].digest(0)))
+                self.judge(check.applied(self.source.epoch, as_of, (self.chains[rank].digest(0),)))
 
     def judge(self, verdict: Verdict | None) -> None:
         if verdict is not None:
@@ -243,7 +243,7 @@ class HealingMachine(RuleBasedStateMachine):
         states = [KvState(rank, self.epoch, self.sequence, cache.digest) for rank, cache in enumerate(self.caches)]
         self.perform(self.source.reported(states[0]))
         for state in states:
-            self.judge(self.checks[state.rank].claimed(state.epoch, state.sequence, state.digest, self.now_s))
+            self.judge(self.checks[state.rank].claimed(state.epoch, state.sequence, (state.digest,), self.now_s))
         self.perform([])
 
     @rule()

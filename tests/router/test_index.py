@@ -41,6 +41,30 @@ def test_each_block_counts_in_its_best_tier() -> None:
     assert index.find([1, 2, 3, 4, 5, 6]) == {("a", 0): Overlap(2, 2, 1), ("b", 0): Overlap(0, 0, 1)}
 
 
+def test_what_a_store_holds_counts_for_those_who_borrow_from_it_and_the_store_is_not_found() -> None:
+    index = Index(limit_bytes=UNLIMITED)
+    a, b, alone, store = (index.open((name, 0)) for name in ("a", "b", "alone", "k"))
+    for name in "ab":
+        index.borrow((name, 0), ("k", 0))
+    index.stored(a, DEVICE, [1, 2, 3])
+    index.stored(b, DISK, [1, 2])
+    index.stored(alone, DEVICE, [1])
+    index.stored(store, HOST, [2, 4, 5])
+    index.stored(store, DISK, [5, 6])
+    asked = [1, 2, 3, 4, 5, 6, 7]
+    found = {("a", 0): Overlap(3, 2, 1), ("b", 0): Overlap(0, 1, 1), ("alone", 0): Overlap(1)}
+    assert index.find(asked) == found
+    index.removed(a, DEVICE, [2])
+    assert index.find(asked)["a", 0] == Overlap(2, 3, 1), "from the device to the store and back"
+    index.borrow(("a", 0), None)
+    assert index.find(asked)["a", 0] == Overlap(1)
+    index.retire(store)
+    assert index.find(asked)["b", 0] == Overlap(0, 0, 2)
+    index.stored(index.open(("k", 0)), HOST, [1, 2, 3])
+    assert index.find(asked)["b", 0] == Overlap(0, 3)
+    index.validate()
+
+
 def test_a_block_that_leaves_the_middle_ends_the_chain_and_rejoins_it_when_it_is_back() -> None:
     index = Index(limit_bytes=UNLIMITED)
     slot = index.open(("a", 0))
@@ -268,6 +292,7 @@ def path(block: int) -> list[int]:
 
 BLOCKS = st.sampled_from(sorted(TREE))
 NAMES = ("a", "b", "c", "d")
+STORES = ("k", "l")
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -279,15 +304,24 @@ class IndexMachine(RuleBasedStateMachine):
         self.open: dict[str, Slot] = {}
         self.retired: list[Slot] = []
         self.held: dict[Slot, list[Counter[int]]] = {}
+        self.lenders: dict[str, str] = {}
+        """By borrower."""
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(NAMES), lender=st.sampled_from([*STORES, None]))
+    def borrow(self, name: str, lender: str | None) -> None:
+        self.index.borrow((name, 0), None if lender is None else (lender, 0))
+        self.lenders.pop(name, None)
+        if lender is not None:
+            self.lenders[name] = lender
+
+    @rule(name=st.sampled_from(NAMES + STORES))
     def join(self, name: str) -> None:
         if name not in self.open:
             self.open[name] = self.index.open((name, 0))
             self.held[self.open[name]] = [Counter(), Counter(), Counter()]
 
     @precondition(lambda self: self.open)
-    @rule(number=st.integers(0, 3), tier=st.integers(0, 2), end=BLOCKS, skipped=st.integers(0, 20), told=st.booleans())
+    @rule(number=st.integers(0, 5), tier=st.integers(0, 2), end=BLOCKS, skipped=st.integers(0, 20), told=st.booleans())
     def store(self, number: int, tier: int, end: int, skipped: int, told: bool) -> None:
         slot = self.open[sorted(self.open)[number % len(self.open)]]
         chain = path(end)[skipped:] or [end]
@@ -318,7 +352,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.touch(path(end))
 
     @precondition(lambda self: self.open)
-    @rule(number=st.integers(0, 3))
+    @rule(number=st.integers(0, 5))
     def retire(self, number: int) -> None:
         name = sorted(self.open)[number % len(self.open)]
         slot = self.open.pop(name)
@@ -337,10 +371,14 @@ class IndexMachine(RuleBasedStateMachine):
     def ask(self, end: int, strange: int) -> None:
         hashes = path(end) + [-1, -2][:strange]
         expected: dict[CandidateId, Overlap] = {}
-        for slot in self.open.values():
+        for name, slot in self.open.items():
+            if name in self.lenders.values():
+                continue
             tiers = [0, 0, 0]
+            store = self.open.get(self.lenders.get(name, ""), slot)
             for block in hashes:
-                best = next((tier for tier in range(3) if self.held[slot][tier][block]), None)
+                holding = [self.held[slot], [Counter[int](), *self.held[store][1:]]]
+                best = next((tier for tier in range(3) if any(counts[tier][block] for counts in holding)), None)
                 if best is None:
                     break
                 tiers[best] += 1
