@@ -9,8 +9,10 @@ that the other process has died.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections import deque
+from math import ceil
 from typing import cast
 
 from services.worker.engine import EngineCommand, EngineReport
@@ -36,6 +38,8 @@ class EngineEnd:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._connection.setblocking(True)
+        self._awake = select.poll()
+        self._awake.register(connection, select.POLLIN)
         self._buffer = bytearray()
 
     def send(self, report: EngineReport) -> None:
@@ -45,22 +49,26 @@ class EngineEnd:
         except OSError as wrong:
             raise PeerGone(f"shell: {wrong}") from wrong
 
-    def receive(self, *, wait: bool) -> list[EngineCommand]:
-        """All commands that have come; with `wait`, blocks until there is one. Raises PeerGone."""
-        commands = self._read(0 if wait else socket.MSG_DONTWAIT)
-        while wait and not commands:
-            commands = self._read(0)
-        return commands
+    def watch(self, descriptor: int) -> None:
+        """`receive` waits no longer when this is readable."""
+        self._awake.register(descriptor, select.POLLIN)
+
+    def receive(self, limit_s: float | None) -> list[EngineCommand]:
+        """All commands that have come. Where there is none, waits for one, but no longer than this (None: without a
+        limit), nor where a watched descriptor is readable; may return without one. Raises PeerGone."""
+        if limit_s is None or limit_s > 0:
+            self._awake.poll(None if limit_s is None else ceil(1000 * limit_s))
+        return self._read()
 
     def close(self) -> None:
         self._connection.close()
 
-    def _read(self, flags: int) -> list[EngineCommand]:
-        """One blocking read at most, then what is there already."""
+    def _read(self) -> list[EngineCommand]:
+        """What is there already."""
         commands: list[EngineCommand] = []
         while True:
             try:
-                chunk = self._connection.recv(_READ_BYTES, flags)
+                chunk = self._connection.recv(_READ_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return commands
             except OSError as wrong:
@@ -69,7 +77,6 @@ class EngineEnd:
                 raise PeerGone("the shell has ended")
             self._buffer += chunk
             commands.extend(COMMANDS.decode(frame) for frame in _whole_frames(self._buffer))
-            flags = socket.MSG_DONTWAIT
 
 
 class ShellEnd(asyncio.Protocol):

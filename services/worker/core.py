@@ -5,6 +5,8 @@
 
     outcome of a step ─▶ told at once, or held ─▶ told with later ones, or before what may take longer
 
+What the engine exchanges with its kvbm goes on beside: between `begin` and the step there is `asks`.
+
 Numbers the steps and the KV event batches. Batch 0 of every engine, its opening, says that its cache is empty.
 The engine process drives it with a runner and a real clock, simulated engines with a model of time.
 """
@@ -15,13 +17,16 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from services.worker.config import EngineConfig
+from services.worker.copies import Mover
 from services.worker.engine import (
     KV_EVENTS,
     PARTS,
     CancelAttempt,
     Drawn,
     EngineOrder,
+    KvbmAsk,
     KvbmDown,
+    KvbmLink,
     KvbmReply,
     KvbmUp,
     Ready,
@@ -31,8 +36,10 @@ from services.worker.engine import (
     TakeSnapshot,
     Work,
 )
+from services.worker.exchange import Attachment, Exchange
 from services.worker.scheduler import Limits, Outcome, Scheduler
 from shared.kv_events import to_kv_events, to_snapshot
+from shared.kvbm_messages import StoreLayout
 from shared.messages import AllBlocksCleared, KvEvent
 
 TOLD_EVERY_S = 0.002
@@ -45,8 +52,9 @@ MOST_HELD = 512
 class EngineCore:
     """Between `begin` and `finish` a step is under way; commands come outside of it."""
 
-    def __init__(self, scheduler: Scheduler, block_size: int) -> None:
+    def __init__(self, scheduler: Scheduler, block_size: int, exchange: Exchange | None = None) -> None:
         self._scheduler = scheduler
+        self._exchange = exchange
         self._block_size = block_size
         self._progress = 0
         self._event_sequence = -1
@@ -60,8 +68,10 @@ class EngineCore:
         self._held_s = 0.0
 
     @staticmethod
-    def of(config: EngineConfig, facts: Ready) -> EngineCore:
-        """With the bounds that the settings give."""
+    def of(
+        config: EngineConfig, facts: Ready, mover: Mover | None = None, attachment: Attachment | None = None
+    ) -> EngineCore:
+        """With the bounds that the settings give; with mover and attachment it exchanges blocks with a kvbm."""
         limits = Limits(
             model=config.model_name,
             context_length=facts.context_length,
@@ -71,8 +81,22 @@ class EngineCore:
             max_running=config.max_running,
             max_waiting=config.max_running + config.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=config.max_waiting_tokens,
+            offload=config.kvbm.offload,
+            wait_s=config.kvbm.wait_s,
         )
-        return EngineCore(Scheduler(limits), facts.block_size)
+        scheduler = Scheduler(limits)
+        if mover is None or attachment is None:
+            return EngineCore(scheduler, facts.block_size)
+        exchange = Exchange(
+            scheduler,
+            mover,
+            attachment,
+            StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout),
+            worker=config.instance,
+            timeout_s=config.kvbm.timeout_s,
+            most_blocks=config.kvbm.blocks_in_flight,
+        )
+        return EngineCore(scheduler, facts.block_size, exchange)
 
     def opening(self) -> Stepped:
         """The first thing to report, once."""
@@ -96,7 +120,8 @@ class EngineCore:
                 blocks = to_snapshot(self._scheduler.snapshot())
                 return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
             case KvbmUp() | KvbmDown() | KvbmReply():
-                pass
+                if self._exchange is not None:
+                    self._exchange.obey(command, now_s)
             case _:
                 assert_never(command)
         return []
@@ -104,13 +129,32 @@ class EngineCore:
     def begin(self, now_s: float) -> tuple[list[Stepped], list[Work] | None]:
         """What to tell first, and what to compute now: empty where there is only something to tell, None where there is
         nothing to do."""
-        if not self._scheduler.busy:
-            return [], None
+        if self._exchange is not None:
+            self._exchange.collect(now_s)
+        due_s = self._scheduler.wait_until_s
+        if not self._scheduler.busy and (due_s is None or now_s < due_s):
+            return self._rest(), None
         works = self._scheduler.schedule(now_s)
         self._begun_s = now_s
         self._step_tokens = sum([work.end - work.start for work in works])
         decodes = self._step_tokens == len(works)
         return ([] if decodes else self._tell()), works
+
+    def asks(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
+        """What to say to the kvbm, before the step is computed: it goes on meanwhile. Once after each `begin`."""
+        return [] if self._exchange is None else self._exchange.turn(now_s)
+
+    @property
+    def wait_until_s(self) -> float | None:
+        """When there is something to do though no command comes; to be asked where `begin` gave nothing to do, and then
+        later than it."""
+        due_s = [self._scheduler.wait_until_s, None if self._exchange is None else self._exchange.wait_until_s]
+        return min([one_s for one_s in due_s if one_s is not None], default=None)
+
+    def close(self) -> None:
+        """No copy begins any more, and kvbm's pool is left alone when this returns."""
+        if self._exchange is not None:
+            self._exchange.close()
 
     def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> list[Stepped]:
         """The step was computed: one entry of `drawn` per work. Returns what to tell."""
@@ -142,6 +186,12 @@ class EngineCore:
         self._held_s = 0.0
         return [stepped]
 
+    def _rest(self) -> list[Stepped]:
+        """Nothing is to be done: all that is held, and what was exchanged."""
+        if self._exchange is not None and self._exchange.changed and not self._held_steps:
+            return [self._stepped(Outcome(), [])]
+        return self._tell()
+
     def _stepped(
         self, outcome: Outcome, events: list[KvEvent], steps: int = 0, tokens: int = 0, elapsed_s: float = 0.0
     ) -> Stepped:
@@ -159,6 +209,7 @@ class EngineCore:
             steps=steps,
             tokens=tokens,
             elapsed_s=elapsed_s,
+            exchanged=None if self._exchange is None else self._exchange.news(),
         )
 
     def validate(self) -> None:
@@ -168,3 +219,5 @@ class EngineCore:
         assert not self._held_steps or self._scheduler.busy, "what is held would never be told"
         assert self._held_steps or not self._held.parts
         assert self._event_sequence >= -1
+        if self._exchange is not None:
+            self._exchange.validate()

@@ -20,6 +20,7 @@ from typing import assert_never
 
 import msgspec
 
+from services.worker.attachment import PoolAttachment
 from services.worker.channel import EngineEnd, PeerGone
 from services.worker.config import EngineConfig
 from services.worker.core import EngineCore
@@ -62,6 +63,8 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
             _serve(config, channel, runner)
         except PeerGone:
             raise
+        except ConfigError as wrong:
+            return Failed(reason=str(wrong), model=True)
         except Exception as wrong:  # noqa: BLE001 - the engine's edge: however a runner fails, the shell hears it
             traceback.print_exc()
             return Failed(reason=f"{type(wrong).__name__}: {wrong}")
@@ -105,9 +108,16 @@ def _facts(config: EngineConfig, tell: Callable[[Loading], None]) -> Ready:
 
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner) -> None:
-    core = EngineCore.of(config, runner.facts)
-    channel.send(runner.facts)
-    EngineLoop(channel, core, runner, time.monotonic).run()
+    """Raises ConfigError, and what the runner raises."""
+    mover = attachment = None
+    if config.kvbm.pool:
+        mover = runner.mover(time.monotonic)
+        attachment = PoolAttachment(Path(config.kvbm.pool), config.instance)
+        if mover.fileno() >= 0:
+            channel.watch(mover.fileno())
+    with closing(EngineCore.of(config, runner.facts, mover, attachment)) as core:
+        channel.send(runner.facts)
+        EngineLoop(channel, core, runner, time.monotonic).run()
 
 
 def _die_with(parent_pid: int) -> None:

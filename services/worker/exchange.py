@@ -161,9 +161,14 @@ class Exchange:
             mine_s = self._try_s
         return mine_s if due_s is None else due_s if mine_s is None else min(due_s, mine_s)
 
+    @property
+    def changed(self) -> bool:
+        """Whether there is `news`."""
+        return self._exchanged is not self._told
+
     def news(self) -> Exchanged | None:
         """What was exchanged, where it is more than was told."""
-        if self._exchanged is self._told:
+        if not self.changed:
             return None
         self._told = self._exchanged
         return self._exchanged

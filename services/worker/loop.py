@@ -1,4 +1,5 @@
-"""The engine's loop: commands in, one step, reports out. It blocks while there is nothing to do."""
+"""The engine's loop: commands in, one step, reports out. It sleeps while there is nothing to do: until a command comes,
+a copy ends, or it is time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ class Channel(Protocol):
 
     def send(self, report: EngineReport) -> None: ...
 
-    def receive(self, *, wait: bool) -> Sequence[EngineCommand]: ...
+    def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
+        """All commands that have come. Where there is none, waits for one, but no longer than this, and not where a
+        copy ends; None: without a limit."""
+        ...
 
 
 class EngineLoop:
@@ -25,6 +29,8 @@ class EngineLoop:
         self._core = core
         self._runner = runner
         self._clock = clock
+        self._idle = False
+        """There was nothing to do the last time."""
 
     def run(self) -> None:
         """Returns on Shutdown. Whatever the runner raises comes out of here."""
@@ -34,17 +40,26 @@ class EngineLoop:
 
     def _obey(self) -> bool:
         """Takes the commands that have come; False: the last one was Shutdown."""
-        for command in self._channel.receive(wait=not self._core.busy):
+        for command in self._channel.receive(self._limit_s()):
             if isinstance(command, Shutdown):
                 return False
             for answer in self._core.obey(command, self._clock()):
                 self._channel.send(answer)
         return True
 
+    def _limit_s(self) -> float | None:
+        """How long to wait for commands."""
+        if not self._idle:
+            return 0.0
+        until_s = self._core.wait_until_s
+        return None if until_s is None else max(0.0, until_s - self._clock())
+
     def _step(self) -> None:
-        told, works = self._core.begin(self._clock())
-        for report in told:
+        now_s = self._clock()
+        told, works = self._core.begin(now_s)
+        for report in (*told, *self._core.asks(now_s)):
             self._channel.send(report)
+        self._idle = works is None
         if works is not None:
             begun_s = self._clock()
             drawn = self._runner.step(works) if works else []

@@ -17,6 +17,7 @@ import os
 from collections import deque
 from pathlib import Path
 
+from services.worker.attachment import PoolAttachment
 from services.worker.channel import PeerGone
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.core import EngineCore
@@ -50,7 +51,11 @@ class SimulatedEngine:
         facts = facts_of(Path(config.model), block_size=config.block_size, capacity_blocks=config.capacity_blocks)
         model = simulated_model(facts, config.simulated)
         engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
-        return SimulatedEngine(EngineCore.of(engine_config, model.facts), model)
+        if not config.kvbm.pool:
+            return SimulatedEngine(EngineCore.of(engine_config, model.facts), model)
+        mover = model.mover(asyncio.get_running_loop().time)
+        attachment = PoolAttachment(Path(config.kvbm.pool), instance)
+        return SimulatedEngine(EngineCore.of(engine_config, model.facts, mover, attachment), model)
 
     @property
     def pid(self) -> int:
@@ -76,6 +81,8 @@ class SimulatedEngine:
 
     def kill(self) -> None:
         """It is lost at once, frozen or not, with all it was told and has not reported."""
+        if not self._killed:
+            self._core.close()
         self._killed = True
         self._called.set()
 
@@ -105,11 +112,11 @@ class SimulatedEngine:
         while self._commands:
             self._reports.extend(self._core.obey(self._commands.popleft(), now_s))
         told, self._works = self._core.begin(now_s)
-        self._reports.extend(told)
+        self._reports.extend((*told, *self._core.asks(now_s)))
         if self._works is not None:
             self._begun_s, self._ends_s = now_s, now_s + self._model.step_s(self._works)
         if not self._reports:
-            await self._rest(None if self._works is None else self._ends_s)
+            await self._rest(self._core.wait_until_s if self._works is None else self._ends_s)
 
     def _finish(self, works: list[Work]) -> None:
         self._works = None

@@ -23,7 +23,7 @@ async def test_commands_and_reports_cross_in_order() -> None:
             shell.send(command)
         heard: list[EngineCommand] = []
         while len(heard) < len(commands):
-            heard += await asyncio.to_thread(engine.receive, wait=True)
+            heard += await asyncio.to_thread(engine.receive, None)
         assert heard == commands
         for report in (Loading("weights", 0.5), Failed("x" * 100_000)):
             await asyncio.to_thread(engine.send, report)
@@ -33,7 +33,7 @@ async def test_commands_and_reports_cross_in_order() -> None:
 async def test_an_engine_that_does_not_wait_hears_nothing_when_nothing_came() -> None:
     shell, engine = await pair()
     with closing(engine), closing(shell):
-        assert engine.receive(wait=False) == []
+        assert engine.receive(0.0) == []
 
 
 async def test_each_end_sees_that_the_other_has_gone() -> None:
@@ -41,7 +41,7 @@ async def test_each_end_sees_that_the_other_has_gone() -> None:
     shell.close()
     await asyncio.sleep(0)
     with pytest.raises(PeerGone):
-        await asyncio.to_thread(engine.receive, wait=True)
+        await asyncio.to_thread(engine.receive, None)
     engine.close()
     shell, engine = await pair()
     engine.close()
@@ -96,4 +96,4 @@ async def test_an_engine_reports_no_faster_than_the_shell_reads() -> None:
         assert [await shell.receive() for _ in reports] == reports
         await telling
         shell.send(TakeSnapshot(1))
-        assert await asyncio.to_thread(engine.receive, wait=True) == [TakeSnapshot(1)]
+        assert await asyncio.to_thread(engine.receive, None) == [TakeSnapshot(1)]

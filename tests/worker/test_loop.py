@@ -48,10 +48,10 @@ class Script:
     def send(self, report: EngineReport) -> None:
         self.reports.append(report)
 
-    def receive(self, *, wait: bool) -> Sequence[EngineCommand]:
+    def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
         if self._lines:
             return self._lines.pop(0)
-        return [Shutdown()] if wait else []
+        return [Shutdown()] if limit_s is None else []
 
     @property
     def steps(self) -> list[Stepped]:
