@@ -74,6 +74,18 @@ class SimulatedMover:
         self._saves.clear()
         self._loads.clear()
 
+    def validate(self) -> None:
+        """Raises AssertionError where it contradicts itself. O(batches)."""
+        now_s = self._clock()
+        assert self._slots is not None or not (self._saves or self._loads)
+        for loads, line in ((True, self._loads), (False, self._saves)):
+            asked_s = [batch.asked_s for batch in line]
+            assert asked_s == sorted(asked_s)
+            assert all(at_s <= now_s for at_s in asked_s)
+            assert self._free_s[loads] <= now_s, "what has been told ends later"
+        numbers = [batch.number for batch in (*self._loads, *self._saves)]
+        assert len(numbers) == len(set(numbers))
+
     def _ended(self, line: deque[_Batch], now_s: float, *, loads: bool) -> list[Copied]:
         told: list[Copied] = []
         while line:

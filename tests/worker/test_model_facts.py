@@ -53,3 +53,13 @@ def test_no_config_and_one_that_is_no_object_are_errors_of_the_model(tmp_path: P
     (tmp_path / "config.json").write_bytes(b"\xff{")
     with pytest.raises(ModelError, match=r"config\.json"):
         facts_of(tmp_path, block_size=16, capacity_blocks=0)
+
+
+def test_the_weights_of_another_config_have_another_digest(tmp_path: Path) -> None:
+    assert len(facts(tmp_path, SOUND).weights) == 16
+    assert facts(tmp_path, SOUND).weights == facts(tmp_path, SOUND).weights
+    assert facts(tmp_path, SOUND).weights != facts(tmp_path, SOUND | {"rope_theta": 1e5}).weights
+
+
+def test_a_block_has_some_bytes_though_nothing_is_in_them(tmp_path: Path) -> None:
+    assert facts(tmp_path, SOUND).kv_layout.block_bytes > 0

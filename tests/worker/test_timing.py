@@ -159,3 +159,8 @@ def test_the_settings_and_the_table_in_the_documentation_are_read(tmp_path: Path
     assert (config.engine, config.simulated) == ("simulated", SimulatedConfig())
     for works in ([work(512)], [work(8192)], [work(8192, 32768)], [work(1, 1)] * 64, [work(1, 32767)] * 64):
         assert table(*works, text=times.encode()) == pytest.approx(formula(*works), rel=0.1)
+
+
+def test_a_block_is_copied_at_the_rate_that_is_set() -> None:
+    config = msgspec.structs.replace(CONFIG, copy_bytes_per_s=1e9, kv_token_bytes=1000, speed=2.0)
+    assert Timing(config).copy_s(16) == pytest.approx(8e-6)

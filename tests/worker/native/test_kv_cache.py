@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
+import msgspec
 import numpy as np
+import pytest
 
 from services.worker.native.kv_cache import KvCache
 from shared.messages import KvLayout
 
 LAYOUT = KvLayout("float32", layers=2, kv_heads=3, head_dim=4, block_size=8)
+NARROW = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
 
 
-def test_a_block_is_one_contiguous_piece_of_its_layouts_size() -> None:
-    cache = KvCache(np, LAYOUT, 5)
+@pytest.mark.parametrize("layout", [LAYOUT, NARROW])
+def test_a_block_is_one_contiguous_piece_of_its_layouts_size(layout: KvLayout) -> None:
+    cache = KvCache(np, layout, 5)
     assert cache.pages[3].flags.c_contiguous
-    assert cache.pages[3].nbytes == LAYOUT.block_bytes
+    assert cache.pages[3].nbytes == layout.block_bytes
+    assert cache.memory.nbytes == 5 * layout.block_bytes
+
+
+def test_pages_begin_on_a_page() -> None:
+    for capacity_blocks in (1, 5, 10_000):
+        assert KvCache(np, LAYOUT, capacity_blocks).pages.ctypes.data % mmap.PAGESIZE == 0
+
+
+def test_blocks_that_nobody_has_used_take_no_memory() -> None:
+    before = _resident_bytes()
+    cache = KvCache(np, LAYOUT, (1 << 30) // LAYOUT.block_bytes)
+    cache.write(0, np.array([17]), np.array([0]), np.ones((1, 3, 4), np.float32), np.ones((1, 3, 4), np.float32))
+    assert _resident_bytes() - before < 64 << 20
+
+
+def test_its_memory_is_that_of_the_pages() -> None:
+    cache = KvCache(np, LAYOUT, 5)
+    cache.memory[3 * LAYOUT.block_bytes : 4 * LAYOUT.block_bytes] = np.full(
+        LAYOUT.block_bytes // 4, 7, np.float32
+    ).data.cast("B")
+    assert (cache.pages[3] == 7).all()
+    assert not cache.pages[[0, 1, 2, 4]].any()
+
+
+def test_a_narrow_cache_gives_back_what_it_stored_rounded() -> None:
+    cache = KvCache(np, NARROW, 5)
+    keys = np.random.default_rng(0).normal(size=(11, 3, 4)).astype(np.float32)
+    table, positions = np.array([4, 1]), np.arange(11)
+    cache.write(1, table[positions // 8], positions % 8, keys, -keys)
+    read_keys, read_values = cache.read(1, table[None], 11)
+    assert read_keys.dtype == np.float32
+    np.testing.assert_array_equal(read_keys, -read_values)
+    np.testing.assert_allclose(read_keys[0], keys, rtol=2.0**-8)
+    cache.write(1, table[positions // 8], positions % 8, read_keys[0], read_values[0])
+    np.testing.assert_array_equal(cache.read(1, table[None], 11)[0], read_keys)
 
 
 def test_what_is_written_is_read_in_the_order_of_the_table() -> None:
@@ -36,3 +78,7 @@ def test_a_block_moved_to_another_slot_is_the_same_block() -> None:
     read_keys, read_values = cache.read(0, np.array([[4]]), 8)
     np.testing.assert_array_equal(read_keys[0], keys)
     np.testing.assert_array_equal(read_values[0], 2 * keys)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

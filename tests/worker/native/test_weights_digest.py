@@ -1,0 +1,87 @@
+"""What gives a model another name, and what does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.native.config import read_config
+from services.worker.native.tensor_file import TensorFile
+from services.worker.native.weights import Checkpoint
+from services.worker.native.weights_digest import PIECE_BYTES, PIECES, weights_digest
+from tests.tiny_model import write_tiny_model
+
+
+def digest(directory: Path) -> str:
+    return weights_digest(directory, read_config(directory))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Its embedding is longer than all pieces of a tensor together."""
+    return write_tiny_model(tmp_path / "model", vocab=1024)
+
+
+def change(directory: Path, tensor: str, element: int) -> None:
+    """Of the tensor's stored floats, one."""
+    file = directory / "model.safetensors"
+    entry = TensorFile(file).entries[tensor]
+    data = bytearray(file.read_bytes())
+    at = len(data) - max(entry.data_offsets[1] for entry in TensorFile(file).entries.values())
+    at += entry.data_offsets[0] if element >= 0 else entry.data_offsets[1]
+    data[at + 4 * element : at + 4 * element + 4] = np.float32(3.25).tobytes()
+    file.write_bytes(data)
+
+
+def test_the_same_model_has_the_same_digest_however_its_files_are_cut(model: Path, tmp_path: Path) -> None:
+    assert len(digest(model)) == 16
+    assert digest(model) == digest(write_tiny_model(tmp_path / "same", vocab=1024))
+    assert digest(model) == digest(write_tiny_model(tmp_path / "cut", vocab=1024, shards=3))
+
+
+def test_other_weights_and_another_type_of_them_have_another(model: Path, tmp_path: Path) -> None:
+    assert digest(model) != digest(write_tiny_model(tmp_path / "other", vocab=1024, seed=1))
+    assert digest(model) != digest(write_tiny_model(tmp_path / "half", vocab=1024, dtype="float16"))
+
+
+def test_so_has_a_config_that_computes_otherwise(model: Path) -> None:
+    before = digest(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"author": "somebody"}))
+    assert digest(model) == before
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert digest(model) != before
+
+
+@pytest.mark.parametrize("element", [0, -1, 31])
+def test_one_number_of_a_norm_is_seen(model: Path, element: int) -> None:
+    before = digest(model)
+    change(model, "model.layers.1.input_layernorm.weight", element)
+    assert digest(model) != before
+
+
+@pytest.mark.parametrize("element", [0, -1])
+def test_a_large_tensors_ends_are_seen(model: Path, element: int) -> None:
+    before = digest(model)
+    change(model, "model.embed_tokens.weight", element)
+    assert digest(model) != before
+
+
+def test_a_large_tensor_is_looked_at_in_pieces_that_begin_and_end_with_it(model: Path) -> None:
+    checkpoint = Checkpoint(model, read_config(model))
+    pieces = [bytes(piece) for piece in checkpoint.pieces("model.embed_tokens.weight", PIECES, PIECE_BYTES)]
+    stored = checkpoint.floats("model.embed_tokens.weight").tobytes()
+    assert [len(piece) for piece in pieces] == [PIECE_BYTES] * PIECES
+    assert stored.startswith(pieces[0])
+    assert stored.endswith(pieces[-1])
+    places = [stored.index(piece) for piece in pieces]
+    assert places == sorted(set(places))
+
+
+def test_a_small_tensor_is_looked_at_whole(model: Path) -> None:
+    checkpoint = Checkpoint(model, read_config(model))
+    [piece] = checkpoint.pieces("model.norm.weight", PIECES, PIECE_BYTES)
+    assert bytes(piece) == checkpoint.floats("model.norm.weight").tobytes()
