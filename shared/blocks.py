@@ -14,6 +14,7 @@
 
 A hold is a hold; sequences and copies are only counted apart. A slot is never given away while anybody holds it, so a
 copy that outlives its sequence keeps its bytes. `loading` means that a copy writes to the slot: nobody may read it.
+A copy is no use: a cached block that was only copied goes back to where the least recently used are.
 
 Content is named by its 128-bit content key. A key is in at most one slot: where a second slot is stored with a key that
 the pool has already, the caller is given the first slot instead and the second is freed. So a hash is published as
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Literal
 
 from msgspec import Struct
@@ -87,11 +89,15 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
         self._loading: set[int] = set()
+        self._unused: set[int] = set()
+        """Held by copies alone, and cached before."""
         self._sequences = [0] * capacity_blocks
         self._copies = [0] * capacity_blocks
         self._content: list[Content | None] = [None] * capacity_blocks
         self._slot_of: dict[ContentKey, int] = {}
         self._digest = 0
+        self.evictions = 0
+        """So far."""
 
     # --- questions
 
@@ -99,6 +105,11 @@ class BlockPool:
     def available(self) -> int:
         """How many blocks `allocate` could give now: the free ones and the cached ones."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def free(self) -> int:
+        """How many of these are free."""
+        return len(self._free)
 
     @property
     def digest(self) -> int:
@@ -119,6 +130,14 @@ class BlockPool:
 
     def __contains__(self, key: ContentKey) -> bool:
         return key in self._slot_of
+
+    def find(self, key: ContentKey) -> int | None:
+        """The slot with this content."""
+        return self._slot_of.get(key)
+
+    def next_evicted(self, count: int) -> list[int]:
+        """Slots whose content would be evicted if `count` blocks were allocated now, the first to go first."""
+        return list(islice(self._cached, max(count - len(self._free), 0)))
 
     def longest_prefix(self, keys: Iterable[ContentKey]) -> int:
         """How many of the leading `keys` can be found."""
@@ -189,6 +208,7 @@ class BlockPool:
         """One more sequence holds the slot with this content, which must be there."""
         slot = self._slot_of[key]
         self._cached.pop(slot, None)
+        self._unused.discard(slot)
         self._sequences[slot] += 1
         return slot
 
@@ -201,17 +221,26 @@ class BlockPool:
     # --- copies: hold what they read, and fill what is loading
 
     def hold_for_copy(self, slot: int) -> None:
-        """A copy reads the slot; it stays as it is until `release_copy`."""
+        """A copy reads the slot; it stays as it is until `release_copies`."""
         assert self.state(slot) in ("held", "cached"), f"slot {slot} is {self.state(slot)}"
-        self._cached.pop(slot, None)
+        if slot in self._cached:
+            del self._cached[slot]
+            self._unused.add(slot)
         self._copies[slot] += 1
 
-    def release_copy(self, slot: int) -> None:
-        """The copy that read the slot is done."""
-        assert slot not in self._loading, f"slot {slot} is loading: end_load"
-        assert self._copies[slot] > 0, f"no copy holds slot {slot}"
-        self._copies[slot] -= 1
-        self._settle(slot)
+    def release_copies(self, slots: Sequence[int]) -> None:
+        """The copies that read these slots are done; parents before children."""
+        for slot in slots:
+            assert slot not in self._loading, f"slot {slot} is loading: end_load"
+            assert self._copies[slot] > 0, f"no copy holds slot {slot}"
+            self._copies[slot] -= 1
+            if slot in self._unused and not self._copies[slot]:
+                self._unused.remove(slot)
+                self._cached[slot] = None
+                self._cached.move_to_end(slot, last=False)
+        for slot in dict.fromkeys(reversed(slots)):
+            if slot not in self._cached:
+                self._settle(slot)
 
     def begin_load(self, count: int) -> tuple[list[int], list[Evicted]]:
         """`count` slots to be written by copies, each held by its sequence and by its copy.
@@ -255,6 +284,7 @@ class BlockPool:
         self._content[slot] = None
         del self._slot_of[content.key]
         self._digest ^= event_hash(content.key)
+        self.evictions += 1
         return content
 
     def _settle(self, slot: int) -> None:
@@ -279,6 +309,10 @@ class BlockPool:
                 assert slot not in seen, f"slot {slot} is in two lists"
                 assert self.state(slot) == state, f"slot {slot} is {self.state(slot)}, listed as {state}"
                 seen.add(slot)
+        for slot in self._unused:
+            assert self._copies[slot], f"slot {slot} has been let go"
+            assert not self._sequences[slot], f"slot {slot} is used"
+            assert self._content[slot] is not None, f"slot {slot} is blank"
         digest = 0
         for slot in range(self.capacity):
             assert self._sequences[slot] >= 0, f"slot {slot} has a negative count of sequences"

@@ -127,7 +127,15 @@ class EngineLoad(Struct, frozen=True):
     step_s: float = 0.0
     """What a step that only decodes takes, as measured lately; 0: not yet."""
     preemptions: int = 0
-    """Since the engine started."""
+    """Since the engine started, as what follows it but `onboarding`."""
+    onboarding: int = 0
+    """Of `waiting`, those that wait for blocks of the kvbm."""
+    late_onboardings: int = 0
+    """Of them, those that gave up."""
+    offered_blocks: int = 0
+    """To the kvbm."""
+    dropped_offers: int = 0
+    """Blocks left out because too many waited to be offered."""
 
 
 class Exchanged(Struct, frozen=True):

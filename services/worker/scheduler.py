@@ -33,16 +33,18 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal
 
 from services.worker.engine import Drawn, EngineLoad, Submit, Work
-from services.worker.onboarding import Wanted
+from services.worker.offloading import Offload, Offloading
+from services.worker.onboarding import Onboarding, Wanted
 from services.worker.pace import Pace
 from services.worker.sequence import Sequence
 from services.worker.step_budget import StepBudget
 from shared.blocks import BlockPool, Content, PoolEvent
 from shared.hashing import ContentKey
 from shared.messages import FinishReason, Part
+
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Limits:
     max_step_tokens: int = 8192
     first_tokens_per_s: float = 256.0
     """The prefill speed before one was measured."""
-    offload: Literal["filled", "evicted", "off"] = "filled"
+    offload: Offload = "filled"
     """What the kvbm is offered: each block once it is full; those that would leave the device next; nothing."""
     offers_limit: int = 1024
     """Blocks that wait to be offered; beyond, the oldest is left out."""
@@ -107,6 +109,10 @@ class Scheduler:
             first_tokens_per_s=limits.first_tokens_per_s,
         )
         self._pace = Pace()
+        self._onboarding = Onboarding(
+            self._pool, block_size=limits.block_size, look_ahead=limits.look_ahead, wait_s=limits.wait_s
+        )
+        self._offloading = Offloading(self._pool, limits.offload, limits.offers_limit)
         self._living: dict[tuple[str, int], Sequence] = {}
         self._waiting: list[Sequence] = []
         """By rank."""
@@ -118,8 +124,10 @@ class Scheduler:
         """Uncomputed tokens of `_waiting`."""
         self._arrivals = 0
         self._preemptions = 0
-        self._earliest_deadline_s = float("inf")
+        self._earliest_deadline_s = _NEVER
         self._step: list[Sequence] | None = None
+        self._stalled = False
+        """Nothing could be computed: all wait for the kvbm, or for blocks that copies hold; nothing changed since."""
         self._outcome = Outcome()
 
     # --- commands
@@ -148,6 +156,8 @@ class Scheduler:
             self._living[sequence.name] = sequence
             self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.deadline_s)
             self._enqueue(sequence)
+            self._look(now_s)
+        self._stalled = False
 
     def cancel(self, request: str, attempt: int) -> None:
         """End an attempt and free its blocks. Unknown ones are ignored."""
@@ -155,16 +165,20 @@ class Scheduler:
         sequence = self._living.get((request, attempt))
         if sequence is not None:
             self._end(sequence, "cancelled")
+        self._stalled = False
 
     # --- a step
 
     def schedule(self, now_s: float) -> list[Work]:
-        """What to compute now; empty only if no attempt is left."""
+        """What to compute now; empty only if no attempt is left, or all of them wait for the kvbm."""
         assert self._step is None
         self._expire(now_s)
+        self._onboarding.give_up(now_s)
+        self._look(now_s)
         self._step = []
         self._schedule_decodes()
         self._schedule_prefills()
+        self._stalled = not self._step
         return [sequence.work for sequence in self._step]
 
     def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
@@ -191,53 +205,75 @@ class Scheduler:
     def exchanging(self, on: bool) -> None:
         """Whether a kvbm is there. Off: nobody waits for it any more (those that did become `unwanted`, and still end
         with `settled` once the last of what is loading for them is `loaded`), and nothing is offered."""
+        self._onboarding.turn(on)
+        self._offloading.turn(on)
+        self._stalled = False
 
     def wanted(self) -> list[Wanted]:
         """What to fetch, new since the last call: at the latest after each `schedule`."""
-        return []
+        waiting = self._onboarding.waiting
+        wanted = self._onboarding.wanted()
+        if self._onboarding.waiting < waiting:
+            self._stalled = False
+        return wanted
 
     def unwanted(self) -> list[int]:
         """Numbers of `wanted` that wait no longer, new since the last call; none of them is settled yet. Copies that
         have not begun are not worth making, and every slot given by `make_room` is still to be told as `loaded`."""
-        return []
+        return self._onboarding.unwanted()
 
     def make_room(self, number: int, first: int, count: int) -> list[int]:
         """Device slots for blocks first … first + count - 1 of `Wanted.keys`, leading ones only: fewer, or none, where
         there is no room, it is not wanted any more, or the blocks before them did not all get a slot."""
-        return []
+        slots, evicted = self._onboarding.make_room(number, first, count, len(self._running))
+        self._outcome.events.extend(evicted)
+        self._stalled = False
+        return slots
 
     def loaded(self, number: int, index: int, slot: int, good: bool, disk: bool) -> None:
         """The copy of block `index` of `Wanted.keys` into this slot has ended, `good` or not; each slot of `make_room`
         exactly once, in any order, also after the attempt has ended."""
+        stored = self._onboarding.loaded(number, index, slot, good, disk)
+        self._outcome.events.extend(stored)
+        for event in stored:
+            self._offloading.came(event.content)
+        self._stalled = False
 
     def settled(self, number: int, took_s: float) -> None:
         """Nothing more comes for it, and all its slots were `loaded`: each of `wanted` exactly once. `took_s`: a round
         trip, from the question to the kvbm's first answer; 0: there was none."""
+        self._onboarding.settled(number, took_s)
+        self._stalled = False
 
     def offers(self, most: int) -> list[Content]:
         """At most so many blocks that the kvbm may want, parents first; each is offered once."""
-        return []
+        return self._offloading.offers(most)
 
     def hold(self, keys: Seq[ContentKey]) -> list[int | None]:
         """The device slots with these blocks, each held for a copy until `let_go`; None: not there any more, or its
         room is needed."""
-        return []
+        return self._offloading.hold(keys, len(self._running))
 
     def let_go(self, slots: Seq[int]) -> None:
         """The copies that read these slots have ended: each hold exactly once, parents before children."""
+        self._offloading.let_go(slots)
+        self._stalled = False
 
     @property
     def wait_until_s(self) -> float | None:
         """When `schedule` has something to do though no step is due: a deadline, or somebody has waited long enough for
         the kvbm. None: never."""
-        return None
+        until_s = min(self._earliest_deadline_s, self._onboarding.until_s) if self._living else _NEVER
+        return None if until_s == _NEVER else until_s
 
     # --- questions
 
     @property
     def busy(self) -> bool:
-        """Whether a step is due: attempts live, or something is still to be told."""
-        return bool(self._living or self._outcome.parts or self._outcome.events)
+        """Whether a step is due: something can be computed, or is still to be told."""
+        return bool(
+            self._running or (self._waiting and not self._stalled) or self._outcome.parts or self._outcome.events
+        )
 
     @property
     def digest(self) -> int:
@@ -259,9 +295,17 @@ class Scheduler:
             prefill_tokens_per_s=self._pace.tokens_per_s,
             step_s=self._pace.step_s,
             preemptions=self._preemptions,
+            onboarding=self._onboarding.waiting,
+            late_onboardings=self._onboarding.late,
+            offered_blocks=self._offloading.offered_blocks,
+            dropped_offers=self._offloading.dropped_blocks,
         )
 
     # --- scheduling
+
+    def _look(self, now_s: float) -> None:
+        """The first of those that wait may find their blocks with the kvbm."""
+        self._onboarding.look(self._waiting, self._pace.tokens_per_s or self._limits.first_tokens_per_s, now_s)
 
     def _schedule_decodes(self) -> None:
         assert self._step is not None
@@ -276,10 +320,13 @@ class Scheduler:
             self._step.append(sequence)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One more block for a decode, from the lowest ranked if need be; False: that was the sequence itself."""
+        """One more block for a decode, if need be from those that wait for the kvbm, then from the lowest ranked;
+        False: that was the sequence itself. It waits again where copies hold the rest."""
         while not self._pool.available:
+            if self._onboarding.give_back():
+                continue
             lowest = self._running[-1]
-            if lowest is sequence and len(self._running) == 1:
+            if lowest is sequence and len(sequence.blocks) == self._pool.capacity:
                 self._end(sequence, "error", f"the KV cache of {self._pool.capacity} blocks is full")
                 return False
             self._preempt(lowest)
@@ -296,8 +343,12 @@ class Scheduler:
                 return
             self._reuse(sequence)
             left -= self._add_work(sequence, left)
-        while left > 0 and self._waiting and len(self._running) < self._limits.max_running:
-            sequence = self._waiting[0]
+        passed = 0
+        while left > 0 and passed < len(self._waiting) and len(self._running) < self._limits.max_running:
+            sequence = self._waiting[passed]
+            if self._onboarding.waits(sequence):
+                passed += 1
+                continue
             if not self._admit(sequence):
                 return
             left -= self._add_work(sequence, left)
@@ -324,7 +375,7 @@ class Scheduler:
         size = self._limits.block_size
         if sequence.computed != sequence.stored * size:
             return  # in the middle of a block
-        before = sequence.computed
+        before = sequence.stored
         for index, key in enumerate(sequence.reusable_keys[sequence.stored :], sequence.stored):
             if key not in self._pool:
                 break
@@ -337,8 +388,7 @@ class Scheduler:
             sequence.stored += 1
             sequence.work.start += size
         if not sequence.begun:
-            cached = sequence.cached_tokens + sequence.computed - before
-            sequence.cached_tokens = min(cached, sequence.submit.prompt_tokens)
+            sequence.count_cached(before)
 
     def _add_work(self, sequence: Sequence, most: int) -> int:
         """Put the sequence into the step with at most `most` tokens; returns how many."""
@@ -354,6 +404,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1
         self._stop(sequence)
+        sequence.looked_up = False
         self._enqueue(sequence)
 
     # --- after a step
@@ -370,6 +421,8 @@ class Scheduler:
             slot, events = self._pool.store(sequence.blocks[index], sequence.content(index))
             sequence.blocks[index] = slot
             self._outcome.events.extend(events)
+            if events and self._offloading.queues:
+                self._offloading.stored(events[0].content)
             sequence.stored += 1
 
     def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
@@ -389,6 +442,9 @@ class Scheduler:
             finish,
             sequence.cached_tokens,
             None if drawn.logprob is None else (drawn.logprob,),
+            "",
+            sequence.cached_host_tokens,
+            sequence.cached_disk_tokens,
         )
         self._outcome.parts[sequence.frontend].append(part)
         if sequence.begun and finish is None:
@@ -421,7 +477,7 @@ class Scheduler:
             return
         for sequence in [s for s in self._living.values() if s.deadline_s <= now_s]:
             self._end(sequence, "deadline")
-        self._earliest_deadline_s = min((s.deadline_s for s in self._living.values()), default=float("inf"))
+        self._earliest_deadline_s = min((s.deadline_s for s in self._living.values()), default=_NEVER)
 
     def _end(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
         self._tell(sequence, finish, error)
@@ -434,6 +490,7 @@ class Scheduler:
             self._stop(sequence)
         else:
             self._dequeue(sequence)
+            self._onboarding.leave(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         """It runs no more."""
@@ -452,6 +509,8 @@ class Scheduler:
             finish=finish,
             cached_tokens=sequence.cached_tokens,
             error=error,
+            cached_host_tokens=sequence.cached_host_tokens,
+            cached_disk_tokens=sequence.cached_disk_tokens,
         )
         self._outcome.parts[sequence.frontend].append(part)
         self._outcome.notable.append(part)
@@ -479,11 +538,13 @@ class Scheduler:
         sequence.blocks.clear()
         sequence.work.start = sequence.stored = 0
         if not sequence.begun:
-            sequence.cached_tokens = 0
+            sequence.forget_cached()
 
     def validate(self) -> None:
         """Raises AssertionError where the scheduler contradicts itself. O(everything); call it between steps."""
         self._pool.validate()
+        self._onboarding.validate()
+        self._offloading.validate()
         assert sorted(self._waiting, key=_rank) == self._waiting
         assert sorted(self._running, key=_rank) == self._running
         assert sorted(self._prefilling, key=_rank) == self._prefilling
@@ -508,7 +569,10 @@ class Scheduler:
                 content = self._pool.content(slot)
                 assert (content is not None) == (index < sequence.stored), f"block {index} of {sequence.name}"
                 assert content is None or content.key == sequence.keys[index]
-        assert len(held) == self._pool.statistics().held
+        assert not (self._stalled and self._running)
+        held.update(self._offloading.holds(), *self._onboarding.holds())
+        blocks = self._pool.statistics()
+        assert len(held) == blocks.held + blocks.loading, "a block is held by nobody"
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from sys import intern
 
 from services.worker.engine import Submit, Work
@@ -54,6 +54,14 @@ class Sequence:
     """Prompt tokens found in the cache by the time the first token was drawn."""
     begun: bool = False
     """A token was drawn in this attempt, so that `cached_tokens` stands."""
+    cached_host_tokens: int = 0
+    """Of these, those that were loaded for it from the kvbm's host memory …"""
+    cached_disk_tokens: int = 0
+    """… and from its disk."""
+    loaded: dict[int, bool] = field(default_factory=dict)
+    """Blocks that were loaded for it → whether from disk."""
+    looked_up: bool = False
+    """The kvbm was considered, since it began to wait."""
 
     @staticmethod
     def of(
@@ -122,6 +130,25 @@ class Sequence:
     def reusable_keys(self) -> list[ContentKey]:
         """Keys of the blocks that may come from the cache: at least the last token is always computed."""
         return self.keys[: (len(self.tokens) - 1) // self.block_size]
+
+    def count_cached(self, first: int) -> None:
+        """Blocks first … stored - 1 were found in the cache; of a continuation only the prompt's tokens count."""
+        size, prompt = self.block_size, self.prompt_tokens
+        self.cached_tokens += min(self.stored * size, prompt) - min(first * size, prompt)
+        if self.loaded:
+            for index in range(first, self.stored):
+                tokens = min(max(prompt - index * size, 0), size)
+                match self.loaded.get(index):
+                    case True:
+                        self.cached_disk_tokens += tokens
+                    case False:
+                        self.cached_host_tokens += tokens
+                    case None:
+                        pass
+
+    def forget_cached(self) -> None:
+        """What was found was given back before the first token."""
+        self.cached_tokens = self.cached_host_tokens = self.cached_disk_tokens = 0
 
     def content(self, index: int) -> Content:
         """What block `index` holds: a full one, whose key is known or next."""

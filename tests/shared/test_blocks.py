@@ -97,7 +97,7 @@ def test_a_copy_keeps_a_block_whose_sequence_has_ended() -> None:
     pool.hold_for_copy(slot)
     pool.release(slot)
     assert pool.available == 0
-    pool.release_copy(slot)
+    pool.release_copies([slot])
     assert pool.state(slot) == "cached"
 
 
@@ -203,7 +203,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(slot=consumes(copies))
     def copied_out(self, slot: int | None) -> None:
         if slot is not None:
-            self.pool.release_copy(slot)
+            self.pool.release_copies([slot])
 
     @precondition(lambda self: self.pool.available > 0)
     @rule(target=loads, token=st.integers(0, 1), stays=st.booleans())
