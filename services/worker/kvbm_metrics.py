@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.engine import Exchanged
+from services.worker.engine import EngineLoad, Exchanged, Stepped
 from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram
 
 
 class KvbmMetrics:
-    """One worker's; labels are few and bounded."""
+    """One worker's; labels are few and bounded. What its engine counts is shown with each load report."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.attached = gauge(registry, "headrace_kvbm_attached", "1 while blocks are exchanged with a kvbm, else 0")
@@ -26,6 +26,14 @@ class KvbmMetrics:
             ROUND_TRIP_SECONDS,
             ["operation"],
         )
+        self._onboarding = gauge(registry, "headrace_onboarding_requests", "Attempts that wait for blocks of kvbm")
+        self._late = counter(registry, "headrace_late_onboardings", "Attempts that waited for kvbm's blocks too long")
+        self._offers = counter(
+            registry,
+            "headrace_kvbm_offered_blocks",
+            "Blocks offered to kvbm, and dropped because too many waited to be",
+            ["outcome"],
+        )
         self._blocks = counter(
             registry,
             "headrace_kvbm_copied_blocks",
@@ -35,8 +43,9 @@ class KvbmMetrics:
         )
         self._bytes = counter(registry, "headrace_kvbm_copied_bytes", "Copied to and from kvbm's pool", ["direction"])
         self._copy_s = counter(registry, "headrace_kvbm_copy_seconds", "Spent copying", ["direction"])
-        self._before = Exchanged()
-        """As the engine that runs told it last."""
+        self._load = self._shown_load = EngineLoad()
+        """The engine's counts since it started, and those of them that are shown."""
+        self._exchanged = self._shown_exchanged = Exchanged()
 
     def answered(self, operation: str, took_s: float) -> None:
         self._asks.labels(operation, "answered").inc()
@@ -46,9 +55,33 @@ class KvbmMetrics:
         """A question got no answer, or not its last one."""
         self._asks.labels(operation, outcome).inc()
 
-    def exchanged(self, now: Exchanged) -> None:
-        """What the engine has copied so far."""
-        before, self._before = self._before, now
+    def stepped(self, step: Stepped) -> None:
+        """The engine made a step."""
+        self._load = step.load
+        if step.exchanged is not None:
+            self._exchanged = step.exchanged
+
+    def engine_lost(self) -> None:
+        """The next one counts anew."""
+        self.show()
+        self._load = self._shown_load = EngineLoad()
+        self._exchanged = self._shown_exchanged = Exchanged()
+        self._onboarding.set(0)
+
+    def show(self) -> None:
+        """What has come since the last time."""
+        load, before = self._load, self._shown_load
+        if load is not before:
+            self._onboarding.set(load.onboarding)
+            self._late.inc(load.late_onboardings - before.late_onboardings)
+            self._offers.labels("offered").inc(load.offered_blocks - before.offered_blocks)
+            self._offers.labels("dropped").inc(load.dropped_offers - before.dropped_offers)
+            self._shown_load = load
+        if self._exchanged is not self._shown_exchanged:
+            self._show_exchanged(self._exchanged, self._shown_exchanged)
+            self._shown_exchanged = self._exchanged
+
+    def _show_exchanged(self, now: Exchanged, before: Exchanged) -> None:
         self._blocks.labels("saved").inc(now.saved_blocks - before.saved_blocks)
         self._blocks.labels("loaded").inc(now.loaded_blocks - before.loaded_blocks)
         self._blocks.labels("bad").inc(now.bad_blocks - before.bad_blocks)
@@ -56,6 +89,3 @@ class KvbmMetrics:
         self._bytes.labels("load").inc(now.loaded_bytes - before.loaded_bytes)
         self._copy_s.labels("save").inc(now.save_s - before.save_s)
         self._copy_s.labels("load").inc(now.load_s - before.load_s)
-
-    def engine_started(self) -> None:
-        self._before = Exchanged()

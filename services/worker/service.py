@@ -15,7 +15,6 @@ The model card is published while the worker takes requests, the address book fr
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ import msgspec
 
 from services.worker.announcement import Announcement
 from services.worker.attempts import Attempts
+from services.worker.card import card_of, name_of
 from services.worker.config import WorkerConfig
 from services.worker.engine import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.engine_client import EngineClient
@@ -34,9 +34,9 @@ from services.worker.frame_sender import FrameSender
 from services.worker.kvbm_client import KvbmClient
 from services.worker.kvbm_metrics import KvbmMetrics
 from services.worker.metrics import Metrics
-from shared import hashing, subjects
+from shared import subjects
 from shared.directory import DirectoryChange, InstanceDown, InstanceUp
-from shared.errors import BusDown, ModelError, PayloadTooLarge, ProtocolError, Unavailable
+from shared.errors import BusDown, PayloadTooLarge, ProtocolError, Unavailable
 from shared.kv_events import encode_batch, in_chunks
 from shared.lifecycle import Runtime, settle_memory
 from shared.messages import (
@@ -54,7 +54,6 @@ from shared.messages import (
     Generate,
     KvState,
     LoadReport,
-    ModelCard,
     Part,
     Refused,
     Resent,
@@ -85,7 +84,7 @@ class Worker:
     def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = EngineClient.start) -> None:
         self._runtime = runtime
         self._config = config
-        self._model_name = config.model_name or _name_of(Path(config.model))
+        self._model_name = config.model_name or name_of(Path(config.model))
         self._metrics = Metrics(runtime.registry)
         self._attempts = Attempts(
             model=self._model_name,
@@ -170,6 +169,7 @@ class Worker:
             async with asyncio.timeout(FLUSH_LIMIT_S):
                 await self._sender.flush()
         self._metrics.show()
+        self._kvbm_metrics.show()
         await self._announcement.close()
         if isinstance(failed, BaseException) and not isinstance(failed, asyncio.CancelledError):
             raise failed
@@ -191,23 +191,11 @@ class Worker:
     # --- what the engine says
 
     def _engine_ready(self, facts: Ready) -> None:
-        path, digest = _tokenizer(Path(facts.path or self._config.model))  # some MB, once, while nothing is served
+        card = card_of(
+            facts, model=self._config.model, model_name=self._model_name, instance=self._runtime.instance
+        )  # reads some MB, once, while nothing is served
         self._metrics.engine_started()
-        self._kvbm_metrics.engine_started()
         self._kvbm.engine_ready()
-        card = ModelCard(
-            model=self._model_name,
-            instance=self._runtime.instance,
-            path=str(path),
-            tokenizer_digest=digest,
-            hash_self_test=hashing.self_test(facts.block_size),
-            context_length=facts.context_length,
-            vocab_size=facts.vocab_size,
-            block_size=facts.block_size,
-            capacity_blocks=facts.capacity_blocks,
-            kv_layout=facts.kv_layout,
-            eos_token_ids=facts.eos_token_ids,
-        )
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         if not self._attempts.draining:
             self._announcement.show(card)
@@ -236,8 +224,7 @@ class Worker:
             for part in step.notable:
                 self._attempts.tell(part)
             self._send(step.frames, step.notable)
-        if step.exchanged is not None:
-            self._kvbm_metrics.exchanged(step.exchanged)
+        self._kvbm_metrics.stepped(step)
         self._metrics.stepped(step, 0 if self.engine.facts is None else self.engine.facts.capacity_blocks)
 
     def _engine_lost(self, reason: str) -> None:
@@ -247,6 +234,7 @@ class Worker:
         self._kvbm.engine_lost()
         self._runtime.vitals.unready("the engine was lost and is starting again")
         self._metrics.engine_lost()
+        self._kvbm_metrics.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")
 
     def _fail_all(self, reason: str) -> None:
@@ -354,6 +342,7 @@ class Worker:
             except PayloadTooLarge as wrong:
                 _log.error("no load report: %s; max_waiting is too high for this payload limit", wrong)
             self._metrics.show()
+            self._kvbm_metrics.show()
             self._forget_the_gone()
             self._sender.wake()
             await asyncio.sleep(REPORT_INTERVAL_S)
@@ -403,17 +392,3 @@ def _submit(generate: Generate, number: int) -> Submit:
         priority=generate.priority,
         number=number,
     )
-
-
-def _name_of(model: Path) -> str:
-    """A file's name without its suffix; a directory's whole name, for that may have dots in it."""
-    return model.stem if model.is_file() else model.resolve().name
-
-
-def _tokenizer(directory: Path) -> tuple[Path, str]:
-    """The absolute path, and the SHA-256 (hex) of its tokenizer.json. Raises ModelError."""
-    file = directory.resolve() / "tokenizer.json"
-    try:
-        return file.parent, hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as wrong:
-        raise ModelError(f"{file}: {wrong.strerror}") from wrong

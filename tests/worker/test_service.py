@@ -10,11 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.config import WorkerConfig
+from services.worker.config import KvbmConfig, WorkerConfig
+from services.worker.engine import KvbmAsk, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
 from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens
 from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.memory_discovery import MemoryDiscovery
 from shared.messages import (
     GENERATE,
     INSTANCE,
@@ -34,7 +36,9 @@ from shared.messages import (
     SnapshotBlock,
     SnapshotRequest,
 )
+from shared.pool_lock import LOCK, HeldLock
 from tests.logged import logged
+from tests.worker.scripted_engine import ScriptedEngines
 from tests.worker.shell import (
     EOS,
     FRONTEND,
@@ -411,6 +415,42 @@ async def test_a_load_report_over_the_payload_limit_is_left_out_and_the_worker_l
         shell.peer.reports.clear()
         os.kill(pid, signal.SIGCONT)
         await shell.peer.until(lambda: bool(shell.peer.reports))
+
+
+async def test_the_card_tells_of_the_kvbm_and_every_engine_is_told_of_it(config: WorkerConfig, tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    pool.mkdir(mode=0o700)
+    lock = HeldLock.take(pool / LOCK, "1 k1\n")
+    entry = INSTANCE.encode(Instance(NAMESPACE, "kvbm", "k1", 1, "here", 1, 0.0, "0"), JSON_HEADER)
+    engines = ScriptedEngines()
+    config = msgspec.structs.replace(config, kvbm=KvbmConfig(pool=str(pool)))
+    async with running_worker(config, start_engine=engines.start) as shell:
+
+        def linked() -> tuple[str, str] | None:
+            card = shell.directory.cards.get(("model", WORKER))
+            return None if card is None else (card.kvbm, card.kvbm_layout)
+
+        await shell.peer.until(lambda: linked() == ("", ""))
+        await MemoryDiscovery(shell.store).register(
+            lambda _epoch: {subjects.instance_key(NAMESPACE, "kvbm", "k1"): entry}
+        )
+        [first] = engines.all
+        assert first.instance == WORKER
+        await shell.peer.until(lambda: first.told == [KvbmUp("k1")])
+        first.report(KvbmLink("k1", "5eed"))
+        await shell.peer.until(lambda: linked() == ("k1", "5eed"))
+        first.report(KvbmAsk(1, "store", b"x", LIMIT_S))
+        await shell.peer.until(lambda: len(first.told) == 2)
+        assert isinstance(first.told[1], KvbmReply)
+        assert "nobody listens" in first.told[1].failed
+        first.kill()
+        await shell.peer.until(lambda: linked() is None)
+        await shell.peer.until(lambda: linked() == ("", ""))
+        _, second = engines.all
+        assert second.told == [KvbmUp("k1")]
+        second.report(KvbmLink("k1", "5eed"))
+        await shell.peer.until(lambda: linked() == ("k1", "5eed"))
+    lock.close()
 
 
 async def test_draining_refuses_new_attempts_and_ends_the_running_ones_with_an_error(config: WorkerConfig) -> None:

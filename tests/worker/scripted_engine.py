@@ -1,0 +1,65 @@
+"""An Engine that reports what a test says, and keeps what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.worker.channel import PeerGone
+from services.worker.config import WorkerConfig
+from services.worker.engine import EngineOrder, EngineReport, Ready, Submit
+from shared.messages import KvLayout
+
+FACTS = Ready(
+    context_length=512,
+    vocab_size=320,
+    eos_token_ids=(2,),
+    block_size=16,
+    capacity_blocks=64,
+    kv_layout=KvLayout("float32", 1, 1, 1, 16),
+)
+
+
+class ScriptedEngine:
+    """Ready at once."""
+
+    pid = 1
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        """The worker that started it."""
+        self.told: list[EngineOrder] = []
+        self._reports: asyncio.Queue[EngineReport | None] = asyncio.Queue()
+        self.report(FACTS)
+
+    def report(self, report: EngineReport) -> None:
+        self._reports.put_nowait(report)
+
+    def submit(self, command: Submit) -> bool:
+        self.told.append(command)
+        return True
+
+    def send(self, command: EngineOrder) -> None:
+        self.told.append(command)
+
+    async def receive(self) -> EngineReport:
+        report = await self._reports.get()
+        if report is None:
+            raise PeerGone("engine: killed")
+        return report
+
+    def kill(self) -> None:
+        self._reports.put_nowait(None)
+
+    async def end(self, _limit_s: float, /) -> int:
+        return 0
+
+
+class ScriptedEngines:
+    """Starts them."""
+
+    def __init__(self) -> None:
+        self.all: list[ScriptedEngine] = []
+
+    async def start(self, _config: WorkerConfig, _model_name: str, instance: str) -> ScriptedEngine:
+        self.all.append(ScriptedEngine(instance))
+        return self.all[-1]

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from services.worker.engine import EngineLoad, Exchanged, Stepped
+from services.worker.kvbm_metrics import KvbmMetrics
+
+
+def stepped(load: EngineLoad, exchanged: Exchanged | None = None) -> Stepped:
+    return Stepped(1, {}, [], [], b"", -1, 0, load, exchanged=exchanged)
+
+
+def test_what_engines_count_each_from_their_start_adds_up() -> None:
+    registry = CollectorRegistry()
+    metrics = KvbmMetrics(registry)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"headrace_{name}", labels)
+
+    metrics.stepped(stepped(EngineLoad(offered_blocks=5, onboarding=2), Exchanged(saved_blocks=3, save_s=0.5)))
+    metrics.show()
+    metrics.stepped(stepped(EngineLoad(offered_blocks=9, dropped_offers=1, late_onboardings=1)))
+    metrics.engine_lost()
+    assert value("onboarding_requests") == 0
+    metrics.stepped(stepped(EngineLoad(offered_blocks=2, onboarding=1), Exchanged(saved_blocks=1, loaded_blocks=4)))
+    metrics.show()
+    metrics.show()
+    assert value("onboarding_requests") == 1
+    assert value("late_onboardings_total") == 1
+    assert value("kvbm_offered_blocks_total", outcome="offered") == 11
+    assert value("kvbm_offered_blocks_total", outcome="dropped") == 1
+    assert value("kvbm_copied_blocks_total", outcome="saved") == 4
+    assert value("kvbm_copied_blocks_total", outcome="loaded") == 4
+    assert value("kvbm_copy_seconds_total", direction="save") == 0.5
