@@ -104,10 +104,17 @@ class ScriptedWorker:
         self.lora: tuple[str, ...] = ()
         self.registration: Registration | None = None
         self.answers_snapshots = True
+        self.kvbm = self.kvbm_layout = ""
 
     async def start(self) -> None:
         await self.bus.subscribe(subjects.worker(NAMESPACE, self.name, "snapshot"), self._snapshot)
         self.registration = await self.discovery.register(self._entries)
+
+    async def attaches(self, kvbm: str, layout: str) -> None:
+        """The card says so from now on."""
+        self.kvbm, self.kvbm_layout = kvbm, layout
+        assert self.registration is not None
+        await self.registration.publish()
 
     async def stop(self) -> None:
         assert self.registration is not None
@@ -210,6 +217,8 @@ class ScriptedWorker:
             kv_layout=KvLayout("float32", 1, 1, 4, BLOCK_SIZE),
             lora=self.lora,
             ranks=self.ranks,
+            kvbm=self.kvbm,
+            kvbm_layout=self.kvbm_layout,
         )
         return {
             subjects.instance_key(NAMESPACE, "worker", self.name): INSTANCE.encode(instance, JSON_HEADER),

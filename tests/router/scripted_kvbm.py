@@ -1,0 +1,144 @@
+"""A kvbm without a pool: it says what the test tells it to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import xor
+from typing import Literal
+
+import msgspec
+
+from shared import subjects
+from shared.discovery import Discovery, Registration
+from shared.hashing import content_keys, event_hash, pack_tokens, root_key
+from shared.kvbm_messages import KVBM_REPORT, KvbmReport, LayoutReport
+from shared.memory_bus import MemoryEvents
+from shared.memory_discovery import MemoryDiscovery
+from shared.messages import (
+    EVENT_BATCH,
+    INSTANCE,
+    JSON_HEADER,
+    SNAPSHOT_CHUNK,
+    SNAPSHOT_REQUEST,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Instance,
+    KvEvent,
+    SnapshotBlock,
+    SnapshotChunk,
+)
+from shared.messaging import LAST_HEADER, Bus, Events, Message
+from tests.router.fleet import BLOCK_SIZE, MODEL, NAMESPACE, Fleet, until
+
+LowerTier = Literal["host", "disk"]
+MEDIA: dict[LowerTier, str] = {"host": "host_pinned", "disk": "disk"}
+
+
+class ScriptedLayout:
+    """The blocks of one layout, and what is told of them."""
+
+    def __init__(self, events: Events) -> None:
+        self.publisher = events.open_publisher()
+        self.sequence = -1
+        self.blocks: dict[LowerTier, dict[int, SnapshotBlock]] = {"host": {}, "disk": {}}
+        self.snapshots = 0
+
+    def stores(self, tokens: list[int], blocks: Sequence[int], tier: LowerTier, *, silently: bool = False) -> None:
+        """These blocks of the prompt can be found in the tier from now on; the prefix before them need not."""
+        packed, names = _named(tokens)
+        for number in blocks:
+            parent = names[number - 1] if number else None
+            span = slice(BLOCK_SIZE * number, BLOCK_SIZE * (number + 1))
+            block = SnapshotBlock(names[number], parent, packed[4 * span.start : 4 * span.stop])
+            self.blocks[tier][names[number]] = block
+            if not silently:
+                self.tells(BlockStored([names[number]], parent, tokens[span], BLOCK_SIZE, medium=MEDIA[tier]))
+
+    def drops(self, tokens: list[int], blocks: Sequence[int], tier: LowerTier) -> None:
+        names = [_named(tokens)[1][number] for number in blocks]
+        for name in names:
+            del self.blocks[tier][name]
+        self.tells(BlockRemoved(block_hashes=[*names], medium=MEDIA[tier]))
+
+    def tells(self, *events: KvEvent) -> None:
+        self.sequence += 1
+        batch = EventBatch(ts=float(self.sequence), events=list(events))
+        self.publisher.publish(self.sequence, EVENT_BATCH.encode(batch))
+
+    def report(self, layout: str) -> LayoutReport:
+        host, disk = (reduce(xor, self.blocks[tier], 0) for tier in MEDIA)
+        return LayoutReport(layout, self.sequence, host, disk)
+
+
+class ScriptedKvbm:
+    """One process; its layouts are named as it is started."""
+
+    def __init__(self, name: str, bus: Bus, events: Events, discovery: Discovery, layouts: Sequence[str]) -> None:
+        self.name = name
+        self.layouts = {layout: ScriptedLayout(events) for layout in layouts}
+        self._bus = bus
+        self._events = events
+        self._discovery = discovery
+        self._registration: Registration | None = None
+
+    async def start(self) -> None:
+        await self._bus.subscribe(subjects.kvbm(NAMESPACE, self.name, "snapshot"), self._snapshot)
+        self._registration = await self._discovery.register(self._entries)
+
+    async def adds(self, layout: str) -> None:
+        """An engine has attached with a layout that was not here before."""
+        self.layouts[layout] = ScriptedLayout(self._events)
+        assert self._registration is not None
+        await self._registration.publish()
+
+    async def stop(self) -> None:
+        assert self._registration is not None
+        await self._registration.close()
+
+    async def reports(self) -> None:
+        report = KvbmReport(self.name, [each.report(layout) for layout, each in self.layouts.items()])
+        await self._bus.publish(subjects.kvbm(NAMESPACE, self.name, "load"), KVBM_REPORT.encode(report))
+
+    async def _snapshot(self, message: Message) -> None:
+        layout = self.layouts[SNAPSHOT_REQUEST.decode(message.payload).layout]
+        layout.snapshots += 1
+        tiers = list(layout.blocks.items())
+        for tier, blocks in tiers:
+            last = tier == tiers[-1][0]
+            chunk = SnapshotChunk(1, layout.sequence, list(blocks.values()), last, tier=tier)
+            headers = {LAST_HEADER: "true"} if last else None
+            await self._bus.publish(message.reply, SNAPSHOT_CHUNK.encode(chunk), headers=headers)
+
+    def _entries(self, epoch: int) -> dict[str, bytes]:
+        sources = {
+            layout: msgspec.structs.replace(each.publisher.source, epoch=True, snapshot=True, digest=True)
+            for layout, each in self.layouts.items()
+        }
+        instance = Instance(
+            namespace=NAMESPACE,
+            service="kvbm",
+            instance=self.name,
+            epoch=epoch,
+            machine="m",
+            pid=1,
+            started=0.0,
+            version="0",
+            layouts=sources,
+        )
+        return {subjects.instance_key(NAMESPACE, "kvbm", self.name): INSTANCE.encode(instance, JSON_HEADER)}
+
+
+async def kvbm(world: Fleet, name: str = "k", *, layouts: Sequence[str] = ("l",)) -> ScriptedKvbm:
+    """One that discovery knows."""
+    started = ScriptedKvbm(name, world.bus, MemoryEvents(world.broker), MemoryDiscovery(world.store), layouts)
+    await started.start()
+    await until(lambda: name in world.runtime.directory.instances)
+    return started
+
+
+def _named(tokens: list[int]) -> tuple[bytes, list[int]]:
+    """(packed tokens, the names of the full blocks)."""
+    packed = pack_tokens(tokens)
+    return packed, [event_hash(key) for key in content_keys(root_key(MODEL), packed, BLOCK_SIZE)]
