@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +34,10 @@ Logits = NDArray[np.float32]
 class Checked:
     """A random model with the logits transformers computed for it, by position."""
 
-    def __init__(self, directory: Path, name: str, dot_rows: int = 4) -> None:
+    def __init__(self, directory: Path, name: str, dot_rows: int = 4, kv_dtype: str = "float32") -> None:
         directory = prepare(write_tiny_model(directory / "model", **CASES[name]), directory / "cache", lambda _: None)
         config = read_config(directory)
-        layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, BLOCK_SIZE)
+        layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, BLOCK_SIZE)
         self.cache = KvCache(np, layout, CAPACITY_BLOCKS)
         self.decoder = Decoder(config, load_weights(directory, config), self.cache, Linear(np, dot_rows), 256)
         with np.load(GOLDEN / "logits.npz") as golden:
@@ -54,6 +56,12 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Checked:
 def llama(tmp_path: Path) -> Checked:
     """One of the models, where the family does not matter."""
     return Checked(tmp_path, "llama")
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> Checked:
+    """With keys and values as bfloat16."""
+    return Checked(tmp_path, "llama", kv_dtype="bfloat16")
 
 
 def test_prompts_in_one_piece_give_transformers_logits(model: Checked) -> None:
@@ -139,3 +147,48 @@ def test_a_long_chunk_is_tiled_without_a_trace(llama: Checked, monkeypatch: pyte
     monkeypatch.setattr("services.worker.native.decoder._SCORES_LIMIT", 4 * 200 * 7)  # seven rows a tile
     [logits] = llama.decoder.step([work(TOKENS, BLOCKS)])
     llama.agrees(199, logits)
+
+
+CHUNKS = ([200], [64, 136], [16, 7, 1, 40, 136], [100, *[1] * 100])
+"""Ways to compute a prompt."""
+
+
+def chunked(model: Checked, chunks: Sequence[int]) -> Logits:
+    """Of the last token."""
+    for start, end in itertools.pairwise(itertools.accumulate(chunks, initial=0)):
+        logits: Logits = model.decoder.step([work(TOKENS[:end], BLOCKS, start=start)])[0]
+    return logits
+
+
+def stored(model: Checked) -> NDArray[np.uint16]:
+    """Of the prompt's full blocks, as bfloat16's bits."""
+    bits: NDArray[np.uint16] = model.cache.pages[BLOCKS[:12]]
+    return bits
+
+
+def test_a_narrow_cache_gives_logits_close_to_a_wide_ones(narrow: Checked) -> None:
+    wide = narrow.expected[CONTEXT_TOKENS - 1]
+    assert 0 < np.abs(chunked(narrow, CHUNKS[0]) - wide).max() < 0.05 * wide.std()
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[1:])
+def test_a_narrow_cache_stores_and_says_the_same_however_a_prompt_is_cut(
+    narrow: Checked, chunks: Sequence[int]
+) -> None:
+    """Up to the last bit of a few: rows computed together differ in theirs."""
+    logits = chunked(narrow, CHUNKS[0])
+    bits = stored(narrow)
+    np.testing.assert_allclose(chunked(narrow, chunks), logits, rtol=0, atol=TOLERANCE)
+    assert (stored(narrow) == bits).mean() > 0.99
+    assert np.abs(stored(narrow).astype(np.int32) - bits).max() <= 1
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_who_is_given_a_block_computes_with_it_what_its_maker_does(tmp_path: Path, kv_dtype: str) -> None:
+    model = Checked(tmp_path, "llama", kv_dtype=kv_dtype)
+    chunked(model, [199])
+    [own] = model.decoder.step([work(TOKENS, BLOCKS, start=192)])
+    given = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52]
+    model.cache.pages[given[:12]] = model.cache.pages[BLOCKS[:12]]
+    [others] = model.decoder.step([work(TOKENS, given, start=192)])
+    np.testing.assert_array_equal(own, others)

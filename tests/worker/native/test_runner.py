@@ -17,6 +17,7 @@ from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner, load_native
 from services.worker.native.tensor_file import write_tensors
 from services.worker.native.weights import Checkpoint
+from services.worker.native.weights_digest import weights_digest
 from shared.errors import ModelError
 from shared.messages import KvLayout, Sampling
 from tests.tiny_model import write_tiny_model
@@ -91,6 +92,16 @@ def test_the_facts_are_those_of_the_directory(tiny: NativeRunner) -> None:
     assert facts.eos_token_ids == (0, 2)
     assert facts.context_length == 32 * 16  # the model allows 2048; the cache does not
     assert (Path(facts.path) / "tokenizer.json").exists()
+    assert facts.weights == weights_digest(Path(facts.path), read_config(Path(facts.path)))
+
+
+def test_a_narrow_cache_holds_twice_as_many_blocks_of_a_layout_of_its_own(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path)
+    wide = NativeRunner(directory, capacity_bytes=1 << 20).facts
+    narrow = NativeRunner(directory, capacity_bytes=1 << 20, kv_dtype="bfloat16").facts
+    assert (wide.kv_layout.dtype, narrow.kv_layout.dtype) == ("float32", "bfloat16")
+    assert narrow.capacity_blocks == 2 * wide.capacity_blocks
+    assert narrow.weights == wide.weights
 
 
 def test_the_cache_may_be_given_in_bytes(tmp_path: Path) -> None:
