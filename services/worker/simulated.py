@@ -37,8 +37,7 @@ class SimulatedModel:
 
     def mover(self, clock: Callable[[], float]) -> SimulatedMover:
         """Copies that take their time by that clock."""
-        size = self.facts.block_size
-        return SimulatedMover(self._timing.copy_s(size), self.facts.kv_layout.block_bytes, clock)
+        return self._timing.mover(self.facts.block_size, clock)
 
     def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
         """One entry per work, None where nothing is drawn."""

@@ -26,10 +26,10 @@ class _Batch(Struct):
 class SimulatedMover:
     """A Mover; see the module."""
 
-    def __init__(self, copy_s: float, block_bytes: int, clock: Callable[[], float]) -> None:
-        """`copy_s`: what a block of `block_bytes` takes in either direction."""
-        self._copy_s = copy_s
+    def __init__(self, block_bytes: int, bytes_per_s: float, clock: Callable[[], float]) -> None:
+        """`bytes_per_s` goes through in either direction."""
         self._block_bytes = block_bytes
+        self._copy_s = block_bytes / bytes_per_s
         self._clock = clock
         self._slots: Slots | None = None
         self._saves: deque[_Batch] = deque()

@@ -22,13 +22,14 @@ direction, by DMA; steps beside it took 1 to 9 % longer, which is left out here.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Struct
 
 from services.worker.config import SimulatedConfig
 from services.worker.engine import Work
+from services.worker.simulated_mover import SimulatedMover
 from shared.errors import ConfigError
 
 Point = tuple[float, float, float]
@@ -50,10 +51,10 @@ class Timing:
         seconds = self._formula_s(step) if self._table is None else self._table.step_s(step)
         return seconds / self._config.speed
 
-    def copy_s(self, block_size: int) -> float:
-        """Of one block, to or from a kvbm's pool."""
+    def mover(self, block_size: int, clock: Callable[[], float]) -> SimulatedMover:
+        """Takes the time of copying blocks of so many tokens to and from a kvbm's pool."""
         config = self._config
-        return block_size * config.kv_token_bytes / config.copy_bytes_per_s / config.speed
+        return SimulatedMover(block_size * config.kv_token_bytes, config.copy_bytes_per_s * config.speed, clock)
 
     def _formula_s(self, step: _Totals) -> float:
         config, rows = self._config, step.prefilled + step.decodes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from services.worker.copies import Copied, Copy
 from services.worker.host_mover import HostMover
 from shared.pool_format import Geometry, PoolUnfit
 from shared.pool_map import PoolMap
+from tests.worker.pool_file import make_pool
 
 LIMIT_S = 20.0
 BLOCK_BYTES = 5000
@@ -62,10 +62,7 @@ class Rig:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.touch(0o600)
-        os.truncate(path, SIZE_BYTES)
-        with path.open("r+b") as opened:
-            opened.write(GEOMETRY.header())
+        make_pool(path, SIZE_BYTES)
         self._pools = [PoolMap(path, grants=True), PoolMap(path)]
         arena = GEOMETRY.arena(0, 1, BLOCK_BYTES)
         self.kvbm, self.engine = (pool.arena(arena) for pool in self._pools)

@@ -5,29 +5,17 @@ from hypothesis import strategies as st
 
 from services.worker.copies import Copied, Copy
 from services.worker.simulated_mover import SimulatedMover
-from shared.pool_format import Arena
+from tests.worker.empty_pool import EmptyPool
 
 COPY_S = 0.25
 BLOCK_BYTES = 1000
 
 
-class Pool:
-    """Slots without bytes."""
-
-    def __init__(self) -> None:
-        self.arena = Arena(offset=1 << 16, slot_bytes=4096, slots=8, generations=4096)
-        self.bytes = memoryview(b"")
-        self.generations = [0] * 8
-
-    def generation(self, slot: int) -> int:
-        return self.generations[slot]
-
-
 class Rig:
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.pool = Pool()
-        self.mover = SimulatedMover(COPY_S, BLOCK_BYTES, lambda: self.now_s)
+        self.pool = EmptyPool()
+        self.mover = SimulatedMover(BLOCK_BYTES, BLOCK_BYTES / COPY_S, lambda: self.now_s)
         self.mover.attach(self.pool)
 
     def at(self, now_s: float) -> list[Copied]:

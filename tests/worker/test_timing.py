@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.config import SimulatedConfig, WorkerConfig
+from services.worker.copies import Copy
 from services.worker.engine import Work
 from services.worker.timing import Table, Timing
 from shared.config import load
 from shared.errors import ConfigError
 from shared.messages import Sampling
+from tests.worker.empty_pool import EmptyPool
 
 CONFIG = SimulatedConfig()
 TABLE = b"""
@@ -161,6 +163,9 @@ def test_the_settings_and_the_table_in_the_documentation_are_read(tmp_path: Path
         assert table(*works, text=times.encode()) == pytest.approx(formula(*works), rel=0.1)
 
 
-def test_a_block_is_copied_at_the_rate_that_is_set() -> None:
+def test_blocks_are_copied_at_the_rate_that_is_set() -> None:
     config = msgspec.structs.replace(CONFIG, copy_bytes_per_s=1e9, kv_token_bytes=1000, speed=2.0)
-    assert Timing(config).copy_s(16) == pytest.approx(8e-6)
+    mover = Timing(config).mover(16, lambda: 1.0)
+    mover.attach(EmptyPool())
+    mover.load(1, [Copy(0, 0)] * 1000)
+    assert mover.ends_s == pytest.approx(1 + 8e-3)

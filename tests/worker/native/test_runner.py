@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import select
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,6 +14,7 @@ import pytest
 from msgspec import Struct
 from tokenizers import Tokenizer
 
+from services.worker.copies import Copied, Copy, Mover
 from services.worker.engine import Loading, Runner
 from services.worker.native.config import read_config
 from services.worker.native.prepare import prepare
@@ -20,9 +24,11 @@ from services.worker.native.weights import Checkpoint
 from services.worker.native.weights_digest import weights_digest
 from shared.errors import ModelError
 from shared.messages import KvLayout, Sampling
+from shared.pool_map import PoolMap
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import GOLDEN
 from tests.worker.native.works import GREEDY, work
+from tests.worker.pool_file import make_pool
 
 
 class Answer(Struct):
@@ -41,6 +47,13 @@ ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[
 @pytest.fixture
 def tiny(tmp_path: Path) -> NativeRunner:
     return NativeRunner(write_tiny_model(tmp_path / "model"), capacity_blocks=32)
+
+
+def ended(mover: Mover) -> Copied:
+    """The next batch that ends."""
+    assert select.select([mover], [], [], 20)[0]
+    [copied] = mover.ended()
+    return copied
 
 
 def test_smollm2_answers_as_with_transformers_all_prompts_at_once(smollm2: Path) -> None:
@@ -111,6 +124,22 @@ def test_the_cache_may_be_given_in_bytes(tmp_path: Path) -> None:
     assert (runner.facts.capacity_blocks, runner.facts.context_length) == (5, 40)
     with pytest.raises(ModelError, match="holds no block"):
         NativeRunner(directory, capacity_bytes=block_bytes - 1, block_size=8)
+
+
+def test_blocks_that_went_through_a_pool_give_the_same_tokens(tiny: NativeRunner, tmp_path: Path) -> None:
+    geometry = make_pool(tmp_path / "pool", 1 << 20)
+    pool = PoolMap(tmp_path / "pool")
+    mover: Mover = tiny.mover(time.monotonic)
+    mover.attach(pool.arena(geometry.arena(0, 1, tiny.facts.kv_layout.block_bytes)))
+    tiny.step([work(range(40), [0, 1, 2], draws=False)])
+    mover.save(1, [Copy(9, 0), Copy(4, 1)], math.inf)
+    assert ended(mover).good == [True, True]
+    mover.load(2, [Copy(9, 20), Copy(4, 30)])
+    assert ended(mover).good == [True, True]
+    mover.close()
+    sampling = msgspec.structs.replace(GREEDY, logprobs=3)
+    own, given = ([work(range(40), slots, start=32, sampling=sampling)] for slots in ([0, 1, 2], [20, 30, 3]))
+    assert tiny.step(own) == tiny.step(given)
 
 
 def test_a_step_answers_each_work_in_order_and_only_those_that_draw(tiny: NativeRunner) -> None:

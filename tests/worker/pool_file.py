@@ -1,0 +1,18 @@
+"""A small pool file as a kvbm makes it, without the kvbm."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shared.pool_format import Geometry
+
+
+def make_pool(path: Path, size_bytes: int) -> Geometry:
+    """All of its slots are empty, and granted to nobody yet."""
+    geometry = Geometry.of(size_bytes)
+    path.touch(0o600)
+    os.truncate(path, size_bytes)
+    with path.open("r+b") as opened:
+        opened.write(geometry.header())
+    return geometry

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from services.worker.echo import EchoRunner
+from services.worker.engine import Ready
+from shared.errors import ConfigError
+from shared.messages import KvLayout
+
+
+def test_an_engine_without_keys_and_values_has_none_to_exchange() -> None:
+    facts = Ready(16, 10, (0,), 4, 4, KvLayout("float32", 1, 1, 1, 4))
+    with pytest.raises(ConfigError, match="echo engine has no KV to exchange"):
+        EchoRunner(facts).mover(time.monotonic)
