@@ -80,7 +80,8 @@ class Onboarding:
         self._on = False
         self._fetches: dict[int, Fetch] = {}
         """By `Sequence.arrival`, in the order they were noted."""
-        self._unwanted: list[int] = []
+        self._unwanted: set[int] = set()
+        """Those that have left, and are neither told of nor settled."""
         self._cost_s = 0.0
         """What asking costs, at least, as it was lately."""
         self.late = 0
@@ -159,9 +160,10 @@ class Onboarding:
         return wanted
 
     def unwanted(self) -> list[int]:
-        """Those asked that left, since the last call, and are not settled."""
-        unwanted, self._unwanted = self._unwanted, []
-        return [number for number in unwanted if number in self._fetches]
+        """Those asked that left since the last call and are not settled."""
+        unwanted = sorted(self._unwanted)
+        self._unwanted.clear()
+        return unwanted
 
     def make_room(self, number: int, first: int, count: int, reserve: int) -> tuple[list[int], list[Evicted]]:
         """Loading slots for blocks first … of those wanted, at most `count`."""
@@ -192,6 +194,7 @@ class Onboarding:
     def settled(self, number: int, took_s: float) -> None:
         """Nothing more comes; `took_s`: a round trip, or 0."""
         fetch = self._fetches.pop(number)
+        self._unwanted.discard(number)
         assert fetch.state != "noted", f"{number} is settled before it was wanted"
         assert fetch.landed == len(fetch.slots), f"{number} is settled with {len(fetch.early)} blocks loading"
         if fetch.state == "asked" and took_s > 0:
@@ -250,7 +253,7 @@ class Onboarding:
             del self._fetches[fetch.sequence.arrival]
         elif fetch.state == "asked":
             fetch.state = "left"
-            self._unwanted.append(fetch.sequence.arrival)
+            self._unwanted.add(fetch.sequence.arrival)
             self._release(fetch)
 
     def _release(self, fetch: Fetch) -> None:
@@ -266,6 +269,7 @@ class Onboarding:
         """Raises AssertionError where it contradicts itself. O(everything)."""
         assert self._on or not self._waiting(), "somebody waits though no kvbm is there"
         assert len(self._fetches) <= self._look_ahead
+        assert all(self._fetches[number].state == "left" for number in self._unwanted)
         for number, fetch in self._fetches.items():
             assert number == fetch.sequence.arrival
             assert 0 <= fetch.landed <= len(fetch.slots) <= fetch.count

@@ -1,0 +1,142 @@
+"""A scheduler and a fake runner, stepped by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from services.worker.engine import Submit, Work
+from services.worker.offloading import Offload
+from services.worker.scheduler import Limits, Outcome, Scheduler
+from shared.hashing import pack_tokens, unpack_tokens
+from shared.kv_events import to_kv_events, to_snapshot
+from shared.messages import BlockRemoved, BlockStored, Part, Sampling
+from tests.worker.fake_runner import EOS, FakeRunner
+
+
+class Engine:
+    """Checks both, and the events, after every step."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 2,
+        capacity_blocks: int = 16,
+        context_length: int = 64,
+        max_running: int = 8,
+        max_waiting: int = 64,
+        max_waiting_tokens: int = 1 << 20,
+        step_tokens: int = 8,
+        first_tokens_per_s: float = 1e6,
+        offload: Offload = "filled",
+        offers_limit: int = 64,
+        wait_s: float = 0.0,
+    ) -> None:
+        self.runner = FakeRunner(block_size=block_size, capacity_blocks=capacity_blocks, context_length=context_length)
+        self.scheduler = Scheduler(
+            Limits(
+                model="model",
+                context_length=context_length,
+                eos_token_ids=frozenset((EOS,)),
+                block_size=block_size,
+                capacity_blocks=capacity_blocks,
+                max_running=max_running,
+                max_waiting=max_waiting,
+                max_waiting_tokens=max_waiting_tokens,
+                max_step_tokens=step_tokens,
+                first_tokens_per_s=first_tokens_per_s,
+                offload=offload,
+                offers_limit=offers_limit,
+                wait_s=wait_s,
+            )
+        )
+        self.now_s = 0.0
+        self.cached: set[int | bytes] = set()
+        self.parts: dict[tuple[str, int], list[Part]] = defaultdict(list)
+
+    def submit(
+        self,
+        request: str,
+        prompt: Sequence[int],
+        *,
+        attempt: int = 1,
+        produced: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        max_tokens: int = 8,
+        time_left_s: float = 1e9,
+        priority: int = 0,
+        salt: str = "",
+    ) -> None:
+        self.scheduler.submit(
+            Submit(
+                request=request,
+                attempt=attempt,
+                frontend="frontend",
+                tokens=pack_tokens((*prompt, *produced)),
+                prompt_tokens=len(prompt),
+                sampling=sampling or Sampling(max_tokens=max_tokens),
+                time_left_s=time_left_s,
+                salt=salt,
+                priority=priority,
+            ),
+            self.now_s,
+        )
+
+    def step(self, elapsed_s: float = 0.01) -> list[Work]:
+        """The works as they were computed; the scheduler's own move on."""
+        works = self.scheduler.schedule(self.now_s)
+        computed = [msgspec.structs.replace(work, history=list(work.history)) for work in works]
+        self.take(self.scheduler.advance(self.runner.step(works), elapsed_s))
+        self.now_s += elapsed_s
+        self.check()
+        return computed
+
+    def take(self, outcome: Outcome) -> None:
+        for event in to_kv_events(outcome.events, self.runner.facts.block_size):
+            match event:
+                case BlockStored(block_hashes=hashes):
+                    assert self.cached.isdisjoint(hashes)
+                    self.cached.update(hashes)
+                case BlockRemoved(block_hashes=hashes):
+                    assert self.cached.issuperset(hashes)
+                    self.cached.difference_update(hashes)
+                case _:
+                    raise AssertionError(event)
+        for parts in outcome.parts.values():
+            for part in parts:
+                earlier = self.parts[part.request, part.attempt]
+                assert not earlier or earlier[-1].finish is None, "a part after the finish"
+                earlier.append(part)
+
+    def check(self) -> None:
+        self.scheduler.validate()
+        snapshot = to_snapshot(self.scheduler.snapshot())
+        assert {block.hash for block in snapshot} == self.cached
+        digest = 0
+        seen: set[int] = set()
+        for block in snapshot:
+            digest ^= block.hash
+            assert block.parent is None or block.parent in seen, "a child before its parent"
+            seen.add(block.hash)
+        assert digest == self.scheduler.digest
+
+    def run(self) -> None:
+        for _ in range(10_000):
+            if not self.scheduler.busy:
+                break
+            self.step()
+        assert not self.scheduler.busy
+        assert self.scheduler.load().held_blocks == 0
+
+    def output(self, request: str, attempt: int = 1) -> list[int]:
+        tokens: list[int] = []
+        parts = self.parts[request, attempt]
+        for part in parts:
+            assert part.first == parts[0].first + len(tokens), "a gap or a repeat"
+            tokens += unpack_tokens(part.tokens)
+        return tokens
+
+    def last(self, request: str, attempt: int = 1) -> Part:
+        return self.parts[request, attempt][-1]
