@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import messages
+from shared import kvbm_messages, messages
 from shared.errors import ProtocolError
 from shared.messages import JSON_HEADER, Codec
 
@@ -202,5 +202,6 @@ def test_a_blocks_size_is_that_of_keys_and_values_of_all_layers() -> None:
 
 def test_the_document_names_the_structs_that_are_arrays() -> None:
     (said,) = re.findall(r"Structs are maps, but (.*) are arrays", DOCUMENT.read_text())
-    structs = (each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, msgspec.Struct))
+    names = [*vars(messages).values(), *vars(kvbm_messages).values()]
+    structs = (each for each in names if isinstance(each, type) and issubclass(each, msgspec.Struct))
     assert set(re.findall(r"`(\w+)`", said)) == {each.__name__ for each in structs if each.__struct_config__.array_like}
