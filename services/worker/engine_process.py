@@ -91,6 +91,7 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
                 capacity_bytes=config.capacity_bytes,
                 capacity_blocks=config.capacity_blocks,
                 block_size=config.block_size,
+                kv_dtype=config.kv_dtype,
             )
             return load(tell)
         case _:
