@@ -7,6 +7,9 @@ A run whose parent is not known is kept, with the removals that follow it, and j
 block may be stored several times and is gone when it was removed as often. Blocks that hold more than tokens (images)
 are known but not routable, nor is what follows them.
 
+A store and the workers attached to it call the same block by the same name, and the beginning of a prefix may be on a
+device while the store holds the rest of it alone: so a store finds its blocks' parents at those workers too.
+
 Bounds: `limit_blocks` known blocks a tier (more are ignored and counted), `orphan_limit_blocks` in runs that wait for
 their parent (the oldest run goes).
 """
@@ -118,8 +121,22 @@ class Chains:
         self._ignored_blocks = 0
         self._unknown_removals = 0
         self._digests = [0] * len(TIERS)
+        self._store: Chains | None = None
+        """Of a worker: the store that it is attached to."""
+        self._attached: dict[Chains, None] = {}
+        """Of a store: the workers."""
         self.exact = True
         """Nothing that the source told of was left out since the last clear: our digest can be compared with its."""
+
+    def attach(self, store: Chains | None) -> None:
+        """The worker whose blocks these are gets blocks from this store now, and from no other. Linear in the store's
+        orphans."""
+        if self._store is not None:
+            del self._store._attached[self]
+        self._store = store
+        if store is not None:
+            store._attached[self] = None
+            store._adopt([parent for parent in store._orphans if self._tier_of(parent, 0) is not None])
 
     def apply(self, event: CacheEvent) -> Clearing | None:
         """One event. Raises Mismatch where it contradicts the model card. A Clearing is work left to do."""
@@ -203,6 +220,16 @@ class Chains:
             self._place(run.tier, run.parent, run.hashes, run.tokens, run.lora, run.salt, routable=run.routable)
             if self._orphans:
                 ready += self._joined(run.hashes, late)
+            if self._store is not None and self._store._orphans:
+                self._store._adopt(run.hashes)
+        for removed in late:
+            self._removed(removed)
+
+    def _adopt(self, parents: Sequence[EngineHash]) -> None:
+        """A worker has these: what waits here for one of them is placed."""
+        late: list[Removed] = []
+        for run in self._joined(parents, late):
+            self._take(run)
         for removed in late:
             self._removed(removed)
 
@@ -217,10 +244,11 @@ class Chains:
         return True
 
     def _tier_of(self, block: EngineHash, first: int) -> _Known | None:
-        """A tier that has the block, preferably `first`."""
+        """A tier that has the block, preferably `first`, else one of ours, else an attached worker's."""
         if block in self._tiers[first].hashes:
             return self._tiers[first]
-        return next((tier for tier in self._tiers if block in tier.hashes), None)
+        known = (tier for chains in (self, *self._attached) for tier in chains._tiers if block in tier.hashes)
+        return next(known, None)
 
     def _place(
         self,
@@ -419,6 +447,8 @@ class Chains:
         assert all(waiting for waiting in self._orphans.values())
         assert self._orphan_blocks == sum(len(orphan.run.hashes) for orphan in runs) <= self._orphan_limit_blocks
         assert all(len(orphan.removed) < len(orphan.run.hashes) for orphan in runs)
+        assert all(chains._store is self for chains in self._attached)
+        assert self._store is None or self in self._store._attached
         listed = sum(len(orphans) for orphans in self._orphaned.values())
         assert listed == sum(len(orphan.run.hashes) - len(orphan.removed) for orphan in runs)
         for number, tier in enumerate(self._tiers):

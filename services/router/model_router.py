@@ -145,6 +145,7 @@ class ModelRouter:
             self.attached.setdefault(after, set()).add(instance)
         for rank in range(max(self.cards[instance].ranks, 1)):
             self.index.borrow((instance, rank), None if after is None else (after, 0))
+            self.chains[instance, rank].attach(None if after is None else self.stores.get(after))
 
     def card_down(self, instance: str) -> list[Clearing]:
         """It serves the model no longer: its blocks and reservations are gone. Returns the clearing left to do."""
@@ -162,11 +163,21 @@ class ModelRouter:
         assert name not in self.stores
         card = self.cards[next(iter(self.attached[name]))]
         chains = self.stores[name] = self._new_chains((name, 0), card)
+        for worker in self._chains_attached(name):
+            worker.attach(chains)
         return chains
 
     def store_down(self, name: Store) -> Clearing:
         """It is followed no longer. Returns the clearing left to do."""
+        for worker in self._chains_attached(name):
+            worker.attach(None)
         return self.stores.pop(name).close()
+
+    def _chains_attached(self, name: Store) -> list[Chains]:
+        instances = self.attached.get(name, ())
+        return [
+            self.chains[instance, rank] for instance in instances for rank in range(max(self.cards[instance].ranks, 1))
+        ]
 
     def sends_events(self, instance: str, sends: bool) -> None:
         """Whether events tell what the instance caches; without, what was routed there is all we know."""
