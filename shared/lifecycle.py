@@ -86,7 +86,13 @@ class Runtime:
     """Spreads ties and keeps no secret; a simulation seeds it."""
 
     def address(
-        self, epoch: int, subjects_by_operation: dict[str, str], *, events: EventSource | None = None, api: str = ""
+        self,
+        epoch: int,
+        subjects_by_operation: dict[str, str],
+        *,
+        events: EventSource | None = None,
+        api: str = "",
+        layouts: dict[str, EventSource] | None = None,
     ) -> dict[str, bytes]:
         """This process's address book entry under the lease of `epoch`, as the key and value to publish."""
         entry = Instance(
@@ -102,6 +108,7 @@ class Runtime:
             events=events,
             http=self.http or api,
             api=api,
+            layouts=layouts or {},
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}

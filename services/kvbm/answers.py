@@ -59,8 +59,8 @@ class Advanced(Struct, frozen=True):
     first: int
     """Index of the first of `slots` in the prefix."""
     slots: list[int]
-    from_disk: int
-    """How many of these came from disk."""
+    from_disk: list[bool]
+    """Which of these came from disk."""
     found: int
     """Length of the prefix as it is known now."""
 

@@ -263,7 +263,7 @@ class Tickets:
             time_left_s=max(0.0, fetch.deadline_s - now_s),
             first=first,
             slots=fetch.slots[first : fetch.ready],
-            from_disk=sum(index in fetch.from_disk for index in range(first, fetch.ready)),
+            from_disk=[index in fetch.from_disk for index in range(first, fetch.ready)],
             found=len(fetch.slots),
         )
 

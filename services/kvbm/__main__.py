@@ -1,0 +1,30 @@
+"""kvbm's process: `python -m services.kvbm --config kvbm.toml`."""
+
+from __future__ import annotations
+
+from services.kvbm.config import KvbmConfig
+from services.kvbm.service import serve
+from shared.lifecycle import Process, run
+
+DRAIN_LIMIT_S = 25.0
+"""A disk that does not answer, a frozen NATS and a frozen etcd cost seconds each."""
+
+
+def main() -> None:
+    """Runs until a signal; ends the process with a status."""
+    run("kvbm", KvbmConfig, _process, serve)
+
+
+def _process(config: KvbmConfig) -> Process:
+    return Process(
+        namespace=config.namespace,
+        nats=config.nats,
+        discovery=config.discovery,
+        observe=config.observe,
+        log_level=config.observe.log_level,
+        drain_limit_s=DRAIN_LIMIT_S,
+    )
+
+
+if __name__ == "__main__":
+    main()

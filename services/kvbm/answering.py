@@ -1,0 +1,57 @@
+"""Answers on their way. One that cannot be sent is dropped and counted: who asked will ask again, or has gone.
+
+answer     at once
+later      by one task, in order: the replies to a fetch, which come by and by
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from services.kvbm.metrics import Metrics
+from shared.errors import BusDown, PayloadTooLarge, ProtocolError
+from shared.messages import JSON_HEADER, is_json
+from shared.messaging import LAST_HEADER, Bus, Message
+
+_log = logging.getLogger(__name__)
+
+
+class Answers:
+    """Of one kvbm."""
+
+    def __init__(self, bus: Bus, metrics: Metrics) -> None:
+        self._bus = bus
+        self._metrics = metrics
+        self._later: deque[tuple[Message, bytes, bool]] = deque()
+        """Bounded by what fetch tickets there may be."""
+        self._waiting = asyncio.Event()
+
+    async def answer(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
+        """In the encoding of the question. Whether it was sent."""
+        headers = dict(JSON_HEADER) if is_json(message.headers) else {}
+        if last:
+            headers[LAST_HEADER] = "true"
+        try:
+            await self._bus.publish(message.reply, payload, headers=headers or None)
+        except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
+            self._metrics.unanswered.inc()
+            if isinstance(wrong, PayloadTooLarge):
+                _log.error("%s: no answer: %s", message.subject, wrong)
+            return False
+        return True
+
+    def later(self, message: Message, payload: bytes, *, last: bool) -> None:
+        """After all that was to come later before."""
+        self._later.append((message, payload, last))
+        self._waiting.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            while self._later:
+                message, payload, last = self._later.popleft()
+                await self.answer(message, payload, last=last)

@@ -1,0 +1,96 @@
+"""Blocks on their way between one layout's slots and its disk: carries out the reads and spills that are decided.
+
+    Read   slot's generation grows ──▶ Disk.read  into the slot ──▶ ok | lost | failed  ──▶ read_done
+    Spill  held by the tiers       ──▶ Disk.write from the slot ──▶ ok | no space | failed ──▶ spill_done
+
+Each ends exactly once, also where the disk has gone meanwhile. A slot's memory is in use until then, so an arena is
+given to another layout only when `under_way` is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from services.kvbm.disk import Disk
+from services.kvbm.disk_outcomes import Loaded, Lost, Written
+from services.kvbm.disk_records import WriteOutcome
+from services.kvbm.metrics import Metrics
+from services.kvbm.moves import Read, ReadOutcome, Spill
+from shared.pool_map import ArenaMap
+
+SPILLS_MOST = 64
+"""Under way at once: enough for every thread of a disk, and few slots that cannot leave."""
+
+
+class DiskTraffic:
+    """See the module."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        slots: ArenaMap,
+        spills_most: int,
+        *,
+        read_done: Callable[[Read, ReadOutcome], None],
+        spill_done: Callable[[Spill, WriteOutcome], None],
+        metrics: Metrics,
+    ) -> None:
+        self.disk = disk
+        self._slots = slots
+        self._spills_most = spills_most
+        self._read_done = read_done
+        self._spill_done = spill_done
+        self._metrics = metrics
+        self._reading = 0
+        self._spilling = 0
+
+    @property
+    def under_way(self) -> int:
+        """Slots that threads may be touching."""
+        return self._reading + self._spilling
+
+    @property
+    def room(self) -> int:
+        """How many spills may be begun now."""
+        return self._spills_most - self._spilling
+
+    def read(self, reads: Iterable[Read]) -> None:
+        """Begins them all, in order."""
+        for read in reads:
+            self._slots.grant(read.slot)
+            memory = self._slots.slot(read.slot)
+            self._reading += 1
+            self.disk.read(read.record, read.content.key, memory, partial(self._read_ended, read, memory))
+
+    def spill(self, spills: Iterable[Spill]) -> None:
+        """Begins them all, at most `room`."""
+        for spill in spills:
+            assert self.room, "more spills than there is room for"
+            memory = self._slots.slot(spill.slot)
+            self._spilling += 1
+            self.disk.write(spill.record, spill.content, memory, partial(self._spill_ended, spill, memory))
+
+    def _read_ended(self, read: Read, memory: memoryview, outcome: Loaded | Lost) -> None:
+        memory.release()
+        self._reading -= 1
+        self._metrics.disk_request("read", outcome, self.disk.geometry.payload_bytes)
+        self._read_done(read, _of_read(outcome))
+
+    def _spill_ended(self, spill: Spill, memory: memoryview, outcome: Written | Lost) -> None:
+        memory.release()
+        self._spilling -= 1
+        self._metrics.disk_request("write", outcome, self.disk.geometry.payload_bytes)
+        self._spill_done(spill, _of_write(outcome))
+
+
+def _of_read(outcome: Loaded | Lost) -> ReadOutcome:
+    if isinstance(outcome, Loaded):
+        return "ok"
+    return "lost" if outcome.tried else "failed"
+
+
+def _of_write(outcome: Written | Lost) -> WriteOutcome:
+    if isinstance(outcome, Written):
+        return "ok"
+    return "no space" if outcome.why == "no space" else "failed"

@@ -1,0 +1,147 @@
+"""kvbm's metrics: of all layouts together, since layouts come and go and labels must be few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from prometheus_client import CollectorRegistry
+
+from services.kvbm.answers import Expired, TicketStatistics
+from services.kvbm.disk_outcomes import DiskStatistics, Loaded, Lost, Written
+from services.kvbm.moves import TierEvent
+from services.kvbm.refusals import RefusalCode
+from services.kvbm.windows import Found
+from shared.blocks import Evicted
+from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram
+
+Why = Literal["room", "lost", "disk gone", "layout gone"]
+"""Blocks left a tier: for others; their bytes were damaged; with the disk; with the layout's arena."""
+
+
+class Metrics:
+    """One set a process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.request_seconds = histogram(
+            registry,
+            "headrace_kvbm_request_seconds",
+            "From a request's arrival to its (first) answer",
+            ROUND_TRIP_SECONDS,
+            ["operation"],
+        )
+        self.refusals = counter(registry, "headrace_kvbm_refusals", "Requests refused, by code", ["code"])
+        self.unanswered = counter(
+            registry, "headrace_kvbm_unanswered_requests", "Answers that could not be sent, NATS being away"
+        )
+        self.lookups = counter(registry, "headrace_kvbm_lookups", "Prefixes asked for")
+        self.asked_blocks = counter(registry, "headrace_kvbm_asked_blocks", "Blocks of these prefixes")
+        self.hit_blocks = counter(registry, "headrace_kvbm_hit_blocks", "Blocks of them found, by tier", ["tier"])
+        self.hit_bytes = counter(registry, "headrace_kvbm_hit_bytes", "Their bytes", ["tier"])
+        self.hit_rate = gauge(
+            registry, "headrace_kvbm_hit_rate", "Blocks found ÷ blocks asked for over the sliding window", ["tier"]
+        )
+        self.offered_blocks = counter(
+            registry,
+            "headrace_kvbm_offered_blocks",
+            "Blocks that workers could write: granted, known (there or on their way), declined",
+            ["outcome"],
+        )
+        self.committed_blocks = counter(registry, "headrace_kvbm_committed_blocks", "Blocks written by workers")
+        self.committed_bytes = counter(registry, "headrace_kvbm_committed_bytes", "Their bytes")
+        self.evictions = counter(
+            registry,
+            "headrace_kvbm_evicted_blocks",
+            "Blocks that left a tier: room (for others), lost (damaged), disk gone, layout gone",
+            ["tier", "reason"],
+        )
+        self.expiries = counter(
+            registry, "headrace_kvbm_expired_tickets", "Tickets whose time was over, by kind", ["kind"]
+        )
+        self.dead_owners = counter(registry, "headrace_kvbm_dead_owners", "Engine processes that died while attached")
+        self.disk_seconds = histogram(
+            registry,
+            "headrace_kvbm_disk_seconds",
+            "A block's checksum and disk, without the queue",
+            STEP_SECONDS,
+            ["operation"],
+        )
+        self.disk_bytes = counter(registry, "headrace_kvbm_disk_bytes", "Read and written", ["operation"])
+        self.disk_lost = counter(
+            registry,
+            "headrace_kvbm_disk_lost_blocks",
+            "Blocks that were not read or not written",
+            ["operation", "reason"],
+        )
+        self.slots = gauge(registry, "headrace_kvbm_slots", "Slots of the host tier, by state", ["state"])
+        self.records = gauge(registry, "headrace_kvbm_disk_records", "Records of the disk tier, by state", ["state"])
+        self.spills_waiting = gauge(registry, "headrace_kvbm_spills_waiting_blocks", "Blocks that wait for the disk")
+        self.tickets = gauge(registry, "headrace_kvbm_tickets", "Open tickets, by kind", ["kind"])
+        self.owners = gauge(registry, "headrace_kvbm_owners", "Engine processes attached")
+        self.layouts = gauge(registry, "headrace_kvbm_layouts", "Layouts that have an arena")
+        self.disks = gauge(registry, "headrace_kvbm_disks", "Layouts' disk tiers, by state", ["state"])
+        self.pool_bytes = gauge(registry, "headrace_kvbm_pool_bytes", "Size of the pool")
+        self.reserved_bytes = gauge(registry, "headrace_kvbm_pool_reserved_bytes", "Memory of the pool that is there")
+
+    def refused(self, code: RefusalCode) -> None:
+        """A request was."""
+        self.refusals.labels(code).inc()
+
+    def looked_up(self, found: Found, block_bytes: int) -> None:
+        """One fetch, as far as it is known at once."""
+        self.lookups.inc(found.lookups)
+        self.asked_blocks.inc(found.asked)
+        for tier, blocks in (("host", found.host), ("disk", found.disk)):
+            if blocks:
+                self.hit_blocks.labels(tier).inc(blocks)
+                self.hit_bytes.labels(tier).inc(blocks * block_bytes)
+
+    def offered(self, granted: int, known: int, declined: int) -> None:
+        """One store."""
+        for outcome, blocks in (("granted", granted), ("known", known), ("declined", declined)):
+            if blocks:
+                self.offered_blocks.labels(outcome).inc(blocks)
+
+    def committed(self, blocks: int, block_bytes: int) -> None:
+        """One store has ended well."""
+        self.committed_blocks.inc(blocks)
+        self.committed_bytes.inc(blocks * block_bytes)
+
+    def changed(self, events: Iterable[TierEvent], why: Why) -> None:
+        """`why` is that of the evictions among the events."""
+        for tier, event in events:
+            if isinstance(event, Evicted):
+                self.evictions.labels(tier, why).inc()
+
+    def expired(self, tickets: Iterable[Expired]) -> None:
+        """By time, or with a worker's lease."""
+        for ticket in tickets:
+            self.expiries.labels(ticket.kind).inc()
+
+    def disk_request(
+        self, operation: Literal["read", "write"], outcome: Loaded | Written | Lost, size_bytes: int
+    ) -> None:
+        """One has ended."""
+        if isinstance(outcome, Lost):
+            self.disk_lost.labels(operation, outcome.why).inc()
+            return
+        self.disk_seconds.labels(operation).observe(outcome.took_s)
+        self.disk_bytes.labels(operation).inc(size_bytes)
+
+    def show(self, layouts: list[TicketStatistics], disks: list[DiskStatistics], found: Found) -> None:
+        """What is now, of all layouts; `found` of all their windows."""
+        for tier, blocks in (("host", found.host), ("disk", found.disk)):
+            self.hit_rate.labels(tier).set(found.rate(blocks) or 0.0)
+        hosts = [each.tiers.host for each in layouts]
+        records = [each.tiers.disk for each in layouts]
+        for state in ("free", "writing", "loading", "ready", "quarantined", "held"):
+            self.slots.labels(state).set(sum(getattr(each, state) for each in hosts))
+        for state in ("free", "withheld", "writing", "ready", "reading"):
+            self.records.labels(state).set(sum(getattr(each, state) for each in records))
+        self.spills_waiting.set(sum(each.tiers.spills_waiting for each in layouts))
+        for kind in ("stores", "fetches", "expired"):
+            self.tickets.labels(kind).set(sum(getattr(each, kind) for each in layouts))
+        self.owners.set(sum(each.owners for each in layouts))
+        self.layouts.set(len(layouts))
+        for state in ("on", "scanning", "off"):
+            self.disks.labels(state).set(sum(each.state == state for each in disks))

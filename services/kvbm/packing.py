@@ -1,0 +1,47 @@
+"""Slots and keys as the wire has them: packed, so that a request of hundreds of blocks is one value. Pure."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+
+from services.kvbm.refusals import BadRequest
+from shared.blocks import Content
+from shared.hashing import KEY_BYTES, ContentKey
+from shared.kvbm_messages import StoreBlock
+
+_SLOT_BYTES = 4
+assert array("I").itemsize == _SLOT_BYTES
+assert sys.byteorder == "little", "the wire's order, and that of every machine the pool's format is made for"
+
+
+def pack_slots(slots: Sequence[int]) -> bytes:
+    """As u32."""
+    return array("I", slots).tobytes()
+
+
+def unpack_slots(packed: bytes) -> list[int]:
+    """The reverse. Raises BadRequest."""
+    if len(packed) % _SLOT_BYTES:
+        raise BadRequest(f"slots have {_SLOT_BYTES} bytes each: {len(packed)}")
+    return array("I", packed).tolist()
+
+
+def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
+    """Content keys, one behind the other. Raises BadRequest."""
+    count, rest = divmod(len(packed), KEY_BYTES)
+    if rest:
+        raise BadRequest(f"content keys have {KEY_BYTES} bytes each: {len(packed)}")
+    return struct.unpack(f"{KEY_BYTES}s" * count, packed)
+
+
+def to_contents(blocks: Sequence[StoreBlock], block_size: int) -> list[Content]:
+    """What a worker could store. Raises BadRequest where one has not the tokens of a full block; keys are looked at
+    by `Tickets`."""
+    size_bytes = 4 * block_size
+    for block in blocks:
+        if len(block.tokens) != size_bytes:
+            raise BadRequest(f"block {block.key.hex()} has tokens of {len(block.tokens)} bytes, not {size_bytes}")
+    return [Content(block.key, block.parent, block.tokens, block.lora, block.salt) for block in blocks]

@@ -1,0 +1,311 @@
+"""kvbm's shell: what engines ask, passed to the layout that it is about; who is alive; what everyone is told.
+
+    NATS  attach, store, commit, abort, fetch, release ──▶ Layouts ──▶ Layout ──▶ answer
+          in the order in which they came, all by one subscription: a store from before an attach must not come after it
+    NATS  stat, snapshot ──▶ people, routers            load report ──▶ routers, every 250 ms
+    ZMQ   KV events of each layout ──▶ routers
+    kernel locks: an engine is dead ──▶ all layouts     discovery: a worker's lease is lost ──▶ its engines' tickets
+
+    opening the pool ──▶ registered, memory being made: attach is refused as not ready ──▶ serving ──▶ stopped
+
+Nothing here waits for a disk: what is read there is told when it comes. What cannot be read or done is answered with
+KvbmRefused, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+
+from services.kvbm import policies
+from services.kvbm.announcement import Announcement
+from services.kvbm.answering import Answers
+from services.kvbm.config import KvbmConfig
+from services.kvbm.desk import Desk
+from services.kvbm.engines import Engines
+from services.kvbm.host_pool import HostPool
+from services.kvbm.layout import Layout
+from services.kvbm.layouts import Layouts
+from services.kvbm.metrics import Metrics
+from services.kvbm.refusals import NotReady, Refusal, TooManyOwners, UnknownOwner
+from services.kvbm.reservation import Reservation
+from services.kvbm.windows import Found
+from shared import kvbm_messages as wire
+from shared import subjects
+from shared.directory import DirectoryChange, InstanceDown
+from shared.errors import BusDown, ProtocolError
+from shared.lifecycle import Runtime, settle_memory
+from shared.messages import EventSource
+from shared.messaging import Message, Subscription
+
+REPORT_INTERVAL_S = 0.25
+_TICKS_A_LOOK = 2
+"""At the engines' locks."""
+_TICKS_A_SHOW = 4
+_TICKS_A_TRY = 20
+"""Whether the disk has space again."""
+
+_log = logging.getLogger(__name__)
+
+_Operation = Callable[[Message], tuple[Layout | None, bytes | None]]
+"""The layout that is to settle, and the answer; None: it is on its way."""
+
+
+async def serve(runtime: Runtime, config: KvbmConfig) -> None:
+    """Until `runtime.stopping`. Raises ConfigError where the pool cannot be had or a policy is none."""
+    async with kvbm(runtime, config):
+        settle_memory()
+        await runtime.stopping.wait()
+
+
+@asynccontextmanager
+async def kvbm(runtime: Runtime, config: KvbmConfig) -> AsyncIterator[Kvbm]:
+    """A kvbm that answers while the context is open."""
+    for name in (config.tiers.host_policy, config.tiers.disk_policy):
+        policies.named(name, 1)  # or it would be seen to be none when the first engine attaches
+    pool = HostPool.open(
+        Path(config.pool.directory), config.pool.size_bytes, config.pool.arenas, instance=runtime.instance
+    )
+    service = Kvbm(runtime, config, pool)
+    try:
+        await service.start()
+        yield service
+    finally:
+        await service.stop()
+
+
+class Kvbm:
+    """One kvbm process."""
+
+    def __init__(self, runtime: Runtime, config: KvbmConfig, pool: HostPool) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._pool = pool
+        self._metrics = Metrics(runtime.registry)
+        self._metrics.pool_bytes.set(pool.geometry.file_bytes)
+        self._answers = Answers(runtime.bus, self._metrics)
+        self.engines = Engines()
+        self.layouts = Layouts(runtime, config, pool, self._metrics, lambda: self._announcement.change())
+        self.reservation = Reservation(pool, config.pool.prefault_threads)
+        self._announcement = Announcement(runtime, self._sources)
+        self._desk = Desk(runtime, config, pool, self.layouts, self.reservation, self._answers)
+        self._before = set(pool.survivors)
+        """Engines that a former kvbm may have let write, and that have neither attached anew nor died."""
+        self._operations: dict[str, _Operation] = {
+            "attach": self._attach,
+            "store": self._store,
+            "commit": self._commit,
+            "abort": self._abort,
+            "fetch": self._fetch,
+            "release": self._release,
+        }
+        self._subscriptions: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Answers, then says so."""
+        bus = self._runtime.bus
+        receivers = {"*": self._receive, "stat": self._desk.stat, "snapshot": self._desk.snapshot}
+        for operation, receive in receivers.items():
+            self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
+        self._runtime.directory.subscribe(self._directory_changed)
+        for work in (self._answers.run(), self.reservation.run(), self._announcement.run(), self._tick()):
+            self._own(work)
+
+    async def stop(self) -> None:
+        """The address book goes first, so that nobody new asks; then what is asked is answered; then the disk ends what
+        it is at. The pool's file stays, for the next kvbm."""
+        await self._announcement.close()
+        await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if await self.layouts.close():
+            self._pool.close()
+
+    def _own(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.add(self._runtime.tasks.create_task(work))
+
+    # --- requests
+
+    async def _receive(self, message: Message) -> None:
+        """One at a time, in order."""
+        operation = message.subject.rpartition(".")[2]
+        serve = self._operations.get(operation)
+        if serve is None:
+            return  # another subscription's, or our own report
+        if not message.reply:
+            raise ProtocolError("no reply subject")
+        start_s = perf_counter()
+        layout: Layout | None = None
+        try:
+            layout, payload = serve(message)
+        except (Refusal, ProtocolError) as wrong:
+            code = wrong.code if isinstance(wrong, Refusal) else "bad_request"
+            self._metrics.refused(code)
+            payload = wire.SETTLED.encode(wire.KvbmRefused(code, str(wrong)), message.headers)
+            self._answers.later(message, payload, last=True)
+        else:
+            if payload is not None:
+                await self._answers.answer(message, payload)
+        self._metrics.request_seconds.labels(operation).observe(perf_counter() - start_s)
+        if layout is not None:
+            layout.settle_soon()
+
+    def _layout_of(self, owner: str) -> Layout:
+        return self.layouts.open[self.engines.layout(owner)]
+
+    def _attach(self, message: Message) -> tuple[Layout, bytes]:
+        ask = wire.ATTACH.decode(message.payload, message.headers)
+        self.engines.check(ask)
+        if not self.reservation.complete:
+            raise NotReady(self.reservation.reason)
+        self._check_alive(ask.owner)
+        layout = self.layouts.place(ask.layout, self._before)
+        self.engines.attached(ask)
+        layout.attach(ask.owner)
+        self._answered(ask.owner)
+        arena = layout.slots.arena
+        attached = wire.Attached(
+            kvbm=self._runtime.instance,
+            layout=layout.digest,
+            pool_bytes=self._pool.geometry.file_bytes,
+            offset=arena.offset,
+            slot_bytes=arena.slot_bytes,
+            slots=arena.slots,
+            generations=arena.generations,
+            blocks_per_request=self._config.tickets.blocks_per_request,
+        )
+        return layout, wire.ATTACH_REPLY.encode(attached, message.headers)
+
+    def _check_alive(self, owner: str) -> None:
+        try:
+            alive = self._pool.owners.alive(owner)
+        except OSError as wrong:
+            raise NotReady(f"whether {owner!r} lives cannot be told: {wrong}") from None
+        if not alive:
+            if self._pool.owners.full:
+                raise TooManyOwners("as many engines are known as may be")
+            raise UnknownOwner(owner, "does not hold the lock of its file in the pool's directory")
+
+    def _store(self, message: Message) -> tuple[Layout, bytes]:
+        ask = wire.STORE.decode(message.payload, message.headers)
+        layout = self._layout_of(ask.owner)
+        return layout, wire.STORE_REPLY.encode(layout.store(ask), message.headers)
+
+    def _commit(self, message: Message) -> tuple[Layout, bytes]:
+        ask = wire.COMMIT.decode(message.payload, message.headers)
+        layout = self._layout_of(ask.owner)
+        return layout, wire.SETTLED.encode(layout.commit(ask), message.headers)
+
+    def _abort(self, message: Message) -> tuple[Layout, bytes]:
+        ask = wire.ABORT.decode(message.payload, message.headers)
+        layout = self._layout_of(ask.owner)
+        return layout, wire.SETTLED.encode(layout.abort(ask), message.headers)
+
+    def _fetch(self, message: Message) -> tuple[Layout, None]:
+        ask = wire.FETCH.decode(message.payload, message.headers)
+        layout = self._layout_of(ask.owner)
+        told = partial(self._tell, message)
+        told(*layout.fetch(ask, told))
+        return layout, None
+
+    def _tell(self, message: Message, reply: wire.Fetched | wire.KvbmRefused, last: bool) -> None:
+        if isinstance(reply, wire.KvbmRefused):
+            self._metrics.refused(reply.code)
+        self._answers.later(message, wire.FETCH_REPLY.encode(reply, message.headers), last=last)
+
+    def _release(self, message: Message) -> tuple[Layout, bytes]:
+        ask = wire.RELEASE.decode(message.payload, message.headers)
+        layout = self._layout_of(ask.owner)
+        return layout, wire.SETTLED.encode(layout.release(ask), message.headers)
+
+    # --- who is alive
+
+    def _answered(self, owner: str) -> None:
+        """It has attached, so it writes to nothing of before, in any layout."""
+        self._before.discard(owner)
+        for layout in self.layouts.open.values():
+            layout.owner_answered(owner)
+
+    def _look(self) -> None:
+        """At the engines' locks."""
+        try:
+            dead = self._pool.owners.look()
+        except OSError as wrong:
+            _log.warning("which engines live cannot be told: %s", wrong)
+            return
+        for owner in dead:
+            if self.engines.dead(owner):
+                _log.warning("engine %s is dead", owner)
+                self._metrics.dead_owners.inc()
+            self._before.discard(owner)
+            for layout in self.layouts.open.values():
+                layout.owner_dead(owner)
+
+    def _directory_changed(self, change: DirectoryChange) -> None:
+        if isinstance(change, InstanceDown) and change.instance.service == "worker":
+            for owner, digest in self.engines.of_worker(change.instance.instance):
+                expired = self.layouts.open[digest].lease_lost(owner)
+                if expired:
+                    _log.warning("%d tickets of engine %s ended with its worker's lease", len(expired), owner)
+
+    # --- by and by
+
+    async def _tick(self) -> None:
+        ticks_a_line = round(self._config.statistics.log_s / REPORT_INTERVAL_S)
+        for tick in count():
+            for layout in self.layouts.open.values():
+                layout.expire()
+                if not tick % _TICKS_A_TRY:
+                    layout.space_again()
+            if not tick % _TICKS_A_LOOK:
+                self._look()
+            if not tick % _TICKS_A_SHOW:
+                self._show()
+            if ticks_a_line and tick and not tick % ticks_a_line:
+                self._desk.log()
+            await self._report()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    async def _report(self) -> None:
+        layouts = [layout.report() for layout in self.layouts.open.values()]
+        report = wire.KVBM_REPORT.encode(wire.KvbmReport(self._runtime.instance, layouts))
+        with suppress(BusDown):  # the next one says it all again
+            await self._runtime.bus.publish(self._subject("load"), report)
+
+    def _show(self) -> None:
+        vitals = self._runtime.vitals
+        reasons = [
+            "" if self._runtime.bus.connected else "NATS cannot be reached",
+            "" if self._announcement.shown else "registering",
+            self.reservation.reason,
+        ]
+        if any(reasons):
+            vitals.unready(*filter(None, reasons))
+        else:
+            vitals.ready()
+        facts = [layout.facts() for layout in self.layouts.open.values()]
+        disks = [each.disk for each in facts if each.disk is not None]
+        self._metrics.show([each.tickets for each in facts], disks, sum((each.found for each in facts), Found()))
+        self._metrics.reserved_bytes.set(self.reservation.done_bytes)
+
+    # --- questions
+
+    def _sources(self) -> dict[str, EventSource]:
+        return {digest: layout.source for digest, layout in self.layouts.open.items()}
+
+    def _subject(self, operation: str) -> str:
+        return subjects.kvbm(self._runtime.namespace, self._runtime.instance, operation)
+
+    def validate(self) -> None:
+        """Raises AssertionError where anything contradicts itself. O(slots + records)."""
+        self.layouts.validate()
+        assert self.engines.layouts() <= self.layouts.open.keys(), "an engine of a layout that is not there"

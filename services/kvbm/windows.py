@@ -1,0 +1,64 @@
+"""How much was found lately, in a window that slides in steps. Pure.
+
+|  step  |  step  | … |  step  |        each counts for itself; the oldest goes as a whole
+ └────────── window ──────────┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from msgspec import Struct
+
+STEPS = 60
+
+
+class Found(Struct, frozen=True):
+    """Blocks that were asked for, and where they were."""
+
+    lookups: int = 0
+    asked: int = 0
+    host: int = 0
+    disk: int = 0
+
+    def __add__(self, other: Found) -> Found:
+        return Found(
+            self.lookups + other.lookups, self.asked + other.asked, self.host + other.host, self.disk + other.disk
+        )
+
+    def rate(self, blocks: int) -> float | None:
+        """`blocks` as a share of what was asked for; None: nothing was."""
+        return blocks / self.asked if self.asked else None
+
+
+class HitWindow:
+    """The last `window_s`, to within a sixtieth. `now_s` is any clock that never goes back."""
+
+    def __init__(self, window_s: float) -> None:
+        self._step_s = window_s / STEPS
+        self._steps: deque[tuple[int, Found]] = deque()
+        """(number of the step, what was found in it), oldest first; without empty ones."""
+
+    def add(self, found: Found, now_s: float) -> None:
+        """One more lookup, or several."""
+        step = int(now_s / self._step_s)
+        if self._steps and self._steps[-1][0] == step:
+            found += self._steps.pop()[1]
+        self._steps.append((step, found))
+        self._forget(step)
+
+    def total(self, now_s: float) -> Found:
+        """Of the window that ends now."""
+        self._forget(int(now_s / self._step_s))
+        return sum((found for _, found in self._steps), Found())
+
+    def _forget(self, step: int) -> None:
+        while self._steps and self._steps[0][0] <= step - STEPS:
+            self._steps.popleft()
+
+    def validate(self) -> None:
+        """Raises AssertionError where the window contradicts itself."""
+        numbers = [step for step, _ in self._steps]
+        assert numbers == sorted(set(numbers)), "steps out of order"
+        assert len(numbers) <= STEPS, f"{len(numbers)} steps"
+        assert all(found.host + found.disk <= found.asked for _, found in self._steps), "more was found than asked for"
