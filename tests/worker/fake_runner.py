@@ -45,7 +45,7 @@ class FakeRunner:
             capacity_blocks=capacity_blocks,
             kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
         )
-        self._memory = np.zeros((capacity_blocks, 2, block_size), np.uint32)
+        self.memory = np.zeros((capacity_blocks, 2, block_size), np.uint32)
         """A fingerprint in place of a key, its inverse in place of a value: blocks are as long as the layout says."""
         self.computed_tokens = 0
 
@@ -54,7 +54,7 @@ class FakeRunner:
 
     def mover(self, clock: Callable[[], float]) -> HostMover:
         """Copies that carry fingerprints."""
-        return HostMover(self._memory.reshape(-1).view(np.uint8).data, self.facts.kv_layout.block_bytes, clock)
+        return HostMover(self.memory.reshape(-1).view(np.uint8).data, self.facts.kv_layout.block_bytes, clock)
 
     def close(self) -> None:
         pass
@@ -68,10 +68,10 @@ class FakeRunner:
             slot, offset = work.blocks[position // size], position % size
             fingerprint = zlib.crc32(pack_tokens(work.history[: position + 1]))
             if position < work.start:
-                stored = self._memory[slot, :, offset].tolist()
+                stored = self.memory[slot, :, offset].tolist()
                 assert stored == [fingerprint, fingerprint ^ 0xFFFFFFFF], f"wrong bytes at position {position}"
             else:
-                self._memory[slot, :, offset] = fingerprint, fingerprint ^ 0xFFFFFFFF
+                self.memory[slot, :, offset] = fingerprint, fingerprint ^ 0xFFFFFFFF
         self.computed_tokens += len(work.tokens)
         if not work.draws:
             return None
