@@ -11,9 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics as FrontendMetrics
+from services.kvbm.config import KvbmConfig
+from services.kvbm.metrics import Metrics as StoreMetrics
 from services.router.config import RouterConfig
 from services.router.metrics import Metrics as RouterMetrics
 from services.worker.config import WorkerConfig
+from services.worker.kvbm_metrics import KvbmMetrics
 from services.worker.metrics import Metrics as WorkerMetrics
 from shared.directory import Directory
 from shared.etcd_discovery import EtcdDiscovery
@@ -25,7 +28,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(enco
 
 async def test_every_metric_it_names_exists() -> None:
     known: set[str] = set()
-    for of_service in (FrontendMetrics, RouterMetrics, WorkerMetrics):
+    for of_service in (FrontendMetrics, RouterMetrics, StoreMetrics, WorkerMetrics, KvbmMetrics):
         registry = CollectorRegistry()
         of_service(registry)
         known |= names(registry)
@@ -42,8 +45,9 @@ async def test_every_metric_it_names_exists() -> None:
 
 
 async def test_every_setting_it_names_exists() -> None:
-    known = {".".join(path) for schema in (FrontendConfig, RouterConfig, WorkerConfig) for path in settings(schema)}
-    named = set(re.findall(r"`([a-z_]+\.[a-z_]+_s|[a-z]+_s|limits\.[a-z_]+)`", DOCUMENT))
+    schemas = (FrontendConfig, RouterConfig, KvbmConfig, WorkerConfig)
+    known = {".".join(path) for schema in schemas for path in settings(schema)}
+    named = set(re.findall(r"`([a-z_]+\.[a-z_]+_s|[a-z]+_s|(?:limits|pool|disk|kvbm)\.[a-z_]+)`", DOCUMENT))
     assert "limits.rescue_s" in named
     assert named <= known
 

@@ -1,0 +1,108 @@
+"""`headrace up` with a block store: what one worker has computed outlives it, in memory and on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.integration.stack import ROOT, Up, eventually, running, with_models
+
+MODEL = "SmolLM2-135M-Instruct"
+BLOCK_TOKENS = 16
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    disk = tmp_path_factory.mktemp("blocks")
+    flags = ("--kvbm-bytes", "256M", "--kvbm-disk", str(disk / "tier"), "--kvbm-disk-bytes", "2G")
+    with running(with_models(tmp_path_factory.mktemp("up")), *flags) as stack:
+        pool = Path(stores_of(stack)[0]["pool"])
+        assert pool.stat().st_mode & 0o777 == 0o700
+        yield stack
+        assert stack.stop() == 0
+    assert not pool.exists()
+
+
+@pytest.fixture
+def client(up: Up) -> Iterator[OpenAI]:
+    with OpenAI(base_url=up.url, api_key="any", max_retries=0, timeout=100) as client:
+        yield client
+
+
+def ask(client: OpenAI, prompt: str) -> tuple[str, dict[str, int]]:
+    """The answer, and the cached tokens by tier."""
+    answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    extra = answer.usage.prompt_tokens_details.model_extra or {}
+    tiers: dict[str, int] = extra["cached_tokens_by_tier"]
+    return answer.choices[0].text, tiers
+
+
+def stores_of(up: Up) -> list[dict[str, Any]]:
+    """What `headrace status` tells of the block stores."""
+    command = [sys.executable, "-m", "deploy.local.cli", "status", "--json", "--state", str(up.state)]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    stores: list[dict[str, Any]] = json.loads(told)["stores"]
+    return stores
+
+
+def kill(up: Up, program: str) -> int:
+    """By SIGKILL; the process that was."""
+    pid = up.pid(program)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def attached(up: Up, program: str, *, since: int) -> bool:
+    """Whether a worker that is not `since` any more exchanges blocks with a store."""
+    if up.pid(program) == since:
+        return False
+    try:
+        with urllib.request.urlopen(f"{up.record['programs'][program]['observe']}/metrics", timeout=LIMIT_S) as metrics:
+            return "\nheadrace_kvbm_attached 1.0\n" in metrics.read().decode()
+    except (OSError, KeyError):
+        return False
+
+
+def story(about: str) -> str:
+    """A prompt of its own, of some 20 blocks."""
+    return f"The tale of {about}. " + f"Once upon a time {about} went to the mill and came back with the flour. " * 20
+
+
+def test_what_killed_workers_have_computed_is_found_in_memory(up: Up, client: OpenAI) -> None:
+    prompt = story("an old miller")
+    first, tiers = ask(client, prompt)
+    assert tiers == {"device": 0, "host": 0, "disk": 0}
+    eventually(lambda: stores_of(up)[0]["layouts"][0]["host"]["blocks"] >= 10, limit_s=LIMIT_S, what="blocks are there")
+    killed = {name: kill(up, name) for name in ("worker-0", "worker-1")}
+    for name, pid in killed.items():
+        eventually(lambda: attached(up, name, since=pid), limit_s=LIMIT_S, what=f"{name} has attached")  # noqa: B023
+    again, tiers = ask(client, prompt)
+    assert again == first
+    assert tiers["device"] == tiers["disk"] == 0
+    assert tiers["host"] >= 10 * BLOCK_TOKENS
+
+
+def test_a_killed_store_is_started_again_and_workers_attach_to_it(up: Up, client: OpenAI) -> None:
+    before = stores_of(up)[0]["instance"]
+    kill(up, "kvbm")
+    text, _ = ask(client, story("a young miller"))
+    assert text, "nothing fails meanwhile"
+
+    def is_back() -> bool:
+        stores = [store for store in stores_of(up) if store["instance"] != before]
+        return any(layout["owners"] == 2 for store in stores for layout in store["layouts"])
+
+    eventually(is_back, limit_s=LIMIT_S, what="both workers have attached to the next one")
