@@ -141,7 +141,7 @@ def _in_words(kept: _Kept) -> Decision:
 
 def _row(kept: _Kept, scored: Scored) -> Candidate:
     facts = scored.facts
-    first_token_s = predicted_s(facts, kept.question.prompt_tokens, kept.question.block_size)
+    first_token_s = predicted_s(facts, kept.question)
     return Candidate(
         instance=facts.candidate[0],
         rank=facts.candidate[1],

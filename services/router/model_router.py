@@ -33,6 +33,7 @@ from shared.errors import ProtocolError
 from shared.hashing import unpack_hashes
 from shared.messages import (
     Finished,
+    KvLayout,
     LoadEvent,
     LoadReport,
     ModelCard,
@@ -198,7 +199,8 @@ class ModelRouter:
         before = self.load.candidate_of(attempt)
         if before is not None:
             seats = [seat for seat in seats if seat.candidate == before] or seats
-        block_size = self.cards[seats[0].instance].block_size
+        card = self.cards[seats[0].instance]
+        block_size = card.block_size
         # One token of a prompt is always computed, so its last block is never all cached.
         findable = hashes[: (ask.prompt_tokens - 1) // block_size]
         overlaps = self.index.find(findable)
@@ -216,12 +218,14 @@ class ModelRouter:
             )
             for candidate, instance, total_blocks, since_s, _ in seats
         ]
-        question = Question(ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts))
+        question = Question(
+            ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts), _block_bytes(card.kv_layout)
+        )
         verdict = self.chooser.choose(question, facts)
-        if ask.wait_limit_s > 0 and before is None and not _in_time([verdict.chosen.facts], ask, block_size):
-            in_time = _in_time(facts, ask, block_size)
+        if ask.wait_limit_s > 0 and before is None and not _in_time([verdict.chosen.facts], ask, question):
+            in_time = _in_time(facts, ask, question)
             if not in_time:
-                return Choice(_overloaded(ask, facts, block_size), trouble=verdict.trouble)
+                return Choice(_overloaded(ask, facts, question), trouble=verdict.trouble)
             verdict = self.chooser.choose(question, in_time)
         chosen = verdict.chosen.facts
         repeated = chosen.candidate == before
@@ -363,15 +367,22 @@ class ModelRouter:
         self.decisions.validate()
 
 
-def _in_time(facts: Sequence[Facts], ask: Select, block_size: int) -> list[Facts]:
+def _block_bytes(layout: KvLayout) -> int:
+    try:
+        return layout.block_bytes
+    except KeyError:  # a foreign engine's dtype
+        return 0
+
+
+def _in_time(facts: Sequence[Facts], ask: Select, question: Question) -> list[Facts]:
     """Those whose first token would come within the asker's limit, and those of which that is not known."""
-    waits = [predicted_s(each, ask.prompt_tokens, block_size) for each in facts]
+    waits = [predicted_s(each, question) for each in facts]
     return [each for each, wait_s in zip(facts, waits, strict=True) if wait_s is None or wait_s <= ask.wait_limit_s]
 
 
-def _overloaded(ask: Select, facts: Sequence[Facts], block_size: int) -> SelectRefused:
+def _overloaded(ask: Select, facts: Sequence[Facts], question: Question) -> SelectRefused:
     """Of `facts` none is in time; it is by the asker's limit sooner, once the soonest has caught up."""
-    soonest_s = min(predicted_s(each, ask.prompt_tokens, block_size) or 0.0 for each in facts)
+    soonest_s = min(predicted_s(each, question) or 0.0 for each in facts)
     reason = f"the first token would come in {soonest_s:.0f} s at the soonest, the limit is {ask.wait_limit_s:g} s"
     retry_after_s = min(max(soonest_s - ask.wait_limit_s, 1.0), RETRY_MOST_S)
     return msgspec.structs.replace(_refused(ask, "overloaded", reason), retry_after_s=retry_after_s)

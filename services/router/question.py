@@ -18,6 +18,12 @@ from services.router.load import Speed as Speed
 from shared.hashing import SEED, block_hash, next_sequence_hash
 from shared.messages import Overlap
 
+HOST_BYTES_PER_S = 50e9
+"""What one GPU copies from pinned host memory. From memory to memory it is a fifth, but an engine on a CPU computes a
+hundred times as slowly."""
+DISK_BYTES_PER_S = 4e9
+"""What one NVMe disk reads with eight requests at once."""
+
 
 class Fleet(Struct, frozen=True):
     """All candidates together, as far as one must know it to judge each of them."""
@@ -45,6 +51,8 @@ class Question(Struct, frozen=True):
     """Requests of one session prefer the same candidate, all else nearly equal."""
     priority: int = 0
     fleet: Fleet = Fleet()
+    block_bytes: int = 0
+    """Of one block's KV; 0: not known."""
 
 
 class Facts(Struct, frozen=True, gc=False):
@@ -61,11 +69,19 @@ class Facts(Struct, frozen=True, gc=False):
     """Since it began to serve: one that has just joined ramps up."""
 
 
-def predicted_s(facts: Facts, prompt_tokens: int, block_size: int) -> float | None:
-    """Until a prompt's first token, if it went there; None: how fast the worker is was not told."""
+def fetch_s(question: Question, overlap: Overlap) -> float:
+    """What copying the blocks takes that are not on the device."""
+    return question.block_bytes * (overlap.host / HOST_BYTES_PER_S + overlap.disk / DISK_BYTES_PER_S)
+
+
+def predicted_s(facts: Facts, question: Question) -> float | None:
+    """Until the prompt's first token, if it went there; None: how fast the worker is was not told. Blocks are fetched
+    while those before it are computed."""
     rate = facts.speed.prefill_tokens_per_s
-    uncached_tokens = prompt_tokens - facts.overlap.blocks * block_size
-    return (facts.load.queued_tokens + uncached_tokens) / rate if rate else None
+    if not rate:
+        return None
+    uncached_tokens = question.prompt_tokens - facts.overlap.blocks * question.block_size
+    return max(facts.load.queued_tokens / rate, fetch_s(question, facts.overlap)) + uncached_tokens / rate
 
 
 class Scored(Struct, frozen=True, gc=False):

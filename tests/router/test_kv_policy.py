@@ -14,6 +14,7 @@ from services.router.question import UNTOLD, Facts, Fleet, Question, Scored, Spe
 from shared.messages import Overlap
 
 BLOCK = 16
+BLOCK_BYTES = BLOCK * 128 * 1024
 LOADS = st.builds(CandidateLoad, st.integers(0, 50), st.integers(0, 10**6), st.integers(0, 10**5))
 OVERLAPS = st.builds(Overlap, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
 CANDIDATES = st.lists(
@@ -44,7 +45,7 @@ def facts(
 
 
 def choose(candidates: list[Facts], tokens: int = 320) -> str:
-    policy, question = KvPolicy(), Question(tokens, BLOCK, fleet=Fleet.of(candidates))
+    policy, question = KvPolicy(), Question(tokens, BLOCK, fleet=Fleet.of(candidates), block_bytes=BLOCK_BYTES)
     scored = [Scored(each, policy.score(question, each)) for each in policy.filter(question, candidates)]
     return policy.pick(question, scored, Random(0)).facts.candidate[0]
 
@@ -57,7 +58,7 @@ def test_it_never_picks_one_that_is_worse_in_everything(candidates: list[Facts])
 
 @given(CANDIDATES)
 def test_its_reason_adds_up_to_its_score(candidates: list[Facts]) -> None:
-    policy, question = KvPolicy(), Question(320, BLOCK, fleet=Fleet.of(candidates))
+    policy, question = KvPolicy(), Question(320, BLOCK, fleet=Fleet.of(candidates), block_bytes=BLOCK_BYTES)
     for each in candidates:
         terms = [float(word) for word in policy.reason(question, each).split() if word[0].isdigit()]
         assert sum(terms) == pytest.approx(policy.score(question, each), abs=2.0)
@@ -98,6 +99,25 @@ def test_it_prefers_the_faster_tier_and_any_tier_to_computing() -> None:
     assert choose([facts("disk", Overlap(0, 0, 10)), facts("host", Overlap(0, 10))]) == "host"
     assert choose([facts("host", Overlap(0, 10)), facts("device", Overlap(10))]) == "device"
     assert choose([facts("disk", Overlap(0, 0, 10)), facts("none")]) == "disk"
+
+
+def test_fetching_counts_by_the_time_it_takes_beside_computing_and_for_less_than_that() -> None:
+    def fetching(overlap: Overlap, tokens_per_s: float) -> float:
+        candidate = facts("a", overlap, speed=tokens_per_s)
+        question = Question(16_001, BLOCK, fleet=Fleet.of([candidate]), block_bytes=BLOCK_BYTES)
+        return KvPolicy().score(question, candidate) - 1
+
+    assert fetching(Overlap(0, 1000), 30_000.0) == pytest.approx(16_000 * 0.026, rel=0.01)
+    assert fetching(Overlap(0, 0, 1000), 30_000.0) == pytest.approx(16_000 * 0.33, rel=0.01)
+    assert fetching(Overlap(0, 0, 1000), 1000.0) == pytest.approx(16_000 * 0.011, rel=0.01)
+    assert fetching(Overlap(0, 0, 1000), 1e6) == 16_000, "where computing is sooner, workers compute"
+
+
+def test_a_prefix_in_host_memory_moves_to_an_idle_worker_of_the_same_store() -> None:
+    busy = CandidateLoad(requests=2, active_blocks=600)
+    home, idle = facts("home", Overlap(512), busy, speed=20_000.0), facts("idle", Overlap(0, 512), speed=20_000.0)
+    assert choose([home, idle], tokens=8500) == "idle"
+    assert choose([facts("home", Overlap(512), speed=20_000.0), idle], tokens=8500) == "home"
 
 
 def test_it_keeps_away_from_a_worker_where_the_prompt_does_not_fit() -> None:

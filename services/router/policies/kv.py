@@ -3,9 +3,9 @@
 Everything is counted in prompt tokens to compute, the unit in which candidates differ most:
 
     cost = slowness x ( uncached tokens              the work that this choice adds to the fleet
-                      + 0.1 x tokens fetched         from host memory, 0.3 x from disk
                       + patience x queued tokens     the wait before it
                       + crowding x log2(1 + requests there) )
+         + what the fleet's usual engine prefills in a third of the time that fetching takes
          + tokens that do not fit beside those running
 
     patience = 1 / (20 + requests in flight, of the mean candidate)
@@ -19,6 +19,12 @@ greedy for its own first token, and hits, which keep queues short, are lost.
 *Crowding.* Who decodes beside others shares steps with them, and waits for their prefills; the first neighbours cost
 the most. So a common beginning, however long, does not gather strangers on one worker while others are idle.
 
+*Fetching* from host memory goes at 50 GB/s, from disk at 4 (`services.router.question`). For an 8B model on an H200,
+with 128 KiB a token and 30,000 tokens/s, that is 0.08 and 1.0 of the time that computing takes; for one of 1B 0.1 and
+1.2, of 70B 0.02 and 0.3, on a CPU nearly nothing. It counts for a third of that because the engine computes for others
+meanwhile; what is left is that the asker waits, that copies slow decoding by 1 to 9 %, that a disk is shared, and that
+what is fetched displaces other blocks. It never counts for more than computing: where that is sooner, workers do.
+
 *Slowness* is the fleet's usual prefill speed over the candidate's own. Speeds of equal engines differ by what they were
 asked lately, so between 2/3 and 3/2 they count as equal: else prompts leave their blocks for nothing.
 
@@ -31,10 +37,12 @@ from collections.abc import Sequence
 from math import log2
 from random import Random
 
-from services.router.question import Facts, Question, Scored, best
+from services.router.question import Facts, Question, Scored, best, fetch_s
 
-HOST_FETCH = 0.1
-DISK_FETCH = 0.3
+FETCHING = 1 / 3
+"""What a second of fetching counts for, in seconds of computing."""
+UNTOLD_TOKENS_PER_S = 10_000.0
+"""How fast an engine is taken to compute, beside one that fetches, where nobody told."""
 CALM = 20.0
 """The inverse of patience where nothing is in flight."""
 NEIGHBOUR_TOKENS = 128
@@ -73,7 +81,10 @@ def _costs(question: Question, candidate: Facts) -> tuple[float, float, float, f
     own = candidate.speed.prefill_tokens_per_s
     slow = _slowness(question.fleet.prefill_tokens_per_s, own) if own else 1.0
     uncached = slow * (question.prompt_tokens - (device + host + disk) * size)
-    fetched = slow * size * (HOST_FETCH * host + DISK_FETCH * disk) if host or disk else 0.0
+    fetched = 0.0
+    if host or disk:
+        usual = question.fleet.prefill_tokens_per_s or UNTOLD_TOKENS_PER_S
+        fetched = min(FETCHING * usual * fetch_s(question, overlap), slow * size * (host + disk))
     waiting = slow * load.queued_tokens / (CALM + question.fleet.requests)
     crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * question.fleet.prefill_tokens_per_s
     running = slow * crowding * log2(1 + load.requests)
