@@ -122,12 +122,15 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
     launches: list[Launch] = []
     files: dict[Path, str] = {}
 
-    def service(name: str, module: str, stage: int, settings: Settings, *, needed: bool = True) -> None:
+    def service(
+        name: str, module: str, stage: int, settings: Settings, *, needed: bool = True, late: bool = False
+    ) -> None:
         port = observed.pop()
         file = place.run / f"{name}.toml"
         files[file] = toml({**settings, "observe": {"port": port}})
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file))
-        launches.append(Launch(Program(name, stage, SERVICE_DRAIN_S, needed), arguments, f"http://127.0.0.1:{port}"))
+        program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
+        launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}"))
 
     def common() -> dict[str, Value | Mapping[str, Value]]:
         return {
@@ -160,7 +163,8 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
         service(name, "router", 2, common() | {"policy": options.policy})
     store = options.store
     if store is not None:
-        service("kvbm", "kvbm", 2, common() | _tiers(store), needed=store.needed)
+        # Late: on two cores, another start beside the others' makes the first token a tenth later.
+        service("kvbm", "kvbm", 2, common() | _tiers(store), needed=store.needed, late=True)
     for index in range(options.workers):
         settings = common() | {
             "model": options.model,

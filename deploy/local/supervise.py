@@ -9,6 +9,7 @@
        │                     └───────────Exited──▶ ended ◀──Exited──┘
        └──Stop──▶ ended                              running ──second Stop──▶ killed
 
+Programs begin as running, late ones as waiting: they are due 1 s after the others serve.
 Stages drain from the lowest number up, each only when the one before has ended: the frontend first, so that what it has
 taken is answered, the servers that all the others need last.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, assert_never
 
 from msgspec import Struct
@@ -25,6 +27,8 @@ CONFIG_STATUS = 2
 """The exit status of a service whose settings or model cannot work, however often it is started."""
 FIRST_DELAY_S = 0.5
 LAST_DELAY_S = 10.0
+LATE_S = 1.0
+"""A late program starts so long after the others serve: the first answer is under way then."""
 STEADY_S = 30.0
 """A program that ran this long and then ended starts its back-off afresh."""
 
@@ -39,13 +43,19 @@ class Program(Struct, frozen=True):
     """From SIGTERM to SIGKILL."""
     needed: bool = True
     """Whether all is stopped where it cannot work as configured."""
+    late: bool = False
+    """Whether it leaves the machine to the others until they serve."""
 
 
 # --- events
 
 
 class Begin(Struct, frozen=True):
-    """Start everything."""
+    """Start everything but what is late."""
+
+
+class Serving(Struct, frozen=True):
+    """What clients wait for is there."""
 
 
 class Exited(Struct, frozen=True):
@@ -63,7 +73,7 @@ class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Begin | Exited | Stop | Tick
+Event = Begin | Serving | Exited | Stop | Tick
 
 # --- actions
 
@@ -120,8 +130,8 @@ State = Literal["waiting", "running", "stopping", "killed", "ended"]
 class _Child:
     program: Program
     state: State = "waiting"
-    due_s: float = 0.0
-    """waiting: when to start; stopping: when to kill; else meaningless."""
+    due_s: float = inf
+    """waiting: when to start (inf: when all serves); stopping: when to kill; else meaningless."""
     started_s: float = 0.0
     delay_s: float = FIRST_DELAY_S
     """The next back-off."""
@@ -146,7 +156,11 @@ class Supervisor:
                 assert not self._begun
                 self._begun = True
                 for child in self._children.values():
-                    actions += self._start(child, now_s)
+                    actions += [] if child.program.late else self._start(child, now_s)
+            case Serving():
+                for child in self._children.values():
+                    if child.program.late and child.state == "waiting":
+                        child.due_s = min(child.due_s, now_s + LATE_S)
             case Exited(name, status):
                 actions += self._exited(self._children[name], status, now_s)
             case Stop():
@@ -165,9 +179,10 @@ class Supervisor:
     @property
     def next_due_s(self) -> float | None:
         """When the next Tick is wanted; None: only other events matter."""
-        return min(
-            (child.due_s for child in self._children.values() if child.state in ("waiting", "stopping")), default=None
+        due_s = min(
+            (each.due_s for each in self._children.values() if each.state in ("waiting", "stopping")), default=inf
         )
+        return due_s if due_s < inf else None
 
     @property
     def stopping(self) -> bool:

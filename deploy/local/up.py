@@ -26,6 +26,7 @@ from deploy.local.supervise import (
     Hopeless,
     Kill,
     Restarting,
+    Serving,
     Start,
     Stop,
     Supervisor,
@@ -217,7 +218,8 @@ class Shell:
                     ready.add(name)
                     if name in frontends and frontends <= ready:
                         self._say_ready()
-                elif reason and reasons.get(name) != reason:
+                        self._events.put_nowait(Serving())
+                elif reason and reasons.get(name) != reason and not launch.program.late:
                     reasons[name] = reason
                     self._say_reason(name, reason)
             await asyncio.sleep(PROBE_EVERY_S)

@@ -88,6 +88,7 @@ def test_a_block_store_may_have_no_disk_and_there_may_be_none(tmp_path: Path) ->
     stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30, needed=False)))
     assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).disk == DiskConfig()
     assert [launch.program.name for launch in stack.launches if not launch.program.needed] == ["kvbm"]
+    assert [launch.program.name for launch in stack.launches if launch.program.late] == ["kvbm"]
     alone = planned(OPTIONS)
     assert "kvbm" not in names(alone)
     assert all(launch.program.needed for launch in alone.launches)

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from deploy.local.supervise import (
     LAST_DELAY_S,
+    LATE_S,
     STEADY_S,
     Action,
     Begin,
@@ -17,6 +18,7 @@ from deploy.local.supervise import (
     Kill,
     Program,
     Restarting,
+    Serving,
     Start,
     Stop,
     Supervisor,
@@ -42,6 +44,31 @@ def begun() -> Supervisor:
 
 def test_everything_starts_at_once() -> None:
     assert Supervisor(PROGRAMS).on(Begin(), 0.0) == [Start(program.name) for program in PROGRAMS]
+
+
+LATER = Program("later", 2, 5.0, late=True)
+
+
+def test_a_late_program_starts_a_moment_after_the_others_serve() -> None:
+    supervisor = Supervisor((LATER, Program("nats", 3, 5.0)))
+    assert supervisor.on(Begin(), 100.0) == [Start("nats")]
+    supervisor.validate()
+    assert supervisor.next_due_s is None
+    assert supervisor.on(Tick(), 1000.0) == []
+    assert supervisor.on(Serving(), 1000.0) == []
+    assert supervisor.next_due_s == 1000.0 + LATE_S
+    assert supervisor.on(Tick(), 1000.0 + LATE_S) == [Start("later")]
+    assert supervisor.on(Exited("later", 1), 1002.0) == [Restarting("later", 1, 0.5)], "only the first start is late"
+
+
+def test_a_late_program_is_not_started_any_more_once_all_is_stopped() -> None:
+    supervisor = Supervisor((LATER, Program("nats", 3, 5.0)))
+    supervisor.on(Begin(), 100.0)
+    supervisor.on(Serving(), 101.0)
+    assert supervisor.on(Stop(), 101.5) == [Terminate("nats")]
+    assert supervisor.on(Tick(), 103.0) == []
+    assert supervisor.on(Serving(), 103.0) == []
+    assert supervisor.on(Exited("nats", 0), 103.0) == [Finished(0)]
 
 
 def test_a_crashed_program_starts_again_after_its_back_off() -> None:
@@ -137,7 +164,7 @@ class Supervision(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.supervisor = Supervisor(PROGRAMS)
+        self.supervisor = Supervisor((*PROGRAMS, LATER))
         self.now_s = 0.0
         self.alive: set[str] = set()
         self.finished: list[int] = []
@@ -172,12 +199,16 @@ class Supervision(RuleBasedStateMachine):
         self.do(self.supervisor.on(Tick(), self.now_s))
 
     @rule()
+    def all_serves(self) -> None:
+        self.do(self.supervisor.on(Serving(), self.now_s))
+
+    @rule()
     def someone_stops(self) -> None:
         self.do(self.supervisor.on(Stop(), self.now_s))
 
     @invariant()
     def a_child_is_running_waiting_or_the_whole_stops(self) -> None:
-        for program in PROGRAMS:
+        for program in (*PROGRAMS, LATER):
             lives = self.supervisor.state(program.name) in ("running", "stopping", "killed")
             assert lives == (program.name in self.alive)
 
