@@ -105,7 +105,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether `begin` would give a step."""
+        """Whether `begin` would give a step now."""
         return self._scheduler.busy
 
     def obey(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot]:
@@ -131,9 +131,10 @@ class EngineCore:
         nothing to do."""
         if self._exchange is not None:
             self._exchange.collect(now_s)
-        due_s = self._scheduler.wait_until_s
-        if not self._scheduler.busy and (due_s is None or now_s < due_s):
-            return self._rest(), None
+        if not self._scheduler.busy:
+            due_s = self._scheduler.wait_until_s
+            if due_s is None or now_s < due_s:
+                return self._rest(), None
         works = self._scheduler.schedule(now_s)
         self._begun_s = now_s
         self._step_tokens = sum([work.end - work.start for work in works])
@@ -141,13 +142,13 @@ class EngineCore:
         return ([] if decodes else self._tell()), works
 
     def asks(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
-        """What to say to the kvbm, before the step is computed: it goes on meanwhile. Once after each `begin`."""
+        """What to say to the kvbm, before the step is computed: it goes on meanwhile. Once after each `begin`; the
+        engine may be `busy` then though `begin` gave nothing to do."""
         return [] if self._exchange is None else self._exchange.turn(now_s)
 
     @property
     def wait_until_s(self) -> float | None:
-        """When there is something to do though no command comes; to be asked where `begin` gave nothing to do, and then
-        later than it."""
+        """When there is something to do though no command comes, where the engine is not `busy`."""
         due_s = [self._scheduler.wait_until_s, None if self._exchange is None else self._exchange.wait_until_s]
         return min([one_s for one_s in due_s if one_s is not None], default=None)
 

@@ -59,7 +59,7 @@ class EngineLoop:
         told, works = self._core.begin(now_s)
         for report in (*told, *self._core.asks(now_s)):
             self._channel.send(report)
-        self._idle = works is None
+        self._idle = works is None and not self._core.busy
         if works is not None:
             begun_s = self._clock()
             drawn = self._runner.step(works) if works else []

@@ -115,7 +115,7 @@ class SimulatedEngine:
         self._reports.extend((*told, *self._core.asks(now_s)))
         if self._works is not None:
             self._begun_s, self._ends_s = now_s, now_s + self._model.step_s(self._works)
-        if not self._reports:
+        if not self._reports and not (self._works is None and self._core.busy):
             await self._rest(self._core.wait_until_s if self._works is None else self._ends_s)
 
     def _finish(self, works: list[Work]) -> None:

@@ -179,7 +179,7 @@ class Stores:
 
     def settled(self, number: int, reply: Settled | KvbmRefused) -> int:
         """The answer to a Commit or Abort; how many blocks the kvbm has now. A refusal has ended the ticket as well."""
-        committed = self._ending.pop(number)
+        committed = self._ending.pop(number, 0)  # 0: an Abort for a Store from before
         return committed if isinstance(reply, Settled) else 0
 
     def validate(self) -> None:

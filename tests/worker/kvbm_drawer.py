@@ -1,0 +1,208 @@
+"""A kvbm in a drawer: the store's real tickets, tiers, pool file and locks behind the wire's codecs, with no process,
+no bus, and a disk that is a dictionary. It does what a kvbm's shell must do, at once, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from services.kvbm.answers import Advanced, Bounds
+from services.kvbm.disk_outcomes import Found
+from services.kvbm.host_pool import HostPool
+from services.kvbm.moves import Read, ReadOutcome, Sizes, Spill, TierEvent
+from services.kvbm.packing import pack_slots, to_contents, unpack_keys, unpack_slots
+from services.kvbm.policies import LruPolicy
+from services.kvbm.refusals import Refusal, UnknownOwner
+from services.kvbm.tickets import Tickets
+from services.kvbm.tiers import Tiers
+from services.worker.engine import KvbmAsk
+from shared import kvbm_messages as wire
+from shared.blocks import Content, Stored
+from shared.hashing import ContentKey, pack_hashes
+
+ARENA_BYTES = 1 << 16
+"""Of 16 slots, since each is a page."""
+DISK_RECORDS = 12
+
+
+class Drawer:
+    """One kvbm on a pool's directory, of one layout; `close` and another one is a restart, the disk's dictionary goes
+    with it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        layout: wire.StoreLayout,
+        bounds: Bounds,
+        disk: dict[ContentKey, tuple[Content, bytes]],
+        right: Callable[[Content], bytes],
+    ) -> None:
+        """`right`: the bytes that a block must have, looked at whenever one is published."""
+        self.name = name
+        self.pool = HostPool.open(directory, 2 * ARENA_BYTES)
+        self.layout = layout
+        self.slots = self.pool.place(layout.digest, layout.kv.block_bytes, ()).slots
+        sizes = Sizes(slots=self.slots.arena.slots, records=DISK_RECORDS, disk_sightings=1, spare_slots=1)
+        host, records = LruPolicy(sizes.slots), LruPolicy(sizes.records)
+        before = self.pool.survivors
+        self.tiers = Tiers(sizes, host, records, quarantined=bool(before))
+        self.tickets = Tickets(self.tiers, bounds, before=before, first_ticket=1 + 1_000_000 * int(name[1:]))
+        self.tiers.disk_back([Found(index, content) for index, (content, _) in enumerate(disk.values())])
+        self.disk = disk
+        self.reads: list[Read] = []
+        self.spills: list[Spill] = []
+        self.advanced: dict[int, list[bytes]] = {}
+        """Ticket → replies to a fetch beyond the first, the last one empty where no other will come."""
+        self._right = right
+
+    def answer(self, ask: KvbmAsk, now_s: float) -> tuple[list[bytes], int]:
+        """The replies that come at once; and, where more will, the ticket that they belong to, else 0."""
+        ticket = 0
+        try:
+            match ask.operation:
+                case "attach":
+                    replies = [wire.ATTACH_REPLY.encode(self._attach(wire.ATTACH.decode(ask.payload)))]
+                case "store":
+                    replies = [wire.STORE_REPLY.encode(self._store(wire.STORE.decode(ask.payload), now_s))]
+                case "commit":
+                    self._commit(wire.COMMIT.decode(ask.payload), now_s)
+                    replies = [wire.SETTLED.encode(wire.Settled())]
+                case "abort":
+                    abort = wire.ABORT.decode(ask.payload)
+                    self.tickets.abort(abort.owner, abort.ticket)
+                    replies = [wire.SETTLED.encode(wire.Settled())]
+                case "fetch":
+                    fetched, more = self._fetch(wire.FETCH.decode(ask.payload), now_s)
+                    replies = [wire.FETCH_REPLY.encode(fetched)]
+                    ticket = fetched.ticket if more else 0
+                case "release":
+                    release = wire.RELEASE.decode(ask.payload)
+                    self.tickets.release(release.owner, release.ticket)
+                    replies = [wire.SETTLED.encode(wire.Settled())]
+        except Refusal as refusal:
+            replies = [wire.SETTLED.encode(wire.KvbmRefused(refusal.code, str(refusal)))]
+        self._hear(self.tiers.prepare())
+        return replies, ticket
+
+    def _attach(self, attach: wire.Attach) -> wire.Attached:
+        assert attach.layout == self.layout
+        if not self.pool.owners.alive(attach.owner):
+            raise UnknownOwner(attach.owner)
+        self.tickets.attach(attach.owner)
+        arena = self.slots.arena
+        return wire.Attached(
+            kvbm=self.name,
+            layout=self.layout.digest,
+            pool_bytes=self.pool.geometry.file_bytes,
+            offset=arena.offset,
+            slot_bytes=arena.slot_bytes,
+            slots=arena.slots,
+            generations=arena.generations,
+            blocks_per_request=64,
+        )
+
+    def _store(self, store: wire.Store, now_s: float) -> wire.Granted:
+        contents = to_contents(store.blocks, self.layout.kv.block_size)
+        granted = self.tickets.store(store.owner, contents, now_s)
+        self._hear(granted.events)
+        for slot in granted.slots:
+            self.slots.grant(slot)
+        return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
+
+    def _commit(self, commit: wire.Commit, now_s: float) -> None:
+        self._hear(self.tickets.commit(commit.owner, commit.ticket, unpack_slots(commit.slots), now_s))
+
+    def _fetch(self, fetch: wire.Fetch, now_s: float) -> tuple[wire.Fetched, bool]:
+        found = self.tickets.fetch(fetch.owner, unpack_keys(fetch.keys), now_s)
+        for read in found.reads:
+            self.slots.grant(read.slot)
+        self.reads += found.reads
+        self._hear(found.events)
+        more = found.ready < len(found.slots)
+        if more:
+            self.advanced[found.ticket] = []
+        ready = found.slots[: found.ready]
+        reply = self._fetched(found.ticket, found.time_left_s, 0, ready, len(found.slots), disk=False)
+        return reply, more
+
+    def _fetched(
+        self, ticket: int, left_s: float, first: int, slots: list[int], found: int, *, disk: bool
+    ) -> wire.Fetched:
+        generations = pack_hashes(self.slots.generation(slot) for slot in slots)
+        return wire.Fetched(ticket, left_s, first, pack_slots(slots), generations, disk, found)
+
+    # --- the disk, and time
+
+    def read(self, outcome: ReadOutcome, now_s: float) -> None:
+        """The oldest read ends."""
+        read = self.reads.pop(0)
+        there = self.disk.get(read.content.key)
+        if there is None:
+            outcome = "lost"
+        if outcome == "ok" and there is not None:
+            self._memory(read.slot)[:] = there[1]
+        advanced, events = self.tickets.read_done(read, outcome, now_s)
+        for news in advanced:
+            self._advance(news)
+        self._hear(events)
+
+    def _advance(self, news: Advanced) -> None:
+        replies = self.advanced[news.ticket]
+        disk = bool(news.from_disk)
+        reply = self._fetched(news.ticket, news.time_left_s, news.first, news.slots, news.found, disk=disk)
+        replies.append(wire.FETCH_REPLY.encode(reply))
+        if news.first + len(news.slots) == news.found:
+            replies.append(b"")
+
+    def spill(self, most: int) -> None:
+        """Some blocks are written to disk."""
+        spills, events = self.tiers.spills(most)
+        self._hear(events)
+        for spill in spills:
+            self._check(spill.content, spill.slot)
+            for key, _ in [item for item in self.disk.items() if item[0] not in self.tiers_disk_keys]:
+                del self.disk[key]
+            self.disk[spill.content.key] = spill.content, bytes(self._memory(spill.slot))
+            self._hear(self.tiers.spill_done(spill, "ok"))
+
+    @property
+    def tiers_disk_keys(self) -> set[ContentKey]:
+        return {content.key for content in self.tiers.snapshot("disk")}
+
+    def look(self, now_s: float) -> None:
+        """Tickets whose time is over, and owners that have died."""
+        self.tickets.expire(now_s)
+        for owner in self.pool.owners.look():
+            self.tickets.owner_dead(owner)
+
+    def trouble(self, draw: Random, now_s: float) -> None:
+        """Something that befalls a kvbm of its own."""
+        if self.reads and draw.random() < 0.7:
+            self.read(draw.choice(["ok", "ok", "ok", "lost", "failed"]), now_s)
+        elif draw.random() < 0.7:
+            self.spill(draw.randint(1, 4))
+        else:
+            self.look(now_s)
+
+    # --- inside
+
+    def _hear(self, events: list[TierEvent]) -> None:
+        for tier, event in events:
+            if tier == "host" and isinstance(event, Stored):
+                self._check(event.content, self.tiers._host.shelf.places[event.content.key])
+
+    def _check(self, content: Content, slot: int) -> None:
+        right = self._right(content)
+        assert bytes(self._memory(slot)[: len(right)]) == right, f"wrong bytes in slot {slot}"
+
+    def _memory(self, slot: int) -> memoryview:
+        return self.slots.slot(slot)
+
+    def validate(self) -> None:
+        self.tickets.validate()
+
+    def close(self) -> None:
+        self.pool.close()
