@@ -58,8 +58,8 @@ class KvbmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which blocks kvbm is offered: each as soon as it is full; only those that will leave the device soon; none."""
     wait_s: Seconds = 0.0
     """How long a request waits at most for blocks that kvbm holds; 0: as long as computing them would take."""
-    timeout_s: Annotated[float, Meta(gt=0, le=60)] = 2.0
-    """For each of kvbm's answers."""
+    timeout_s: Annotated[float, Meta(gt=0, le=4)] = 2.0
+    """For each of kvbm's answers. Less than frontends' `frozen_s`: where all requests wait for one, no step is made."""
     blocks_in_flight: Positive = 256
     """Device blocks that copies to the pool hold at most; those that load are bounded by the pool of the device."""
 

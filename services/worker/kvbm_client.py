@@ -168,7 +168,7 @@ class KvbmClient:
         else:
             if was.kvbm:
                 self._unlinked_s = asyncio.get_running_loop().time()
-            if link.reason:
+            if link.reason and self._kvbm:  # else it only repeats why there is none
                 self._unlinked.add(link.reason)
 
     def _show(self, link: KvbmLink) -> None:

@@ -457,6 +457,31 @@ def test_the_card_tells_of_a_link_at_once_and_of_its_end_when_that_lasts(tmp_pat
     simulate(scenario())
 
 
+def test_why_an_up_kvbm_is_not_used_is_told_once_a_minute_and_that_none_is_up_not_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path / "pool") as w:
+            kvbm = ScriptedKvbm(w, "k1")
+            await kvbm.start()
+            await w.until(lambda: len(w.heard) == 1)
+            for reason in ("refused: full", "refused: not ready"):
+                w.client.take(KvbmLink("", "", reason))
+                await asyncio.sleep(20)
+            assert "refused: full" in caplog.text
+            assert "not ready" not in caplog.text
+            await kvbm.leave()
+            await w.until(lambda: len(w.heard) == 2)
+            down = w.heard[1]
+            assert isinstance(down, KvbmDown)
+            await asyncio.sleep(60)
+            w.client.take(KvbmLink("", "", down.reason))
+            assert caplog.text.count(down.reason) == 1
+
+    with caplog.at_level(logging.WARNING):
+        simulate(scenario())
+
+
 def test_the_link_ends_with_its_engine(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path / "pool") as w:
