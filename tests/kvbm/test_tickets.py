@@ -410,7 +410,7 @@ def test_what_is_in_memory_comes_first_and_what_is_on_disk_as_it_comes() -> None
     (news,), events = store.tickets.read_done(second, "ok", 6)
     store.tickets.validate()
     assert (news.owner, news.ticket, news.first, news.slots) == ("b", fetched.ticket, 1, fetched.slots[1:])
-    assert (news.from_disk, news.found, news.time_left_s) == (2, 3, 20)
+    assert (news.from_disk, news.found, news.time_left_s) == ([True, True], 3, 20)
     assert store.tickets.next_deadline_s() == 26
 
 
