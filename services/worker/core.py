@@ -63,6 +63,8 @@ class EngineCore:
         self._begun_s = 0.0
         self._told_s = float("-inf")
         self._held = Outcome()
+        self._digest = scheduler.digest
+        """As of the last step: what has happened to blocks since is told with the next one."""
         self._held_steps = 0
         self._held_tokens = 0
         self._held_s = 0.0
@@ -160,6 +162,7 @@ class EngineCore:
     def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> list[Stepped]:
         """The step was computed: one entry of `drawn` per work. Returns what to tell."""
         outcome = self._scheduler.advance(drawn, elapsed_s)
+        self._digest = self._scheduler.digest
         self._progress += 1
         self._held_steps += 1
         self._held_tokens += self._step_tokens
@@ -205,7 +208,7 @@ class EngineCore:
             advanced=outcome.advanced,
             event_batch=KV_EVENTS.encode(events) if events else b"",
             event_sequence=self._event_sequence,
-            digest=self._scheduler.digest,
+            digest=self._digest,
             load=self._scheduler.load(),
             steps=steps,
             tokens=tokens,

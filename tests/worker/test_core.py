@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from functools import reduce
+from operator import xor
+
 import pytest
 
 from services.worker.core import MOST_HELD, TOLD_EVERY_S, EngineCore
@@ -29,7 +32,7 @@ class Engine:
         )
         self.core = EngineCore(Scheduler(limits), 2)
         self.now_s = 0.0
-        self.cached: set[int | bytes] = set()
+        self.cached: set[int] = set()
         self.told: list[Stepped] = []
         self.take(self.core.opening())
 
@@ -86,9 +89,10 @@ class Engine:
                 case AllBlocksCleared():
                     self.cached.clear()
                 case BlockStored(block_hashes=hashes):
-                    self.cached.update(hashes)
+                    self.cached.update(map(int, hashes))
                 case BlockRemoved(block_hashes=hashes):
-                    self.cached.difference_update(hashes)
+                    self.cached.difference_update(map(int, hashes))
+        assert step.digest == reduce(xor, self.cached, 0), "of what was told, not of what has happened since"
 
     def tokens(self, request: str) -> list[int]:
         parts = [part for step in self.told for part in step.parts.get("f", []) if part.request == request]
@@ -184,6 +188,17 @@ def test_what_is_held_goes_out_before_a_prefill() -> None:
     told, works = engine.core.begin(engine.now_s)
     assert works is not None
     assert [len(report.parts["f"]) for report in told] == [3]
+
+
+def test_a_digest_is_that_of_the_blocks_told_of_though_others_have_left_for_the_prefill_behind() -> None:
+    engine = Engine(step_s=TOLD_EVERY_S / 8)
+    engine.submit("before", [1, 2, 3, 4, 5, 6], max_tokens=2)
+    engine.run()
+    engine.submit("decodes", [3, 1], max_tokens=12)
+    for _ in range(4):
+        engine.step()
+    engine.submit("evicts", [4, 3, 2, 1, 2, 3, 4, 1])
+    engine.run()
 
 
 def test_what_is_held_is_bounded() -> None:
