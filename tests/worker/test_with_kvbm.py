@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from services.kvbm.config import KvbmConfig as StoreConfig
-from services.kvbm.config import PoolConfig
-from services.kvbm.service import kvbm
 from services.worker.config import KvbmConfig, WorkerConfig
-from shared.directory import Directory
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery
 from shared.messages import Part, Sampling
 from tests.tiny_model import write_tiny_model
 from tests.worker.shell import NAMESPACE, WORKER, Shell, request, running_worker
+from tests.worker.store import attached, saved, store
 
 PROMPT = [position * 7 % 320 for position in range(100)]
 BLOCKS = 6
@@ -43,50 +33,6 @@ def config(tmp_path: Path) -> WorkerConfig:
     )
 
 
-@asynccontextmanager
-async def store(shell: Shell, config: WorkerConfig, instance: str) -> AsyncIterator[None]:
-    """A kvbm of the worker's machine."""
-    bus, discovery = MemoryBus(shell.broker), MemoryDiscovery(shell.store)
-    directory = Directory(discovery, bus, NAMESPACE)
-    async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(directory.run())
-        await directory.synced()
-        runtime = Runtime(
-            namespace=NAMESPACE,
-            service="kvbm",
-            instance=instance,
-            machine="here",
-            bus=bus,
-            events=MemoryEvents(shell.broker),
-            discovery=discovery,
-            directory=directory,
-            registry=CollectorRegistry(),
-            tasks=tasks,
-            stopping=asyncio.Event(),
-        )
-        pool = PoolConfig(directory=config.kvbm.pool, size_bytes=8 << 20, prefault_threads=1)
-        async with kvbm(runtime, StoreConfig(namespace=NAMESPACE, pool=pool)):
-            yield
-        following.cancel()
-    await discovery.close()
-
-
-async def attached(shell: Shell, instance: str) -> None:
-    def linked() -> bool:
-        card = shell.directory.cards.get(("model", WORKER))
-        return card is not None and card.kvbm == instance
-
-    await shell.peer.until(linked)
-
-
-async def saved(shell: Shell, blocks: int) -> None:
-    def counted() -> float:
-        labels = {"outcome": "saved"}
-        return shell.runtime.registry.get_sample_value("headrace_kvbm_copied_blocks_total", labels) or 0
-
-    await shell.peer.until(lambda: counted() >= blocks)
-
-
 async def answer(shell: Shell, name: str) -> tuple[list[int], Part]:
     """The tokens, and the last part."""
     sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -96,7 +42,7 @@ async def answer(shell: Shell, name: str) -> tuple[list[int], Part]:
 
 
 async def test_what_an_engine_computed_the_next_one_gets_from_kvbm_after_a_crash(config: WorkerConfig) -> None:
-    async with running_worker(config) as shell, store(shell, config, "k1"):
+    async with running_worker(config) as shell, store(shell, config.kvbm.pool, "k1"):
         await attached(shell, "k1")
         said, first = await answer(shell, "first")
         assert first.cached_tokens == 0
@@ -116,12 +62,12 @@ async def test_a_worker_outlives_its_kvbm_and_uses_the_next_one(config: WorkerCo
     async with running_worker(config) as shell:
         await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
         said, _ = await answer(shell, "before")
-        async with store(shell, config, "k1"):
+        async with store(shell, config.kvbm.pool, "k1"):
             await attached(shell, "k1")
             await saved(shell, BLOCKS)
         await attached(shell, "")
         between, _ = await answer(shell, "between")
-        async with store(shell, config, "k2"):
+        async with store(shell, config.kvbm.pool, "k2"):
             await attached(shell, "k2")
             await saved(shell, 2 * BLOCKS)
             after, _ = await answer(shell, "after")
