@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.integration.stack import ROOT, Up, eventually, running, with_models
 
 MODEL = "SmolLM2-135M-Instruct"
 BLOCK_TOKENS = 16
+WORKERS = ("worker-0", "worker-1")
 LIMIT_S = 60.0
 
 
@@ -27,6 +30,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     disk = tmp_path_factory.mktemp("blocks")
     flags = ("--kvbm-bytes", "256M", "--kvbm-disk", str(disk / "tier"), "--kvbm-disk-bytes", "2G")
     with running(with_models(tmp_path_factory.mktemp("up")), *flags) as stack:
+        until_attached(stack, dict.fromkeys(WORKERS, 0))
         pool = Path(stores_of(stack)[0]["pool"])
         assert pool.stat().st_mode & 0o777 == 0o700
         yield stack
@@ -65,13 +69,19 @@ def kill(up: Up, program: str) -> int:
     return pid
 
 
-def attached(up: Up, program: str, *, since: int) -> bool:
-    """Whether a worker that is not `since` any more exchanges blocks with a store."""
-    if up.pid(program) == since:
-        return False
+def until_attached(up: Up, before: dict[str, int]) -> None:
+    """Until these workers, other processes than `before`, exchange blocks with a store."""
+    for name, pid in before.items():
+        attached = partial(_attached, up, name, before=pid)
+        eventually(attached, limit_s=LIMIT_S, what=f"{name} has attached to a block store")
+
+
+def _attached(up: Up, program: str, *, before: int) -> bool:
     try:
+        if up.pid(program) == before:
+            return False
         with urllib.request.urlopen(f"{up.record['programs'][program]['observe']}/metrics", timeout=LIMIT_S) as metrics:
-            return "\nheadrace_kvbm_attached 1.0\n" in metrics.read().decode()
+            return re.search(r"^headrace_kvbm_attached\{.*\} 1\.0$", metrics.read().decode(), re.MULTILINE) is not None
     except (OSError, KeyError):
         return False
 
@@ -86,9 +96,7 @@ def test_what_killed_workers_have_computed_is_found_in_memory(up: Up, client: Op
     first, tiers = ask(client, prompt)
     assert tiers == {"device": 0, "host": 0, "disk": 0}
     eventually(lambda: stores_of(up)[0]["layouts"][0]["host"]["blocks"] >= 10, limit_s=LIMIT_S, what="blocks are there")
-    killed = {name: kill(up, name) for name in ("worker-0", "worker-1")}
-    for name, pid in killed.items():
-        eventually(lambda: attached(up, name, since=pid), limit_s=LIMIT_S, what=f"{name} has attached")  # noqa: B023
+    until_attached(up, {name: kill(up, name) for name in WORKERS})
     again, tiers = ask(client, prompt)
     assert again == first
     assert tiers["device"] == tiers["disk"] == 0
