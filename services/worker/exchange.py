@@ -117,9 +117,8 @@ class Exchange:
             case KvbmUp(kvbm):
                 if kvbm != self._kvbm:
                     self._kvbm = kvbm
-                    self._delay_s = BACK_OFF_FIRST_S
                     self._lose(f"kvbm {kvbm} has come", now_s)
-                    self._try_s = now_s
+                    self._delay_s, self._try_s = BACK_OFF_FIRST_S, now_s
             case KvbmDown(reason):
                 self._kvbm = ""
                 self._lose(reason, now_s)

@@ -2,352 +2,62 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
-from services.kvbm.answers import Bounds
-from services.worker.attachment import PoolAttachment
-from services.worker.core import EngineCore
-from services.worker.engine import (
-    CancelAttempt,
-    KvbmAsk,
-    KvbmDown,
-    KvbmLink,
-    KvbmReply,
-    KvbmUp,
-    Stepped,
-    Submit,
-)
-from services.worker.exchange import Exchange
-from services.worker.scheduler import Limits, Scheduler
-from shared.blocks import Content
-from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpack_tokens
-from shared.kvbm_messages import StoreLayout
-from shared.messages import Part, Sampling
-from tests.worker.fake_runner import EOS, continuation
-from tests.worker.kvbm_drawer import Drawer
-from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner, fingerprints
+from services.worker.engine import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
+from services.worker.exchange import BACK_OFF_FIRST_S, BACK_OFF_MOST_S
+from shared import kvbm_messages as wire
+from shared.hashing import pack_tokens
+from tests.worker.kvbm_world import BOUNDS, Engine, World
 
-CONTEXT_LENGTH = 16
-CAPACITY_BLOCKS = 10
-STORE = StoreLayout(model="model", weights="the same", kv=LAYOUT)
-BOUNDS = Bounds(store_time_s=4.0, fetch_time_s=4.0, tickets_per_owner=16, owner_share=0.7)
+PROMPT = [1, 1, 2, 2, 1, 1, 2, 2]
+REUSABLE_TOKENS = 6
+"""Of it: its last token is always computed, with its block."""
 
 
-class Engine:
-    """One engine process: a real core, scheduler and exchange; its shell's queues are the test's."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self.world = world
-        self.name = name
-        self.runner = PoolRunner(CAPACITY_BLOCKS, CONTEXT_LENGTH)
-        self.mover = HandMover(self.runner.memory, lambda: world.now_s)
-        self.attachment = PoolAttachment(world.directory, name)
-        limits = Limits(
-            model="model",
-            context_length=CONTEXT_LENGTH,
-            eos_token_ids=frozenset((EOS,)),
-            block_size=BLOCK_SIZE,
-            capacity_blocks=CAPACITY_BLOCKS,
-            max_running=4,
-            wait_s=world.draw.choice([0.5, 5.0]),
-            offload=world.draw.choice(["filled", "filled", "evicted"]),
-        )
-        self.scheduler = Scheduler(limits)
-        self.exchange = Exchange(
-            self.scheduler, self.mover, self.attachment, STORE, worker=name, timeout_s=1.0, most_blocks=6
-        )
-        self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.exchange)
-        self.asks: deque[KvbmAsk] = deque()
-        self.replies: dict[int, deque[KvbmReply]] = {}
-        """Under way, by number."""
-        self.streams: dict[int, int] = {}
-        """Ticket → the number of the fetch that more replies come to."""
-        self.link = KvbmLink(kvbm="")
-        self.living: dict[str, Submit] = {}
-        self.answers: dict[str, list[int]] = {}
-        self.saved_blocks = 0
-        self.loaded_blocks = 0
-        self.host_tokens = 0
-        self.hear([self.core.opening()])
-
-    def hear(self, reports: list[Stepped]) -> None:
-        for report in reports:
-            if report.exchanged is not None:
-                self.saved_blocks = report.exchanged.saved_blocks
-                self.loaded_blocks = report.exchanged.loaded_blocks
-            for part in report.parts.get("f", []):
-                self.part(part)
-
-    def part(self, part: Part) -> None:
-        submit = self.living[part.request]
-        answer = self.answers[part.request]
-        assert part.first == len(answer)
-        answer += unpack_tokens(part.tokens)
-        assert part.cached_host_tokens + part.cached_disk_tokens <= part.cached_tokens
-        if part.finish is not None:
-            assert part.finish != "error", part.error
-            del self.living[part.request]
-            right = continuation(unpack_tokens(submit.tokens), submit.sampling.max_tokens, CONTEXT_LENGTH)
-            assert answer == (right if part.finish in ("stop", "length") else right[: len(answer)])
-            self.host_tokens += part.cached_host_tokens + part.cached_disk_tokens
-
-    def submit(self, request: str, prompt: list[int], max_tokens: int) -> None:
-        submit = Submit(
-            request=request,
-            attempt=1,
-            frontend="f",
-            tokens=pack_tokens(prompt),
-            prompt_tokens=len(prompt),
-            sampling=Sampling(max_tokens=max_tokens),
-            time_left_s=10_000.0,
-        )
-        self.living[request], self.answers[request] = submit, []
-        self.core.obey(submit, self.world.now_s)
-
-    def cancel(self, pick: int) -> None:
-        if self.living:
-            self.core.obey(CancelAttempt(sorted(self.living)[pick % len(self.living)], 1), self.world.now_s)
-
-    def step(self) -> bool:
-        """False: there was nothing to do."""
-        now_s = self.world.now_s
-        told, works = self.core.begin(now_s)
-        self.hear(told)
-        for said in self.core.asks(now_s):
-            if isinstance(said, KvbmAsk):
-                self.asks.append(said)
-            else:
-                self.link = said
-        if works is not None:
-            self.hear(self.core.finish(self.runner.step(works), self.world.step_s))
-        self.core.validate()
-        if works is None and not self.core.busy:
-            until_s = self.core.wait_until_s
-            assert until_s is None or until_s > now_s, "it would not sleep"
-            return False
-        return True
-
-    def obey(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
-        self.core.obey(command, self.world.now_s)
-        self.core.validate()
-
-    # --- its shell
-
-    def carry(self, lose: str) -> None:
-        """The oldest question reaches the kvbm, unless it or its answer is lost."""
-        ask = self.asks.popleft()
-        waiting = self.replies.setdefault(ask.number, deque())
-        drawer = self.world.drawer
-        if drawer is None or lose == "question":
-            waiting.append(KvbmReply(ask.number, b"", failed="lost"))
-            return
-        replies, ticket = drawer.answer(ask, self.world.now_s)
-        drawer.validate()
-        if lose == "answer":
-            waiting.append(KvbmReply(ask.number, b"", failed="late"))
-            return
-        if ticket:
-            self.streams[ticket] = ask.number
-        last = ticket == 0
-        waiting.extend(KvbmReply(ask.number, reply, last=last) for reply in replies)
-
-    def stream(self) -> None:
-        """Later replies to fetches."""
-        drawer = self.world.drawer
-        for ticket, number in list(self.streams.items()):
-            more = drawer.advanced.get(ticket, []) if drawer is not None else []
-            if drawer is None:
-                self.replies[number].append(KvbmReply(number, b"", failed="it is gone"))
-                del self.streams[ticket]
-                continue
-            last = bool(more) and more[-1] == b""
-            payloads = [payload for payload in more if payload]
-            for index, payload in enumerate(payloads):
-                self.replies[number].append(KvbmReply(number, payload, last=last and index == len(payloads) - 1))
-            more.clear()
-            if last:
-                del self.streams[ticket]
-
-    def time_out(self) -> None:
-        """Nothing comes any more to the fetches that wait."""
-        for ticket, number in list(self.streams.items()):
-            self.replies[number].append(KvbmReply(number, b"", failed="idle"))
-            del self.streams[ticket]
-
-    def deliver(self, pick: int) -> None:
-        numbers = sorted(number for number, waiting in self.replies.items() if waiting)
-        if numbers:
-            self.obey(self.replies[numbers[pick % len(numbers)]].popleft())
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A kvbm and two engines that are attached to it; asking is always worth it."""
+    world = World(tmp_path / "pool", Random(0))
+    world.step_s = 3.0
+    world.waits_s, world.offloads = (100.0,), ("filled",)
+    world.open_kvbm()
+    for _ in range(2):
+        world.start_engine()
+    world.settle()
+    yield world
+    world.settle()
+    world.nothing_is_left()
+    world.close()
 
 
-class World:
-    """Some engines and at most one kvbm, on a pool in `directory`."""
+def compute(world: World, engine: Engine) -> None:
+    """The engine answers the prompt, and its blocks are stored."""
+    engine.submit("first", PROMPT, 1)
+    world.settle()
+    assert engine.exchanged.saved_blocks == len(PROMPT) // 2
 
-    def __init__(self, directory: Path, draw: Random) -> None:
-        self.directory = directory
-        self.draw = draw
-        self.now_s = 0.0
-        self.drawer: Drawer | None = None
-        self.drawers = 0
-        self.disk: dict[ContentKey, tuple[Content, bytes]] = {}
-        self.prefixes: dict[ContentKey, list[int]] = {}
-        """Block → all tokens up to its end, of all that will ever be computed."""
-        self.requests = 0
-        self.names = 0
-        self.engines: list[Engine] = []
-        self.copies = draw.choice((1, 2, 8))
-        """Halves of blocks that are copied at once."""
-        self.step_s = draw.choice((0.01, 3.0))
-        """What a step takes, as engines are told: where it is long, asking the kvbm is always worth it."""
 
-    def right(self, content: Content) -> bytes:
-        """The bytes of a block."""
-        tokens = self.prefixes[content.key]
-        return fingerprints(tokens, len(tokens) - BLOCK_SIZE)
-
-    # --- what happens
-
-    def open_kvbm(self) -> None:
-        assert self.drawer is None
-        self.drawers += 1
-        name = f"k{self.drawers}"
-        self.drawer = Drawer(self.directory, name, STORE, BOUNDS, self.disk, self.right)
-        for engine in self.engines:
-            engine.obey(KvbmUp(name))
-
-    def kill_kvbm(self) -> None:
-        """What engines have asked of it is not answered; they are told some time, or when the next one comes."""
-        assert self.drawer is not None
-        self.drawer.close()
-        self.drawer = None
-        if self.draw.random() < 0.7:
-            for engine in self.engines:
-                engine.obey(KvbmDown("it has gone"))
-
-    def start_engine(self) -> Engine:
-        self.names += 1
-        engine = Engine(self, f"w{self.names}")
-        self.engines.append(engine)
-        if self.drawer is not None:
-            engine.obey(KvbmUp(self.drawer.name))
-        return engine
-
-    def kill_engine(self, engine: Engine) -> None:
-        """The kernel lets go of its lock; its copies are not made any more."""
-        self.engines.remove(engine)
-        engine.mover.close()
-        assert engine.attachment is not None
-        engine.attachment.close()
-
-    def submit(self, engine: Engine) -> None:
-        self.requests += 1
-        prompt = [self.draw.choice((1, 2)) for _ in range(self.draw.randint(1, 4))]
-        prompt = [token for token in prompt for _ in range(BLOCK_SIZE)] + [3] * self.draw.randint(0, 2)
-        max_tokens = self.draw.randint(1, 6)
-        tokens = prompt + continuation(prompt, max_tokens, CONTEXT_LENGTH)
-        for index, key in enumerate(content_keys(root_key("model"), pack_tokens(tokens), BLOCK_SIZE), 1):
-            self.prefixes[key] = tokens[: index * BLOCK_SIZE]
-        engine.submit(f"r{self.requests}", prompt, max_tokens)
-
-    def anything(self, trouble: float) -> None:
-        """One thing happens."""
-        draw = self.draw
-        engine = draw.choice(self.engines)
-        roll = draw.random()
-        if roll < trouble:
-            self.bad_luck(engine)
-        elif roll < 0.15 and len(engine.living) < 4:
-            self.submit(engine)
-        elif roll < 0.40:
-            engine.step()
-        elif roll < 0.55 and engine.asks:
-            lost = draw.random() < trouble
-            engine.carry(draw.choice(("question", "answer")) if lost else "")
-        elif roll < 0.70:
-            engine.stream()
-            engine.deliver(draw.randrange(100))
-        elif roll < 0.9:
-            for _ in range(draw.randint(1, self.copies)):
-                engine.mover.go_on(draw.randrange(100))
-        elif roll < 0.95 and self.drawer is not None:
-            self.drawer.trouble(draw, self.now_s)
-            self.drawer.validate()
-        else:
-            self.now_s += draw.choice((0.01, 0.03, 0.1))
-
-    def bad_luck(self, engine: Engine) -> None:
-        draw = self.draw
-        match draw.randrange(7):
-            case 0 if self.drawer is not None:
-                self.kill_kvbm()
-            case 1 | 2 if self.drawer is None:
-                self.open_kvbm()
-            case 3 if len(self.engines) > 1:
-                self.kill_engine(engine)
-                self.start_engine()
-            case 4:
-                self.now_s += draw.choice((1.0, 3.2, 5.0))  # past deadlines
-                if self.drawer is not None:
-                    self.drawer.look(self.now_s)
-            case 5:
-                engine.cancel(draw.randrange(100))
-            case 6:
-                engine.time_out()
-            case _:
-                pass
-
-    def settle(self) -> None:
-        """Nothing goes wrong any more, until nothing happens any more."""
-        if self.drawer is None:
-            self.open_kvbm()
-        assert self.drawer is not None
-        for _ in range(2000):
-            quiet = True
-            for engine in self.engines:
-                quiet &= not engine.step() and not engine.living
-                while engine.asks:
-                    engine.carry("")
-                    quiet = False
-                engine.stream()
-                while any(engine.replies.values()):
-                    engine.deliver(0)
-                    quiet = False
-                while not engine.mover.idle:
-                    engine.mover.go_on(0)
-                    quiet = False
-                quiet &= bool(engine.link.kvbm) and engine.core.wait_until_s is None
-            while self.drawer.reads:
-                self.drawer.read("ok", self.now_s)
-                quiet = False
-            self.drawer.look(self.now_s)
-            self.drawer.validate()
-            if quiet:
-                return
-            self.now_s += 0.05
-        raise AssertionError("it does not come to rest")
-
-    def nothing_is_left(self) -> None:
-        assert self.drawer is not None
-        for engine in self.engines:
-            load = engine.scheduler.load()
-            assert (load.held_blocks, load.waiting, load.running) == (0, 0, 0)
-        statistics = self.drawer.tickets.statistics()
-        assert (statistics.stores, statistics.expired, statistics.awaited) == (0, 0, 0)
-        self.now_s += BOUNDS.fetch_time_s  # a fetch whose answer was lost ends by itself
-        self.drawer.look(self.now_s)
-        assert self.drawer.tickets.statistics().fetches == 0
-        host = statistics.tiers.host
-        assert (host.writing, host.quarantined) == (0, 0)
-
-    def close(self) -> None:
-        for engine in list(self.engines):
-            self.kill_engine(engine)
-        if self.drawer is not None:
-            self.drawer.close()
+def until(world: World, engine: Engine, operation: str) -> KvbmAsk:
+    """Goes on until this is the engine's next question to the kvbm."""
+    for _ in range(100):
+        world.now_s += 0.05
+        engine.step()
+        while engine.asks:
+            if engine.asks[0].operation == operation:
+                return engine.asks[0]
+            engine.carry("")
+        while any(engine.replies.values()):
+            engine.deliver(0)
+        if operation == "commit":
+            engine.mover.go_on(0)
+    raise AssertionError(f"no {operation} was asked")
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -362,3 +72,322 @@ def test_whatever_happens_bytes_are_right_and_nothing_leaks(tmp_path: Path, seed
     world.settle()
     world.nothing_is_left()
     world.close()
+
+
+# --- what it is for
+
+
+def test_what_one_engine_computed_another_one_loads(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    second.submit("again", PROMPT, 1)
+    world.settle()
+    assert (second.host_tokens, second.disk_tokens) == (REUSABLE_TOKENS, 0)
+    assert second.runner.computed_tokens == len(PROMPT) - REUSABLE_TOKENS
+    assert second.exchanged.loaded_blocks == REUSABLE_TOKENS // 2
+
+
+def test_what_a_dead_engine_computed_another_one_loads(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    world.kill_engine(first)
+    second.submit("again", PROMPT, 1)
+    world.settle()
+    assert second.host_tokens == REUSABLE_TOKENS
+
+
+def test_after_a_restart_of_the_kvbm_blocks_come_from_disk(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    assert world.drawer is not None
+    world.drawer.spill(99)
+    world.kill_engine(first)  # it would offer them anew
+    world.kill_kvbm()
+    world.settle()
+    second.submit("again", PROMPT, 1)
+    world.settle()
+    assert (second.host_tokens, second.disk_tokens) == (0, REUSABLE_TOKENS)
+    assert second.link.kvbm == world.drawer.name
+
+
+def test_what_an_engine_loaded_it_does_not_offer_again(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    second.submit("again", PROMPT, 1)
+    world.settle()
+    assert second.exchanged.saved_blocks == 0
+
+
+# --- what goes wrong
+
+
+def test_a_slot_that_is_granted_anew_while_it_is_copied_from_is_not_used(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    second.submit("again", PROMPT, 1)
+    until(world, second, "fetch")
+    second.carry("")
+    second.deliver(0)
+    second.mover.go_on(0)
+    world.now_s += BOUNDS.fetch_time_s  # the kvbm waits no longer; its slots go to others
+    for number in range(8):
+        first.submit(f"other{number}", [number + 3, 3, 3, 3, 3, 3, 3, 3], 1)
+        while not world.go_on(first):
+            pass
+    world.settle()
+    assert second.exchanged.bad_blocks > 0
+    assert second.host_tokens < REUSABLE_TOKENS
+
+
+def test_a_cancelled_request_copies_no_further_and_its_ticket_is_released(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    second.submit("again", PROMPT, 1)
+    until(world, second, "fetch")
+    second.carry("")
+    second.deliver(0)
+    second.mover.go_on(0)
+    second.cancel(0)
+    second.step()
+    assert second.scheduler.load().held_blocks > 0, "a copy still writes"
+    second.mover.go_on(0)
+    second.mover.go_on(0)
+    assert second.mover.idle
+    second.step()
+    assert [ask.operation for ask in second.asks] == ["release"]
+    assert second.scheduler.load().held_blocks == 0
+    assert world.drawer is not None
+    second.carry("")
+    assert world.drawer.tickets.statistics().fetches == 0
+
+
+@pytest.mark.parametrize("operation", ["store", "commit"])
+@pytest.mark.parametrize("lost", ["question", "answer"])
+def test_a_store_or_commit_that_is_not_answered_is_settled_by_attaching_anew(
+    world: World, operation: str, lost: str
+) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    until(world, first, operation)
+    first.carry(lost)
+    while any(first.replies.values()):
+        first.deliver(0)
+    first.step()
+    assert first.link.kvbm == ""
+    assert operation in first.link.reason
+    world.settle()
+    assert first.link.kvbm
+
+
+def test_a_fetch_that_is_not_answered_costs_the_link_nothing(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    second.submit("again", PROMPT, 1)
+    until(world, second, "fetch")
+    second.carry("answer")
+    world.settle()
+    assert second.host_tokens == 0
+    assert second.link.kvbm
+
+
+def test_an_owner_that_the_kvbm_has_forgotten_attaches_anew(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    world.drawer.tickets.owner_dead(first.attachment.hold())
+    first.submit("r", PROMPT, 1)
+    until(world, first, "attach")
+    assert "not attached" in first.link.reason
+
+
+def test_a_lock_that_somebody_deleted_is_made_anew_under_another_name(world: World) -> None:
+    first, _ = world.engines
+    before = first.attachment.hold()
+    (world.directory / "owners" / before).unlink()
+    world.kill_kvbm()
+    world.settle()
+    assert first.attachment.hold() != before
+
+
+def test_a_grant_that_comes_after_the_link_was_lost_is_aborted(world: World) -> None:
+    first, _ = world.engines
+    assert world.drawer is not None
+    first.submit("r", PROMPT, 1)
+    store = until(world, first, "store")
+    first.asks.clear()  # it lingers on its way
+    first.obey(KvbmDown("out of sight"))
+    first.obey(KvbmUp(world.drawer.name))
+    until(world, first, "attach")
+    first.carry("")
+    first.deliver(0)
+    first.asks.append(store)
+    until(world, first, "abort")
+    assert world.drawer.tickets.statistics().stores == 1
+
+
+def test_a_save_that_lasts_too_long_is_aborted_and_never_committed(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    until(world, first, "store")
+    first.carry("")
+    first.deliver(0)
+    first.mover.go_on(0)
+    world.now_s += BOUNDS.store_time_s
+    while not first.mover.idle:
+        first.mover.go_on(0)
+    first.step()
+    assert [ask.operation for ask in first.asks] == ["abort"]
+    world.settle()
+    assert first.exchanged.bad_blocks > 0
+
+
+Change = Callable[[bytes], bytes]
+
+
+def other_kvbm(reply: bytes) -> bytes:
+    return wire.ATTACH_REPLY.encode(msgspec.structs.replace(wire.ATTACH_REPLY.decode(reply), kvbm="k99"))
+
+
+def small_slots(reply: bytes) -> bytes:
+    return wire.ATTACH_REPLY.encode(msgspec.structs.replace(wire.ATTACH_REPLY.decode(reply), slot_bytes=1))
+
+
+def other_file(reply: bytes) -> bytes:
+    return wire.ATTACH_REPLY.encode(msgspec.structs.replace(wire.ATTACH_REPLY.decode(reply), pool_bytes=1 << 30))
+
+
+def other_place(reply: bytes) -> bytes:
+    return wire.ATTACH_REPLY.encode(msgspec.structs.replace(wire.ATTACH_REPLY.decode(reply), offset=1 << 40))
+
+
+def no_such_slot(reply: bytes) -> bytes:
+    slots = pack_tokens([900, 901, 902, 903])
+    return wire.STORE_REPLY.encode(msgspec.structs.replace(wire.STORE_REPLY.decode(reply), slots=slots))
+
+
+def one_slot_twice(reply: bytes) -> bytes:
+    slots = pack_tokens([1, 1, 2, 3])
+    return wire.STORE_REPLY.encode(msgspec.structs.replace(wire.STORE_REPLY.decode(reply), slots=slots))
+
+
+def no_such_block(reply: bytes) -> bytes:
+    return wire.STORE_REPLY.encode(msgspec.structs.replace(wire.STORE_REPLY.decode(reply), blocks=[0, 1, 2, 9]))
+
+
+def half_a_slot(reply: bytes) -> bytes:
+    return wire.FETCH_REPLY.encode(msgspec.structs.replace(wire.FETCH_REPLY.decode(reply), slots=b"123"))
+
+
+def too_few_generations(reply: bytes) -> bytes:
+    return wire.FETCH_REPLY.encode(msgspec.structs.replace(wire.FETCH_REPLY.decode(reply), generations=bytes(8)))
+
+
+def out_of_order(reply: bytes) -> bytes:
+    return wire.FETCH_REPLY.encode(msgspec.structs.replace(wire.FETCH_REPLY.decode(reply), first=2))
+
+
+def nothing_readable(_: bytes) -> bytes:
+    return b"\xc1"
+
+
+@pytest.mark.parametrize(
+    ("operation", "change"),
+    [
+        ("attach", other_kvbm),
+        ("attach", small_slots),
+        ("attach", other_file),
+        ("attach", other_place),
+        ("attach", nothing_readable),
+        ("store", no_such_slot),
+        ("store", one_slot_twice),
+        ("store", no_such_block),
+        ("store", nothing_readable),
+        ("commit", nothing_readable),
+        ("fetch", half_a_slot),
+        ("fetch", too_few_generations),
+        ("fetch", out_of_order),
+        ("fetch", nothing_readable),
+    ],
+)
+def test_an_answer_that_makes_no_sense_ends_the_link_which_begins_anew(
+    world: World, operation: str, change: Change
+) -> None:
+    first, second = world.engines
+    if operation == "attach":
+        assert world.drawer is not None
+        second.obey(KvbmDown("for a moment"))
+        second.obey(KvbmUp(world.drawer.name))
+    elif operation == "fetch":
+        compute(world, first)
+    second.submit("again", PROMPT, 1)
+    number = until(world, second, operation).number
+    second.carry("")
+    reply = second.replies[number].popleft()
+    second.obey(KvbmReply(number, change(reply.payload), last=reply.last))
+    second.step()
+    assert second.link.kvbm == ""
+    assert second.link.reason.startswith(f"{operation}: ")
+    world.settle()
+    assert second.link.kvbm
+
+
+# --- back-off, bounds
+
+
+def test_a_kvbm_that_does_not_answer_is_asked_ever_more_seldom(tmp_path: Path) -> None:
+    world = World(tmp_path / "pool", Random(0))
+    world.open_kvbm()
+    world.kill_kvbm()
+    engine = world.start_engine()
+    engine.obey(KvbmUp("k9"))
+    asked_s: list[float] = []
+    while len(asked_s) < 9:
+        engine.step()
+        if engine.asks:
+            asked_s.append(world.now_s)
+            engine.carry("")
+            engine.deliver(0)
+            engine.step()
+        until_s = engine.core.wait_until_s
+        assert until_s is not None
+        world.now_s = until_s
+    gaps_s = [later - earlier for earlier, later in pairwise(asked_s)]
+    assert gaps_s == [min(BACK_OFF_FIRST_S * 2**n, BACK_OFF_MOST_S) for n in range(8)]
+    assert engine.link.reason == "attach: lost"
+    engine.obey(KvbmDown("gone"))
+    assert not engine.step()
+    assert engine.core.wait_until_s is None
+    world.close()
+
+
+def test_without_a_kvbm_nothing_is_asked_and_nothing_is_waited_for(tmp_path: Path) -> None:
+    world = World(tmp_path / "pool", Random(0))
+    engine = world.start_engine()
+    engine.submit("r", PROMPT, 1)
+    while engine.step():
+        assert not engine.asks
+    assert not engine.living
+    assert engine.core.wait_until_s is None
+    world.close()
+
+
+def test_a_directory_that_is_no_pool_s_is_named(tmp_path: Path) -> None:
+    world = World(tmp_path / "nowhere", Random(0))
+    engine = world.start_engine()
+    engine.obey(KvbmUp("k1"))
+    engine.step()
+    assert "nowhere" in engine.link.reason
+    assert not engine.asks
+    world.close()
+
+
+def test_no_more_blocks_are_under_way_than_may_be(world: World) -> None:
+    world.waits_s = (0.1,)
+    first = world.start_engine()
+    world.settle()
+    for number in range(4):
+        first.submit(f"r{number}", [number + 3, 3, 3, 3, 3, 3], 1)
+    for _ in range(50):  # nothing is answered
+        world.now_s += 0.05
+        first.step()
+    stores = [wire.STORE.decode(ask.payload) for ask in first.asks if ask.operation == "store"]
+    assert sum(len(store.blocks) for store in stores) == 6

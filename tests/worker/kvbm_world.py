@@ -1,0 +1,357 @@
+"""Engines and a kvbm in a drawer, with all that can befall either of them; one thing after another, as a test says."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from services.kvbm.answers import Bounds
+from services.worker.attachment import PoolAttachment
+from services.worker.core import EngineCore
+from services.worker.engine import (
+    CancelAttempt,
+    Exchanged,
+    KvbmAsk,
+    KvbmDown,
+    KvbmLink,
+    KvbmReply,
+    KvbmUp,
+    Stepped,
+    Submit,
+)
+from services.worker.exchange import Exchange
+from services.worker.offloading import Offload
+from services.worker.scheduler import Limits, Scheduler
+from shared.blocks import Content
+from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpack_tokens
+from shared.kvbm_messages import StoreLayout
+from shared.messages import Part, Sampling
+from tests.worker.fake_runner import EOS, continuation
+from tests.worker.kvbm_drawer import Drawer
+from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner, fingerprints
+
+CONTEXT_LENGTH = 16
+CAPACITY_BLOCKS = 10
+STORE = StoreLayout(model="model", weights="the same", kv=LAYOUT)
+BOUNDS = Bounds(store_time_s=4.0, fetch_time_s=4.0, tickets_per_owner=16, owner_share=0.7)
+
+
+class Engine:
+    """One engine process: a real core, scheduler and exchange; its shell's queues are the test's."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.runner = PoolRunner(CAPACITY_BLOCKS, CONTEXT_LENGTH)
+        self.mover = HandMover(self.runner.memory, lambda: world.now_s)
+        self.attachment = PoolAttachment(world.directory, name)
+        limits = Limits(
+            model="model",
+            context_length=CONTEXT_LENGTH,
+            eos_token_ids=frozenset((EOS,)),
+            block_size=BLOCK_SIZE,
+            capacity_blocks=CAPACITY_BLOCKS,
+            max_running=4,
+            wait_s=world.draw.choice(world.waits_s),
+            offload=world.draw.choice(world.offloads),
+        )
+        self.scheduler = Scheduler(limits)
+        self.exchange = Exchange(
+            self.scheduler, self.mover, self.attachment, STORE, worker=name, timeout_s=1.0, most_blocks=6
+        )
+        self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.exchange)
+        self.asks: deque[KvbmAsk] = deque()
+        self.replies: dict[int, deque[KvbmReply]] = {}
+        """Under way, by number."""
+        self.streams: dict[int, int] = {}
+        """Ticket → the number of the fetch that more replies come to."""
+        self.link = KvbmLink(kvbm="")
+        self.living: dict[str, Submit] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.exchanged = Exchanged()
+        self.host_tokens = self.disk_tokens = 0
+        """That answers were told to have come from there."""
+        self.hear([self.core.opening()])
+
+    def hear(self, reports: list[Stepped]) -> None:
+        for report in reports:
+            if report.exchanged is not None:
+                self.exchanged = report.exchanged
+            for part in report.parts.get("f", []):
+                self.part(part)
+
+    def part(self, part: Part) -> None:
+        submit = self.living[part.request]
+        answer = self.answers[part.request]
+        assert part.first == len(answer)
+        answer += unpack_tokens(part.tokens)
+        assert part.cached_host_tokens + part.cached_disk_tokens <= part.cached_tokens
+        if part.finish is not None:
+            assert part.finish != "error", part.error
+            del self.living[part.request]
+            right = continuation(unpack_tokens(submit.tokens), submit.sampling.max_tokens, CONTEXT_LENGTH)
+            assert answer == (right if part.finish in ("stop", "length") else right[: len(answer)])
+            self.host_tokens += part.cached_host_tokens
+            self.disk_tokens += part.cached_disk_tokens
+
+    def submit(self, request: str, prompt: list[int], max_tokens: int) -> None:
+        self.world.expect(prompt, max_tokens)
+        submit = Submit(
+            request=request,
+            attempt=1,
+            frontend="f",
+            tokens=pack_tokens(prompt),
+            prompt_tokens=len(prompt),
+            sampling=Sampling(max_tokens=max_tokens),
+            time_left_s=10_000.0,
+        )
+        self.living[request], self.answers[request] = submit, []
+        self.core.obey(submit, self.world.now_s)
+
+    def cancel(self, pick: int) -> None:
+        if self.living:
+            self.core.obey(CancelAttempt(sorted(self.living)[pick % len(self.living)], 1), self.world.now_s)
+
+    def step(self) -> bool:
+        """False: there was nothing to do."""
+        now_s = self.world.now_s
+        told, works = self.core.begin(now_s)
+        self.hear(told)
+        for said in self.core.asks(now_s):
+            if isinstance(said, KvbmAsk):
+                self.asks.append(said)
+            else:
+                self.link = said
+        if works is not None:
+            self.hear(self.core.finish(self.runner.step(works), self.world.step_s))
+        self.core.validate()
+        if works is None and not self.core.busy:
+            until_s = self.core.wait_until_s
+            assert until_s is None or until_s > now_s, "it would not sleep"
+            return False
+        return True
+
+    def obey(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
+        self.core.obey(command, self.world.now_s)
+        self.core.validate()
+
+    # --- its shell
+
+    def carry(self, lose: str) -> None:
+        """The oldest question reaches the kvbm, unless it or its answer is lost."""
+        ask = self.asks.popleft()
+        waiting = self.replies.setdefault(ask.number, deque())
+        drawer = self.world.drawer
+        if drawer is None or lose == "question":
+            waiting.append(KvbmReply(ask.number, b"", failed="lost"))
+            return
+        replies, ticket = drawer.answer(ask, self.world.now_s)
+        drawer.validate()
+        if lose == "answer":
+            waiting.append(KvbmReply(ask.number, b"", failed="late"))
+            return
+        if ticket:
+            self.streams[ticket] = ask.number
+        last = ticket == 0
+        waiting.extend(KvbmReply(ask.number, reply, last=last) for reply in replies)
+
+    def stream(self) -> None:
+        """Later replies to fetches."""
+        drawer = self.world.drawer
+        for ticket, number in list(self.streams.items()):
+            more = drawer.advanced.get(ticket, []) if drawer is not None else []
+            if drawer is None:
+                self.replies[number].append(KvbmReply(number, b"", failed="it is gone"))
+                del self.streams[ticket]
+                continue
+            last = bool(more) and more[-1] == b""
+            payloads = [payload for payload in more if payload]
+            for index, payload in enumerate(payloads):
+                self.replies[number].append(KvbmReply(number, payload, last=last and index == len(payloads) - 1))
+            more.clear()
+            if last:
+                del self.streams[ticket]
+
+    def time_out(self) -> None:
+        """Nothing comes any more to the fetches that wait."""
+        for ticket, number in list(self.streams.items()):
+            self.replies[number].append(KvbmReply(number, b"", failed="idle"))
+            del self.streams[ticket]
+
+    def deliver(self, pick: int) -> None:
+        numbers = sorted(number for number, waiting in self.replies.items() if waiting)
+        if numbers:
+            self.obey(self.replies[numbers[pick % len(numbers)]].popleft())
+
+
+class World:
+    """Some engines and at most one kvbm, on a pool in `directory`."""
+
+    def __init__(self, directory: Path, draw: Random) -> None:
+        self.directory = directory
+        self.draw = draw
+        self.now_s = 0.0
+        self.drawer: Drawer | None = None
+        self.drawers = 0
+        self.disk: dict[ContentKey, tuple[Content, bytes]] = {}
+        self.prefixes: dict[ContentKey, list[int]] = {}
+        """Block → all tokens up to its end, of all that will ever be computed."""
+        self.requests = 0
+        self.names = 0
+        self.engines: list[Engine] = []
+        self.waits_s: Sequence[float] = (0.5, 5.0)
+        self.offloads: Sequence[Offload] = ("filled", "filled", "evicted")
+        """Of each engine one."""
+        self.copies = draw.choice((1, 2, 8))
+        """Halves of blocks that are copied at once."""
+        self.step_s = draw.choice((0.01, 3.0))
+        """What a step takes, as engines are told: where it is long, asking the kvbm is always worth it."""
+
+    def right(self, content: Content) -> bytes:
+        """The bytes of a block."""
+        tokens = self.prefixes[content.key]
+        return fingerprints(tokens, len(tokens) - BLOCK_SIZE)
+
+    def expect(self, prompt: list[int], max_tokens: int) -> None:
+        """Blocks of this prompt and its answer may come."""
+        tokens = prompt + continuation(prompt, max_tokens, CONTEXT_LENGTH)
+        for index, key in enumerate(content_keys(root_key("model"), pack_tokens(tokens), BLOCK_SIZE), 1):
+            self.prefixes[key] = tokens[: index * BLOCK_SIZE]
+
+    # --- what happens
+
+    def open_kvbm(self) -> None:
+        assert self.drawer is None
+        self.drawers += 1
+        name = f"k{self.drawers}"
+        self.drawer = Drawer(self.directory, name, STORE, BOUNDS, self.disk, self.right)
+        for engine in self.engines:
+            engine.obey(KvbmUp(name))
+
+    def kill_kvbm(self) -> None:
+        """What engines have asked of it is not answered; they are told some time, or when the next one comes."""
+        assert self.drawer is not None
+        self.drawer.close()
+        self.drawer = None
+        if self.draw.random() < 0.7:
+            for engine in self.engines:
+                engine.obey(KvbmDown("it has gone"))
+
+    def start_engine(self) -> Engine:
+        self.names += 1
+        engine = Engine(self, f"w{self.names}")
+        self.engines.append(engine)
+        if self.drawer is not None:
+            engine.obey(KvbmUp(self.drawer.name))
+        return engine
+
+    def kill_engine(self, engine: Engine) -> None:
+        """The kernel lets go of its lock; its copies are not made any more."""
+        self.engines.remove(engine)
+        engine.core.close()
+
+    def submit(self, engine: Engine) -> None:
+        self.requests += 1
+        prompt = [self.draw.choice((1, 2)) for _ in range(self.draw.randint(1, 4))]
+        prompt = [token for token in prompt for _ in range(BLOCK_SIZE)] + [3] * self.draw.randint(0, 2)
+        engine.submit(f"r{self.requests}", prompt, self.draw.randint(1, 6))
+
+    def anything(self, trouble: float) -> None:
+        """One thing happens."""
+        draw = self.draw
+        engine = draw.choice(self.engines)
+        roll = draw.random()
+        if roll < trouble:
+            self.bad_luck(engine)
+        elif roll < 0.15 and len(engine.living) < 4:
+            self.submit(engine)
+        elif roll < 0.40:
+            engine.step()
+        elif roll < 0.55 and engine.asks:
+            lost = draw.random() < trouble
+            engine.carry(draw.choice(("question", "answer")) if lost else "")
+        elif roll < 0.70:
+            engine.stream()
+            engine.deliver(draw.randrange(100))
+        elif roll < 0.9:
+            for _ in range(draw.randint(1, self.copies)):
+                engine.mover.go_on(draw.randrange(100))
+        elif roll < 0.95 and self.drawer is not None:
+            self.drawer.trouble(draw, self.now_s)
+            self.drawer.validate()
+        else:
+            self.now_s += draw.choice((0.01, 0.03, 0.1))
+
+    def bad_luck(self, engine: Engine) -> None:
+        draw = self.draw
+        match draw.randrange(7):
+            case 0 if self.drawer is not None:
+                self.kill_kvbm()
+            case 1 | 2 if self.drawer is None:
+                self.open_kvbm()
+            case 3 if len(self.engines) > 1:
+                self.kill_engine(engine)
+                self.start_engine()
+            case 4:
+                self.now_s += draw.choice((1.0, 3.2, 5.0))  # past deadlines
+                if self.drawer is not None:
+                    self.drawer.look(self.now_s)
+            case 5:
+                engine.cancel(draw.randrange(100))
+            case 6:
+                engine.time_out()
+            case _:
+                pass
+
+    def settle(self) -> None:
+        """Nothing goes wrong any more, until nothing happens any more."""
+        if self.drawer is None:
+            self.open_kvbm()
+        assert self.drawer is not None
+        for _ in range(2000):
+            rests = [self.go_on(engine) for engine in self.engines]
+            if all(rests) and not self.drawer.reads:
+                return
+        raise AssertionError("it does not come to rest")
+
+    def go_on(self, engine: Engine) -> bool:
+        """All goes well with this engine for a while; whether it is at rest, attached."""
+        assert self.drawer is not None
+        self.now_s += 0.05
+        rests = not engine.step() and not engine.living and bool(engine.link.kvbm)
+        while engine.asks:
+            engine.carry("")
+            rests = False
+        engine.stream()
+        while any(engine.replies.values()):
+            engine.deliver(0)
+            rests = False
+        while not engine.mover.idle:
+            engine.mover.go_on(0)
+            rests = False
+        while self.drawer.reads:
+            self.drawer.read("ok", self.now_s)
+        self.drawer.look(self.now_s)
+        self.drawer.validate()
+        return rests and engine.core.wait_until_s is None
+
+    def nothing_is_left(self) -> None:
+        assert self.drawer is not None
+        for engine in self.engines:
+            load = engine.scheduler.load()
+            assert (load.held_blocks, load.waiting, load.running) == (0, 0, 0)
+        statistics = self.drawer.tickets.statistics()
+        assert (statistics.stores, statistics.expired, statistics.awaited) == (0, 0, 0)
+        self.now_s += BOUNDS.fetch_time_s  # a fetch whose answer was lost ends by itself
+        self.drawer.look(self.now_s)
+        assert self.drawer.tickets.statistics().fetches == 0
+        host = statistics.tiers.host
+        assert (host.writing, host.quarantined) == (0, 0)
+
+    def close(self) -> None:
+        for engine in list(self.engines):
+            self.kill_engine(engine)
+        if self.drawer is not None:
+            self.drawer.close()
