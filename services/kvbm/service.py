@@ -53,8 +53,8 @@ _TICKS_A_TRY = 20
 
 _log = logging.getLogger(__name__)
 
-_Operation = Callable[[Message], tuple[Layout | None, bytes | None]]
-"""The layout that is to settle, and the answer; None: it is on its way."""
+_Operation = Callable[[Message], tuple[Layout, bytes | None]]
+"""The layout that is to settle, and the answer; None: it goes by and by."""
 
 
 async def serve(runtime: Runtime, config: KvbmConfig) -> None:
@@ -154,7 +154,7 @@ class Kvbm:
             self._answers.later(message, payload, last=True)
         else:
             if payload is not None:
-                await self._answers.answer(message, payload)
+                await self._answers.answer(message, payload, last=operation == "fetch")
         self._metrics.request_seconds.labels(operation).observe(perf_counter() - start_s)
         if layout is not None:
             layout.settle_soon()
@@ -210,11 +210,15 @@ class Kvbm:
         layout = self._layout_of(ask.owner)
         return layout, wire.SETTLED.encode(layout.abort(ask), message.headers)
 
-    def _fetch(self, message: Message) -> tuple[Layout, None]:
+    def _fetch(self, message: Message) -> tuple[Layout, bytes | None]:
+        """Where all is in memory the one reply goes at once; else it is the first of those that go by and by."""
         ask = wire.FETCH.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
         told = partial(self._tell, message)
-        told(*layout.fetch(ask, told))
+        first, complete = layout.fetch(ask, told)
+        if complete:
+            return layout, wire.FETCH_REPLY.encode(first, message.headers)
+        told(first, False)
         return layout, None
 
     def _tell(self, message: Message, reply: wire.Fetched | wire.KvbmRefused, last: bool) -> None:

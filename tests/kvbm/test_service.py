@@ -182,7 +182,7 @@ async def test_attaching_anew_ends_all_that_an_engine_had(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"owner": "../a"}, "bad_request"),
+        ({"owner": "../a"}, "unknown_owner"),
         ({"owner": "nobody"}, "unknown_owner"),
         ({"worker": "a worker"}, "bad_request"),
         ({"layout": msgspec.structs.replace(LAYOUT, rank=-1)}, "bad_request"),
