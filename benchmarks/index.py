@@ -19,6 +19,10 @@ index alone, for Dynamo the growth of the resident set over its first fill; the 
 reported apart. A find of ours that leaves a run midway costs a search more than these, where most prompts end where a
 stored chain does or go on.
 
+`8 stores` is an index with eight block stores more, of eight instances each, of which every one holds in host memory
+what any of its instances has on the device; its ratio is to the same index without, asked in turn. Far more instances
+are found then, to the depth of the deepest of their store, and that is most of the price.
+
     python -m benchmarks.index [--quick] [--json] [--dynamo /path/to/venv/bin/python]
 """
 
@@ -51,6 +55,7 @@ from shared.messages import EVENT_BATCH, BlockStored, EventBatch
 UNLIMITED = 1 << 40
 BLOCK_SIZE = 16
 DEPTHS = (16, 128, 1024)
+STORES = 8
 EVENT_BLOCKS = (1, 8, 16, 64)
 BYTES_GOAL = 60.0
 STALL_GOAL_MS = 3.0
@@ -70,12 +75,15 @@ def main() -> int:
     flags = parser.parse_args()
     pairs, rounds = (100_000, 3) if flags.quick else (1_000_000, 9)
     with _peer(flags.dynamo) as peer:
-        rows = [*_compared(peer, pairs, rounds), *_payloads_applied(rounds), *_sizes(pairs), *_stalls(pairs)]
+        rows = [*_compared(peer, pairs, rounds), *_with_stores(pairs, rounds)]
+    rows += [*_payloads_applied(rounds), *_sizes(pairs), *_stalls(pairs)]
     if flags.json:
         print(msgspec.json.encode(_report(rows)).decode())
         return 0
     for row in rows:
         against = f"{row['dynamo']:>12,.2f} {row['ratio']:>7.1f} x" if "ratio" in row else ""
+        if "times one without" in row:
+            against = f"{row['times one without']:.2f} x one without"
         print(f"{row['what']:<52} {row['value']:>12,.2f} {row['unit']:<14} {against}")
     return 0
 
@@ -131,10 +139,14 @@ def _filled(name: str, pairs: int) -> tuple[Index, list[Slot], list[Chain]]:
     chains = list(workload.fill(name, pairs))
     for chain in chains:
         for number, depth in chain.held:
-            for start in range(0, depth, 16):
-                blocks = chain.hashes[start : min(start + 16, depth)]
-                index.stored(slots[number], 0, blocks, chain.hashes[start - 1] if start else None)
+            _hold(index, slots[number], 0, chain.hashes[:depth])
     return index, slots, chains
+
+
+def _hold(index: Index, slot: Slot, tier: int, hashes: list[int]) -> None:
+    """The chain's blocks are stored, 16 an event."""
+    for start in range(0, len(hashes), 16):
+        index.stored(slot, tier, hashes[start : start + 16], hashes[start - 1] if start else None)
 
 
 def _compared(peer: Ask | None, pairs: int, rounds: int) -> Iterator[Row]:
@@ -166,6 +178,25 @@ def _compared(peer: Ask | None, pairs: int, rounds: int) -> Iterator[Row]:
                 "ns a block",
                 median(each[number] for each in peers) if peers else None,
             )
+
+
+def _with_stores(pairs: int, rounds: int) -> Iterator[Row]:
+    """What it costs that blocks of stores count for those attached."""
+    for name in ("staggered", *(f"quarter {depth}" for depth in DEPTHS)):
+        plain, _, chains = _filled(name, pairs)
+        index, slots, _ = _filled(name, pairs)
+        stores = [index.open((f"store {number}", 0)) for number in range(STORES)]
+        for number, slot in enumerate(slots):
+            index.borrow(slot.candidate, stores[number % STORES].candidate)
+        for chain in chains:
+            for number, store in enumerate(stores):
+                depth = max([depth for instance, depth in chain.held if instance % STORES == number], default=0)
+                _hold(index, store, 1, chain.hashes[:depth])
+        asked = workload.asked(chains)
+        times = [(_find(plain, asked), _find(index, asked)) for _ in range(rounds)]
+        without, with_stores = (median(each) for each in zip(*times, strict=True))
+        row = _row(f"{name}: find with {STORES} stores", with_stores, "ns")
+        yield {**row, "times one without": round(with_stores / without, 2)}
 
 
 def _cpu_ns(work: Callable[[T], object], items: Sequence[T]) -> int:

@@ -275,10 +275,12 @@ class Index:
         """The chains of the slots in `ended` are `depth` blocks long."""
         if lower is not None:
             for slots, host, disk in lower.ended(ended, depth):
-                found.update(dict.fromkeys(self._names(slots), Overlap(depth - host - disk, host, disk)))
+                self._name(found, slots, Overlap(depth - host - disk, host, disk))
             ended &= ~lower.slots
-        names = self._names(ended)
-        overlap = Overlap(depth)
+        self._name(found, ended, Overlap(depth))
+
+    def _name(self, found: dict[CandidateId, Overlap], slots: int, overlap: Overlap) -> None:
+        names = self._names(slots)
         if not found:
             found.update(dict.fromkeys(names, overlap))  # takes the hashes of `names` over: a tuple's is dear
             return

@@ -10,9 +10,13 @@ borrows, at once. A lender is nobody's choice, so `find` never names it. Masks h
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 
 CandidateId = tuple[str, int]
 """(instance, data-parallel rank); of a lender (its name, 0)."""
+
+_UNIONS_LIMIT = 1024
 
 
 class Lending:
@@ -26,6 +30,8 @@ class Lending:
         """The number of each open slot, of lenders and of all others."""
         self._lent_to: dict[int, int] = {}
         """Bit of a lender's slot → the slots that borrow from it."""
+        self._unions: dict[int, int] = {}
+        """Lenders' slots → all that borrow from one of them; a bounded memo."""
         self.lenders = 0
         """The slots that lend."""
 
@@ -52,6 +58,7 @@ class Lending:
     def retired(self, candidate: CandidateId) -> None:
         """It holds none in its slot any more."""
         bit = 1 << self._open.pop(candidate)
+        self._unions.clear()
         if self._lent_to.pop(bit, None) is not None:
             self.lenders &= ~bit
         elif candidate in self._lender_of:
@@ -60,11 +67,20 @@ class Lending:
     def widened(self, holding: int) -> int:
         """The slots in `holding`, and those that borrow from lenders among them."""
         lending = holding & self.lenders
-        while lending:
-            bit = lending & -lending
-            lending ^= bit
-            holding |= self._lent_to[bit]
-        return holding
+        if not lending:
+            return holding
+        borrowing = self._unions.get(lending)
+        return holding | (self._union(lending) if borrowing is None else borrowing)
+
+    def _union(self, lending: int) -> int:
+        if len(self._unions) >= _UNIONS_LIMIT:
+            self._unions.clear()
+        borrowing = 0
+        for bit, borrowers in self._lent_to.items():
+            if lending & bit:
+                borrowing |= borrowers
+        self._unions[lending] = borrowing
+        return borrowing
 
     def _settle(self, lender: CandidateId) -> None:
         """Make the masks agree with who borrows from it."""
@@ -72,6 +88,7 @@ class Lending:
         if number is None:
             return
         bit = 1 << number
+        self._unions.clear()
         borrowers = self._borrowers_of.get(lender)
         if borrowers is None:
             self._lent_to.pop(bit, None)
@@ -97,3 +114,7 @@ class Lending:
             if lender in self._open
         }
         assert self.lenders == sum(self._lent_to)
+        assert len(self._unions) <= _UNIONS_LIMIT
+        for lending, borrowing in self._unions.items():
+            lent_to = [borrowers for bit, borrowers in self._lent_to.items() if bit & lending]
+            assert borrowing == reduce(or_, lent_to, 0)

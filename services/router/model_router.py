@@ -26,7 +26,7 @@ from services.router.decisions import Decision, Decisions, Prediction
 from services.router.index import CandidateId, Index
 from services.router.load import UNTOLD, Load
 from services.router.policy import Policy
-from services.router.question import Facts, Fleet, Question, predicted_s
+from services.router.question import DISK_BYTES_PER_S, HOST_BYTES_PER_S, Facts, Fleet, Question, predicted_s
 from services.router.seats import Nobody, Refusal, Seats
 from services.router.speculation import Run, Speculation
 from shared.errors import ProtocolError
@@ -218,8 +218,11 @@ class ModelRouter:
             )
             for candidate, instance, total_blocks, since_s, _ in seats
         ]
+        block_bytes = _block_bytes(card.kv_layout)
         question = Question(
-            ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts), _block_bytes(card.kv_layout)
+            *(ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts)),
+            host_s=block_bytes / HOST_BYTES_PER_S,
+            disk_s=block_bytes / DISK_BYTES_PER_S,
         )
         verdict = self.chooser.choose(question, facts)
         if ask.wait_limit_s > 0 and before is None and not _in_time([verdict.chosen.facts], ask, question):
@@ -368,6 +371,7 @@ class ModelRouter:
 
 
 def _block_bytes(layout: KvLayout) -> int:
+    """Of one block; 0: not known."""
     try:
         return layout.block_bytes
     except KeyError:  # a foreign engine's dtype

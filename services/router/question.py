@@ -51,8 +51,10 @@ class Question(Struct, frozen=True):
     """Requests of one session prefer the same candidate, all else nearly equal."""
     priority: int = 0
     fleet: Fleet = Fleet()
-    block_bytes: int = 0
-    """Of one block's KV; 0: not known."""
+    host_s: float = 0.0
+    """What fetching one block from host memory takes; 0: not known."""
+    disk_s: float = 0.0
+    """The same from disk."""
 
 
 class Facts(Struct, frozen=True, gc=False):
@@ -69,19 +71,16 @@ class Facts(Struct, frozen=True, gc=False):
     """Since it began to serve: one that has just joined ramps up."""
 
 
-def fetch_s(question: Question, overlap: Overlap) -> float:
-    """What copying the blocks takes that are not on the device."""
-    return question.block_bytes * (overlap.host / HOST_BYTES_PER_S + overlap.disk / DISK_BYTES_PER_S)
-
-
 def predicted_s(facts: Facts, question: Question) -> float | None:
     """Until the prompt's first token, if it went there; None: how fast the worker is was not told. Blocks are fetched
     while those before it are computed."""
     rate = facts.speed.prefill_tokens_per_s
     if not rate:
         return None
-    uncached_tokens = question.prompt_tokens - facts.overlap.blocks * question.block_size
-    return max(facts.load.queued_tokens / rate, fetch_s(question, facts.overlap)) + uncached_tokens / rate
+    overlap = facts.overlap
+    uncached_tokens = question.prompt_tokens - overlap.blocks * question.block_size
+    fetch_s = overlap.host * question.host_s + overlap.disk * question.disk_s
+    return max(facts.load.queued_tokens / rate, fetch_s) + uncached_tokens / rate
 
 
 class Scored(Struct, frozen=True, gc=False):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from services.router.load import IDLE, CandidateLoad
 from services.router.policies.kv import KvPolicy
-from services.router.question import UNTOLD, Facts, Fleet, Question, Scored, Speed
+from services.router.question import DISK_BYTES_PER_S, HOST_BYTES_PER_S, UNTOLD, Facts, Fleet, Question, Scored, Speed
 from shared.messages import Overlap
 
 BLOCK = 16
-BLOCK_BYTES = BLOCK * 128 * 1024
+HOST_S, DISK_S = (BLOCK * 128 * 1024 / rate for rate in (HOST_BYTES_PER_S, DISK_BYTES_PER_S))
 LOADS = st.builds(CandidateLoad, st.integers(0, 50), st.integers(0, 10**6), st.integers(0, 10**5))
 OVERLAPS = st.builds(Overlap, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
 CANDIDATES = st.lists(
@@ -45,7 +45,7 @@ def facts(
 
 
 def choose(candidates: list[Facts], tokens: int = 320) -> str:
-    policy, question = KvPolicy(), Question(tokens, BLOCK, fleet=Fleet.of(candidates), block_bytes=BLOCK_BYTES)
+    policy, question = KvPolicy(), Question(tokens, BLOCK, fleet=Fleet.of(candidates), host_s=HOST_S, disk_s=DISK_S)
     scored = [Scored(each, policy.score(question, each)) for each in policy.filter(question, candidates)]
     return policy.pick(question, scored, Random(0)).facts.candidate[0]
 
@@ -58,7 +58,7 @@ def test_it_never_picks_one_that_is_worse_in_everything(candidates: list[Facts])
 
 @given(CANDIDATES)
 def test_its_reason_adds_up_to_its_score(candidates: list[Facts]) -> None:
-    policy, question = KvPolicy(), Question(320, BLOCK, fleet=Fleet.of(candidates), block_bytes=BLOCK_BYTES)
+    policy, question = KvPolicy(), Question(320, BLOCK, fleet=Fleet.of(candidates), host_s=HOST_S, disk_s=DISK_S)
     for each in candidates:
         terms = [float(word) for word in policy.reason(question, each).split() if word[0].isdigit()]
         assert sum(terms) == pytest.approx(policy.score(question, each), abs=2.0)
@@ -104,7 +104,7 @@ def test_it_prefers_the_faster_tier_and_any_tier_to_computing() -> None:
 def test_fetching_counts_by_the_time_it_takes_beside_computing_and_for_less_than_that() -> None:
     def fetching(overlap: Overlap, tokens_per_s: float) -> float:
         candidate = facts("a", overlap, speed=tokens_per_s)
-        question = Question(16_001, BLOCK, fleet=Fleet.of([candidate]), block_bytes=BLOCK_BYTES)
+        question = Question(16_001, BLOCK, fleet=Fleet.of([candidate]), host_s=HOST_S, disk_s=DISK_S)
         return KvPolicy().score(question, candidate) - 1
 
     assert fetching(Overlap(0, 1000), 30_000.0) == pytest.approx(16_000 * 0.026, rel=0.01)

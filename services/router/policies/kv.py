@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from math import log2
 from random import Random
 
-from services.router.question import Facts, Question, Scored, best, fetch_s
+from services.router.question import Facts, Question, Scored, best
 
 FETCHING = 1 / 3
 """What a second of fetching counts for, in seconds of computing."""
@@ -84,7 +84,10 @@ def _costs(question: Question, candidate: Facts) -> tuple[float, float, float, f
     fetched = 0.0
     if host or disk:
         usual = question.fleet.prefill_tokens_per_s or UNTOLD_TOKENS_PER_S
-        fetched = min(FETCHING * usual * fetch_s(question, overlap), slow * size * (host + disk))
+        fetched = FETCHING * usual * (host * question.host_s + disk * question.disk_s)
+        computed = slow * size * (host + disk)
+        if fetched > computed:
+            fetched = computed
     waiting = slow * load.queued_tokens / (CALM + question.fleet.requests)
     crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * question.fleet.prefill_tokens_per_s
     running = slow * crowding * log2(1 + load.requests)
