@@ -38,11 +38,12 @@ class Drawer:
         layout: wire.StoreLayout,
         bounds: Bounds,
         disk: dict[ContentKey, tuple[Content, bytes]],
-        right: Callable[[Content], bytes],
+        right: Callable[[Content], bytes] = lambda _: b"",
+        pool_bytes: int = 2 * ARENA_BYTES,
     ) -> None:
-        """`right`: the bytes that a block must have, looked at whenever one is published."""
+        """`right`: how a block's bytes must begin, looked at whenever one is published."""
         self.name = name
-        self.pool = HostPool.open(directory, 2 * ARENA_BYTES)
+        self.pool = HostPool.open(directory, pool_bytes)
         self.layout = layout
         self.slots = self.pool.place(layout.digest, layout.kv.block_bytes, ()).slots
         sizes = Sizes(slots=self.slots.arena.slots, records=DISK_RECORDS, disk_sightings=1, spare_slots=1)

@@ -13,13 +13,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.kvbm.answers import Bounds
 from services.worker.channel import PeerGone
-from services.worker.config import SimulatedConfig, WorkerConfig
-from services.worker.engine import EngineReport, Failed, Loading, Ready, Stepped, Submit
+from services.worker.config import KvbmConfig, KvDtype, SimulatedConfig, WorkerConfig
+from services.worker.engine import (
+    EngineReport,
+    Exchanged,
+    Failed,
+    KvbmAsk,
+    KvbmLink,
+    KvbmReply,
+    KvbmUp,
+    Loading,
+    Ready,
+    Stepped,
+    Submit,
+)
 from services.worker.engine_client import EngineClient
-from shared.hashing import pack_tokens, unpack_tokens
+from shared.blocks import Content
+from shared.hashing import ContentKey, pack_tokens, unpack_tokens
+from shared.kvbm_messages import StoreLayout
 from shared.messages import Part, Sampling
 from tests.tiny_model import write_tiny_model
+from tests.worker.kvbm_drawer import Drawer
 from tests.worker.shell import LIMIT_S, write_model
 
 
@@ -43,7 +59,11 @@ async def ready(engine: EngineClient) -> Ready:
 
 
 async def answer(
-    engine: EngineClient, prompt: list[int], max_tokens: int, steps: list[Stepped] | None = None
+    engine: EngineClient,
+    prompt: list[int],
+    max_tokens: int,
+    steps: list[Stepped] | None = None,
+    store: Store | None = None,
 ) -> list[Part]:
     submit = Submit(
         request="r",
@@ -59,11 +79,75 @@ async def answer(
     async with asyncio.timeout(LIMIT_S):
         while not parts or parts[-1].finish is None:
             report = await engine.receive()
+            if isinstance(report, KvbmAsk):
+                assert store is not None
+                store.answer(engine, report)
+                continue
             assert isinstance(report, Stepped), report
             parts += report.parts.get("f", [])
             if steps is not None:
                 steps.append(report)
     return parts
+
+
+class Store:
+    """A kvbm in a drawer, and the shells that carry what the engines say to it and hear."""
+
+    def __init__(self, directory: Path, facts: Ready) -> None:
+        self._directory = directory
+        self._layout = StoreLayout(model="tiny", weights=facts.weights, kv=facts.kv_layout)
+        self._disk: dict[ContentKey, tuple[Content, bytes]] = {}
+        self._kvbms = 0
+        self.drawer = self._open()
+
+    def _open(self) -> Drawer:
+        self._kvbms += 1
+        return Drawer(
+            self._directory, f"k{self._kvbms}", self._layout, Bounds(), self._disk, pool_bytes=self._pool_bytes
+        )
+
+    @property
+    def _pool_bytes(self) -> int:
+        return 64 * max(self._layout.kv.block_bytes, 1 << 14)
+
+    def restart(self) -> None:
+        """What is in memory is lost, all of it was written to disk."""
+        self.drawer.spill(999)
+        self.drawer.close()
+        self.drawer = self._open()
+
+    def answer(self, engine: EngineClient, ask: KvbmAsk) -> None:
+        now_s = asyncio.get_running_loop().time()
+        replies, ticket = self.drawer.answer(ask, now_s)
+        while self.drawer.reads:
+            self.drawer.read("ok", now_s)
+        replies += [reply for reply in self.drawer.advanced.pop(ticket, []) if reply]
+        for index, reply in enumerate(replies, 1):
+            engine.send(KvbmReply(ask.number, reply, last=index == len(replies)))
+
+    async def linked(self, engine: EngineClient) -> None:
+        engine.send(KvbmUp(self.drawer.name))
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                match await engine.receive():
+                    case KvbmAsk() as ask:
+                        self.answer(engine, ask)
+                    case KvbmLink(kvbm) if kvbm == self.drawer.name:
+                        return
+                    case _:
+                        pass
+
+    async def saved(self, engine: EngineClient, blocks: int) -> None:
+        """Until the engine has told that so many of its blocks are stored."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                match await engine.receive():
+                    case KvbmAsk() as ask:
+                        self.answer(engine, ask)
+                    case Stepped(exchanged=Exchanged(saved_blocks=count)) if count >= blocks:
+                        return
+                    case _:
+                        pass
 
 
 async def test_it_gets_ready_answers_and_ends_on_shutdown(tmp_path: Path) -> None:
@@ -163,3 +247,53 @@ async def test_the_native_engine_repeats_itself_from_its_cache(tmp_path: Path) -
     assert first[-1].cached_tokens == 0
     assert second[-1].cached_tokens == 96
     assert await engine.end(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+async def test_a_prompt_that_one_engine_computed_is_loaded_by_another_and_answered_the_same(
+    tmp_path: Path, kv_dtype: KvDtype
+) -> None:
+    config = WorkerConfig(
+        model=str(write_tiny_model(tmp_path / "tiny")),
+        cache=str(tmp_path / "cache"),
+        capacity_blocks=64,
+        threads=1,
+        kv_dtype=kv_dtype,
+        kvbm=KvbmConfig(pool=str(tmp_path / "pool"), wait_s=LIMIT_S),
+    )
+    prompt = [position * 7 % 320 for position in range(100)]
+    first = await EngineClient.start(config, "tiny", "w1")
+    store = Store(tmp_path / "pool", await ready(first))
+    await store.linked(first)
+    computed = await answer(first, prompt, 8, store=store)
+    await store.saved(first, 6)
+    first.kill()
+    second = await EngineClient.start(config, "tiny", "w2")
+    await ready(second)
+    await store.linked(second)
+    loaded = await answer(second, prompt, 8, store=store)
+    assert [part.tokens for part in loaded] == [part.tokens for part in computed]
+    assert (loaded[-1].cached_tokens, loaded[-1].cached_host_tokens) == (96, 96)
+    second.kill()
+    await first.end(LIMIT_S)
+    await second.end(LIMIT_S)
+
+    store.restart()
+    third = await EngineClient.start(config, "tiny", "w3")
+    await ready(third)
+    await store.linked(third)
+    from_disk = await answer(third, prompt, 8, store=store)
+    assert [part.tokens for part in from_disk] == [part.tokens for part in computed]
+    assert (from_disk[-1].cached_tokens, from_disk[-1].cached_disk_tokens) == (96, 96)
+    assert await third.end(LIMIT_S) == 0
+    store.drawer.close()
+
+
+async def test_an_engine_without_kv_to_exchange_says_so(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(echo(tmp_path), kvbm=KvbmConfig(pool=str(tmp_path)))
+    engine = await EngineClient.start(config, "model", "w1")
+    report = await engine.receive()
+    assert isinstance(report, Failed)
+    assert report.model
+    assert "kvbm" in report.reason
+    assert await engine.end(LIMIT_S) == 1
