@@ -68,10 +68,12 @@ class HostMover:
         self._blocks: memoryview | None = blocks  # kept alive
         self._blocks_at = _address(blocks)
         self._block_bytes = block_bytes
+        self._device_slots = blocks.nbytes // block_bytes
         self._clock = clock
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._slots: Slots | None = None
         self._slots_at = 0
+        self._complained = False
         self._work = threading.Condition()
         """Guards all below; what is in a batch is the thread's alone, but for `cancelled`."""
         self._loads: deque[_Batch] = deque()
@@ -80,7 +82,6 @@ class HostMover:
         """Where the pieces that are yet to be touched begin."""
         self._touching = False
         self._ended: list[Copied] = []
-        self._complained = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
         self._thread.start()
@@ -188,7 +189,8 @@ class HostMover:
         for copy in batch.copies[len(batch.good) :]:
             if batch.cancelled or self._closed or (self._loads and not batch.loads):
                 return
-            if not 0 <= copy.pool_slot < slots.arena.slots:
+            assert 0 <= copy.device_slot < self._device_slots
+            if not 0 <= copy.pool_slot < slots.arena.slots:  # another process named it
                 raise PoolUnfit(f"slot {copy.pool_slot} of an arena of {slots.arena.slots}")
             in_pool = self._slots_at + copy.pool_slot * slots.arena.slot_bytes
             on_device = self._blocks_at + copy.device_slot * size_bytes
@@ -207,11 +209,14 @@ class HostMover:
         with self._slots.bytes[piece : piece + PIECE_BYTES] as memory:
             try:
                 touch(memory)
-            except OSError as wrong:  # copies touch their pages themselves then, and are slower the first time
-                _log.warning("the pool's pages cannot be touched beforehand: %s", wrong.strerror)
-                self._untouched = range(0)
+                failed = False
+            except Exception as wrong:  # noqa: BLE001 - as in `_work_on`; copies then touch their pages themselves
+                _log.warning("the pool's pages are not touched beforehand, copies will be slower: %s", wrong)
+                failed = True
         with self._work:
             self._touching = False
+            if failed:
+                self._untouched = range(0)
             self._work.notify_all()
 
 

@@ -17,6 +17,7 @@ from services.worker.copies import Copied, Copy
 from services.worker.host_mover import HostMover
 from shared.pool_format import Geometry, PoolUnfit
 from shared.pool_map import PoolMap
+from tests.kvbm.small_tmpfs import small_tmpfs
 from tests.worker.pool_file import make_pool
 
 LIMIT_S = 20.0
@@ -242,6 +243,25 @@ def test_the_pool_is_touched_when_it_is_attached(rig: Rig) -> None:
     rig.mover.attach(rig.engine)
     rig.all_touched()
     assert _resident_bytes() - before > 0.9 * rig.engine.arena.size_bytes
+
+
+def test_a_pool_that_cannot_be_touched_is_said_once_and_let_go_like_any_other(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_mover, "PIECE_BYTES", 1 << 20)
+    with small_tmpfs(tmp_path / "small") as directory:  # a hole on a full file system
+        geometry = make_pool(directory / "pool", 8 << 20)
+        pool = PoolMap(directory / "pool")
+        slots = pool.arena(geometry.arena(0, 1, BLOCK_BYTES))
+        rig.mover.attach(slots)
+        rig.all_touched()
+        rig.mover.detach()
+        slots.close()
+        pool.close()
+    [record] = caplog.records
+    assert (
+        record.message == "the pool's pages are not touched beforehand, copies will be slower: [Errno 14] Bad address"
+    )
 
 
 def test_copies_go_before_touching(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
