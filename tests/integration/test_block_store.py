@@ -20,6 +20,8 @@ from openai import OpenAI
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
 
 MODEL = "SmolLM2-135M-Instruct"
+PROMPT = "Once upon a time an old miller went to the river and came back with a fish. " * 20
+PROMPT_BLOCKS = 23
 BLOCK_TOKENS = 16
 WORKERS = ("worker-0", "worker-1")
 LIMIT_S = 60.0
@@ -86,31 +88,42 @@ def _attached(up: Up, program: str, *, before: int) -> bool:
         return False
 
 
-def story(about: str) -> str:
-    """A prompt of its own, of some 20 blocks."""
-    return f"The tale of {about}. " + f"Once upon a time {about} went to the mill and came back with the flour. " * 20
+def blocks(up: Up, tier: str) -> int:
+    """How many can be found there."""
+    return sum(layout[tier]["blocks"] for store in stores_of(up) for layout in store["layouts"])
 
 
 def test_what_killed_workers_have_computed_is_found_in_memory(up: Up, client: OpenAI) -> None:
-    prompt = story("an old miller")
-    first, tiers = ask(client, prompt)
+    first, tiers = ask(client, PROMPT)
     assert tiers == {"device": 0, "host": 0, "disk": 0}
-    eventually(lambda: stores_of(up)[0]["layouts"][0]["host"]["blocks"] >= 10, limit_s=LIMIT_S, what="blocks are there")
+    eventually(lambda: blocks(up, "host") >= PROMPT_BLOCKS, limit_s=LIMIT_S, what="all its blocks are there")
     until_attached(up, {name: kill(up, name) for name in WORKERS})
-    again, tiers = ask(client, prompt)
+    again, tiers = ask(client, PROMPT)
     assert again == first
-    assert tiers["device"] == tiers["disk"] == 0
-    assert tiers["host"] >= 10 * BLOCK_TOKENS
+    assert tiers == {"device": 0, "host": PROMPT_BLOCKS * BLOCK_TOKENS, "disk": 0}
 
 
-def test_a_killed_store_is_started_again_and_workers_attach_to_it(up: Up, client: OpenAI) -> None:
-    before = stores_of(up)[0]["instance"]
+def test_what_was_found_once_is_found_on_disk_when_the_store_and_the_workers_were_killed(
+    up: Up, client: OpenAI
+) -> None:
+    first, _ = ask(client, PROMPT)
+    eventually(lambda: blocks(up, "disk") >= PROMPT_BLOCKS, limit_s=LIMIT_S, what="all its blocks are on disk")
     kill(up, "kvbm")
-    text, _ = ask(client, story("a young miller"))
-    assert text, "nothing fails meanwhile"
+    until_attached(up, {name: kill(up, name) for name in WORKERS})
+    eventually(lambda: blocks(up, "disk") >= PROMPT_BLOCKS, limit_s=LIMIT_S, what="the next store has found them")
+    again, tiers = ask(client, PROMPT)
+    assert again == first
+    assert tiers == {"device": 0, "host": 0, "disk": PROMPT_BLOCKS * BLOCK_TOKENS}
+
+
+def test_without_a_store_nothing_fails_and_workers_attach_to_the_next_one(up: Up, client: OpenAI) -> None:
+    (before,) = (store["instance"] for store in stores_of(up))
+    kill(up, "kvbm")
+    text, _ = ask(client, "A young miller had a cat. " * 20)
+    assert text
 
     def is_back() -> bool:
         stores = [store for store in stores_of(up) if store["instance"] != before]
-        return any(layout["owners"] == 2 for store in stores for layout in store["layouts"])
+        return any(layout["owners"] == len(WORKERS) for store in stores for layout in store["layouts"])
 
     eventually(is_back, limit_s=LIMIT_S, what="both workers have attached to the next one")
