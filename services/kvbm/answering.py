@@ -52,6 +52,10 @@ class Answers:
         while True:
             await self._waiting.wait()
             self._waiting.clear()
-            while self._later:
-                message, payload, last = self._later.popleft()
-                await self.answer(message, payload, last=last)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """All that was to come later."""
+        while self._later:
+            message, payload, last = self._later.popleft()
+            await self.answer(message, payload, last=last)

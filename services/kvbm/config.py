@@ -51,11 +51,13 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     host_policy: str = policies.DEFAULT
     """Who leaves the host tier: reuse, lru, s3-fifo or module:attribute."""
-    disk_policy: str = policies.DEFAULT
+    disk_policy: str = policies.DISK_DEFAULT
     host_sightings: Positive = 1
     """A block offered by a worker gets a slot when it was seen as often, this offer counted."""
     disk_sightings: Positive = 2
-    """A block goes to disk when it was seen as often."""
+    """A block goes to disk when it was seen as often …"""
+    fill_disk: bool = True
+    """… or while the disk has room that was never used."""
     held_share: Share = 0.5
     """Of the slots, that readers may hold at once."""
     leaves_first: bool = False
@@ -68,6 +70,7 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
             records=records,
             host_sightings=self.host_sightings,
             disk_sightings=self.disk_sightings,
+            fill_disk=self.fill_disk,
             held_share=self.held_share,
             leaves_first=self.leaves_first,
         )

@@ -22,6 +22,8 @@ EPOCH = 1
 """Of the KV events: a kvbm that starts again is another instance."""
 CHUNK_BYTES = 1 << 18
 """Of msgpack. Far below any payload limit, and soon encoded."""
+SLICE_BLOCKS = 4096
+"""Of a snapshot, that are made into chunks at once: a disk has millions."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +76,16 @@ class Desk:
         if layout is None or not message.reply:
             raise ProtocolError(f"a snapshot of layout {asked.layout[:64]!r}, which is not here, or no reply subject")
         sequence, tiers = layout.snapshot()
-        chunks = [
-            (tier, blocks) for tier, contents in tiers for blocks in in_chunks(to_snapshot(contents), CHUNK_BYTES)
+        slices = [
+            (tier, contents[start : start + SLICE_BLOCKS])
+            for tier, contents in tiers
+            for start in range(0, max(1, len(contents)), SLICE_BLOCKS)
         ]
-        for number, (tier, blocks) in enumerate(chunks, 1):
-            last = number == len(chunks)
-            chunk = SnapshotChunk(EPOCH, sequence, blocks, last, tier)
-            if not await self._answers.answer(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last):
-                return  # a snapshot with a hole must not get an end
-            await asyncio.sleep(0)
+        for number, (tier, contents) in enumerate(slices, 1):
+            chunks = in_chunks(to_snapshot(contents), CHUNK_BYTES)
+            for left, blocks in zip(reversed(range(len(chunks))), chunks, strict=True):
+                last = number == len(slices) and not left
+                chunk = SnapshotChunk(EPOCH, sequence, blocks, last, tier)
+                if not await self._answers.answer(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last):
+                    return  # a snapshot with a hole must not get an end
+                await asyncio.sleep(0)

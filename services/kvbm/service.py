@@ -115,19 +115,22 @@ class Kvbm:
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
         self._runtime.directory.subscribe(self._directory_changed)
+        self._runtime.vitals.ask(self._unready, dict)
         for work in (self._answers.run(), self.reservation.run(), self._announcement.run(), self._tick()):
             self._own(work)
 
     async def stop(self) -> None:
         """The address book goes first, so that nobody new asks; then what is asked is answered; then the disk ends what
-        it is at. The pool's file stays, for the next kvbm."""
+        it is at, and who waits for it hears that there is no more. The pool's file stays, for the next kvbm."""
         await self._announcement.close()
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if await self.layouts.close():
+        closed = await self.layouts.close()
+        await self._answers.flush()
+        if closed:
             self._pool.close()
 
     def _own(self, work: Coroutine[None, None, None]) -> None:
@@ -285,17 +288,16 @@ class Kvbm:
         with suppress(BusDown):  # the next one says it all again
             await self._runtime.bus.publish(self._subject("load"), report)
 
-    def _show(self) -> None:
-        vitals = self._runtime.vitals
+    def _unready(self) -> list[str]:
+        """Why no engine could store or fetch now."""
         reasons = [
             "" if self._runtime.bus.connected else "NATS cannot be reached",
             "" if self._announcement.shown else "registering",
             self.reservation.reason,
         ]
-        if any(reasons):
-            vitals.unready(*filter(None, reasons))
-        else:
-            vitals.ready()
+        return [reason for reason in reasons if reason]
+
+    def _show(self) -> None:
         facts = [layout.facts() for layout in self.layouts.open.values()]
         disks = [each.disk for each in facts if each.disk is not None]
         self._metrics.show([each.tickets for each in facts], disks, sum((each.found for each in facts), Found()))

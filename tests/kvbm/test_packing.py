@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.kvbm.packing import pack_slots, to_contents, unpack_keys, unpack_slots
+from services.kvbm.refusals import BadRequest
+from shared.blocks import Content
+from shared.kvbm_messages import StoreBlock
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_slots_are_little_endian_and_come_back(slots: list[int]) -> None:
+    assert pack_slots(slots) == b"".join(slot.to_bytes(4, "little") for slot in slots)
+    assert unpack_slots(pack_slots(slots)) == slots
+
+
+@given(st.lists(st.binary(min_size=16, max_size=16)))
+def test_keys_come_back(keys: list[bytes]) -> None:
+    assert list(unpack_keys(b"".join(keys))) == keys
+
+
+def test_half_a_slot_or_a_key_is_refused() -> None:
+    with pytest.raises(BadRequest, match="4 bytes each: 5"):
+        unpack_slots(bytes(5))
+    with pytest.raises(BadRequest, match="16 bytes each: 17"):
+        unpack_keys(bytes(17))
+
+
+def test_a_block_has_all_its_tokens() -> None:
+    block = StoreBlock(b"k" * 16, None, bytes(8), "lora", "salt")
+    assert to_contents([block], 2) == [Content(b"k" * 16, None, bytes(8), "lora", "salt")]
+    with pytest.raises(BadRequest, match="tokens of 8 bytes, not 12"):
+        to_contents([block], 3)
