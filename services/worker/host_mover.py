@@ -211,7 +211,8 @@ class HostMover:
                 touch(memory)
                 failed = False
             except Exception as wrong:  # noqa: BLE001 - as in `_work_on`; copies then touch their pages themselves
-                _log.warning("the pool's pages are not touched beforehand, copies will be slower: %s", wrong)
+                # Its text alone: who keeps the exception keeps the pool mapped.
+                _log.warning("the pool's pages are not touched beforehand, copies will be slower: %s", str(wrong))
                 failed = True
         with self._work:
             self._touching = False
