@@ -11,11 +11,12 @@ from services.kvbm.config import KvbmConfig
 from services.kvbm.host_pool import HostPool
 from services.kvbm.layouts import Layouts
 from services.kvbm.reservation import Reservation
+from shared.blocks import Content
 from shared.errors import ProtocolError
 from shared.kv_events import in_chunks, to_snapshot
 from shared.kvbm_messages import KVBM_STATE, KvbmState
 from shared.lifecycle import Runtime
-from shared.messages import JSON_HEADER, SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
+from shared.messages import JSON_HEADER, SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk, Tier
 from shared.messaging import Message
 
 EPOCH = 1
@@ -76,7 +77,7 @@ class Desk:
         if layout is None or not message.reply:
             raise ProtocolError(f"a snapshot of layout {asked.layout[:64]!r}, which is not here, or no reply subject")
         sequence, tiers = layout.snapshot()
-        slices = [
+        slices: list[tuple[Tier, list[Content]]] = [
             (tier, contents[start : start + SLICE_BLOCKS])
             for tier, contents in tiers
             for start in range(0, max(1, len(contents)), SLICE_BLOCKS)

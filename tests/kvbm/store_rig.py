@@ -314,11 +314,14 @@ class Store:
         tiers: dict[str, list[int]] = {"host": [], "disk": []}
         async with self.world.bus.stream(subject, question, idle_timeout_s=LIMIT_S) as chunks:
             messages = [message async for message in chunks]
+        sequence = -2
         for message in messages:
             chunk = SNAPSHOT_CHUNK.decode(message.payload)
             assert (chunk.epoch, chunk.last) == (1, message.headers.get(LAST_HEADER) == "true")
+            assert sequence in (-2, chunk.sequence), "chunks of two snapshots"
+            sequence = chunk.sequence
             tiers[chunk.tier] += [block.hash for block in chunk.blocks]
-        return chunk.sequence, tiers
+        return sequence, tiers
 
     async def spilled(self, layout: StoreLayout = LAYOUT) -> None:
         """The disk is on, and nothing is on its way there."""

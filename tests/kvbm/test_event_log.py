@@ -60,7 +60,7 @@ def test_changes_are_told_in_order_with_their_tiers_and_the_mark_follows() -> No
     assert rig.log.mark.sequence == -1
     assert not rig.log.flush()
     rig.log.validate()
-    names = [event_hash(one.key), event_hash(two.key)]
+    names: list[int | bytes] = [event_hash(one.key), event_hash(two.key)]
     assert rig.events(0) == [
         BlockStored(names, None, [1, 2], 1, medium="host_pinned"),
         BlockStored(names[:1], None, [1], 1, medium="disk"),
