@@ -116,8 +116,9 @@ class Exchange:
         match command:
             case KvbmUp(kvbm):
                 if kvbm != self._kvbm:
+                    if self._state != "detached":
+                        self._lose(f"kvbm {kvbm} has come", now_s)
                     self._kvbm = kvbm
-                    self._lose(f"kvbm {kvbm} has come", now_s)
                     self._delay_s, self._try_s = BACK_OFF_FIRST_S, now_s
             case KvbmDown(reason):
                 self._kvbm = ""

@@ -90,6 +90,8 @@ class HandMover:
         self._slots: Slots | None = None
         self._batches: deque[_Batch] = deque()
         self._ended: list[Copied] = []
+        self.trouble = ""
+        """Why the next batch that goes on fails; empty: it does not."""
 
     def attach(self, slots: Slots) -> None:
         assert self._slots is None
@@ -136,6 +138,11 @@ class HandMover:
         batch = self._batches[pick % len(self._batches)]
         slots = self._slots
         assert slots is not None
+        if self.trouble:
+            self._batches.remove(batch)
+            self._ended.append(Copied(batch.number, [False] * len(batch.copies), 0, 0.0, self.trouble))
+            self.trouble = ""
+            return
         if not batch.half and batch.cancelled:
             batch.good += [False] * (len(batch.copies) - len(batch.good))
         if len(batch.good) < len(batch.copies):

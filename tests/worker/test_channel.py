@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import closing
 
@@ -34,6 +35,23 @@ async def test_an_engine_that_does_not_wait_hears_nothing_when_nothing_came() ->
     shell, engine = await pair()
     with closing(engine), closing(shell):
         assert engine.receive(0.0) == []
+
+
+async def test_an_engine_waits_no_longer_than_its_limit() -> None:
+    shell, engine = await pair()
+    with closing(engine), closing(shell):
+        assert engine.receive(0.001) == []
+
+
+async def test_an_engine_that_waits_is_woken_by_what_it_watches() -> None:
+    shell, engine = await pair()
+    with closing(engine), closing(shell):
+        woken = os.eventfd(0)
+        engine.watch(woken)
+        waiting = asyncio.ensure_future(asyncio.to_thread(engine.receive, None))
+        os.eventfd_write(woken, 1)
+        assert await asyncio.wait_for(waiting, 30) == []
+        os.close(woken)
 
 
 async def test_each_end_sees_that_the_other_has_gone() -> None:

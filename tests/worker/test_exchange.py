@@ -240,6 +240,24 @@ def test_a_save_that_lasts_too_long_is_aborted_and_never_committed(world: World)
     assert first.exchanged.bad_blocks > 0
 
 
+@pytest.mark.parametrize("operation", ["store", "fetch"])
+def test_copies_that_fail_end_the_link_and_are_told(world: World, operation: str) -> None:
+    first, second = world.engines
+    if operation == "fetch":
+        compute(world, first)
+    second.submit("again", PROMPT, 1)
+    until(world, second, operation)
+    second.carry("")
+    second.deliver(0)
+    second.mover.trouble = "out of order"
+    second.mover.go_on(0)
+    second.step()
+    assert second.link.reason == "copying failed: out of order"
+    world.settle()
+    assert second.link.kvbm
+    assert second.exchanged.bad_blocks > 0
+
+
 Change = Callable[[bytes], bytes]
 
 

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from services.worker.attachment import PoolAttachment
 from services.worker.core import EngineCore
 from services.worker.engine import (
     CancelAttempt,
     Drawn,
     EngineCommand,
     EngineReport,
+    KvbmUp,
     Shutdown,
     Snapshot,
     Stepped,
@@ -17,11 +20,14 @@ from services.worker.engine import (
     TakeSnapshot,
     Work,
 )
+from services.worker.exchange import BACK_OFF_FIRST_S, Exchange
 from services.worker.loop import EngineLoop
 from services.worker.scheduler import Limits, Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
+from shared.kvbm_messages import StoreLayout
 from shared.messages import AllBlocksCleared, BlockStored, Sampling
 from tests.worker.fake_runner import FakeRunner, continuation
+from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner
 
 PROMPT = [1, 2, 3, 4, 1]
 
@@ -116,6 +122,58 @@ def test_a_cancelled_attempt_is_told_even_where_nothing_is_computed() -> None:
     script = run([submit("r"), CancelAttempt("r", 1)])
     (part,) = [part for step in script.steps for part in step.parts.get("f", [])]
     assert part.finish == "cancelled"
+
+
+class Sleeper:
+    """A channel on which one command comes, then time passes as the loop sleeps, then Shutdown."""
+
+    def __init__(self, command: EngineCommand, sleeps: int) -> None:
+        self._commands: list[EngineCommand] = [command]
+        self._sleeps = sleeps
+        self.now_s = 0.0
+        self.slept_s: list[float | None] = []
+
+    def send(self, report: EngineReport) -> None:
+        pass
+
+    def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
+        if limit_s != 0.0:
+            self.slept_s.append(limit_s)
+            self.now_s += limit_s or 0.0
+        if len(self.slept_s) > self._sleeps:
+            return [Shutdown()]
+        commands, self._commands = self._commands, []
+        return commands
+
+
+def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float | None]:
+    """How long the loop of an engine with a kvbm's pool wanted to sleep each time."""
+    runner = PoolRunner(16, 32)
+    limits = Limits(
+        model="model", context_length=32, eos_token_ids=frozenset((0,)), block_size=BLOCK_SIZE, capacity_blocks=16
+    )
+    scheduler = Scheduler(limits)
+    sleeper = Sleeper(command, sleeps)
+    exchange = Exchange(
+        scheduler,
+        HandMover(runner.memory, lambda: sleeper.now_s),
+        PoolAttachment(pool, "w1"),
+        StoreLayout(model="model", weights="", kv=LAYOUT),
+        worker="w1",
+        timeout_s=1.0,
+        most_blocks=64,
+    )
+    EngineLoop(sleeper, EngineCore(scheduler, BLOCK_SIZE, exchange), runner, lambda: sleeper.now_s).run()
+    return sleeper.slept_s
+
+
+def test_the_loop_sleeps_without_a_limit_where_nothing_is_due(tmp_path: Path) -> None:
+    assert sleep_through(submit("r"), 0, tmp_path) == [None]
+
+
+def test_the_loop_sleeps_until_something_is_due(tmp_path: Path) -> None:
+    slept_s = sleep_through(KvbmUp("k1"), 3, tmp_path / "nowhere")
+    assert slept_s == [BACK_OFF_FIRST_S, 2 * BACK_OFF_FIRST_S, 4 * BACK_OFF_FIRST_S, 8 * BACK_OFF_FIRST_S]
 
 
 class BrokenRunner(FakeRunner):

@@ -7,14 +7,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.kvbm.answers import Bounds
 from services.worker.channel import PeerGone
-from services.worker.config import SimulatedConfig, WorkerConfig
-from services.worker.engine import CancelAttempt, Ready, Snapshot, Stepped, Submit, TakeSnapshot
+from services.worker.config import KvbmConfig, SimulatedConfig, WorkerConfig
+from services.worker.engine import (
+    CancelAttempt,
+    Exchanged,
+    KvbmAsk,
+    KvbmLink,
+    KvbmReply,
+    KvbmUp,
+    Ready,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeSnapshot,
+)
 from services.worker.simulated_engine import SimulatedEngine
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens, unpack_tokens
+from shared.kvbm_messages import StoreLayout
 from shared.messages import AllBlocksCleared, KvState, Part, Sampling
 from tests.simulation.clock import SimulatedLoop
+from tests.worker.kvbm_drawer import Drawer
 from tests.worker.shell import LIMIT_S, endless, request, running_worker, write_model
 
 TIMES = SimulatedConfig(fixed_s=0.0, weights_s=1.0, row_s=0.0, token_s=0.1, pair_s=0.0, kv_token_s=0.0)
@@ -179,6 +194,70 @@ def test_a_table_that_is_not_there_is_an_error_of_the_settings(tmp_path: Path) -
             await SimulatedEngine.start(
                 config(tmp_path, SimulatedConfig(table=str(tmp_path / "none.toml"))), "model", "w1"
             )
+
+    simulate(scenario())
+
+
+def test_engines_exchange_blocks_with_a_kvbm_on_the_same_clock(tmp_path: Path) -> None:
+    times = msgspec.structs.replace(TIMES, copy_bytes_per_s=131_072 * 16 * 10.0)  # ten blocks a second
+    settings = msgspec.structs.replace(
+        config(tmp_path, times), kvbm=KvbmConfig(pool=str(tmp_path / "pool"), wait_s=60.0), block_size=16
+    )
+
+    async def answered(engine: SimulatedEngine, drawer: Drawer, name: str) -> Part:
+        """Its last part."""
+        engine.submit(submit(name, list(range(5, 70)), 1))
+        while True:
+            match await engine.receive():
+                case KvbmAsk() as ask:
+                    carry(engine, drawer, ask)
+                case Stepped() as step if step.parts:
+                    return step.parts["f"][-1]
+                case _:
+                    pass
+
+    async def linked(engine: SimulatedEngine, drawer: Drawer) -> None:
+        engine.send(KvbmUp("k1"))
+        while True:
+            match await engine.receive():
+                case KvbmAsk() as ask:
+                    carry(engine, drawer, ask)
+                case KvbmLink(kvbm):
+                    assert kvbm == "k1"
+                    return
+                case _:
+                    pass
+
+    def carry(engine: SimulatedEngine, drawer: Drawer, ask: KvbmAsk) -> None:
+        for reply in drawer.answer(ask, now_s())[0]:
+            engine.send(KvbmReply(ask.number, reply))
+
+    async def scenario() -> None:
+        first = await SimulatedEngine.start(settings, "model", "w1")
+        second = await SimulatedEngine.start(settings, "model", "w2")
+        facts = await first.receive()
+        assert isinstance(facts, Ready)
+        layout = StoreLayout(model="model", weights=facts.weights, kv=facts.kv_layout)
+        drawer = Drawer(tmp_path / "pool", "k1", layout, Bounds(), {})
+        for engine in (first, second):
+            await linked(engine, drawer)
+        assert (await answered(first, drawer, "a")).cached_tokens == 0
+        saved = 0
+        while saved < 4:
+            match await first.receive():
+                case KvbmAsk() as ask:
+                    carry(first, drawer, ask)
+                case Stepped(exchanged=Exchanged(saved_blocks=saved, save_s=took_s)):
+                    assert took_s == pytest.approx(0.4)
+                case _:
+                    pass
+        began_s = now_s()
+        assert (await answered(second, drawer, "b")).cached_host_tokens == 64
+        assert now_s() - began_s == pytest.approx(0.4 + 1.0), "four copies, and a step of one token"
+        first.kill()
+        assert len(drawer.pool.owners.look()) == 1, "a killed engine's lock is free"
+        second.kill()
+        drawer.close()
 
     simulate(scenario())
 
