@@ -80,6 +80,11 @@ class DiskRecords:
             reading=len(self._reading),
         )
 
+    @property
+    def free(self) -> int:
+        """Records that a write takes before any block has to go."""
+        return 0 if self._refuses else len(self._free)
+
     # --- down
 
     def write(self, content: Content) -> tuple[int, Evicted | None] | None:

@@ -25,7 +25,9 @@ class Sizes(Struct, frozen=True):
     host_sightings: int = 1
     """A block offered by a worker gets a slot when it was seen as often, this offer counted."""
     disk_sightings: int = 2
-    """A block in the host tier goes to disk when it was seen as often."""
+    """A block in the host tier goes to disk when it was seen as often …"""
+    fill_disk: bool = True
+    """… or while the disk has records that are free."""
     remembered: int = 0
     """Blocks whose sightings are counted, there or not; 0: four for each slot and one for each record."""
     held_share: float = 0.5

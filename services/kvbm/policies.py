@@ -1,12 +1,12 @@
 """Who leaves a tier first: the interface of eviction policies, and how one is found by name. Pure.
 
-    tier ──stored, used, gone──▶ policy ──victim──▶ tier ──gone──▶ policy
+    tier ──stored, used, backed, gone──▶ policy ──victim──▶ tier ──gone──▶ policy
 
 The tier decides who *may* go: nobody that is pinned or copied, and in a prefix-aware tier no parent whose child is
 there, since a block is of use only behind its parents. The policy decides who of these goes.
 
-A policy of your own is a class with these four methods, made with its tier's capacity in blocks, and named in the
-config as `module:attribute`. It runs behind `GuardedPolicy`, which says what happens when it fails.
+A policy of your own is a class with these methods (`backed` may be left out), made with its tier's capacity in blocks,
+and named in the config as `module:attribute`. It runs behind `GuardedPolicy`, which says what happens when it fails.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class EvictionPolicy(Protocol):
         """It is in the tier, and was found by somebody."""
         ...
 
+    def backed(self, key: ContentKey, below: bool) -> None:
+        """It is in the tier, and whether the tier below has it too may have changed. False until it is told."""
+        ...
+
     def gone(self, key: ContentKey) -> None:
         """It was in the tier and is no more, as a victim or otherwise."""
         ...
@@ -62,6 +66,9 @@ class LruPolicy:
     def used(self, key: ContentKey) -> None:
         """Youngest again."""
         self._line.push(key)
+
+    def backed(self, key: ContentKey, below: bool) -> None:
+        """Does not matter here."""
 
     def gone(self, key: ContentKey) -> None:
         """It must have been there."""
@@ -106,6 +113,9 @@ class S3FifoPolicy:
     def used(self, key: ContentKey) -> None:
         """Counted; nothing moves."""
         self._uses[key] = min(self._uses[key] + 1, 3)
+
+    def backed(self, key: ContentKey, below: bool) -> None:
+        """Does not matter here."""
 
     def gone(self, key: ContentKey) -> None:
         """Remembered for a while, if main has not seen it."""
@@ -175,6 +185,12 @@ class GuardedPolicy:
         if self._policy is not None:
             self._tell(self._policy.used, key)
 
+    def backed(self, key: ContentKey, below: bool) -> None:
+        """To the policy, if it wants to know."""
+        told = getattr(self._policy, "backed", None)
+        if told is not None:
+            self._tell(told, key, below)
+
     def gone(self, key: ContentKey) -> None:
         """To both."""
         self._lru.gone(key)
@@ -198,9 +214,9 @@ class GuardedPolicy:
             self._off("it named nobody, where one may go" if named is None else "it named one that may not go")
         return instead
 
-    def _tell(self, told: Callable[[ContentKey], None], key: ContentKey) -> None:
+    def _tell(self, told: Callable[..., None], *what: ContentKey | bool) -> None:
         try:
-            told(key)
+            told(*what)
         except FAILURES as wrong:  # as above
             self._off(problem_of(wrong))
 
@@ -214,9 +230,9 @@ BUILT_IN: dict[str, Callable[[int], EvictionPolicy]] = {
     "s3-fifo": S3FifoPolicy,
 }
 DEFAULT = "reuse"
-"""By benchmarks/eviction.py the best of one tier alone, and of two where the disk takes all that leaves the host. Where
-it takes only what was seen twice, `lru` finds more in the two together: `reuse` lets go early what was seen once, which
-is then not there when it is seen again."""
+"""The host tier's: by benchmarks/eviction.py the best of one tier alone, and of two."""
+DISK_DEFAULT = "lru"
+"""Behind `reuse` it finds as much as any other, with a fifth of the memory for each block, and disks have many."""
 
 
 def named(name: str, capacity_blocks: int) -> EvictionPolicy:

@@ -1,8 +1,8 @@
 """ReusePolicy: who is least likely to be used soon goes first, as learned from what was used. Pure.
 
-    uses so far    0: ▪▪▪▪▪▪▪▪▪▪▪▪▪   a line each, longest unused first. The first of each are compared by
-                   1: ▪▪▪▪▪▪▪         rate(uses, age), what their place would find; the lowest goes
-                   …
+    uses so far    0: ▪▪▪▪▪▪▪▪▪▪▪▪▪   two lines each, longest unused first: those that the tier below has too, and those
+                   1: ▪▪▪▪▪▪▪         that it has not. The first of each are compared by rate(uses, age), what their
+                   …                  place would find, times what would be lost; the lowest goes
                   7+: ▪▪▪
 
 A block's age is counted in tellings (blocks stored or used) since it was last told of. Its rate is uses per telling, as
@@ -11,6 +11,9 @@ worth what the best patience brings (Gittins' index). Ages are told apart by the
 
 Blocks that have gone are remembered, four for each that is there. One that comes back is a use that was missed, and
 its uses are counted on. Without these a small tier could not learn what it would find, were it more patient.
+
+What the tier below has too is still found when it goes, later: it counts BACKED of another. Where both tiers are one
+store's, this finds more in the two together than any policy that looks at one alone.
 
 Few observations say little: each rate is drawn to that of all blocks of the age, with the weight of PRIOR uses. That
 common rate may only fall with age, so where nothing is known the oldest goes. Half of what was learned is forgotten
@@ -39,6 +42,8 @@ _AGES = 48
 _GHOSTS = 4
 """Remembered for each that is there."""
 _PRIOR = 10.0
+_BACKED = 0.3
+"""About the time that a block takes to come from disk, of the time that it takes to be computed."""
 _KEPT = 0.99
 """Of the counts, each time that rates are made; which is four times a capacity, but not every few tellings."""
 _ROUNDS = 4
@@ -46,11 +51,14 @@ _ROUND_LEAST = 256
 
 
 class ReusePolicy:
-    """`reuse` in the config, and the default."""
+    """`reuse` in the config, and the host tier's default."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._told = 0
         self._lines = [Line() for _ in range(_CLASSES)]
+        self._backed_lines = [Line() for _ in range(_CLASSES)]
+        self._backed: set[ContentKey] = set()
+        """Of those that are there."""
         self._there: dict[ContentKey, tuple[int, int]] = {}
         """Class, and when it was last used."""
         self._ghosts: OrderedDict[ContentKey, tuple[int, int]] = OrderedDict()
@@ -73,16 +81,26 @@ class ReusePolicy:
         """It was found."""
         self._told += 1
         kind, last = self._there[key]
-        self._lines[kind].drop(key)
+        self._line(key, kind).drop(key)
         self._enter(key, self._reused(kind, last))
 
     def gone(self, key: ContentKey) -> None:
         """It is there no more."""
         kind, last = self._ghosts[key] = self._there.pop(key)
-        self._lines[kind].drop(key)
+        self._line(key, kind).drop(key)
+        self._backed.discard(key)
         if len(self._ghosts) > self._ghosts_most:
             _key, (kind, last) = self._ghosts.popitem(last=False)
             self._ended[kind][self._age(last)] += 1
+
+    def backed(self, key: ContentKey, below: bool) -> None:
+        """It is last in its new line, which is where it was in the old one if it was stored or used lately."""
+        if below == (key in self._backed):
+            return
+        kind, _last = self._there[key]
+        self._line(key, kind).drop(key)
+        (self._backed.add if below else self._backed.remove)(key)
+        self._line(key, kind).push(key)
 
     def victim(self, may_go: Callable[[ContentKey], bool]) -> ContentKey | None:
         """The first of the line with the lowest rate."""
@@ -91,21 +109,25 @@ class ReusePolicy:
 
     def _least(self, may_go: Callable[[ContentKey], bool], *, every: bool) -> ContentKey | None:
         least, lowest = None, 0.0
-        for kind, line in enumerate(self._lines):
-            key = line.first(may_go, every=every)
-            if key is None:
-                continue
-            rate = self._rates[kind][self._age(self._there[key][1])]
-            if least is None or rate < lowest:
-                least, lowest = key, rate
+        for lines, weight in ((self._lines, 1.0), (self._backed_lines, _BACKED)):
+            for kind, line in enumerate(lines):
+                key = line.first(may_go, every=every)
+                if key is None:
+                    continue
+                rate = weight * self._rates[kind][self._age(self._there[key][1])]
+                if least is None or rate < lowest:
+                    least, lowest = key, rate
         return least
+
+    def _line(self, key: ContentKey, kind: int) -> Line:
+        return (self._backed_lines if key in self._backed else self._lines)[kind]
 
     def _age(self, last: int) -> int:
         return (self._told - last).bit_length()
 
     def _enter(self, key: ContentKey, kind: int) -> None:
         self._there[key] = kind, self._told
-        self._lines[kind].push(key)
+        self._line(key, kind).push(key)
         if self._told % self._round == 0:
             self._learn()
 
@@ -134,10 +156,12 @@ class ReusePolicy:
 
     def validate(self) -> None:
         """Raises AssertionError where the policy contradicts itself. O(capacity)."""
-        for line in self._lines:
+        lines = [*self._lines, *self._backed_lines]
+        for line in lines:
             line.validate()
-        assert sum(map(len, self._lines)) == len(self._there), "a block is in no line, or in two"
-        assert all(key in self._lines[kind] for key, (kind, _last) in self._there.items()), "a block is in a wrong line"
+        assert sum(map(len, lines)) == len(self._there), "a block is in no line, or in two"
+        assert all(key in self._line(key, kind) for key, (kind, _) in self._there.items()), "a block is in a wrong line"
+        assert self._backed <= self._there.keys(), "a block that has gone is below"
         assert self._there.keys().isdisjoint(self._ghosts), "a block is there and has gone"
         assert len(self._ghosts) <= self._ghosts_most, f"{len(self._ghosts)} ghosts"
 

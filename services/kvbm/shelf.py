@@ -73,6 +73,11 @@ class Shelf:
                 used(key)
             self._untold.clear()
 
+    def backed(self, key: ContentKey, below: bool) -> None:
+        """Whether the tier below has the block, which is there, may have changed."""
+        self.catch_up()
+        self._policy.backed(key, below)
+
     def take(self, key: ContentKey) -> Evicted:
         """The block, which is there, cannot be found any more."""
         self.catch_up()

@@ -1,6 +1,6 @@
 """Tiers: one layout's blocks in host memory and on disk; what is kept, what goes, what moves between the two. Pure.
 
-    worker ── store ──▶ host slots ── spills: seen twice ──▶ disk records
+    worker ── store ──▶ host slots ── spills: seen twice ──▶ disk records        (while records are free, all)
     worker ◀── fetch ── host slots ◀── reads: fetched ────── disk records        (the record stays)
 
 It knows slots and records as integers, no bytes, no owner, no deadline, no clock; `tickets.py` adds who and how long.
@@ -82,8 +82,8 @@ class Tiers:
         # The policy hears of a prefix from its end, so that a parent is never older than its child.
         stored = [self._host.publish(slot) for slot in reversed(slots)]
         events: list[TierEvent] = [("host", event) for event in reversed(stored) if event is not None]
-        self._worth_a_record(event.content.key for _, event in events)
-        return events
+        self._worth_a_record([event.content.key for _, event in events])
+        return self._backed(events)
 
     def give_back(self, slots: Iterable[int]) -> None:
         """The writers of these granted or quarantined slots are done, and nothing is to be kept."""
@@ -175,7 +175,7 @@ class Tiers:
         stored = self._host.loaded(read.slot, ok=outcome == "ok")
         if stored is not None:
             events.append(("host", stored))
-        return events
+        return self._backed(events)
 
     def spills(self, most: int) -> tuple[list[Spill], list[TierEvent]]:
         """What to write to disk now, at most `most` blocks, and who had to go for them."""
@@ -183,6 +183,9 @@ class Tiers:
         events: list[TierEvent] = []
         while self._waiting and len(spills) < most:
             key = next(iter(self._waiting))
+            if not self._is_worth_a_record(key):  # the disk has filled up meanwhile
+                del self._waiting[key]
+                continue
             content = self._host.shelf.content(key)
             written = self._disk.write(content)
             if written is None:
@@ -195,14 +198,14 @@ class Tiers:
             self._host.hold(slot)
             spill = self._spills[record] = Spill(slot, record, content)
             spills.append(spill)
-        return spills, events
+        return spills, self._backed(events)
 
     def spill_done(self, spill: Spill, outcome: WriteOutcome) -> list[TierEvent]:
         """A spill has ended. Where it failed the block is tried again when it is seen again."""
         assert self._spills.pop(spill.record, None) == spill, f"no such spill: {spill}"
         self._host.release((spill.slot,))
         stored = self._disk.written(spill.record, outcome)
-        return [] if stored is None else [("disk", stored)]
+        return [] if stored is None else self._backed([("disk", stored)])
 
     def space_again(self) -> None:
         """Some time has passed since the disk had no space for a spill: it may be tried again."""
@@ -211,13 +214,13 @@ class Tiers:
     def disk_gone(self) -> list[TierEvent]:
         """The disk is off; what is under way is still to be reported."""
         self._waiting.clear()
-        return [("disk", event) for event in self._disk.gone()]
+        return self._backed([("disk", event) for event in self._disk.gone()])
 
     def disk_back(self, found: Sequence[Found]) -> list[TierEvent]:
         """The disk is on, with these blocks, oldest first. So it begins, too."""
         events: list[TierEvent] = [("disk", event) for event in self._disk.back(found)]
         self._worth_a_record(self._host.shelf.places)
-        return events
+        return self._backed(events)
 
     def prepare(self) -> list[TierEvent]:
         """What may be done after an answer instead of before the next: policies hear of what was used, and a few slots
@@ -239,15 +242,28 @@ class Tiers:
         self._host.shelf.touch(reversed(list(keys)))
         self._worth_a_record(keys)
 
-    def _worth_a_record(self, keys: Iterable[ContentKey]) -> None:
-        """Those of `keys`, all in the host tier, that were seen often enough wait for the disk, if it has them not."""
+    def _worth_a_record(self, keys: Collection[ContentKey]) -> None:
+        """Those of `keys`, all in the host tier, that are worth it wait for the disk, if it has them not."""
         disk = self._disk
         if not disk.on:
             return
-        of, enough = self._seen.of, self.sizes.disk_sightings
         for key in keys:
-            if of(key) >= enough and key not in disk.shelf.places and key not in disk.writing:
+            if key not in disk.shelf.places and key not in disk.writing and self._is_worth_a_record(key):
                 self._waiting[key] = None
+
+    def _is_worth_a_record(self, key: ContentKey) -> bool:
+        """Seen often enough; or it takes nobody's place."""
+        sizes = self.sizes
+        return self._seen.of(key) >= sizes.disk_sightings or (sizes.fill_disk and self._disk.free > 0)
+
+    def _backed(self, events: list[TierEvent]) -> list[TierEvent]:
+        """The host's policy hears which of these blocks are on disk too. Returns the events."""
+        host, on_disk = self._host.shelf, self._disk.shelf.places
+        for _tier, event in events:
+            key = event.content.key
+            if key in host:
+                host.backed(key, key in on_disk)
+        return events
 
     def _left_host(self, evicted: Evicted, events: list[TierEvent]) -> None:
         self._waiting.pop(evicted.content.key, None)

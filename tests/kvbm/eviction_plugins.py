@@ -55,6 +55,13 @@ class RuthlessPolicy(YoungestPolicy):
         return super().victim(lambda _key: True)
 
 
+class DeafPolicy(YoungestPolicy):
+    """Cannot be told."""
+
+    def backed(self) -> None:
+        raise NotImplementedError
+
+
 class InventivePolicy(LruPolicy):
     """Names one that nobody knows."""
 

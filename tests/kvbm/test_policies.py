@@ -65,7 +65,9 @@ class Cache:
 
 
 KEYS = st.integers(0, 30)
-STEPS = st.lists(st.tuples(st.sampled_from(["asked", "asked", "lose", "evict"]), KEYS, st.frozensets(KEYS.map(key))))
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["asked", "asked", "lose", "evict", "backed"]), KEYS, st.frozensets(KEYS.map(key)))
+)
 
 
 @pytest.mark.parametrize("name", WORKING)
@@ -80,6 +82,8 @@ def test_after_any_history_a_victim_is_there_and_may_go_and_everybody_can_be_nam
             cache.asked(number, pinned)
         elif step == "evict":
             cache.evict(pinned)
+        elif step == "backed" and key(number) in cache.there:
+            cache.policy.backed(key(number), key(number) not in pinned)
         elif key(number) in cache.there:
             cache.lose(key(number))
         if isinstance(cache.policy, (LruPolicy, S3FifoPolicy, ReusePolicy)):
@@ -153,6 +157,18 @@ def test_reuse_is_lru_where_nothing_has_been_learned() -> None:
     assert len(reuse.there & lru.there) >= 45
 
 
+def test_reuse_would_rather_lose_what_the_tier_below_has_too() -> None:
+    cache = Cache(ReusePolicy(4), 4)
+    cache.hits(range(4))
+    cache.policy.backed(key(2), True)
+    cache.asked(4)
+    assert cache.there == {key(0), key(1), key(3), key(4)}
+    cache.policy.backed(key(3), True)
+    cache.policy.backed(key(3), False)
+    cache.asked(5)
+    assert cache.there == {key(1), key(3), key(4), key(5)}
+
+
 def test_a_policy_is_found_by_name_or_by_module_and_attribute() -> None:
     assert isinstance(named(DEFAULT, 5), ReusePolicy)
     own = named(f"{PLUGINS}:YoungestPolicy", 5)
@@ -184,6 +200,7 @@ def test_what_is_no_policy_is_a_config_error(name: str) -> None:
         ("RuthlessPolicy", "it named one that may not go"),
         ("InventivePolicy", "it named one that may not go"),
         ("NamingPolicy", "it named one that may not go"),
+        ("DeafPolicy", "TypeError: DeafPolicy.backed() takes 1 positional argument but 3 were given"),
     ],
 )
 def test_a_policy_that_fails_is_off_and_lru_takes_over_with_all_that_was_told(name: str, problem: str) -> None:
@@ -192,6 +209,7 @@ def test_a_policy_that_fails_is_off_and_lru_takes_over_with_all_that_was_told(na
     cache = Cache(own, 3)
     cache.hits(range(3))
     cache.asked(0)
+    own.backed(key(0), True)
     pinned = frozenset({key(0)})
     cache.asked(5, pinned)
     assert own.problem == problem

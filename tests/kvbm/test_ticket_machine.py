@@ -89,6 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
             slots=SLOTS,
             records=RECORDS,
             disk_sightings=2 - self.run % 2,
+            fill_disk=self.run % 4 == 2,
             held_share=0.8,
             leaves_first=self.run % 2 == 0,
         )

@@ -12,9 +12,22 @@ from tests.kvbm.chains import chain, keys
 
 
 def tiers(
-    slots: int = 4, records: int = 4, *, on: bool = True, disk_sightings: int = 2, leaves_first: bool = False
+    slots: int = 4,
+    records: int = 4,
+    *,
+    on: bool = True,
+    disk_sightings: int = 2,
+    fill_disk: bool = False,
+    leaves_first: bool = False,
 ) -> Tiers:
-    sizes = Sizes(slots=slots, records=records, disk_sightings=disk_sightings, held_share=1, leaves_first=leaves_first)
+    sizes = Sizes(
+        slots=slots,
+        records=records,
+        disk_sightings=disk_sightings,
+        fill_disk=fill_disk,
+        held_share=1,
+        leaves_first=leaves_first,
+    )
     made = Tiers(sizes, LruPolicy(10), LruPolicy(10))
     if on:
         made.disk_back([])
@@ -50,6 +63,47 @@ def test_a_block_goes_to_disk_when_it_was_seen_twice() -> None:
     store.release(store.fetch(keys(contents)).slots)
     assert spill(store) == contents, "parents first"
     assert spill(store) == []
+
+
+def test_while_records_are_free_everything_goes_to_disk() -> None:
+    store, contents = tiers(records=3, fill_disk=True), chain(1, 2)
+    keep(store, contents)
+    assert spill(store) == contents
+    keep(store, chain(5, 6))
+    assert spill(store) == chain(5), "6 was seen once, and would have taken another's record"
+    assert store.statistics().spills_waiting == 0
+    store.release(store.fetch(keys(chain(5, 6))).slots)
+    assert spill(store) == chain(5, 6)[1:]
+
+
+def test_the_hosts_policy_hears_what_is_on_disk_too() -> None:
+    class Listening(LruPolicy):
+        def __init__(self) -> None:
+            super().__init__(10)
+            self.below: set[ContentKey] = set()
+
+        def backed(self, key: ContentKey, below: bool) -> None:
+            assert key in self
+            (self.below.add if below else self.below.discard)(key)
+
+        def gone(self, key: ContentKey) -> None:
+            super().gone(key)
+            self.below.discard(key)
+
+    policy, contents = Listening(), chain(1, 2)
+    store = Tiers(Sizes(slots=3, records=2, disk_sightings=1, held_share=1), policy, LruPolicy(2))
+    store.disk_back([])
+    keep(store, contents)
+    assert policy.below == set()
+    spill(store)
+    assert policy.below == set(keys(contents))
+    keep(store, chain(3))
+    spill(store)
+    assert policy.below == set(keys([contents[1], *chain(3)])), "1 has left the disk for 3"
+    store.disk_gone()
+    assert policy.below == set()
+    store.disk_back([Found(1, contents[0])])
+    assert policy.below == set(keys(contents)[:1])
 
 
 def test_a_block_that_comes_back_after_it_was_evicted_was_seen_twice() -> None:
