@@ -61,11 +61,9 @@ def main() -> int:
         "--directory", type=Path, help="where to write 1 GiB; default: a new one in the temporary directory"
     )
     flags = parser.parse_args()
-    seconds, rounds = (0.3, 3) if flags.quick else (0.8, 7)
-    with tempfile.TemporaryDirectory(dir=flags.directory) as directory:
-        rows = [row for size in SIZES for row in uvloop.run(_size(Path(directory), size, seconds, rounds))]
+    rows = measure(flags.directory, quick=flags.quick)
     if flags.json:
-        print(msgspec.json.encode(report("kvbm_disk", sys.argv[1:], _goals(rows), rows)).decode())
+        print(msgspec.json.encode(report("kvbm_disk", sys.argv[1:], goals(rows), rows)).decode())
         return 0
     for row in rows:
         print(
@@ -76,7 +74,15 @@ def main() -> int:
     return 0
 
 
-def _goals(rows: list[Row]) -> list[Goal]:
+def measure(directory: Path | None, *, quick: bool) -> list[Row]:
+    """Rows for each size of blocks, way and number in flight, and for the scan, in a directory of its own below."""
+    seconds, rounds = (0.3, 3) if quick else (0.8, 7)
+    with tempfile.TemporaryDirectory(dir=directory) as below:
+        return [row for size in SIZES for row in uvloop.run(_size(Path(below), size, seconds, rounds))]
+
+
+def goals(rows: list[Row]) -> list[Goal]:
+    """What was promised."""
     ratios = [
         (f"{row['way']} {row['KiB']} KiB, {row['in flight']} in flight", row["ratio"]) for row in rows if "ratio" in row
     ]
