@@ -8,6 +8,7 @@ import pytest
 from benchmarks.eviction import Store, foresight, rows_of
 from benchmarks.eviction_loads import agents, batch, conversations, documents
 from benchmarks.loads import Load, Request, ideal
+from services.kvbm.moves import Sizes
 from shared.hashing import ContentKey
 
 
@@ -33,33 +34,45 @@ def test_made_up_loads_are_in_order_with_names_for_all_tokens_and_share_whole_pr
     assert 0.2 < ideal(load).cached_tokens / ideal(load).prompt_tokens < 0.98
 
 
+def store(slots: int, records: int = 0, *, twice: bool = False, leaves: bool = False) -> Store:
+    sizes = Sizes(
+        slots=slots,
+        records=records,
+        disk_sightings=2 if twice else 1,
+        fill_disk=False,
+        held_share=1.0,
+        leaves_first=leaves,
+    )
+    return Store("lru", "lru", sizes)
+
+
 def test_the_longest_prefix_counts_and_is_kept_while_its_end_makes_room() -> None:
-    store = Store("lru", 4, leaves=True)
-    store.ask(keys(1, 2, 3), 3)
-    store.ask(keys(1, 2, 4), 3)
-    store.ask(keys(1, 5, 6), 3)
-    assert (store.found, store.stored) == (3, 6)
-    store.ask(keys(1, 2, 4), 3)
-    assert store.found == 3 + 2, "3 and 4 made room, and not 2, though it was told longer ago than its child 4"
+    tiers = store(4, leaves=True)
+    tiers.ask(keys(1, 2, 3), 3)
+    tiers.ask(keys(1, 2, 4), 3)
+    tiers.ask(keys(1, 5, 6), 3)
+    assert (tiers.found, tiers.stored) == (3, 6)
+    tiers.ask(keys(1, 2, 4), 3)
+    assert tiers.found == 3 + 2, "3 and 4 made room, and not 2, though it was told longer ago than its child 4"
 
 
 def test_what_leaves_the_host_is_found_on_disk_and_comes_up() -> None:
-    store = Store("lru", 2, leaves=True, disk_blocks=4, admission="always")
-    store.ask(keys(1, 2), 2)
-    store.ask(keys(3, 4), 2)
-    assert store.written == 2
-    store.ask(keys(1, 2), 2)
-    assert (store.found, store.found_in_host, store.written) == (2, 0, 4)
-    store.ask(keys(1, 2), 2)
-    assert (store.found, store.found_in_host) == (4, 2)
+    tiers = store(2, 4)
+    tiers.ask(keys(1, 2), 2)
+    tiers.ask(keys(3, 4), 2)
+    assert tiers.written == 4
+    tiers.ask(keys(1, 2), 2)
+    assert (tiers.found, tiers.found_in_host, tiers.written) == (2, 0, 4)
+    tiers.ask(keys(1, 2), 2)
+    assert (tiers.found, tiers.found_in_host) == (4, 2)
 
 
 def test_admitted_by_two_sightings_only_what_is_asked_for_again_is_written() -> None:
-    store = Store("lru", 2, leaves=True, disk_blocks=4, admission="twice")
-    store.ask(keys(1, 2), 2)
-    store.ask(keys(1, 3), 2)
-    store.ask(keys(4, 5), 2)
-    assert store.written == 1, "1 was seen twice, 2 and 3 were not"
+    tiers = store(2, 4, twice=True)
+    tiers.ask(keys(1, 2), 2)
+    tiers.ask(keys(1, 3), 2)
+    tiers.ask(keys(4, 5), 2)
+    assert tiers.written == 1, "1 was seen twice, 2 and 3 were not"
 
 
 def test_foresight_finds_what_fits_and_is_never_beaten() -> None:
