@@ -19,8 +19,8 @@ class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     limit_bytes: Natural = 1 << 30
     """Per model; about 7 M distinct blocks. At the limit the coldest are dropped."""
     lower_tier_limit_blocks: Natural = 1_000_000
-    """Blocks that one candidate may hold in any one tier; its capacity, if that is larger. Each takes 100 to 160 bytes,
-    beside the index."""
+    """Blocks that one candidate, or one layout of a kvbm, may hold in any one tier; a worker's capacity, if that is
+    larger. Each takes 100 to 160 bytes, beside the index."""
     orphan_limit_blocks: Natural = 65_536
     """Blocks of one candidate that wait for their parent."""
     speculation_s: Seconds = 5.0
