@@ -130,7 +130,7 @@ class Exchange:
 
     def collect(self, now_s: float) -> None:
         """The copies that have ended."""
-        if not self._quiet:
+        if not self.quiet:
             for copied in self.mover.ended():
                 self._copied(copied, now_s)
 
@@ -141,13 +141,14 @@ class Exchange:
             self._stores.turn(now_s)
         elif self._state == "detached" and self._kvbm and now_s >= self._try_s:
             self._state = "quieting"
-        if self._state == "quieting" and self._quiet:
+        if self._state == "quieting" and self.quiet:
             self._attach(now_s)
         out, self._out = self._out, []
         return out
 
     @property
-    def _quiet(self) -> bool:
+    def quiet(self) -> bool:
+        """Whether no copy is under way."""
         return self._stores.quiet and self._fetches.quiet
 
     @property

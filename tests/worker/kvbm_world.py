@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.worker.fake_runner import EOS, continuation
 from tests.worker.kvbm_drawer import Drawer
 from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner, fingerprints
 
+LIMIT_S = 20.0
 CONTEXT_LENGTH = 16
 CAPACITY_BLOCKS = 10
 STORE = StoreLayout(model="model", weights="the same", kv=LAYOUT)
@@ -45,7 +47,8 @@ class Engine:
         self.world = world
         self.name = name
         self.runner = PoolRunner(CAPACITY_BLOCKS, CONTEXT_LENGTH)
-        self.mover = HandMover(self.runner.memory, lambda: world.now_s)
+        self.hand = None if world.threads else HandMover(self.runner.memory, lambda: world.now_s)
+        mover = self.hand or self.runner.mover(lambda: world.now_s)
         self.attachment = PoolAttachment(world.directory, name)
         limits = Limits(
             model="model",
@@ -59,7 +62,7 @@ class Engine:
         )
         self.scheduler = Scheduler(limits)
         self.exchange = Exchange(
-            self.scheduler, self.mover, self.attachment, STORE, worker=name, timeout_s=1.0, most_blocks=6
+            self.scheduler, mover, self.attachment, STORE, worker=name, timeout_s=1.0, most_blocks=6
         )
         self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.exchange)
         self.asks: deque[KvbmAsk] = deque()
@@ -137,6 +140,24 @@ class Engine:
         self.core.obey(command, self.world.now_s)
         self.core.validate()
 
+    # --- its copies
+
+    def copy(self, halves: int) -> None:
+        """Some of them go on."""
+        if self.hand is not None:
+            for _ in range(halves):
+                self.hand.go_on(self.world.draw.randrange(100))
+
+    def copied(self) -> bool:
+        """All of them go on to their end; False: there were none."""
+        if self.exchange.quiet:
+            return False
+        while self.hand is not None and not self.hand.idle:
+            self.hand.go_on(0)
+        if self.hand is None:
+            assert select.select([self.exchange.mover.fileno()], [], [], LIMIT_S)[0], "no copy ends"
+        return True
+
     # --- its shell
 
     def carry(self, lose: str) -> None:
@@ -189,9 +210,11 @@ class Engine:
 class World:
     """Some engines and at most one kvbm, on a pool in `directory`."""
 
-    def __init__(self, directory: Path, draw: Random) -> None:
+    def __init__(self, directory: Path, draw: Random, *, threads: bool = False) -> None:
+        """`threads`: engines copy as they do in earnest, at any time; else as the test says."""
         self.directory = directory
         self.draw = draw
+        self.threads = threads
         self.now_s = 0.0
         self.drawer: Drawer | None = None
         self.drawers = 0
@@ -276,8 +299,7 @@ class World:
             engine.stream()
             engine.deliver(draw.randrange(100))
         elif roll < 0.9:
-            for _ in range(draw.randint(1, self.copies)):
-                engine.mover.go_on(draw.randrange(100))
+            engine.copy(draw.randint(1, self.copies))
         elif roll < 0.95 and self.drawer is not None:
             self.drawer.trouble(draw, self.now_s)
             self.drawer.validate()
@@ -328,9 +350,7 @@ class World:
         while any(engine.replies.values()):
             engine.deliver(0)
             rests = False
-        while not engine.mover.idle:
-            engine.mover.go_on(0)
-            rests = False
+        rests &= not engine.copied()
         while self.drawer.reads:
             self.drawer.read("ok", self.now_s)
         self.drawer.look(self.now_s)

@@ -56,13 +56,22 @@ def until(world: World, engine: Engine, operation: str) -> KvbmAsk:
         while any(engine.replies.values()):
             engine.deliver(0)
         if operation == "commit":
-            engine.mover.go_on(0)
+            engine.copy(1)
     raise AssertionError(f"no {operation} was asked")
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_bytes_are_right_and_nothing_leaks(tmp_path: Path, seed: int) -> None:
-    world = World(tmp_path / "pool", Random(seed))
+    live(World(tmp_path / "pool", Random(seed)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_bytes_are_right_where_threads_copy(tmp_path: Path, seed: int) -> None:
+    live(World(tmp_path / "pool", Random(seed), threads=True))
+
+
+def live(world: World) -> None:
+    """All that can happen, then all is well again."""
     world.open_kvbm()
     for _ in range(2):
         world.start_engine()
@@ -128,7 +137,7 @@ def test_a_slot_that_is_granted_anew_while_it_is_copied_from_is_not_used(world: 
     until(world, second, "fetch")
     second.carry("")
     second.deliver(0)
-    second.mover.go_on(0)
+    second.copy(1)
     world.now_s += BOUNDS.fetch_time_s  # the kvbm waits no longer; its slots go to others
     for number in range(8):
         first.submit(f"other{number}", [number + 3, 3, 3, 3, 3, 3, 3, 3], 1)
@@ -146,13 +155,14 @@ def test_a_cancelled_request_copies_no_further_and_its_ticket_is_released(world:
     until(world, second, "fetch")
     second.carry("")
     second.deliver(0)
-    second.mover.go_on(0)
+    second.copy(1)
     second.cancel(0)
     second.step()
     assert second.scheduler.load().held_blocks > 0, "a copy still writes"
-    second.mover.go_on(0)
-    second.mover.go_on(0)
-    assert second.mover.idle
+    second.copy(1)
+    second.copy(1)
+    assert second.hand is not None
+    assert second.hand.idle
     second.step()
     assert [ask.operation for ask in second.asks] == ["release"]
     assert second.scheduler.load().held_blocks == 0
@@ -230,10 +240,9 @@ def test_a_save_that_lasts_too_long_is_aborted_and_never_committed(world: World)
     until(world, first, "store")
     first.carry("")
     first.deliver(0)
-    first.mover.go_on(0)
+    first.copy(1)
     world.now_s += BOUNDS.store_time_s
-    while not first.mover.idle:
-        first.mover.go_on(0)
+    assert first.copied()
     first.step()
     assert [ask.operation for ask in first.asks] == ["abort"]
     world.settle()
@@ -249,8 +258,9 @@ def test_copies_that_fail_end_the_link_and_are_told(world: World, operation: str
     until(world, second, operation)
     second.carry("")
     second.deliver(0)
-    second.mover.trouble = "out of order"
-    second.mover.go_on(0)
+    assert second.hand is not None
+    second.hand.trouble = "out of order"
+    second.copy(1)
     second.step()
     assert second.link.reason == "copying failed: out of order"
     world.settle()
