@@ -2,6 +2,7 @@
 
     copies    an engine's mover beside plain memcpy                     benchmarks.kvbm_copies
     fetch     kvbm's answer over NATS: which blocks are where           benchmarks.kvbm_fetch
+    first     a prompt's first token, its blocks in memory              benchmarks.kvbm_first
     steps     the engine's steps, with and without storing              benchmarks.kvbm_steps
     disk      the disk tier beside plain O_DIRECT                       benchmarks.kvbm_disk
 
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from benchmarks import kvbm_copies, kvbm_disk, kvbm_fetch, kvbm_steps
+from benchmarks import kvbm_copies, kvbm_disk, kvbm_fetch, kvbm_first, kvbm_steps
 from benchmarks.report import Goal, report
 from deploy.local.model import fetch_default
 
@@ -62,6 +63,11 @@ def _fetch(flags: argparse.Namespace) -> Measured:
     return kvbm_fetch.goals(rows), rows
 
 
+def _first(flags: argparse.Namespace) -> Measured:
+    rows = uvloop.run(kvbm_first.measure(*((512, 7) if flags.quick else (4096, 15))))
+    return kvbm_first.goals(rows), rows
+
+
 def _steps(flags: argparse.Namespace) -> Measured:
     model = fetch_default(kvbm_steps.MODELS, lambda _what, _share: None)
     rows = uvloop.run(kvbm_steps.measure(model, 8, 3 if flags.quick else 15))
@@ -76,6 +82,7 @@ def _disk(flags: argparse.Namespace) -> Measured:
 PARTS: dict[str, Callable[[argparse.Namespace], Measured]] = {
     "copies": _copies,
     "fetch": _fetch,
+    "first": _first,
     "steps": _steps,
     "disk": _disk,
 }
