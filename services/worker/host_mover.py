@@ -159,10 +159,9 @@ class HostMover:
                 if self._closed:
                     return
                 line = self._loads or self._saves
-                if not line:
-                    piece, self._untouched = self._untouched[0], self._untouched[1:]
-                    self._touching = True
-            if line:
+                piece = None if line else self._untouched[0]
+                self._touching = piece is not None
+            if piece is None:
                 self._work_on(line[0])
             else:
                 self._touch(piece)
@@ -216,8 +215,7 @@ class HostMover:
                 failed = True
         with self._work:
             self._touching = False
-            if failed:
-                self._untouched = range(0)
+            self._untouched = range(0) if failed else self._untouched[1:]
             self._work.notify_all()
 
 

@@ -155,8 +155,9 @@ CHUNKS = ([200], [64, 136], [16, 7, 1, 40, 136], [100, *[1] * 100])
 
 def chunked(model: Checked, chunks: Sequence[int]) -> Logits:
     """Of the last token."""
+    logits: Logits = np.empty(0, np.float32)
     for start, end in itertools.pairwise(itertools.accumulate(chunks, initial=0)):
-        logits: Logits = model.decoder.step([work(TOKENS[:end], BLOCKS, start=start)])[0]
+        logits = model.decoder.step([work(TOKENS[:end], BLOCKS, start=start)])[0]
     return logits
 
 
