@@ -19,7 +19,8 @@ A copy is no use: a cached block that was only copied goes back to where the lea
 Content is named by its 128-bit content key. A key is in at most one slot: where a second slot is stored with a key that
 the pool has already, the caller is given the first slot instead and the second is freed. So a hash is published as
 stored exactly while one slot carries it, memory is never spent twice, and a kept block's parent is kept too as long as
-sequences hold whole prefixes and release them last block first (the least recently used block is then always a leaf).
+sequences hold whole prefixes and release them last block first (the least recently used block is then always a leaf;
+only a block that a copy reads may outlive its parent).
 
 Every operation is O(1) a block; changes are returned as events, in order.
 """

@@ -170,7 +170,7 @@ class Onboarding:
         fetch = self._fetches[number]
         if fetch.state == "left" or first != len(fetch.slots):
             return [], []
-        if not fetch.slots and not self._hold_prefix(fetch, reserve):
+        if not fetch.held and not self._hold_prefix(fetch, reserve):
             self._leave(fetch)
             return [], []
         count = min(count, fetch.count - first, self._pool.available - reserve)

@@ -101,6 +101,47 @@ def test_a_copy_keeps_a_block_whose_sequence_has_ended() -> None:
     assert pool.state(slot) == "cached"
 
 
+def test_a_block_that_was_only_copied_is_evicted_when_it_would_have_been() -> None:
+    pool = BlockPool(4)
+    first, second = chain(1, 2), chain(3, 4)
+    release(pool, fill(pool, first))
+    release(pool, fill(pool, second))
+    assert pool.next_evicted(0) == []
+    order = pool.next_evicted(4)
+    assert [pool.content(slot) for slot in order] == [*reversed(first), *reversed(second)]
+    parents_first = [order[1], order[0]]
+    for slot in parents_first:
+        pool.hold_for_copy(slot)
+    assert pool.next_evicted(4) == order[2:]
+    pool.release_copies(parents_first)
+    assert pool.next_evicted(4) == order
+
+
+def test_a_block_that_was_used_while_it_was_copied_stays_as_long_as_any_other() -> None:
+    pool = BlockPool(4)
+    contents = chain(1, 2)
+    slots = fill(pool, contents)
+    release(pool, slots)
+    for slot in slots:
+        pool.hold_for_copy(slot)
+    release(pool, [pool.acquire(content.key) for content in contents])
+    release(pool, fill(pool, chain(3)))
+    pool.release_copies(slots)
+    assert pool.next_evicted(4)[1:] == list(reversed(slots)), "and its child leaves before it"
+
+
+def test_two_copies_of_one_block_are_two_holds() -> None:
+    pool = BlockPool(1)
+    (slot,) = fill(pool, chain(1))
+    pool.hold_for_copy(slot)
+    pool.release(slot)
+    pool.hold_for_copy(slot)
+    pool.release_copies([slot])
+    assert pool.available == 0
+    pool.release_copies([slot])
+    assert pool.available == 1
+
+
 def test_a_loading_block_is_found_only_when_its_copy_has_ended() -> None:
     pool = BlockPool(1)
     (content,) = chain(1)

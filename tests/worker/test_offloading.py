@@ -1,0 +1,135 @@
+"""Through the scheduler, which it is a part of."""
+
+from __future__ import annotations
+
+from shared.messages import Sampling
+from tests.worker.exchanged import Kvbm
+from tests.worker.scheduled import Engine
+
+PROMPT = [1, 2, 3, 4, 1, 2, 3]
+
+
+def test_a_full_block_is_offered_once_parents_first() -> None:
+    kvbm = Kvbm(Engine())
+    kvbm.up()
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.know_nothing()
+    kvbm.engine.run()
+    offers = kvbm.take_offers()
+    assert [content.parent for content in offers] == [None, offers[0].key, offers[1].key]
+    assert kvbm.take_offers() == []
+    assert kvbm.engine.scheduler.load().offered_blocks == 3
+
+
+def test_at_most_so_many_are_offered_at_a_time() -> None:
+    kvbm = Kvbm(Engine())
+    kvbm.up()
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.know_nothing()
+    kvbm.engine.run()
+    assert [len(kvbm.take_offers(2)) for _ in range(3)] == [2, 1, 0]
+
+
+def test_blocks_that_came_from_the_kvbm_are_not_offered_to_it() -> None:
+    for offload in ("filled", "evicted"):
+        first = Kvbm(Engine())
+        first.up()
+        first.engine.submit("a", PROMPT, max_tokens=1)
+        first.run()
+        kvbm = Kvbm(Engine(capacity_blocks=6, offload=offload))
+        kvbm.kept = first.kept
+        kvbm.up()
+        kvbm.engine.submit("a", PROMPT, max_tokens=1)
+        kvbm.run()
+        assert kvbm.loaded_blocks == 3
+        assert kvbm.engine.scheduler.load().offered_blocks == 0
+
+
+def test_beyond_the_limit_the_oldest_is_left_out_and_counted() -> None:
+    kvbm = Kvbm(Engine(offers_limit=2))
+    kvbm.up()
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.know_nothing()
+    kvbm.engine.run()
+    offers = kvbm.take_offers()
+    assert len(offers) == 2
+    assert offers[0].parent is not None
+    assert kvbm.engine.scheduler.load().dropped_offers == 1
+
+
+def test_what_was_evicted_in_the_meantime_is_not_offered_and_not_held() -> None:
+    engine = Engine(capacity_blocks=4)
+    kvbm = Kvbm(engine)
+    kvbm.up()
+    engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.know_nothing()
+    engine.run()
+    offers = engine.scheduler.offers(1)
+    engine.submit("b", [4, 4, 4, 4, 4, 4, 4], max_tokens=1)
+    kvbm.know_nothing()
+    engine.run()
+    assert engine.scheduler.hold([offers[0].key]) == [None]
+    assert {content.parent for content in engine.scheduler.offers(64)}.isdisjoint({offers[0].key})
+
+
+def test_a_kvbm_that_comes_is_offered_what_is_there() -> None:
+    kvbm = Kvbm(Engine())
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.engine.run()
+    assert kvbm.take_offers() == []
+    kvbm.up()
+    assert len(kvbm.take_offers()) == 3
+    kvbm.end()
+
+
+def test_without_a_kvbm_or_where_it_is_off_nothing_is_offered() -> None:
+    kvbm = Kvbm(Engine())
+    kvbm.up()
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.know_nothing()
+    kvbm.engine.run()
+    kvbm.down()
+    assert kvbm.take_offers() == []
+    kvbm = Kvbm(Engine(offload="off"))
+    kvbm.up()
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.run()
+    assert kvbm.engine.scheduler.load().offered_blocks == 0
+
+
+def test_blocks_that_would_leave_next_are_offered_while_they_are_there() -> None:
+    kvbm = Kvbm(Engine(capacity_blocks=400, context_length=1024, step_tokens=1024, offload="evicted"))
+    kvbm.up()
+
+    def compute(name: str, first: int) -> None:
+        kvbm.engine.submit(name, [first, *[1, 2] * 150], sampling=Sampling(max_tokens=1))
+        kvbm.know_nothing()
+        kvbm.engine.run()
+
+    compute("a", 1)
+    (leaf,) = kvbm.take_offers(1)
+    assert kvbm.take_offers(10)[-1].key == leaf.parent, "the last block of a chain leaves first"
+    assert len(kvbm.take_offers(1000)) < 150, "others are far from leaving"
+    kvbm.end_saves()
+    compute("b", 2)
+    compute("c", 3)
+    kept = [content.key in kvbm.kept for content in kvbm.engine.scheduler.snapshot()]
+    assert not all(kept)
+    assert any(kvbm.take_offers(1000))
+    kvbm.end()
+
+
+def test_no_block_is_held_whose_room_a_running_sequence_may_need() -> None:
+    kvbm = Kvbm(Engine(capacity_blocks=5))
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.engine.run()
+    kvbm.up()
+    keys = [content.key for content in kvbm.engine.scheduler.snapshot()]
+    kvbm.engine.submit("b", [4, 4, 4], sampling=Sampling(max_tokens=6, ignore_eos=True))
+    kvbm.know_nothing()
+    kvbm.engine.step()
+    *held, refused = kvbm.engine.scheduler.hold(keys)
+    assert refused is None
+    assert len(set(held) - {None}) == 2
+    kvbm.engine.scheduler.let_go([slot for slot in held if slot is not None])
+    kvbm.engine.run()
