@@ -23,7 +23,8 @@ from shared.pool_format import PoolUnfit
 from shared.pool_map import touch
 
 NICENESS = 10
-"""The thread's own: whoever computes goes first."""
+"""The thread's own: whoever computes goes first. Beside it, copying without a pause, a decode step of the native engine
+took 1.1 times as long on two cores that others kept busy; 2.1 times without it."""
 PIECE_BYTES = 16 << 20
 """Of the pool, touched in one go (3 ms): a copy, or `detach`, waits no longer than that."""
 

@@ -7,7 +7,8 @@ business. Pages start as zeros: attention reads past a sequence's end within its
 masks must at least be a number.
 
 What is stored may be narrower than float32. All attention reads what is stored, also that of the chunk that wrote it:
-so a block gives the same numbers to those who computed it and to those who were given it.
+so a block gives the same numbers to those who computed it and to those who were given it. Widening what is read makes
+a decode step of eight sequences of 512 tokens (SmolLM2-135M) 8 % longer.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Covered: config.json as far as it is understood, each tensor's name, shape and t
 first and the last among them. Tensors of up to 64 KiB, so all norms and biases of today's models, are covered whole.
 Fine-tuning, merging and quantising change every piece. Not seen is a change that leaves all pieces of all tensors as
 they were: who edits single rows of a matrix gives the model another name. How the files are cut does not matter. Takes
-some ten milliseconds where all bytes would take seconds.
+30 ms for 270 tensors, where all bytes would take seconds.
 """
 
 from __future__ import annotations
