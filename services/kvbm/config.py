@@ -44,6 +44,8 @@ class DiskConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Requests that the disk has at once."""
     queue: Positive = 8192
     """Reads that are queued or under way, and writes. A block whose read finds no room there is computed instead."""
+    retry_s: Seconds = 5.0
+    """How often it is looked at, and tried again where it is off or full."""
 
 
 class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -38,7 +38,6 @@ from services.kvbm.segments import Segments
 from shared.blocks import Content
 from shared.hashing import ContentKey
 
-RETRY_S = 5.0
 ERRORS_IN_A_ROW = 4
 """Failed requests, without one that went well between, that switch the tier off."""
 
@@ -66,7 +65,7 @@ class Disk:
         gone: Callable[[str], None],
         *,
         min_free_bytes: int = 0,
-        retry_s: float = RETRY_S,
+        retry_s: float = 5.0,
     ) -> None:
         self.geometry = geometry
         self._directory = directory

@@ -1,6 +1,6 @@
 """One layout's blocks: carries out what its `Tickets` and `Tiers` decide, and tells who waits and who listens.
 
-    first attach ──▶ open ──its arena goes to another layout, or kvbm ends──▶ closed
+    first attach ──▶ open ──its arena goes to another layout, or kvbm ends──▶ ended ──nothing is under way──▶ closed
 
     request ──▶ Tickets ──▶ answer;  reads ──▶ DiskTraffic;  changes ──▶ EventLog
 
@@ -88,7 +88,7 @@ class Layout:
             )
         self._askers = Askers(slots)
         self._settling: asyncio.Handle | None = None
-        self._closed = False
+        self._ended = False
 
     @property
     def source(self) -> EventSource:
@@ -191,7 +191,8 @@ class Layout:
     def _read_done(self, read: Read, outcome: ReadOutcome) -> None:
         advanced, events = self.tickets.read_done(read, outcome, self._now())
         self._changed(events, "lost")
-        self._askers.advance(advanced)
+        if not self._ended:
+            self._askers.advance(advanced)
         self.settle_soon()
 
     def _spill_done(self, spill: Spill, outcome: WriteOutcome) -> None:
@@ -212,7 +213,7 @@ class Layout:
 
     def settle_soon(self) -> None:
         """`settle`, in the loop's next turn: once an answer is on its way."""
-        if self._settling is None and not self._closed:
+        if self._settling is None and not self._ended:
             self._settling = asyncio.get_running_loop().call_soon(self.settle)
 
     def settle(self) -> None:
@@ -229,13 +230,18 @@ class Layout:
         if self.log.flush():
             self.settle_soon()
 
-    def close(self) -> None:
-        """Nothing is under way any more, and nobody is told anything but that."""
-        assert self._traffic is None or not self._traffic.under_way, "a copy is under way"
-        self._closed = True
+    def end(self) -> None:
+        """Nothing new is begun, and nobody waits any more; what is under way ends by itself."""
+        self._ended = True
         if self._settling is not None:
             self._settling.cancel()
+            self._settling = None
         self._askers.end_all(None, "the layout is gone")
+
+    def close(self) -> None:
+        """It has ended, and nothing is under way."""
+        assert self._ended, "more may be begun"
+        assert self._traffic is None or not self._traffic.under_way, "a copy is under way"
         self.log.close()
 
     # --- questions
@@ -280,7 +286,8 @@ class Layout:
         self._window.validate()
         statistics = self.tickets.statistics()
         self._askers.validate()
-        assert len(self._askers) <= statistics.fetches, "a fetch that has ended is waited for"
+        waiting = len(self._askers) - len(self._askers.untold)
+        assert waiting <= statistics.fetches, "a fetch has ended, and who asked will never hear of it"
         under_way = 0 if self._traffic is None else self._traffic.under_way
         assert under_way == statistics.tiers.host.loading + statistics.tiers.disk.writing, "a copy nobody knows of"
         assert self._settling is not None or not (self._askers.untold or self.log.waiting), "nobody will tell it"

@@ -85,6 +85,7 @@ class Layouts:
             disk.cancel()
             self._ending.add(disk)
             disk.add_done_callback(self._ending.discard)
+        layout.end()
         layout.close()
 
     # --- disks
@@ -108,6 +109,7 @@ class Layouts:
             return Disk(
                 *(Path(config.directory), shape, threads, back, gone),
                 min_free_bytes=config.min_free_bytes,
+                retry_s=config.retry_s,
             )
 
         return make
@@ -135,12 +137,15 @@ class Layouts:
 
     async def close(self) -> bool:
         """False: a disk has not answered in time, and memory of the pool is in use until the process ends."""
+        for layout in self.open.values():
+            layout.end()
         for task in self._disks.values():
             task.cancel()
         ending = [*self._disks.values(), *self._ending]
         if ending:
             await asyncio.wait(ending, timeout=CLOSE_LIMIT_S)
         ended = self._threads is None or await self._threads.close(CLOSE_LIMIT_S)
+        await asyncio.sleep(0)  # what the disk has refused is told in the next turn
         if not ended:
             _log.warning("the disk did not answer in %g s: its last blocks are not on it", CLOSE_LIMIT_S)
         else:

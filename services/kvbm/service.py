@@ -48,8 +48,6 @@ REPORT_INTERVAL_S = 0.25
 _TICKS_A_LOOK = 2
 """At the engines' locks."""
 _TICKS_A_SHOW = 4
-_TICKS_A_TRY = 20
-"""Whether the disk has space again."""
 
 _log = logging.getLogger(__name__)
 
@@ -267,11 +265,12 @@ class Kvbm:
     # --- by and by
 
     async def _tick(self) -> None:
+        ticks_a_try = max(1, round(self._config.disk.retry_s / REPORT_INTERVAL_S))
         ticks_a_line = round(self._config.statistics.log_s / REPORT_INTERVAL_S)
         for tick in count():
             for layout in self.layouts.open.values():
                 layout.expire()
-                if not tick % _TICKS_A_TRY:
+                if not tick % ticks_a_try:
                     layout.space_again()
             if not tick % _TICKS_A_LOOK:
                 self._look()

@@ -50,14 +50,15 @@ NAMESPACE = "test"
 LIMIT_S = 20.0
 LAYOUT = StoreLayout("m", "weights-1", KvLayout("float32", layers=1, kv_heads=2, head_dim=500, block_size=1))
 """Blocks of one token and 8000 bytes: two pages, the last one padded."""
-OTHER_LAYOUT = msgspec.structs.replace(LAYOUT, weights="weights-2")
+OTHER_LAYOUT = StoreLayout("m", "weights-2", KvLayout("float32", layers=1, kv_heads=2, head_dim=250, block_size=1))
+"""Of 4000 bytes."""
 SMALL_BYTES = 1 << 17
 """A pool of 8 slots for such blocks."""
 
 
 def settings(directory: Path, *, size_bytes: int = 1 << 20, disk: bool = False, **tables: Any) -> KvbmConfig:
     """Of a kvbm in `directory`."""
-    disk_config = DiskConfig(str(directory / "disk"), 1 << 20, 1 << 18, min_free_bytes=0, threads=2)
+    disk_config = DiskConfig(str(directory / "disk"), 1 << 20, 1 << 18, min_free_bytes=0, threads=2, retry_s=0.05)
     return msgspec.structs.replace(
         KvbmConfig(
             namespace=NAMESPACE,
@@ -117,10 +118,15 @@ class Engine:
             while isinstance(reply := await self.try_attach(), wire.KvbmRefused):
                 assert reply.code == "not_ready", reply.reason
                 await asyncio.sleep(0.005)
+        self.map(reply)
+        return reply
+
+    def map(self, attached: wire.Attached) -> None:
+        """Its slots from now on."""
         self.unmap()
         self._pool = PoolMap(self._directory / POOL)
-        self.slots = self._pool.arena(Arena(reply.offset, reply.slot_bytes, reply.slots, reply.generations))
-        return reply
+        place = Arena(attached.offset, attached.slot_bytes, attached.slots, attached.generations)
+        self.slots = self._pool.arena(place)
 
     def unmap(self) -> None:
         if self.slots is not None and self._pool is not None:
@@ -150,10 +156,13 @@ class Engine:
 
     def write(self, granted: wire.Granted, contents: Sequence[Content]) -> None:
         """The blocks' bytes into the granted slots."""
-        assert self.slots is not None
         for index, slot in zip(granted.blocks, unpack_slots(granted.slots), strict=True):
-            with self.slots.slot(slot) as memory:
-                memory[: self.layout.kv.block_bytes] = payload(contents[index], self.layout)
+            self.write_one(slot, contents[index])
+
+    def write_one(self, slot: int, content: Content) -> None:
+        assert self.slots is not None
+        with self.slots.slot(slot) as memory:
+            memory[: self.layout.kv.block_bytes] = payload(content, self.layout)
 
     async def commit(self, ticket: int, slots: bytes) -> wire.Settled | wire.KvbmRefused:
         asked = wire.COMMIT.encode(wire.Commit(self.owner, ticket, slots))
@@ -372,8 +381,6 @@ async def running(world: World, instance: str = "b1") -> AsyncIterator[Store]:
             following.cancel()
     finally:
         await discovery.close()
-        for engine in world.engines:
-            engine.unmap()
 
 
 async def _check(service: Kvbm) -> None:

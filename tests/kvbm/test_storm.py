@@ -1,0 +1,25 @@
+"""Nothing goes wrong in many storms; KVBM_STORMS says in how many (40)."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from tests.kvbm.storm import storms
+
+STORMS = int(os.environ.get("KVBM_STORMS", "40"))
+BLOCK = 20
+"""Storms a test."""
+_seen: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("first", range(0, STORMS, BLOCK))
+async def test_no_wrong_bytes_and_no_lost_slot_from_storm(first: int) -> None:
+    _seen.update(await storms(first, min(BLOCK, STORMS - first)))
+
+
+def test_the_storms_were_storms() -> None:
+    for what in ("right from memory", "right from disk", "written", "forgotten", "died", "expired", "away", "no_arena"):
+        assert _seen[what], what
