@@ -3,8 +3,9 @@
     embed → for each layer: RMSNorm → q, k, v → rotate → write KV → attend over paged KV → project
                             RMSNorm → SwiGLU                                                        → RMSNorm → logits
 
-All tokens of a step go through a weight together; only attention looks at sequences apart. Everything is float32.
-The array module is a parameter and only operations that NumPy and CuPy share are used on arrays of a step.
+All tokens of a step go through a weight together; only attention looks at sequences apart. Everything is float32; what
+the KV cache keeps may be narrower. The array module is a parameter and only operations that NumPy and CuPy share are
+used on arrays of a step.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ a decode step of eight sequences of 512 tokens (SmolLM2-135M) 8 % longer.
 from __future__ import annotations
 
 import mmap
+import sys
+from contextlib import suppress
 from math import prod
 from types import ModuleType
 
@@ -72,5 +74,7 @@ def _host_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
     """Like numpy.zeros, which lies 16 bytes off a page, where a copy to a page can take twice as long. Blocks as models
     have them are whole pages, so all of them begin on one."""
     memory = mmap.mmap(-1, prod(shape) * np.dtype(dtype).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
     return np.frombuffer(memory, dtype).reshape(shape)
