@@ -88,7 +88,7 @@ class ArenaMap:
         return int(self._generations[self._checked(slot)])
 
     def generations(self, slots: bytes) -> bytes:
-        """Of slots packed as u32, packed as u64: 256 of them in 3 µs instead of 60."""
+        """Of slots packed as u32, packed as u64: 256 of them in 4 µs instead of 35."""
         numbers = np.frombuffer(slots, np.uint32)
         if numbers.size and int(numbers.max()) >= self.arena.slots:
             raise PoolUnfit(f"slot {numbers.max()} of an arena of {self.arena.slots}")

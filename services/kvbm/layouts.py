@@ -23,7 +23,8 @@ from services.kvbm.disk_threads import DiskThreads
 from services.kvbm.host_pool import HostPool
 from services.kvbm.layout import Layout, MakeDisk
 from services.kvbm.metrics import Metrics
-from services.kvbm.refusals import ArenaMissing
+from services.kvbm.refusals import ArenaMissing, NotReady
+from shared.errors import ConfigError
 from shared.kvbm_messages import StoreLayout
 from shared.lifecycle import Runtime
 from shared.pool_format import PoolUnfit
@@ -55,7 +56,7 @@ class Layouts:
 
     def place(self, layout: StoreLayout, before: Collection[str]) -> Layout:
         """The layout, opened if it is not. `before`: the engines of a former kvbm that may write to any slot yet.
-        Raises ArenaMissing; nothing has changed then."""
+        Raises ArenaMissing, and NotReady where a policy of somebody's own cannot be made that large."""
         digest = layout.digest
         in_use = [other.digest for other in self.open.values() if other.in_use]
         try:
@@ -64,13 +65,17 @@ class Layouts:
             raise ArenaMissing(str(wrong)) from None
         if digest in self.open:
             return self.open[digest]
-        if place.dropped is not None:
+        if place.dropped in self.open:
             self._drop(place.dropped)
-        made = self.open[digest] = Layout(
-            *(layout, place.slots, self._config, self._runtime, self._metrics),
-            before=before,
-            disk=self._disk(layout),
-        )
+        try:
+            made = Layout(
+                *(layout, place.slots, self._config, self._runtime, self._metrics),
+                before=before,
+                disk=self._disk(layout),
+            )
+        except ConfigError as wrong:
+            raise NotReady(str(wrong)) from None
+        self.open[digest] = made
         if made.disk is not None:
             self._disks[digest] = self._runtime.tasks.create_task(self._run(made.disk), name=f"disk {digest}")
         _log.info("layout %s of %s: %d slots", digest, layout.model, place.slots.arena.slots)
@@ -156,6 +161,6 @@ class Layouts:
     def validate(self) -> None:
         """Raises AssertionError where anything of it contradicts itself."""
         self._pool.arenas.validate()
-        assert set(self.open) == set(self._pool.arenas.layouts), "a layout without an arena, or an arena without one"
+        assert set(self.open) <= set(self._pool.arenas.layouts), "a layout without an arena"
         for layout in self.open.values():
             layout.validate()

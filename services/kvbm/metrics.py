@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -109,9 +110,9 @@ class Metrics:
 
     def changed(self, events: Iterable[TierEvent], why: Why) -> None:
         """`why` is that of the evictions among the events."""
-        for tier, event in events:
-            if isinstance(event, Evicted):
-                self.evictions.labels(tier, why).inc()
+        gone = Counter(tier for tier, event in events if isinstance(event, Evicted))
+        for tier, blocks in gone.items():
+            self.evictions.labels(tier, why).inc(blocks)
 
     def expired(self, tickets: Iterable[Expired]) -> None:
         """By time, or with a worker's lease."""

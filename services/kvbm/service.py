@@ -152,10 +152,8 @@ class Kvbm:
             code = wrong.code if isinstance(wrong, Refusal) else "bad_request"
             self._metrics.refused(code)
             payload = wire.SETTLED.encode(wire.KvbmRefused(code, str(wrong)), message.headers)
-            self._answers.later(message, payload, last=True)
-        else:
-            if payload is not None:
-                await self._answers.answer(message, payload, last=operation == "fetch")
+        if payload is not None:
+            await self._answers.answer(message, payload, last=operation == "fetch")
         self._metrics.request_seconds.labels(operation).observe(perf_counter() - start_s)
         if layout is not None:
             layout.settle_soon()

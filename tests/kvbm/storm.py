@@ -246,8 +246,8 @@ class Storm:
                     disk.rename(aside)
                     disk.touch()
                     await asyncio.sleep(0.05 * self.random.random())
-                    disk.unlink()
                     try:
+                        disk.unlink()
                         aside.rename(disk)
                     except OSError:  # kvbm was faster, and has a new disk
                         shutil.rmtree(aside)

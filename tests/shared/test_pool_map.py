@@ -86,6 +86,16 @@ def test_generations_outlive_their_writer_and_start_again_after_the_last(path: P
         pool.close()
 
 
+def test_generations_of_many_slots_are_read_at_once(kvbm: ArenaMap, engine: ArenaMap) -> None:
+    for slot in (3, 3, 4):
+        kvbm.grant(slot)
+    packed = b"".join(slot.to_bytes(4, "little") for slot in (4, 0, 3))
+    assert engine.generations(packed) == b"".join(number.to_bytes(8, "little") for number in (1, 0, 2))
+    assert engine.generations(b"") == b""
+    with pytest.raises(PoolUnfit, match=f"slot {engine.arena.slots} of an arena of {engine.arena.slots}"):
+        engine.generations(engine.arena.slots.to_bytes(4, "little"))
+
+
 def test_an_engine_cannot_write_generations(engine: ArenaMap) -> None:
     with pytest.raises(TypeError, match="read-only"):
         engine.grant(0)
