@@ -17,6 +17,8 @@ from shared.errors import ConfigError
 DEFAULT_LIMIT_BYTES = 1 << 30
 DEFAULT_SHARE = 16
 """By default it takes one part in so many of the machine's memory: modest, so that a laptop does not notice."""
+BY_DEFAULT = ("native",)
+"""Engines that have one unasked. A simulated fleet is what its settings say."""
 WITHOUT = ("echo",)
 """Engines that compute no blocks."""
 _SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
@@ -36,16 +38,15 @@ class Wish(Struct, frozen=True):
 
 def wish(size: str, disk: Path | None, disk_size: str, *, engine: str) -> Wish:
     """Of `--kvbm-bytes` (empty: not given), `--kvbm-disk` and `--kvbm-disk-bytes`. Raises ConfigError."""
-    pool_bytes = parse(size, "--kvbm-bytes") if size else _default_bytes()
     disk_bytes = parse(disk_size, "--kvbm-disk-bytes")
-    asked = bool(size and pool_bytes) or disk is not None
-    if disk is not None and pool_bytes == 0:
+    if not size and disk is None:
+        return Wish(_default_bytes() if engine in BY_DEFAULT else 0, "", 0, asked=False)
+    pool_bytes = parse(size, "--kvbm-bytes") if size else _default_bytes()
+    if pool_bytes == 0 and disk is not None:
         raise ConfigError("--kvbm-disk needs some --kvbm-bytes: blocks get there through memory")
-    if engine in WITHOUT:
-        if asked:
-            raise ConfigError(f"--kvbm-bytes: engine {engine} has no blocks to store")
-        pool_bytes = 0
-    return Wish(pool_bytes, "" if disk is None else str(disk.absolute()), disk_bytes, asked)
+    if pool_bytes and engine in WITHOUT:
+        raise ConfigError(f"--kvbm-bytes: engine {engine} has no blocks to store")
+    return Wish(pool_bytes, "" if disk is None else str(disk.absolute()), disk_bytes, asked=True)
 
 
 def parse(size: str, flag: str) -> int:

@@ -91,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument(
         "--kvbm-bytes",
-        default="0",
+        default="",
         metavar="SIZE",
-        help="of memory for KV blocks, shared by all workers: 512M, 2G; 0: none (%(default)s)",
+        help="of memory for KV blocks, shared by all workers: 512M, 2G; 0: none (a 16th of all, at most 1G)",
     )
     up.add_argument("--kvbm-disk", type=Path, metavar="DIR", help="for blocks that this memory has no room for (none)")
     up.add_argument("--kvbm-disk-bytes", default="10G", metavar="SIZE", help="of that directory (%(default)s)")

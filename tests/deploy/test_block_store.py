@@ -36,9 +36,11 @@ def test_a_size_or_a_disk_is_asking() -> None:
     assert (with_disk.disk, with_disk.disk_bytes, with_disk.asked) == ("/blocks", 1 << 30, True)
 
 
-def test_zero_is_none_and_no_engine_without_blocks_gets_one_unasked() -> None:
-    assert not wish("0", None, "10G", engine="native").pool_bytes
-    assert not wish("", None, "10G", engine="echo").pool_bytes
+def test_zero_is_none_and_only_real_blocks_have_one_unasked() -> None:
+    assert wish("0", None, "10G", engine="native").pool_bytes == 0
+    assert wish("", None, "10G", engine="simulated").pool_bytes == 0
+    assert wish("", None, "10G", engine="echo").pool_bytes == 0
+    assert wish("0", None, "10G", engine="echo").pool_bytes == 0
 
 
 def test_its_directory_is_there_as_long_as_it_runs(tmp_path: Path) -> None:

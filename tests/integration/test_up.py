@@ -26,6 +26,8 @@ from tests.integration.stack import ROOT, Up, eventually, running, with_models
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
 LEASE_S = 10.0
+LIMIT_S = 30.0
+ALL = ["frontend", "kvbm", "router", "worker", "worker"]
 WORKERS = "/headrace/default/instances/worker/"
 
 
@@ -167,17 +169,21 @@ def test_status_shows_every_instance_and_chat_answers(up: Up) -> None:
         command = [sys.executable, "-m", "deploy.local.cli", *words, "--state", str(up.state)]
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100).stdout
 
-    status = json.loads(headrace("status", "--json"))
-    services = sorted(instance["service"] for instance in status["instances"])
-    assert services == ["frontend", "router", "worker", "worker"]
+    def everyone() -> dict[str, Any] | None:
+        status: dict[str, Any] = json.loads(headrace("status", "--json"))
+        return status if sorted(instance["service"] for instance in status["instances"]) == ALL else None
+
+    status = eventually(everyone, limit_s=LIMIT_S, what="all are there; the block store comes last")
     assert {worker["model"] for worker in status["models"]} == {MODEL}
     assert "Paris" in headrace("chat", QUESTION)
 
 
 def test_etcd_shows_readable_json_of_who_is_alive(up: Up) -> None:
-    keys = etcd_keys(up, "/headrace/")
-    services = sorted(key.split("/")[4] for key in keys if "/instances/" in key)
-    assert services == ["frontend", "router", "worker", "worker"]
+    def everyone() -> dict[str, Any] | None:
+        keys = etcd_keys(up, "/headrace/")
+        return keys if sorted(key.split("/")[4] for key in keys if "/instances/" in key) == ALL else None
+
+    keys = eventually(everyone, limit_s=LIMIT_S, what="all are there")
     cards = [value for key, value in keys.items() if "/models/" in key]
     assert [card["model"] for card in cards] == [MODEL, MODEL]
 
