@@ -44,7 +44,7 @@ class Metrics:
         )
         self.offered_blocks = counter(
             registry,
-            "headrace_kvbm_offered_blocks",
+            "headrace_kvbm_store_blocks",
             "Blocks that workers could write: granted, known (there or on their way), declined",
             ["outcome"],
         )

@@ -69,7 +69,7 @@ async def test_a_block_that_two_engines_store_is_there_once_and_both_succeed(tmp
         await a.commit(granted.ticket, granted.slots)
         assert await b.store(contents) == 0
         assert await b.load(contents) == (2, 0)
-        assert store.metric("headrace_kvbm_offered_blocks_total", outcome="known") == 4
+        assert store.metric("headrace_kvbm_store_blocks_total", outcome="known") == 4
 
 
 async def test_what_is_not_committed_cannot_be_found(tmp_path: Path) -> None:
