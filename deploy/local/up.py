@@ -149,9 +149,11 @@ class Shell:
                         said = "" if status <= 0 else ": " + "".join(_tail(self._log(name), 1))
                         self._terminal.notice(f"{name} ended ({_spell(status)}), again in {delay_s} s{said}")
                     case Hopeless(name, needed):
-                        said = "\n  ".join(_tail(self._log(name), LINES_SHOWN))
-                        wrong = f"{name} cannot work as configured:\n  {said}"
-                        self._terminal.notice(f"error: {wrong}" if needed else f"without {name}, as {wrong}")
+                        if needed:
+                            said = "\n  ".join(_tail(self._log(name), LINES_SHOWN))
+                            self._terminal.notice(f"error: {name} cannot work as configured:\n  {said}")
+                        else:
+                            self._terminal.notice(f"without {name}: " + "".join(_tail(self._log(name), 1)))
                     case Finished(status):
                         return status
                     case _:

@@ -80,6 +80,7 @@ def test_the_block_store_and_the_workers_share_a_pool(tmp_path: Path) -> None:
     assert (kvbm.disk.directory, kvbm.disk.limit_bytes) == (store.disk, store.disk_bytes)
     workers = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in range(3)]
     assert {worker.kvbm.pool for worker in workers} == {store.pool}
+    assert not any(launch.program.late for launch in stack.launches), "where it cannot be, that is told at once"
     assert {worker.nats.url for worker in workers} == {kvbm.nats.url}
     assert f"http://127.0.0.1:{kvbm.observe.port}" in {launch.observe for launch in stack.launches}
 

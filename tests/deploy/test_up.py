@@ -117,7 +117,7 @@ async def test_what_is_not_needed_may_have_a_wrong_configuration(
     shell.stop()
     assert await running == 0
     assert said[0].startswith("ready ")
-    assert "without kvbm, as kvbm cannot work as configured:\n  a pool of 1.0 GiB has no room" in said[1]
+    assert "\nwithout kvbm: a pool of 1.0 GiB has no room\n" in f"\n{said[1]}"
 
 
 async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
