@@ -37,7 +37,9 @@ from services.worker.engine import (
     Work,
 )
 from services.worker.exchange import Attachment, Exchange
-from services.worker.scheduler import Limits, Outcome, Scheduler
+from services.worker.limits import Limits
+from services.worker.outcome import Outcome
+from services.worker.scheduler import Scheduler
 from shared.kv_events import to_kv_events, to_snapshot
 from shared.kvbm_messages import StoreLayout
 from shared.messages import AllBlocksCleared, KvEvent

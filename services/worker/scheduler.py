@@ -30,70 +30,21 @@ stored. Every attempt that was submitted ends with exactly one Part that has a f
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 from services.worker.engine import Drawn, EngineLoad, Submit, Work
-from services.worker.offloading import Offload, Offloading
+from services.worker.limits import Limits
+from services.worker.offloading import Offloading
 from services.worker.onboarding import Onboarding, Wanted
+from services.worker.outcome import Outcome
 from services.worker.pace import Pace
 from services.worker.sequence import Sequence
 from services.worker.step_budget import StepBudget
-from shared.blocks import BlockPool, Content, PoolEvent
+from shared.blocks import BlockPool, Content
 from shared.hashing import ContentKey
 from shared.messages import FinishReason, Part
 
 _NEVER = float("inf")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What is served, and the bounds of a scheduler."""
-
-    model: str
-    context_length: int
-    """Tokens a sequence may have, prompt and output together."""
-    eos_token_ids: frozenset[int]
-    block_size: int
-    capacity_blocks: int
-    max_running: int = 64
-    max_waiting: int = 512
-    max_waiting_tokens: int = 1 << 20
-    """Uncomputed tokens in the queue; one attempt alone may be longer."""
-    step_s: float = 0.25
-    max_step_tokens: int = 8192
-    first_tokens_per_s: float = 256.0
-    """The prefill speed before one was measured."""
-    offload: Offload = "filled"
-    """What the kvbm is offered: each block once it is full; those that would leave the device next; nothing."""
-    offers_limit: int = 1024
-    """Blocks that wait to be offered; beyond, the oldest is left out."""
-    look_ahead: int = 8
-    """Waiting attempts, from the head of the queue, that may wait for blocks of the kvbm."""
-    wait_s: float = 0.0
-    """How long at most; 0: as long as computing them would take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What happened since the last one."""
-
-    parts: defaultdict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
-    """Frontend → parts, in order."""
-    notable: list[Part] = field(default_factory=list)
-    """Those of the parts that are the first or the last of their attempt."""
-    advanced: list[int] = field(default_factory=list)
-    """`Submit.number` of the attempts that the others bring one token further."""
-    events: list[PoolEvent] = field(default_factory=list)
-
-    def add(self, later: Outcome) -> None:
-        """What happened after this."""
-        for frontend, parts in later.parts.items():
-            self.parts[frontend].extend(parts)
-        self.notable.extend(later.notable)
-        self.advanced.extend(later.advanced)
-        self.events.extend(later.events)
 
 
 class Scheduler:

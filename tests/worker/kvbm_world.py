@@ -23,8 +23,9 @@ from services.worker.engine import (
     Submit,
 )
 from services.worker.exchange import Exchange
+from services.worker.limits import Limits
 from services.worker.offloading import Offload
-from services.worker.scheduler import Limits, Scheduler
+from services.worker.scheduler import Scheduler
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpack_tokens
 from shared.kvbm_messages import StoreLayout

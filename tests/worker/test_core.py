@@ -7,7 +7,8 @@ import pytest
 
 from services.worker.core import MOST_HELD, TOLD_EVERY_S, EngineCore
 from services.worker.engine import CancelAttempt, Snapshot, Stepped, Submit, TakeSnapshot
-from services.worker.scheduler import Limits, Scheduler
+from services.worker.limits import Limits
+from services.worker.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Sampling
 from tests.worker.fake_runner import EOS, FakeRunner, continuation

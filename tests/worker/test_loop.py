@@ -21,8 +21,9 @@ from services.worker.engine import (
     Work,
 )
 from services.worker.exchange import BACK_OFF_FIRST_S, Exchange
+from services.worker.limits import Limits
 from services.worker.loop import EngineLoop
-from services.worker.scheduler import Limits, Scheduler
+from services.worker.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.kvbm_messages import StoreLayout
 from shared.messages import AllBlocksCleared, BlockStored, Sampling

@@ -1,0 +1,35 @@
+"""What a scheduler serves, and its bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.offloading import Offload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is served, and the bounds of a scheduler."""
+
+    model: str
+    context_length: int
+    """Tokens a sequence may have, prompt and output together."""
+    eos_token_ids: frozenset[int]
+    block_size: int
+    capacity_blocks: int
+    max_running: int = 64
+    max_waiting: int = 512
+    max_waiting_tokens: int = 1 << 20
+    """Uncomputed tokens in the queue; one attempt alone may be longer."""
+    step_s: float = 0.25
+    max_step_tokens: int = 8192
+    first_tokens_per_s: float = 256.0
+    """The prefill speed before one was measured."""
+    offload: Offload = "filled"
+    """What the kvbm is offered: each block once it is full; those that would leave the device next; nothing."""
+    offers_limit: int = 1024
+    """Blocks that wait to be offered; beyond, the oldest is left out."""
+    look_ahead: int = 8
+    """Waiting attempts, from the head of the queue, that may wait for blocks of the kvbm."""
+    wait_s: float = 0.0
+    """How long at most; 0: as long as computing them would take."""
