@@ -54,7 +54,7 @@ class Expected:
 
 def expected(request: Request) -> Expected:
     """Asks the model itself, one token after another."""
-    model = model_of(facts_of(1), 1.0)
+    model = model_of(facts_of(1))
     history = list(request.tokens)
     limit = min(request.sampling.max_tokens, CONTEXT_LENGTH - len(history))
     end: Literal["stop", "length"] = "length"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from services.router.attached import store
 from services.router.model_router import ModelRouter
 from services.worker.scheduler import Scheduler
 from shared.hashing import ContentKey, block_hash, event_hash, next_sequence_hash, seed_of
+from shared.messages import Overlap
 from tests.simulation.process import MODEL, Process
 
 
@@ -15,6 +17,7 @@ def violations(processes: Sequence[Process]) -> Iterator[str]:
     living = [process for process in processes if process.state == "running"]
     everyone = {process.instance for process in living}
     workers = {process.instance: process for process in living if process.service == "worker"}
+    kvbms = [process for process in living if process.service == "kvbm"]
     for process in living:
         if set(process.directory.instances) != everyone:
             yield f"{process.instance} believes in {sorted(process.directory.instances)}, not {sorted(everyone)}"
@@ -24,8 +27,11 @@ def violations(processes: Sequence[Process]) -> Iterator[str]:
             yield from _frontend(process)
         if process.service == "worker":
             yield from _worker(process)
+            yield from _link(process, kvbms)
+        if process.service == "kvbm":
+            yield from _kvbm(process, len(workers))
         if process.service == "router":
-            yield from _router(process, workers)
+            yield from _router(process, workers, kvbms)
 
 
 def troubles(processes: Sequence[Process]) -> Iterator[str]:
@@ -62,7 +68,28 @@ def _worker(process: Process) -> Iterator[str]:
         yield f"{process.instance} has the attempts {attempts.names}"
 
 
-def _router(process: Process, workers: dict[str, Process]) -> Iterator[str]:
+def _link(process: Process, kvbms: Sequence[Process]) -> Iterator[str]:
+    """Who is attached to the kvbm."""
+    there = kvbms[0].instance if kvbms else ""
+    linked = "" if process.worker is None else process.worker._kvbm.shown.kvbm
+    if linked != there:
+        yield f"{process.instance} is attached to {linked!r}, not to {there!r}"
+
+
+def _kvbm(process: Process, workers: int) -> Iterator[str]:
+    if process.kvbm is None:
+        yield f"{process.instance} has not started"
+        return
+    process.kvbm.validate()
+    for layout in process.kvbm.layouts.open.values():
+        statistics = layout.tickets.statistics()
+        if statistics.owners != workers or statistics.stores + statistics.fetches + statistics.expired:
+            yield f"{process.instance} has {statistics}"
+        if statistics.tiers.host.quarantined:
+            yield f"{process.instance} keeps {statistics.tiers.host.quarantined} slots in quarantine"
+
+
+def _router(process: Process, workers: dict[str, Process], kvbms: Sequence[Process]) -> Iterator[str]:
     model = None if process.router is None else process.router.models.get(MODEL)
     if model is None or process.router is None:
         yield f"{process.instance} does not know the model"
@@ -76,15 +103,29 @@ def _router(process: Process, workers: dict[str, Process]) -> Iterator[str]:
     if model.speculation.bytes:
         yield f"{process.instance} still expects {model.speculation.bytes} bytes of blocks"
     cached = sum(model.index.blocks_of(chains.slot) for chains in model.chains.values())
+    cached += sum(model.index.blocks_of(chains.slot) for chains in model.stores.values())
     indexed = sum(model.index.statistics().pairs.values())
     if indexed != cached:
         yield f"{process.instance}'s index has {indexed} blocks, {cached} of the living"
     living = model.load.living()
     if living:
         yield f"{process.instance} keeps the reservations {[one.reserved for one in living]}"
-    if process.router.feeds.keys() != workers.keys():
+    stores = {
+        store(one.instance, digest): layout
+        for one in kvbms
+        if one.kvbm is not None
+        for digest, layout in one.kvbm.layouts.open.items()
+    }
+    if process.router.feeds.keys() != workers.keys() | stores.keys():
         yield f"{process.instance} follows {sorted(process.router.feeds)}"
         return
+    for name, layout in stores.items():
+        source = process.router.feeds[name].source
+        source.validate()
+        if source.state != "live":
+            yield f"{process.instance} is {source.state} with {name}"
+        elif model.stores[name].digest(1) != layout.tiers.digest("host"):
+            yield f"{process.instance} has other blocks of {name} than are there"
     for name, worker in workers.items():
         source = process.router.feeds[name].source
         source.validate()
@@ -97,23 +138,29 @@ def _router(process: Process, workers: dict[str, Process]) -> Iterator[str]:
 def _picture(router: str, name: str, model: ModelRouter, scheduler: Scheduler) -> Iterator[str]:
     """Whether the router's chains are what the worker's pool holds, and its index as far as its limit lets it."""
     truth = held(scheduler)
-    told = model.chains[name, 0].held(0)
-    if told != truth:
-        more, less = told.keys() - truth.keys(), truth.keys() - told.keys()
+    chains = model.chains[name, 0]
+    told = {int(key): sequence for key, sequence in chains.held(0).items()}
+    more = told.keys() - truth.keys()
+    less = {key for key, sequence in truth.items() if sequence not in (None, told.get(key))}
+    if more or less:
         yield f"{router} has {len(more)} blocks of {name} too many and {len(less)} too few, of {len(truth)}"
         return
-    indexed = model.index.blocks_of(model.chains[name, 0].slot)
-    found = sum((name, 0) in model.index.find([sequence]) for sequence in truth.values())
-    whole = indexed == len(truth) or model.index.statistics().dropped_blocks  # at its limit it lacks some
+    if chains.digest(0) != scheduler.digest:
+        yield f"{router} has another digest of {name}"
+    indexed = model.index.blocks_of(chains.slot)
+    found = sum(model.index.find([sequence]).get((name, 0), Overlap()).device for sequence in told.values() if sequence)
+    whole = indexed == len(told) or model.index.statistics().dropped_blocks  # at its limit it lacks some
     if found != indexed or not whole:
-        yield f"{router}'s index finds {found} of {len(truth)} blocks of {name}, and has {indexed}"
+        yield f"{router}'s index finds {found} of {len(told)} blocks of {name}, and has {indexed}"
 
 
-def held(scheduler: Scheduler) -> dict[int, int]:
-    """Engine hash → sequence hash of everything a worker's prefix cache holds."""
-    sequences: dict[ContentKey, int] = {}
+def held(scheduler: Scheduler) -> dict[int, int | None]:
+    """Engine hash → sequence hash of everything a worker's prefix cache holds. None: a block before it has left, while
+    it was held for a copy; it leaves next."""
+    sequences: dict[ContentKey, int | None] = {}
     for content in scheduler.snapshot():
         seed = seed_of(content.lora, content.salt)
-        above = None if content.parent is None else sequences[content.parent]
-        sequences[content.key] = next_sequence_hash(above, block_hash(content.tokens, seed), seed)
+        above = None if content.parent is None else sequences.get(content.parent)
+        known = content.parent is None or above is not None
+        sequences[content.key] = next_sequence_hash(above, block_hash(content.tokens, seed), seed) if known else None
     return {event_hash(key): sequence for key, sequence in sequences.items()}

@@ -91,6 +91,12 @@ class Sizes(Struct, frozen=True):
     """That a router keeps while a replay is on its way."""
     index_bytes: int
     """Of a router's index, which drops blocks beyond."""
+    pool_slots: int
+    """Of the kvbm's pool; 0: there is no kvbm."""
+    offload: Literal["filled", "evicted"]
+    """What the kvbm is offered."""
+    copy_s: float
+    """Of a block, between an engine of speed 1 and the pool."""
 
 
 class Request(Struct, frozen=True):
@@ -162,6 +168,9 @@ def _sizes(draw: Random, *, max_waiting: int) -> Sizes:
         ring_batches=draw.choice((1, 5, 1000)),
         held_batches=draw.choice((2, 1000, 1000)),
         index_bytes=draw.choice((3000, 1 << 20, 1 << 20, 1 << 20)),
+        pool_slots=draw.choice((0, 0, 16, 48)),
+        offload=draw.choice(("filled", "evicted")),
+        copy_s=draw.choice((0.0001, 0.005, 0.1)),
     )
 
 

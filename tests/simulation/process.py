@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
@@ -18,7 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, assert_never
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -26,12 +27,18 @@ from prometheus_client import CollectorRegistry
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.service import Frontend
+from services.kvbm.answers import Bounds
+from services.kvbm.config import KvbmConfig, PoolConfig, StatisticsConfig
+from services.kvbm.host_pool import HostPool
+from services.kvbm.service import Kvbm, kvbm
 from services.router.config import IndexConfig, LoadConfig, RouterConfig, SourceConfig
 from services.router.service import Router, router
-from services.worker.config import SimulatedConfig, WorkerConfig
+from services.worker.attachment import PoolAttachment
+from services.worker.config import EngineConfig, SimulatedConfig, WorkerConfig
+from services.worker.config import KvbmConfig as ExchangeConfig
 from services.worker.core import EngineCore
 from services.worker.engine import Ready
-from services.worker.scheduler import Limits, Scheduler
+from services.worker.scheduler import Scheduler
 from services.worker.service import Worker
 from services.worker.simulated import SimulatedModel
 from services.worker.simulated_engine import SimulatedEngine
@@ -39,10 +46,12 @@ from services.worker.timing import Timing
 from shared import subjects
 from shared.directory import Directory
 from shared.discovery import Registration
+from shared.errors import ConfigError
 from shared.lifecycle import Runtime, answer_pings
 from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEventPublisher, MemoryEvents
 from shared.memory_discovery import MemoryDiscovery, MemoryStore
 from shared.messages import KvLayout, ServiceName
+from shared.pool_format import ALIGN_BYTES, PAGE_BYTES
 from tests.simulation.clock import OWNER, SimulatedLoop
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EOS, VOCABULARY, Sizes
 
@@ -72,7 +81,9 @@ class Process:
         draw: Random,
         *,
         sizes: Sizes,
+        pool: str = "",
     ) -> None:
+        """`pool`: the directory of the kvbm's; empty: there is none."""
         self.service: ServiceName = service
         self.instance = instance
         self.state: Literal["running", "frozen", "dead", "ended"] = "running"
@@ -88,9 +99,11 @@ class Process:
         """The one that lives, of a worker."""
         self.scheduler: Scheduler | None = None
         """Its scheduler, with the block pool."""
+        self.kvbm: Kvbm | None = None
         self._loop = loop
         self._store = store
         self._sizes = sizes
+        self._pool = pool
         self.bus = MemoryBus(broker, instance)
         self._discovery = MemoryDiscovery(store, instance)
         self.directory = Directory(self._discovery, self.bus, NAMESPACE)
@@ -127,6 +140,7 @@ class Process:
             self._loop.freeze(self.instance)
             self.bus.lose()
             self._events.close()
+            self._let_go()
             for registration in self._discovery.registrations:
                 registration.end()
                 self._loop.call_later(self._store.ttl_s, self._store.kill, registration)
@@ -163,6 +177,12 @@ class Process:
         """The simulation is over: what is left of the dead is taken apart."""
         self._loop.thaw(self.instance)
         self.main.cancel()
+
+    def _let_go(self) -> None:
+        """What the kernel takes from a process that is dead: locks, and memory that it shares."""
+        self.kill_engine()
+        if self.kvbm is not None:
+            self.kvbm._pool.close()
 
     def _lapse(self) -> None:
         if self.state == "frozen":
@@ -208,8 +228,12 @@ class Process:
                 case "router":
                     async with router(runtime, _router_config(self._sizes)) as self.router:
                         await self._stopping.wait()
-                case _:
+                case "worker":
                     await self._serve_worker(runtime)
+                case "kvbm":
+                    await self._serve_kvbm(runtime)
+                case _:
+                    assert_never(self.service)
             raise _Served
 
     async def _serve_frontend(self, runtime: Runtime) -> None:
@@ -246,26 +270,36 @@ class Process:
             max_waiting=self._sizes.max_waiting,
             stall_s=2.0,
             drain_s=1.0,
+            kvbm=ExchangeConfig(pool=self._pool, offload=self._sizes.offload, timeout_s=0.5),
         )
         self.worker = Worker(runtime, config, self._start_engine)
         await self.worker.run()
 
-    async def _start_engine(self, config: WorkerConfig, model_name: str, _instance: str) -> SimulatedEngine:
-        facts = facts_of(config.capacity_blocks)
-        self.scheduler = Scheduler(
-            Limits(
-                model=model_name,
-                context_length=facts.context_length,
-                eos_token_ids=frozenset(facts.eos_token_ids),
-                block_size=facts.block_size,
-                capacity_blocks=facts.capacity_blocks,
-                max_running=config.max_running,
-                max_waiting=config.max_running + config.max_waiting,
-                max_waiting_tokens=config.max_waiting_tokens,
-            )
-        )
-        self.engine = SimulatedEngine(EngineCore(self.scheduler, facts.block_size), model_of(facts, self._sizes.speed))
+    async def _start_engine(self, config: WorkerConfig, model_name: str, instance: str) -> SimulatedEngine:
+        """As SimulatedEngine.start does, with a model that has no directory."""
+        model = model_of(facts_of(config.capacity_blocks), speed=self._sizes.speed, copy_s=self._sizes.copy_s)
+        engine_config = EngineConfig.of(config, model_name, instance, parent_pid=0)
+        mover = model.mover(self._loop.time) if self._pool else None
+        attachment = PoolAttachment(Path(self._pool), instance) if self._pool else None
+        core = EngineCore.of(engine_config, model.facts, mover, attachment)
+        self.scheduler = core._scheduler
+        self.engine = SimulatedEngine(core, model)
         return self.engine
+
+    async def _serve_kvbm(self, runtime: Runtime) -> None:
+        """Where the one before has not ended, it is tried again, as whoever supervises kvbm would."""
+        config = KvbmConfig(
+            namespace=NAMESPACE,
+            pool=PoolConfig(directory=self._pool, size_bytes=pool_bytes(self._sizes.pool_slots)),
+            tickets=Bounds(store_time_s=1.0, fetch_time_s=1.0),
+            statistics=StatisticsConfig(log_s=0.0),
+        )
+        while not self._stopping.is_set():
+            try:
+                async with kvbm(runtime, config) as self.kvbm:
+                    await self._stopping.wait()
+            except ConfigError:
+                await asyncio.sleep(0.25)
 
 
 def _router_config(sizes: Sizes) -> RouterConfig:
@@ -291,15 +325,32 @@ def facts_of(capacity_blocks: int) -> Ready:
         eos_token_ids=(EOS,),
         block_size=BLOCK_SIZE,
         capacity_blocks=capacity_blocks,
-        kv_layout=KvLayout(dtype="float32", layers=0, kv_heads=0, head_dim=0, block_size=BLOCK_SIZE),
+        kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=BLOCK_SIZE),
         path=_model().name,
     )
 
 
-def model_of(facts: Ready, speed: float) -> SimulatedModel:
+def model_of(facts: Ready, *, speed: float = 1.0, copy_s: float = 1.0) -> SimulatedModel:
     """The model that speaks on all workers."""
-    timing = Timing(msgspec.structs.replace(SIMULATED, speed=speed))
-    return SimulatedModel(facts, timing, output_tokens=SIMULATED.output_tokens)
+    token_bytes = 1000
+    copy_bytes_per_s = BLOCK_SIZE * token_bytes / copy_s
+    config = msgspec.structs.replace(
+        SIMULATED, speed=speed, kv_token_bytes=token_bytes, copy_bytes_per_s=copy_bytes_per_s
+    )
+    return SimulatedModel(facts, Timing(config), output_tokens=SIMULATED.output_tokens)
+
+
+def pool_bytes(slots: int) -> int:
+    """The size of a pool with so many slots of one page, a multiple of 16."""
+    return ALIGN_BYTES + slots * PAGE_BYTES
+
+
+def make_pool(directory: Path, slots: int) -> None:
+    """A pool whose memory is there: it is made in threads else, which have no place in a simulation."""
+    pool = HostPool.open(directory, pool_bytes(slots))
+    os.posix_fallocate(pool._pool.descriptor, 0, pool.geometry.file_bytes)
+    assert pool.reserved
+    pool.close()
 
 
 class ShortMemory(MemoryEvents):

@@ -15,11 +15,14 @@ import pytest
 from services.frontend.frames import Frames
 from services.frontend.sessions import Action, Expired, Session
 from services.frontend.tries import Tries
+from services.kvbm.event_log import EventLog
+from services.kvbm.layout import Layout
 from services.router.following import Following
 from services.router.index import CandidateId
 from services.router.load import Load
 from services.router.sources import Source
 from services.router.speculation import Speculation
+from services.worker.kvbm_client import KvbmClient
 from services.worker.service import Worker
 from shared.messages import Part
 from shared.messaging import Message
@@ -89,6 +92,22 @@ def test_a_gap_that_is_not_seen_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Source, "_gap", lambda _: [])
     monkeypatch.setattr(Source, "validate", lambda _: None)
     assert finds(r"has \d+ blocks of w\d too many", stormy())
+
+
+def test_a_kvbm_that_engines_are_not_told_of_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvbmClient, "engine_ready", lambda _: None)
+    assert finds("is attached to '', not to 'k", stormy())
+
+
+def test_what_kvbm_holds_for_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layout, "expire", lambda _: [])
+    assert finds("fetches=[1-9]", stormy())
+
+
+def test_blocks_that_a_kvbm_does_not_tell_of_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventLog, "add", lambda *_: None)
+    monkeypatch.setattr(EventLog, "validate", lambda _: None)
+    assert finds("has other blocks of k", clear())
 
 
 def test_reservations_that_are_not_ended_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

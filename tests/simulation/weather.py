@@ -19,6 +19,9 @@ from tests.simulation.plan import Skies
 
 CALM_S = 0.0005
 RELIABLE = ("watch", "lease")
+ONCE = ".store"
+"""NATS repeats nothing, and this alone would tell: a Store that came twice is granted twice, and the second grant lasts
+until its engine attaches anew."""
 
 
 class StormyWeather:
@@ -50,7 +53,8 @@ class StormyWeather:
         elif self._draw() < self._skies.lost:
             self._tell(f"{sender} ─x {receiver}: {subject} (lost)")
         else:
-            for _ in range(2 if self._draw() < self._skies.repeated else 1):
+            repeated = self._draw() < self._skies.repeated and not subject.endswith(ONCE)
+            for _ in range(2 if repeated else 1):
                 ordered = self._draw() >= self._skies.overtaken
                 self._carry(sender, receiver, subject, deliver, self._delay_s(), ordered=ordered)
 

@@ -16,7 +16,9 @@ from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any, assert_never
 
 import msgspec
@@ -30,7 +32,7 @@ from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
 from tests.simulation.invariants import troubles, violations
 from tests.simulation.plan import Fault, Plan, Request, request
-from tests.simulation.process import Process
+from tests.simulation.process import Process, make_pool
 from tests.simulation.weather import StormyWeather
 
 TTL_S = 1.0
@@ -71,12 +73,25 @@ class World:
         self._quiet_s = 0.0
         """When it became quiet."""
         self._nats_away = False
+        self._pool = ""
+        """The directory of the kvbm's."""
         loop.set_exception_handler(self._on_exception)
 
     async def run(self) -> None:
         """All of it."""
+        if not self._plan.sizes.pool_slots:
+            await self._run()
+            return
+        with TemporaryDirectory(prefix="headrace-simulated-pool-") as pool:
+            self._pool = pool
+            make_pool(Path(pool), self._plan.sizes.pool_slots)
+            await self._run()
+
+    async def _run(self) -> None:
         plan = self._plan
         counts: dict[ServiceName, int] = {"worker": plan.workers, "router": plan.routers, "frontend": plan.frontends}
+        if self._pool:
+            counts["kvbm"] = 1
         beginning: list[ServiceName] = [service for service in counts for _ in range(counts[service])]
         self._draw.shuffle(beginning)
         for service in beginning:
@@ -107,6 +122,7 @@ class World:
             *(self._loop, self._broker, self._store, service, instance),
             Random(f"{instance} {self._plan.seed}"),
             sizes=self._plan.sizes,
+            pool=self._pool,
         )
         self._tell(f"{instance} starts")
         self._contexts[instance] = process.context
