@@ -14,22 +14,24 @@
 
 A hold is a hold; sequences and copies are only counted apart. A slot is never given away while anybody holds it, so a
 copy that outlives its sequence keeps its bytes. `loading` means that a copy writes to the slot: nobody may read it.
-A copy is no use: a cached block that was only copied goes back to where the least recently used are.
+A copy is no use: a block's place among those that leave is that of its last release by a sequence, and while a copy
+reads it others are evicted in its stead.
 
 Content is named by its 128-bit content key. A key is in at most one slot: where a second slot is stored with a key that
 the pool has already, the caller is given the first slot instead and the second is freed. So a hash is published as
 stored exactly while one slot carries it, memory is never spent twice, and a kept block's parent is kept too as long as
 sequences hold whole prefixes and release them last block first (the least recently used block is then always a leaf;
-only a block that a copy reads may outlive its parent).
+only a block that a copy reads may outlive its parent, and it leaves next).
 
-Every operation is O(1) a block; changes are returned as events, in order.
+Every operation is O(1) a block, but that an eviction passes over blocks that copies read; changes are returned as
+events, in order.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Literal
 
 from msgspec import Struct
@@ -88,10 +90,10 @@ class BlockPool:
         self.capacity = capacity_blocks
         self._free = list(range(capacity_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Least recently used first."""
+        """Can be found, and no sequence holds them: least recently used first."""
+        self._read = 0
+        """How many of these copies read; they are held, and stay."""
         self._loading: set[int] = set()
-        self._unused: set[int] = set()
-        """Held by copies alone, and cached before."""
         self._sequences = [0] * capacity_blocks
         self._copies = [0] * capacity_blocks
         self._content: list[Content | None] = [None] * capacity_blocks
@@ -105,7 +107,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """How many blocks `allocate` could give now: the free ones and the cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) - self._read
 
     @property
     def free(self) -> int:
@@ -138,7 +140,10 @@ class BlockPool:
 
     def next_evicted(self, count: int) -> list[int]:
         """Slots whose content would be evicted if `count` blocks were allocated now, the first to go first."""
-        return list(islice(self._cached, max(count - len(self._free), 0)))
+        evicted = max(count - len(self._free), 0)
+        if not self._read:
+            return list(islice(self._cached, evicted))
+        return list(islice(filterfalse(self._copies.__getitem__, self._cached), evicted))
 
     def longest_prefix(self, keys: Iterable[ContentKey]) -> int:
         """How many of the leading `keys` can be found."""
@@ -151,7 +156,7 @@ class BlockPool:
 
     def statistics(self) -> PoolStatistics:
         """Counts by state, in O(1)."""
-        free, cached, loading = len(self._free), len(self._cached), len(self._loading)
+        free, cached, loading = len(self._free), len(self._cached) - self._read, len(self._loading)
         return PoolStatistics(
             capacity=self.capacity,
             free=free,
@@ -181,11 +186,13 @@ class BlockPool:
         assert count <= self.available, f"{count} blocks asked for, {self.available} available"
         slots: list[int] = []
         evicted: list[Evicted] = []
+        leaving = iter(self.next_evicted(count))
         for _ in range(count):
             if self._free:
                 slot = self._free.pop()
             else:
-                slot, _none = self._cached.popitem(last=False)
+                slot = next(leaving)
+                del self._cached[slot]
                 evicted.append(Evicted(self._forget(slot)))
             self._sequences[slot] = 1
             slots.append(slot)
@@ -208,8 +215,9 @@ class BlockPool:
     def acquire(self, key: ContentKey) -> int:
         """One more sequence holds the slot with this content, which must be there."""
         slot = self._slot_of[key]
-        self._cached.pop(slot, None)
-        self._unused.discard(slot)
+        if slot in self._cached:
+            del self._cached[slot]
+            self._read -= self._copies[slot] > 0
         self._sequences[slot] += 1
         return slot
 
@@ -224,24 +232,16 @@ class BlockPool:
     def hold_for_copy(self, slot: int) -> None:
         """A copy reads the slot; it stays as it is until `release_copies`."""
         assert self.state(slot) in ("held", "cached"), f"slot {slot} is {self.state(slot)}"
-        if slot in self._cached:
-            del self._cached[slot]
-            self._unused.add(slot)
+        self._read += slot in self._cached and not self._copies[slot]
         self._copies[slot] += 1
 
-    def release_copies(self, slots: Sequence[int]) -> None:
-        """The copies that read these slots are done; parents before children."""
+    def release_copies(self, slots: Iterable[int]) -> None:
+        """The copies that read these slots are done."""
         for slot in slots:
             assert slot not in self._loading, f"slot {slot} is loading: end_load"
             assert self._copies[slot] > 0, f"no copy holds slot {slot}"
             self._copies[slot] -= 1
-            if slot in self._unused and not self._copies[slot]:
-                self._unused.remove(slot)
-                self._cached[slot] = None
-                self._cached.move_to_end(slot, last=False)
-        for slot in dict.fromkeys(reversed(slots)):
-            if slot not in self._cached:
-                self._settle(slot)
+            self._read -= slot in self._cached and not self._copies[slot]
 
     def begin_load(self, count: int) -> tuple[list[int], list[Evicted]]:
         """`count` slots to be written by copies, each held by its sequence and by its copy.
@@ -289,19 +289,20 @@ class BlockPool:
         return content
 
     def _settle(self, slot: int) -> None:
-        """Nobody holds the slot any more: it is cached if it can be found, else free."""
-        if self._sequences[slot] or self._copies[slot]:
+        """If no sequence holds the slot any more it is cached if it can be found; else, once nothing loads, free."""
+        if self._sequences[slot]:
             return
-        if self._content[slot] is None:
-            self._free.append(slot)
-        else:
+        if self._content[slot] is not None:
             self._cached[slot] = None
+            self._read += self._copies[slot] > 0
+        elif not self._copies[slot]:
+            self._free.append(slot)
 
     def validate(self) -> None:
         """Raises AssertionError where the pool contradicts itself. O(capacity)."""
         lists: Sequence[tuple[SlotState, Iterable[int]]] = (
             ("free", self._free),
-            ("cached", self._cached),
+            ("cached", [slot for slot in self._cached if not self._copies[slot]]),
             ("loading", self._loading),
         )
         seen: set[int] = set()
@@ -310,10 +311,10 @@ class BlockPool:
                 assert slot not in seen, f"slot {slot} is in two lists"
                 assert self.state(slot) == state, f"slot {slot} is {self.state(slot)}, listed as {state}"
                 seen.add(slot)
-        for slot in self._unused:
-            assert self._copies[slot], f"slot {slot} has been let go"
-            assert not self._sequences[slot], f"slot {slot} is used"
-            assert self._content[slot] is not None, f"slot {slot} is blank"
+        assert self._read == sum(self._copies[slot] > 0 for slot in self._cached), "slots that copies read"
+        for slot in range(self.capacity):
+            unused = self._content[slot] is not None and not self._sequences[slot]
+            assert (slot in self._cached) == unused, f"slot {slot} is used, or is not, and is listed otherwise"
         digest = 0
         for slot in range(self.capacity):
             assert self._sequences[slot] >= 0, f"slot {slot} has a negative count of sequences"

@@ -117,6 +117,32 @@ def test_a_block_that_was_only_copied_is_evicted_when_it_would_have_been() -> No
     assert pool.next_evicted(4) == order
 
 
+@pytest.mark.parametrize("copied", [[0], [1], [0, 1], [1, 0]])
+def test_blocks_that_were_just_used_and_then_copied_are_not_evicted_before_older_ones(copied: list[int]) -> None:
+    pool = BlockPool(4)
+    release(pool, fill(pool, chain(1, 2)))
+    slots = fill(pool, chain(3, 4))
+    release(pool, slots)
+    order = pool.next_evicted(4)
+    for index in copied:
+        pool.hold_for_copy(slots[index])
+    pool.release_copies([slots[index] for index in copied])
+    assert pool.next_evicted(4) == order
+    assert order[2:] == [slots[1], slots[0]], "a child leaves before its parent"
+
+
+def test_a_block_that_is_copied_is_passed_over_and_leaves_next() -> None:
+    pool = BlockPool(2)
+    slots = fill(pool, chain(1, 2))
+    release(pool, slots)
+    pool.hold_for_copy(slots[1])
+    assert pool.available == 1
+    (taken,), _ = pool.allocate(1)
+    assert taken == slots[0]
+    pool.release_copies([slots[1]])
+    assert pool.next_evicted(1) == [slots[1]]
+
+
 def test_a_block_that_was_used_while_it_was_copied_stays_as_long_as_any_other() -> None:
     pool = BlockPool(4)
     contents = chain(1, 2)
@@ -127,7 +153,7 @@ def test_a_block_that_was_used_while_it_was_copied_stays_as_long_as_any_other() 
     release(pool, [pool.acquire(content.key) for content in contents])
     release(pool, fill(pool, chain(3)))
     pool.release_copies(slots)
-    assert pool.next_evicted(4)[1:] == list(reversed(slots)), "and its child leaves before it"
+    assert pool.next_evicted(4)[:2] == list(reversed(slots)), "and its child leaves before it"
 
 
 def test_two_copies_of_one_block_are_two_holds() -> None:
