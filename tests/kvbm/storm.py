@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -237,29 +238,38 @@ class Storm:
     # --- the disk
 
     async def _disk_trouble(self) -> None:
-        disk, aside = self.folder / "disk", self.folder / "aside"
         while not self.over:
             await asyncio.sleep(0.05 * self.random.random())
-            segments = sorted(disk.glob("*/segment-*"))
-            match self.random.choice(("gone", "damaged", "cut", "well", "well")):
-                case "gone" if disk.exists():
-                    disk.rename(aside)
-                    disk.touch()
-                    await asyncio.sleep(0.05 * self.random.random())
-                    try:
-                        disk.unlink()
-                        aside.rename(disk)
-                    except OSError:  # kvbm was faster, and has a new disk
-                        shutil.rmtree(aside)
-                case "damaged" if segments:
-                    with self.random.choice(segments).open("r+b") as segment:
-                        segment.seek(self.random.randrange(1 << 16))
-                        segment.write(self.random.randbytes(3))
-                case "cut" if segments:
-                    with self.random.choice(segments).open("r+b") as segment:
-                        segment.truncate(4096 * self.random.randrange(16))
-                case _:
-                    pass
+            with suppress(FileNotFoundError):  # kvbm makes and removes files, too
+                match self.random.choice(("gone", "damaged", "cut", "well", "well")):
+                    case "gone":
+                        self._take_away()
+                        await asyncio.sleep(0.05 * self.random.random())
+                        self._bring_back()
+                    case "damaged":
+                        with self._segment().open("r+b") as segment:
+                            segment.seek(self.random.randrange(1 << 16))
+                            segment.write(self.random.randbytes(3))
+                    case "cut":
+                        with self._segment().open("r+b") as segment:
+                            segment.truncate(4096 * self.random.randrange(16))
+                    case _:
+                        pass
+
+    def _segment(self) -> Path:
+        segments = sorted((self.folder / "disk").glob("*/segment-*"))
+        return self.random.choice([*segments, self.folder / "none"])
+
+    def _take_away(self) -> None:
+        (self.folder / "disk").rename(self.folder / "aside")
+        (self.folder / "disk").touch()
+
+    def _bring_back(self) -> None:
+        try:
+            (self.folder / "disk").unlink()
+            (self.folder / "aside").rename(self.folder / "disk")
+        except OSError:  # kvbm was faster, and has a new disk
+            shutil.rmtree(self.folder / "aside")
 
 
 async def one(seed: int) -> Counter[str]:
