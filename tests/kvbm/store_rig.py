@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
 from services.kvbm.packing import unpack_slots
+from services.kvbm.policies import LruPolicy
 from services.kvbm.service import Kvbm, kvbm
 from shared import kvbm_messages as wire
 from shared import subjects
@@ -80,6 +81,15 @@ async def until(met: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not met():  # noqa: ASYNC110 - what is looked at is in other threads and files
             await asyncio.sleep(0.002)
+
+
+class SmallOnly(LruPolicy):
+    """Somebody's own policy, which cannot be made for more than one block."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        if capacity_blocks > 1:
+            raise ValueError(f"{capacity_blocks} blocks are too many for me")
+        super().__init__(capacity_blocks)
 
 
 class Engine:

@@ -215,6 +215,18 @@ async def test_a_second_attach_with_another_layout_is_refused_and_costs_nothing(
         assert await a.load(contents) == (1, 0)
 
 
+async def test_a_policy_that_cannot_be_made_for_a_layout_is_told_to_who_attaches(tmp_path: Path) -> None:
+    async with serving(tmp_path, tiers=TiersConfig(host_policy="tests.kvbm.store_rig:SmallOnly")) as store:
+        for layout in (LAYOUT, LAYOUT, OTHER_LAYOUT):
+            a = store.world.engine(f"a-{len(store.world.engines)}", layout=layout)
+            a.hold()
+            await until(lambda: store.service.reservation.complete)
+            reply = await a.try_attach()
+            assert refusal(reply) == "not_ready"
+            assert "blocks are too many for me" in str(reply)
+        assert (await store.state()).layouts == []
+
+
 async def test_an_arena_goes_to_another_layout_only_when_nobody_uses_it(tmp_path: Path) -> None:
     async with serving(tmp_path) as store:
         a = await store.world.attached("a")
