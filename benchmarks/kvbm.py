@@ -70,7 +70,7 @@ def _first(flags: argparse.Namespace) -> Measured:
 
 def _steps(flags: argparse.Namespace) -> Measured:
     model = fetch_default(kvbm_steps.MODELS, lambda _what, _share: None)
-    rows = uvloop.run(kvbm_steps.measure(model, 8, 3 if flags.quick else 15))
+    rows = uvloop.run(kvbm_steps.measure(model, 8, 8 if flags.quick else 30))
     return kvbm_steps.goals(rows), rows
 
 
