@@ -127,15 +127,15 @@ class EngineLoad(Struct, frozen=True):
     step_s: float = 0.0
     """What a step that only decodes takes, as measured lately; 0: not yet."""
     preemptions: int = 0
-    """Since the engine started, as what follows it but `onboarding`."""
+    """Since the engine started."""
     onboarding: int = 0
     """Of `waiting`, those that wait for blocks of the kvbm."""
     late_onboardings: int = 0
-    """Of them, those that gave up."""
+    """Those that waited for them in vain, since the engine started."""
     offered_blocks: int = 0
-    """To the kvbm."""
+    """Offered to the kvbm, since the engine started …"""
     dropped_offers: int = 0
-    """Blocks left out because too many waited to be offered."""
+    """… and left out because too many waited to be offered."""
 
 
 class Exchanged(Struct, frozen=True):

@@ -6,8 +6,8 @@
        └──────────────────────────┤                ▼ told by `unwanted`; the sequence is not held back any more
          nothing is missing, or as below          left ───── settled ─────────▶ forgotten
 
-"Onboard while other requests compute": who is noted or asked is passed over at admission, and waits no longer than
-computing what is missing would take (or `wait_s`). A sequence that misses the same block as one that has asked stays
+Who is noted or asked is passed over at admission, so that others compute meanwhile, and waits no longer than computing
+what is missing would take (or `wait_s`). A sequence that misses the same block as one that has asked stays
 noted until that one is settled: what is loaded for one is there for both.
 
 A loaded block is simply in the prefix cache. From the first `make_room` until it is settled, or leaves, a sequence
@@ -107,10 +107,10 @@ class Onboarding:
                 sequence.looked_up = True
                 self._note(sequence, tokens_per_s, now_s)
 
-    def waits(self, sequence: Sequence) -> bool:
-        """Whether it is to be passed over."""
+    def room_for(self, sequence: Sequence) -> int:
+        """If it is to be passed over: the blocks that it will need beyond those it holds, at least one; else 0."""
         fetch = self._fetches.get(sequence.arrival)
-        return fetch is not None and fetch.state != "left"
+        return 0 if fetch is None or fetch.state == "left" else sequence.blocks_needed - len(fetch.held)
 
     def give_up(self, now_s: float) -> None:
         """Those that have waited long enough leave."""
@@ -127,7 +127,7 @@ class Onboarding:
             self._leave(fetch)
 
     def give_back(self) -> bool:
-        """The last one that holds blocks leaves, since a running sequence needs them; False: none does."""
+        """The last of those that hold blocks leaves, since a running sequence needs them; False: there is none."""
         for fetch in reversed(self._fetches.values()):
             if fetch.held:
                 self._leave(fetch)
@@ -268,6 +268,7 @@ class Onboarding:
     def validate(self) -> None:
         """Raises AssertionError where it contradicts itself. O(everything)."""
         assert self._on or not self._waiting(), "somebody waits though no kvbm is there"
+        assert all(self.room_for(fetch.sequence) > 0 for fetch in self._waiting())
         assert len(self._fetches) <= self._look_ahead
         assert all(self._fetches[number].state == "left" for number in self._unwanted)
         for number, fetch in self._fetches.items():

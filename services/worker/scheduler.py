@@ -4,11 +4,12 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
 
                             schedule: blocks are there            advance: a stop token, a length
     submit ──▶ waiting ─────────────────────────────▶ running ─────────────────────────────────▶ ended
-                  ▲                                      │
-                  └──────────────────────────────────────┘
-                     schedule: preempted, blocks ran out
+                │  ▲ ▲                                   │
+                │  │ └───────────────────────────────────┘
+                ▼  │    schedule: preempted, blocks ran out
+            onboarding: passed over until its blocks are loaded, or until it has waited long enough
 
-    waiting, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
+    waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
 
 A running sequence prefills while more than one of its tokens is uncomputed, and decodes while one is. Each step:
 
@@ -25,6 +26,10 @@ block each other; one block for each running sequence is left free for it to gro
 
 Where two sequences prefill the same prefix, the second takes over the first one's blocks chunk by chunk as they are
 stored. Every attempt that was submitted ends with exactly one Part that has a finish reason.
+
+While a kvbm is there, blocks come from it (`onboarding`) and are offered to it (`offloading`). Those behind one that
+onboards are admitted before it, but only into room that it will not need. Copies never take the last blocks that
+running sequences may grow into; what is held for one that onboards is given back for them.
 """
 
 from __future__ import annotations
@@ -294,25 +299,27 @@ class Scheduler:
                 return
             self._reuse(sequence)
             left -= self._add_work(sequence, left)
-        passed = 0
+        passed = owed = 0
         while left > 0 and passed < len(self._waiting) and len(self._running) < self._limits.max_running:
             sequence = self._waiting[passed]
-            if self._onboarding.waits(sequence):
-                passed += 1
-                continue
-            if not self._admit(sequence):
+            if blocks := self._onboarding.room_for(sequence):
+                passed, owed = passed + 1, owed + blocks
+            elif self._admit(sequence, owed):
+                left -= self._add_work(sequence, left)
+            else:
                 return
-            left -= self._add_work(sequence, left)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """From waiting to running, if its blocks are there and the running ones keep room to grow."""
+    def _admit(self, sequence: Sequence, owed: int) -> bool:
+        """From waiting to running, if its blocks are there, the running ones keep room to grow, and those before it
+        the `owed` blocks."""
         found = self._pool.longest_prefix(sequence.reusable_keys)
         missing = sequence.blocks_needed - found
-        if missing + len(self._running) > self._pool.available:
+        reserve = owed + len(self._running)
+        if missing + reserve > self._pool.available:
             return False
         self._dequeue(sequence)
         self._reuse(sequence)
-        if missing + len(self._running) > self._pool.available:  # what was found counted as available until now
+        if missing + reserve > self._pool.available:  # what was found counted as available until now
             self._release(sequence)
             self._enqueue(sequence)
             return False

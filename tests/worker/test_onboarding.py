@@ -76,6 +76,19 @@ def test_others_are_computed_while_one_waits() -> None:
     assert kvbm.engine.scheduler.load().onboarding == 1
 
 
+def test_others_do_not_take_the_room_that_one_who_waits_will_need() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=8)
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.engine.submit("b", [4, 4, 4], max_tokens=1)
+    for wanted in kvbm.turn()[1:]:
+        kvbm.settle(wanted.number)
+    assert kvbm.engine.step() == [], "seven blocks and two are more than eight"
+    kvbm.engine.submit("urgent", [4], max_tokens=1, priority=1)
+    assert len(kvbm.engine.step()) == 1
+    kvbm.run()
+    assert [name for name, _ in kvbm.engine.parts] == ["urgent", "a", "b"]
+
+
 def test_who_has_waited_as_long_as_computing_would_take_is_computed() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT)
