@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from math import ceil
 from typing import Literal
 
 from shared.blocks import BlockPool, Content
 from shared.hashing import ContentKey
 
 Offload = Literal["filled", "evicted", "off"]
+HORIZON_SHARE = 1 / 8
 HORIZON_BLOCKS = 256
-"""Blocks that would leave with the next so many allocations are offered before they do: half a second's worth of
-prefilling 8,192 tokens a second."""
+"""Blocks are offered when they would leave with so many allocations more, or this share of the device: half a second's
+worth of prefilling 8,192 tokens a second."""
 
 
 class Offloading:
@@ -29,6 +31,7 @@ class Offloading:
     def __init__(self, pool: BlockPool, offload: Offload, limit_blocks: int) -> None:
         self._pool = pool
         self._offload = offload
+        self._horizon_blocks = min(HORIZON_BLOCKS, ceil(HORIZON_SHARE * pool.capacity))
         self._on = False
         self._queue: deque[Content] = deque(maxlen=limit_blocks)
         self._offered: list[ContentKey | None] = [None] * pool.capacity
@@ -107,7 +110,7 @@ class Offloading:
         if churn == self._looked:
             return []
         offers: list[Content] = []
-        for slot in self._pool.next_evicted(HORIZON_BLOCKS):
+        for slot in self._pool.next_evicted(self._horizon_blocks):
             content = self._pool.content(slot)
             assert content is not None
             if self._offered[slot] != content.key:

@@ -97,25 +97,29 @@ def test_without_a_kvbm_or_where_it_is_off_nothing_is_offered() -> None:
     assert kvbm.engine.scheduler.load().offered_blocks == 0
 
 
-def test_blocks_that_would_leave_next_are_offered_while_they_are_there() -> None:
-    kvbm = Kvbm(Engine(capacity_blocks=400, context_length=1024, step_tokens=1024, offload="evicted"))
+def test_blocks_that_would_leave_next_are_offered_once_while_they_are_there() -> None:
+    kvbm = Kvbm(Engine(capacity_blocks=80, step_tokens=64, offload="evicted"))
     kvbm.up()
-
-    def compute(name: str, first: int) -> None:
-        kvbm.engine.submit(name, [first, *[1, 2] * 150], sampling=Sampling(max_tokens=1))
+    for first in (1, 2, 3):
+        kvbm.engine.submit(f"r{first}", [first, *[1, 2] * 20], sampling=Sampling(max_tokens=1))
         kvbm.know_nothing()
         kvbm.engine.run()
-
-    compute("a", 1)
-    (leaf,) = kvbm.take_offers(1)
-    assert kvbm.take_offers(10)[-1].key == leaf.parent, "the last block of a chain leaves first"
-    assert len(kvbm.take_offers(1000)) < 150, "others are far from leaving"
+        assert kvbm.take_offers() == [], "there is room"
+    oldest = kvbm.engine.scheduler.snapshot()[:20]
+    kvbm.engine.submit("r4", [4, *[1, 2] * 16], sampling=Sampling(max_tokens=1))
+    kvbm.know_nothing()
+    kvbm.engine.run()
+    assert kvbm.take_offers(2) == oldest[-2:]
+    assert kvbm.take_offers() == oldest[-6:-2], "the last block of a chain leaves first"
+    assert kvbm.take_offers() == []
     kvbm.end_saves()
-    compute("b", 2)
-    compute("c", 3)
-    kept = [content.key in kvbm.kept for content in kvbm.engine.scheduler.snapshot()]
-    assert not all(kept)
-    assert any(kvbm.take_offers(1000))
+    assert kvbm.take_offers() == []
+    kvbm.engine.submit("r5", [4, *[4, 2] * 8], sampling=Sampling(max_tokens=1))
+    kvbm.know_nothing()
+    kvbm.engine.run()
+    left = set(oldest) - set(kvbm.engine.scheduler.snapshot())
+    assert left
+    assert {content.key for content in left} <= kvbm.kept.keys(), "they were copied before they left"
     kvbm.end()
 
 
