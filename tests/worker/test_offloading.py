@@ -110,7 +110,7 @@ def test_blocks_that_would_leave_next_are_offered_once_while_they_are_there() ->
     kvbm.know_nothing()
     kvbm.engine.run()
     assert kvbm.take_offers(2) == oldest[-2:]
-    assert kvbm.take_offers() == oldest[-6:-2], "the last block of a chain leaves first"
+    assert kvbm.take_offers() == oldest[-8:-2], "the two that are copied do not leave now"
     assert kvbm.take_offers() == []
     kvbm.end_saves()
     assert kvbm.take_offers() == []
