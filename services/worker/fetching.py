@@ -69,6 +69,7 @@ class Fetches:
         self._most_blocks = 0
         """Of one Fetch; 0: closed."""
         self._queue: deque[Wanted] = deque()
+        """No longer than the scheduler looks ahead."""
         self._fetches: dict[int, _Fetch] = {}
         """Those that are not settled, by `Wanted.number`."""
         self._asked: dict[int, _Fetch] = {}
@@ -146,7 +147,7 @@ class Fetches:
         if not fetch.settled:
             fetch.ticket = reply.ticket
         elif reply.ticket:
-            self._release(reply.ticket)
+            self._release(reply.ticket)  # its sequence did not wait for this, and there was no ticket to release then
         fetch.taken += count
         if not fetch.open or not count:
             return
