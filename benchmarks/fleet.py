@@ -6,6 +6,8 @@
                    │      └───────── load reports, every 250 ms ◀───────────────────────────────┘
                    └── its tick, every 100 ms
 
+With a block store (`fleet_store.py`) the engines exchange blocks with it, and the router hears of what it holds.
+
 Real: policies, index, chains, speculation, reservations, scheduler, block pool, step budget, messages. Modelled: the
 arithmetic's time, and each message's way, `HOP_S`. Left out: the frontend's tokenising, lost or late messages.
 """
@@ -17,17 +19,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count, islice
+from math import inf
 from random import Random
 
+from benchmarks.fleet_store import KVBM, BlockStore, PoolPlace, StoreSizes
 from benchmarks.loads import VOCABULARY, Load, Prompts, Request
+from services.router.attached import store
 from services.router.config import RouterConfig
 from services.router.events import decode
 from services.router.model_router import ModelRouter
 from services.router.policy import load_policy
 from services.worker.core import EngineCore
-from services.worker.engine import Drawn, Stepped, Submit, Work
-from services.worker.scheduler import Limits, Scheduler
+from services.worker.engine import Drawn, EngineOrder, KvbmAsk, KvbmUp, Stepped, Submit, Work
+from services.worker.exchange import Exchange
+from services.worker.limits import Limits
+from services.worker.scheduler import Scheduler
+from services.worker.simulated_mover import SimulatedMover
 from shared.hashing import self_test
+from shared.kvbm_messages import StoreLayout
 from shared.messages import (
     EVENT_BATCH,
     EventBatch,
@@ -50,6 +59,10 @@ REPORT_S = 0.25
 TICK_S = 0.1
 WINDOW_S = 60.0
 """In which the work of each worker is summed."""
+COPY_BYTES_PER_S = 50e9
+"""Between a device and the block store's memory, a direction."""
+ANSWER_LIMIT_S = 2.0
+BLOCKS_IN_FLIGHT = 256
 MODEL = "model"
 FRONTEND = "frontend"
 _UNBOUNDED = 1 << 40
@@ -64,10 +77,15 @@ class Journey:
     """What became of one request."""
 
     request: Request
+    asked_s: float = -1.0
+    """When it came: in an open loop, when it arrives in the load."""
     attempt: int = -1
     begun: int = -1
     """The attempt whose first token has come."""
     cached_tokens: int = 0
+    cached_host_tokens: int = 0
+    """Of these, from the block store's memory."""
+    cached_disk_tokens: int = 0
     first_token_s: float = -1.0
     end_s: float = -1.0
     failed: str = ""
@@ -76,7 +94,7 @@ class Journey:
 
     @property
     def ttft_s(self) -> float:
-        return self.first_token_s - self.request.arrival_s
+        return self.first_token_s - self.asked_s
 
 
 class Clock:
@@ -111,16 +129,21 @@ class Worker:
     last: Stepped
     attempts: dict[tuple[str, int], None] = field(default_factory=dict)
     """Waiting or running here."""
-    arrived: list[Submit] = field(default_factory=list)
+    arrived: list[EngineOrder] = field(default_factory=list)
     """Came while a step was under way."""
     stepping: bool = False
+    wakes_s: float = inf
+    """When it will look again by itself."""
     gone: bool = False
 
 
 class Fleet:
     """One run of one load. What became of each request is in `journeys`, what was computed when in `prefilled`."""
 
-    def __init__(self, load: Load, policy: str, *, capacity_blocks: int, seed: int = 0) -> None:
+    def __init__(
+        self, load: Load, policy: str, *, capacity_blocks: int, seed: int = 0, sizes: StoreSizes | None = None
+    ) -> None:
+        """`sizes`: of the block store that all workers share; None: there is none."""
         self.clock = Clock()
         self.load = load
         self.journeys = [Journey(request) for request in load.requests]
@@ -134,6 +157,10 @@ class Fleet:
         """Those that come when another has ended."""
         self._left = len(self.journeys)
         self._names = count()
+        self.store: BlockStore | None = None
+        if sizes is not None:
+            layout = StoreLayout(MODEL, "weights", _kv_layout(load.block_size))
+            self.store = BlockStore(self.clock, layout, sizes, HOP_S, self._store_tells)
 
     # --- from outside
 
@@ -167,12 +194,29 @@ class Fleet:
             max_waiting=_UNBOUNDED,
             max_waiting_tokens=_UNBOUNDED,
         )
-        core = EngineCore(Scheduler(limits), self.load.block_size)
+        scheduler = Scheduler(limits)
+        exchange = None if self.store is None else self._exchange(name, scheduler, self.store)
+        core = EngineCore(scheduler, self.load.block_size, exchange)
         worker = self.workers[name] = Worker(name, core, step_s, core.opening())
-        self.router.card_up(_card(name, self.load.block_size, self._capacity_blocks), self.clock.now_s)
+        attached_to = ("", "") if self.store is None else (KVBM, self.store.layout.digest)
+        self.router.card_up(_card(name, self.load.block_size, self._capacity_blocks, *attached_to), self.clock.now_s)
         self.router.sends_events(name, True)
+        if self.store is not None:
+            if store(*attached_to) not in self.router.stores:
+                self.router.store_up(store(*attached_to))
+            self.clock.after(HOP_S, partial(self._order, worker, KvbmUp(KVBM)))
         self.clock.after(REPORT_S * (len(self.workers) % 8) / 8, partial(self._report, worker))
         return name
+
+    def _exchange(self, name: str, scheduler: Scheduler, blocks: BlockStore) -> Exchange:
+        mover = SimulatedMover(blocks.layout.kv.block_bytes, COPY_BYTES_PER_S, lambda: self.clock.now_s)
+        place = PoolPlace(name, blocks.table)
+        return Exchange(
+            *(scheduler, mover, place, blocks.layout),
+            worker=name,
+            timeout_s=ANSWER_LIMIT_S,
+            most_blocks=BLOCKS_IN_FLIGHT,
+        )
 
     def leave(self, name: str) -> None:
         """A worker dies; what it was doing goes on elsewhere, from the tokens that came."""
@@ -189,6 +233,8 @@ class Fleet:
     def _route(self, journey: Journey) -> None:
         request = journey.request
         journey.attempt += 1
+        if not journey.attempt:
+            journey.asked_s = self.clock.now_s
         name, left = str(request.number), request.output_tokens - len(journey.output) // 4
         hashes, tokens = self.prompts.hashes(request), request.prompt_tokens + len(journey.output) // 4
         ask = Select(name, journey.attempt, FRONTEND, MODEL, hashes, tokens, left)
@@ -207,23 +253,44 @@ class Fleet:
         )
         worker = self.workers[reply.instance]
         worker.attempts[name, journey.attempt] = None
-        self.clock.after(HOP_S, partial(self._submit, worker, submit))
+        self.clock.after(HOP_S, partial(self._order, worker, submit))
 
-    def _submit(self, worker: Worker, submit: Submit) -> None:
-        worker.arrived.append(submit)
+    def _order(self, worker: Worker, order: EngineOrder) -> None:
+        worker.arrived.append(order)
+        self._look(worker)
+
+    def _look(self, worker: Worker) -> None:
         if not worker.stepping and not worker.gone:
             self._begin(worker)
 
     def _begin(self, worker: Worker) -> None:
-        for submit in worker.arrived:
-            worker.core.obey(submit, self.clock.now_s)
+        core = worker.core
+        for order in worker.arrived:
+            core.obey(order, self.clock.now_s)
         worker.arrived.clear()
-        told, works = worker.core.begin(self.clock.now_s)
+        told, works = core.begin(self.clock.now_s)
         self._heard_of(worker, told)
+        for said in core.asks(self.clock.now_s):
+            if isinstance(said, KvbmAsk) and self.store is not None:
+                self.store.ask(said, partial(self._order, worker))
         worker.stepping = works is not None
-        if works is not None:
+        if works is None:
+            self._rest(worker)
+        else:
             elapsed_s = worker.step_s(works) if works else 0.0
             self.clock.after(elapsed_s, partial(self._finish, worker, works, elapsed_s))
+
+    def _rest(self, worker: Worker) -> None:
+        """Until something comes, or until the time that the engine names."""
+        until_s = self.clock.now_s if worker.core.busy else worker.core.wait_until_s
+        if until_s is not None and until_s < worker.wakes_s:
+            worker.wakes_s = until_s
+            self.clock.at(until_s, partial(self._wake, worker, until_s))
+
+    def _wake(self, worker: Worker, until_s: float) -> None:
+        if until_s == worker.wakes_s:
+            worker.wakes_s = inf
+        self._look(worker)
 
     def _finish(self, worker: Worker, works: Sequence[Work], elapsed_s: float) -> None:
         if worker.gone:
@@ -250,6 +317,7 @@ class Fleet:
         if part.tokens and not journey.output:
             journey.first_token_s = self.clock.now_s
             journey.cached_tokens = part.cached_tokens
+            journey.cached_host_tokens, journey.cached_disk_tokens = part.cached_host_tokens, part.cached_disk_tokens
         if part.tokens and journey.begun != part.attempt:
             journey.begun = part.attempt
             self._tell(Prefilled(part.request, part.attempt, part.cached_tokens, journey.ttft_s, worker.name))
@@ -273,6 +341,14 @@ class Fleet:
     def _hear(self, worker: Worker, payload: bytes) -> None:
         chains = self.router.chains.get((worker.name, 0))
         if chains is not None:
+            for event in decode(payload).events:
+                chains.apply(event)
+
+    def _store_tells(self, payload: bytes) -> None:
+        self.clock.after(HOP_S, partial(self._hear_of_store, payload))
+
+    def _hear_of_store(self, payload: bytes) -> None:
+        for chains in self.router.stores.values():
             for event in decode(payload).events:
                 chains.apply(event)
 
@@ -315,7 +391,11 @@ def _drawn(work: Work) -> Drawn:
     return Drawn(work.sequence >> 8 * (work.draw_index % 3) & 255)
 
 
-def _card(name: str, block_size: int, capacity_blocks: int) -> ModelCard:
+def _kv_layout(block_size: int) -> KvLayout:
+    return KvLayout(dtype="bfloat16", layers=32, kv_heads=8, head_dim=128, block_size=block_size)
+
+
+def _card(name: str, block_size: int, capacity_blocks: int, kvbm: str, kvbm_layout: str) -> ModelCard:
     return ModelCard(
         model=MODEL,
         instance=name,
@@ -326,5 +406,7 @@ def _card(name: str, block_size: int, capacity_blocks: int) -> ModelCard:
         vocab_size=VOCABULARY,
         block_size=block_size,
         capacity_blocks=capacity_blocks,
-        kv_layout=KvLayout(dtype="bfloat16", layers=32, kv_heads=8, head_dim=128, block_size=block_size),
+        kv_layout=_kv_layout(block_size),
+        kvbm=kvbm,
+        kvbm_layout=kvbm_layout,
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from random import Random
 
 from benchmarks.fleet import Fleet
+from benchmarks.fleet_store import StoreSizes
 from benchmarks.loads import Load, chats, ideal
 from services.worker.engine import Snapshot, TakeSnapshot, Work
 
@@ -88,3 +89,35 @@ def test_a_closed_loop_keeps_so_many_in_flight_until_the_end() -> None:
     settle(fleet)
     assert all(journey.end_s > 0 for journey in fleet.journeys)
     assert fleet.router.load.statistics().reservations == 0
+
+
+def test_with_a_block_store_everything_ends_and_the_router_knows_what_the_store_holds() -> None:
+    load = chats(REQUESTS, Random(6))
+    sizes = StoreSizes(slots=300, records=900, read_bytes_per_s=2e9, write_bytes_per_s=1e9)
+    fleet = Fleet(load, "kv", capacity_blocks=200, sizes=sizes)
+    for _ in range(2):
+        fleet.join(slow)
+    fleet.run()
+    check(fleet)
+    assert fleet.store is not None
+    fleet.store.tickets.validate()
+    tiers, pairs = fleet.store.tiers.statistics(), fleet.router.index.statistics().pairs
+    assert (pairs["host"], pairs["disk"]) == (tiers.host.ready, tiers.disk.ready)
+    tickets = fleet.store.tickets.statistics()
+    assert (tickets.owners, tickets.stores, tickets.fetches, tickets.expired) == (2, 0, 0, 0)
+    assert sum(journey.cached_host_tokens for journey in fleet.journeys) > 0
+    assert sum(journey.cached_disk_tokens for journey in fleet.journeys) > 0
+
+
+def test_a_fleet_with_a_large_block_store_finds_nearly_what_the_ideal_cache_finds() -> None:
+    load = chats(REQUESTS, Random(7))
+    found = []
+    for sizes in (None, StoreSizes(slots=4000, records=0)):
+        fleet = Fleet(load.at(load.rate / 4), "kv", capacity_blocks=200, sizes=sizes)
+        for _ in range(2):
+            fleet.join(slow)
+        fleet.run()
+        found.append(sum(journey.cached_tokens for journey in fleet.journeys) / ideal(load).cached_tokens)
+    alone, shared = found
+    assert alone < 0.6
+    assert 0.98 < shared <= 1

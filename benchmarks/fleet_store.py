@@ -1,0 +1,260 @@
+"""A machine's block store in a fleet's virtual time: kvbm's own decisions, with a model of its disk and its way.
+
+    engine's Exchange ── HOP_S ──▶ Tickets, Tiers ── HOP_S ──▶ engine      what comes from disk later, as it is read
+                                      │    ▲
+                                      ▼    │ a read or a write ends: one after another, each `block_bytes` ÷ rate
+                                     the disk
+
+Real: tickets, tiers, policies, admission, messages as they are encoded, generations, KV events. Modelled: the time that
+copies, the disk and messages take. Left out: bytes, the pool file and its locks, failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Protocol
+
+from msgspec import Struct
+
+from services.kvbm.answers import Advanced, Bounds
+from services.kvbm.config import TiersConfig
+from services.kvbm.moves import Read, Spill, TierEvent
+from services.kvbm.packing import pack_slots, to_contents, unpack_keys, unpack_slots
+from services.kvbm.policies import named
+from services.kvbm.tickets import Tickets
+from services.kvbm.tiers import Tiers
+from services.worker.engine import KvbmAsk, KvbmReply
+from shared import kvbm_messages as wire
+from shared.hashing import pack_hashes
+from shared.kv_events import to_kv_events
+from shared.messages import EVENT_BATCH, EventBatch, KvEvent
+from shared.pool_format import PAGE_BYTES, Arena
+
+KVBM = "kvbm"
+TICK_S = 0.25
+SPILLS_MOST = 64
+"""Under way at once."""
+_BLOCKS_PER_REQUEST = 4096
+
+
+class StoreSizes(Struct, frozen=True):
+    """What the machine has for it."""
+
+    slots: int
+    """Blocks in host memory."""
+    records: int
+    """On disk."""
+    read_bytes_per_s: float = 6e9
+    write_bytes_per_s: float = 3e9
+    tiers: TiersConfig = TiersConfig()
+
+
+class Clock(Protocol):
+    """Virtual time, as a fleet has it."""
+
+    now_s: float
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None: ...
+
+
+class PoolTable:
+    """Slots that hold nothing, and their generations: what a mover and the store share."""
+
+    def __init__(self, slots: int, block_bytes: int) -> None:
+        self.arena = Arena(0, -(-block_bytes // PAGE_BYTES) * PAGE_BYTES, slots, PAGE_BYTES)
+        self.bytes = memoryview(b"")
+        self._generations = [0] * slots
+
+    def generation(self, slot: int) -> int:
+        return self._generations[slot]
+
+    def grant(self, slot: int) -> None:
+        self._generations[slot] += 1
+
+
+class PoolPlace:
+    """An `exchange.Attachment` that needs no lock."""
+
+    def __init__(self, owner: str, table: PoolTable) -> None:
+        self._owner = owner
+        self._table = table
+
+    def hold(self) -> str:
+        return self._owner
+
+    def map(self, attached: wire.Attached) -> PoolTable:
+        assert attached.slots == self._table.arena.slots
+        return self._table
+
+    def close(self) -> None: ...
+
+
+class _Line:
+    """One direction of the disk: requests one after another."""
+
+    def __init__(self, clock: Clock, block_s: float) -> None:
+        self._clock = clock
+        self._block_s = block_s
+        self._free_s = 0.0
+
+    def add(self, ended: Callable[[], None]) -> None:
+        self._free_s = max(self._free_s, self._clock.now_s) + self._block_s
+        self._clock.after(self._free_s - self._clock.now_s, ended)
+
+
+class BlockStore:
+    """One kvbm with one layout. `tell` gets batches of KV events, encoded."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        layout: wire.StoreLayout,
+        sizes: StoreSizes,
+        hop_s: float,
+        tell: Callable[[bytes], None],
+    ) -> None:
+        self.layout = layout
+        self.table = PoolTable(sizes.slots, layout.kv.block_bytes)
+        self.looked_up = self.in_host = self.on_disk = 0
+        """Blocks that were asked for; those found in memory; those found on disk."""
+        self._clock = clock
+        self._hop_s = hop_s
+        self._tell = tell
+        host, disk = named(sizes.tiers.host_policy, sizes.slots), named(sizes.tiers.disk_policy, max(1, sizes.records))
+        self.tiers = Tiers(sizes.tiers.sizes(sizes.slots, sizes.records), host, disk)
+        self.tickets = Tickets(self.tiers, Bounds(blocks_per_request=_BLOCKS_PER_REQUEST))
+        if sizes.records:
+            self.tiers.disk_back([])
+        self._reading = _Line(clock, layout.kv.block_bytes / sizes.read_bytes_per_s)
+        self._writing = _Line(clock, layout.kv.block_bytes / sizes.write_bytes_per_s)
+        self._spilling = 0
+        self._waiting: dict[int, Callable[[wire.Fetched, bool], None]] = {}
+        """Fetches that wait for the disk, by ticket: how they are told of more."""
+        self._tick()
+
+    def ask(self, ask: KvbmAsk, answer: Callable[[KvbmReply], None]) -> None:
+        """What an engine says, on its way; `answer` gets the replies when they are there."""
+        self._clock.after(self._hop_s, partial(self._serve, ask, answer))
+
+    def _serve(self, ask: KvbmAsk, answer: Callable[[KvbmReply], None]) -> None:
+        now_s = self._clock.now_s
+
+        def reply(payload: bytes, last: bool = True) -> None:
+            self._clock.after(self._hop_s, partial(answer, KvbmReply(ask.number, payload, last=last)))
+
+        match ask.operation:
+            case "attach":
+                reply(wire.ATTACH_REPLY.encode(self._attach(wire.ATTACH.decode(ask.payload))))
+            case "store":
+                reply(wire.STORE_REPLY.encode(self._store(wire.STORE.decode(ask.payload), now_s)))
+            case "commit":
+                commit = wire.COMMIT.decode(ask.payload)
+                self._hear(self.tickets.commit(commit.owner, commit.ticket, unpack_slots(commit.slots), now_s))
+                reply(wire.SETTLED.encode(wire.Settled()))
+            case "abort":
+                abort = wire.ABORT.decode(ask.payload)
+                self.tickets.abort(abort.owner, abort.ticket)
+                reply(wire.SETTLED.encode(wire.Settled()))
+            case "fetch":
+                self._fetch(wire.FETCH.decode(ask.payload), now_s, reply)
+            case "release":
+                release = wire.RELEASE.decode(ask.payload)
+                self.tickets.release(release.owner, release.ticket)
+                self._waiting.pop(release.ticket, None)
+                reply(wire.SETTLED.encode(wire.Settled()))
+        self._settle()
+
+    def _attach(self, attach: wire.Attach) -> wire.Attached:
+        assert attach.layout == self.layout
+        self.tickets.attach(attach.owner)
+        arena = self.table.arena
+        return wire.Attached(
+            kvbm=KVBM,
+            layout=self.layout.digest,
+            pool_bytes=arena.size_bytes,
+            offset=arena.offset,
+            slot_bytes=arena.slot_bytes,
+            slots=arena.slots,
+            generations=arena.generations,
+            blocks_per_request=_BLOCKS_PER_REQUEST,
+        )
+
+    def _store(self, store: wire.Store, now_s: float) -> wire.Granted:
+        contents = to_contents(store.blocks, self.layout.kv.block_size)
+        granted = self.tickets.store(store.owner, contents, now_s)
+        for slot in granted.slots:
+            self.table.grant(slot)
+        self._hear(granted.events)
+        return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
+
+    def _fetch(self, fetch: wire.Fetch, now_s: float, reply: Callable[[bytes, bool], None]) -> None:
+        keys = unpack_keys(fetch.keys)
+        held = self.tickets.fetch(fetch.owner, keys, now_s)
+        self.looked_up += len(keys)
+        self.in_host += len(held.slots) - held.from_disk
+        self.on_disk += held.from_disk
+        self._hear(held.events)
+        for read in held.reads:
+            self.table.grant(read.slot)
+            self._reading.add(partial(self._read, read))
+        complete = held.ready == len(held.slots)
+        if not complete:
+            self._waiting[held.ticket] = lambda more, last: reply(wire.FETCH_REPLY.encode(more), last)
+        ready = held.slots[: held.ready]
+        first = self._fetched(held.ticket, held.time_left_s, 0, ready, len(held.slots), disk=False)
+        reply(wire.FETCH_REPLY.encode(first), complete)
+
+    def _fetched(
+        self, ticket: int, left_s: float, first: int, slots: list[int], found: int, *, disk: bool
+    ) -> wire.Fetched:
+        generations = pack_hashes(map(self.table.generation, slots))
+        return wire.Fetched(ticket, left_s, first, pack_slots(slots), generations, disk, found)
+
+    # --- the disk, and time
+
+    def _read(self, read: Read) -> None:
+        advanced, events = self.tickets.read_done(read, "ok", self._clock.now_s)
+        self._hear(events)
+        for news in advanced:
+            self._advance(news)
+        self._settle()
+
+    def _advance(self, news: Advanced) -> None:
+        tell = self._waiting.get(news.ticket)
+        if tell is None:
+            return
+        last = news.first + len(news.slots) == news.found
+        if last:
+            del self._waiting[news.ticket]
+        disk = bool(news.from_disk)
+        tell(self._fetched(news.ticket, news.time_left_s, news.first, news.slots, news.found, disk=disk), last)
+
+    def _settle(self) -> None:
+        """As the shell does after each answer."""
+        self._hear(self.tiers.prepare())
+        if self._spilling < SPILLS_MOST:
+            spills, events = self.tiers.spills(SPILLS_MOST - self._spilling)
+            self._hear(events)
+            self._spilling += len(spills)
+            for spill in spills:
+                self._writing.add(partial(self._spilled, spill))
+
+    def _spilled(self, spill: Spill) -> None:
+        self._spilling -= 1
+        self._hear(self.tiers.spill_done(spill, "ok"))
+        self._settle()
+
+    def _tick(self) -> None:
+        for ticket in self.tickets.expire(self._clock.now_s):
+            self._waiting.pop(ticket.ticket, None)
+        self._clock.after(TICK_S, self._tick)
+
+    def _hear(self, changes: list[TierEvent]) -> None:
+        events: list[KvEvent] = []
+        for tier, run in groupby(changes, itemgetter(0)):
+            events += to_kv_events((event for _, event in run), self.layout.kv.block_size, tier)
+        if events:
+            self._tell(EVENT_BATCH.encode(EventBatch(self._clock.now_s, events)))
