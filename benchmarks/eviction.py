@@ -20,7 +20,7 @@ prompt's blocks are stored at once, and an answer's only with the next prompt. T
 parameters of `reuse` were chosen while looking at these generators (with other seeds) and at the trace. Loads end soon
 after the disk is full, or before: over weeks `filled` is nearer to `twice`, in hits as in writes.
 
-    python -m benchmarks.eviction [--trace FILE] [--policies NAME …] [--quick] [--json] [--plot FILE.png]
+    python -m benchmarks.eviction [--trace FILE] [--policies NAME …] [--quick] [--json] [--plot FILE.png] [--jobs N]
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from heapq import heappop, heappush
 from itertools import groupby
 from math import inf
@@ -199,13 +200,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests, two sizes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="processes; hits and writes do not depend on it")
     flags = parser.parse_args()
+    sizes = SIZES[1:3] if flags.quick else SIZES
+    parts = [(load, size, flags.policies) for load in _loads(flags.trace, quick=flags.quick) for size in sizes]
     rows = []
-    for load in _loads(flags.trace, quick=flags.quick):
-        for row in rows_of(load, SIZES[1:3] if flags.quick else SIZES, flags.policies):
-            rows.append(row)
+    with ProcessPoolExecutor(flags.jobs) as pool:
+        for found in pool.map(_part, parts):
+            rows += found
             if not flags.json:
-                print(_line(row), flush=True)
+                print(*map(_line, found), sep="\n", flush=True)
     goals = _goals(rows, trace=flags.trace is not None)
     if flags.plot is not None:
         _draw(rows, flags.plot)
@@ -216,6 +220,11 @@ def main() -> int:
     else:
         print("\n".join(f"{goal.name}: {goal.value} (goal {goal.goal})" for goal in goals))
     return 0
+
+
+def _part(part: tuple[Load, float, Sequence[str]]) -> list[Row]:
+    load, size, policies = part
+    return list(rows_of(load, (size,), policies))
 
 
 def _loads(trace: Path | None, *, quick: bool) -> Iterator[Load]:

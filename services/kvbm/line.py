@@ -50,6 +50,8 @@ class Line:
     def first(self, may_go: Callable[[ContentKey], bool], *, every: bool) -> ContentKey | None:
         """One that may go, about the first in line; it stays. Unless `every` is set, one may be missed that was refused
         before."""
+        if not self._waiting and not self._aside:  # as most lines of a policy that has many are
+            return None
         for _ in range(min(_ASKED_AGAIN, len(self._aside))):
             key = next(iter(self._aside))
             if may_go(key):
