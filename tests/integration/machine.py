@@ -1,0 +1,253 @@
+"""One machine's workers and its kvbm, as processes on a real NATS, asked over the wire, each worker by itself.
+
+test (a frontend's end of the wire) ── NATS ──▶ "first" ⇄ kvbm ⇄ "second"          "alone": without a kvbm
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from shared import kvbm_messages as wire
+from shared import subjects
+from shared.config import NatsConfig
+from shared.errors import Unavailable
+from shared.file_discovery import FileDiscovery
+from shared.hashing import content_keys, event_hash, pack_tokens, root_key
+from shared.messages import (
+    INSTANCE,
+    JSON_HEADER,
+    SNAPSHOT_CHUNK,
+    SNAPSHOT_REQUEST,
+    Accepted,
+    Instance,
+    LoadReport,
+    Sampling,
+    SnapshotRequest,
+    Tier,
+)
+from shared.nats_bus import NatsBus, connect
+from tests.integration.fleet import Fleet, Service
+from tests.worker.shell import NAMESPACE, Peer, request
+
+LIMIT_S = 60.0
+BLOCK_TOKENS = 16
+ATTACHED = ("first", "second")
+WORKERS = (*ATTACHED, "alone")
+VOCABULARY = 320
+
+T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """What a worker made of a prompt."""
+
+    tokens: list[int]
+    cached: int
+    """Tokens of the prompt that were not computed …"""
+    host: int
+    disk: int
+    """… and those of them that came from the kvbm."""
+
+
+def prompt(length: int, seed: object) -> list[int]:
+    """Tokens of a conversation that nobody else has."""
+    draw = random.Random(repr(seed))
+    return [3 + draw.randrange(VOCABULARY - 3) for _ in range(length)]
+
+
+def full_blocks(tokens: Sequence[int]) -> int:
+    """Those of a prompt that can be had from elsewhere: its last token is always computed."""
+    return (len(tokens) - 1) // BLOCK_TOKENS
+
+
+async def eventually(seen: Callable[[], Awaitable[T | None]], what: str) -> T:
+    """The first truthy answer of `seen`, which asks another process."""
+    last: object = None
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                last = answer = await seen()
+                if answer:
+                    return answer
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"not within {LIMIT_S} s: {what}; last: {last}") from None
+
+
+class Machine:
+    """Its processes outlive a test. `flags` are for all of its workers."""
+
+    def __init__(self, fleet: Fleet, folder: Path, model: Path, pool_bytes: int, *flags: str) -> None:
+        self.fleet = fleet
+        self.folder = folder
+        self.pool = folder / "pool"
+        self._pool_bytes = pool_bytes
+        self._worker_flags = ("--model", str(model), "--model-name", "model", "--threads", "1", *flags)
+
+    @staticmethod
+    def where(folder: Path) -> tuple[str, ...]:
+        """The flags of the fleet."""
+        discovery = ("--discovery-backend", "file", "--discovery-path", str(folder / "discovery"))
+        return ("--namespace", NAMESPACE, *discovery)
+
+    def start_kvbm(self) -> None:
+        """All that it keeps goes to disk, too."""
+        pool = ("--pool-directory", str(self.pool), "--pool-size-bytes", str(self._pool_bytes))
+        disk = ("--disk-directory", str(self.folder / "disk"), "--disk-limit-bytes", str(256 << 20))
+        kept = ("--disk-min-free-bytes", "0", "--disk-segment-bytes", str(16 << 20), "--tiers-disk-sightings", "1")
+        tickets = ("--tickets-fetch-time-s", "3")  # of a fetch whose answer nobody waits for any more
+        self.fleet.start("kvbm", "kvbm", *pool, *disk, *kept, *tickets)
+
+    def start_worker(self, name: str, *flags: str) -> None:
+        """A request waits for blocks as long as it takes: computing them would be faster with so small a model."""
+        kvbm = () if name == "alone" else ("--kvbm-pool", str(self.pool), "--kvbm-wait-s", "20")
+        self.fleet.start("worker", name, *self._worker_flags, *kvbm, *flags)
+
+    def process(self, name: str) -> Service:
+        return self.fleet.services[name]
+
+    def freeze_kvbm(self) -> None:
+        self.process("kvbm").process.send_signal(signal.SIGSTOP)
+
+    def thaw_kvbm(self) -> None:
+        self.process("kvbm").process.send_signal(signal.SIGCONT)
+
+
+class Wire:
+    """A test's connection to a machine."""
+
+    def __init__(self, machine: Machine, bus: NatsBus, discovery: FileDiscovery) -> None:
+        self.machine = machine
+        self._bus = bus
+        self._discovery = discovery
+        self._peers: dict[str, Peer] = {}
+
+    # --- workers
+
+    async def instance(self, name: str) -> Instance:
+        """The address book of the process that has this name now."""
+        pid = self.machine.process(name).process.pid
+
+        async def found() -> Instance | None:
+            entries = await self._discovery.list(subjects.instances_prefix(NAMESPACE))
+            instances = [INSTANCE.decode(value, JSON_HEADER) for value in entries.values()]
+            return next((instance for instance in instances if instance.pid == pid), None)
+
+        return await eventually(found, f"{name} has registered")
+
+    async def peer(self, name: str) -> Peer:
+        """The frontend's end of the wire to this worker."""
+        instance = (await self.instance(name)).instance
+        if instance not in self._peers:
+            self._peers[instance] = Peer(self._bus, instance)
+            await self._peers[instance].open()
+        return self._peers[instance]
+
+    async def begin(self, name: str, tokens: list[int], max_tokens: int = 8) -> str:
+        """Returns the request's name once the worker has taken it."""
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        asked = request(secrets.token_hex(8), tokens, sampling=sampling)
+        reply = await (await self.peer(name)).generate(asked)
+        assert isinstance(reply, Accepted), reply
+        return asked.request
+
+    async def end(self, name: str, request: str) -> Answer:
+        """Waits until it is answered."""
+        peer = await self.peer(name)
+        assert await peer.ended(request) == "length", peer.parts(request)[-1]
+        last = peer.parts(request)[-1]
+        return Answer(peer.tokens(request), last.cached_tokens, last.cached_host_tokens, last.cached_disk_tokens)
+
+    async def ask(self, name: str, tokens: list[int], max_tokens: int = 8) -> Answer:
+        return await self.end(name, await self.begin(name, tokens, max_tokens))
+
+    async def cancel(self, name: str, request: str) -> None:
+        await (await self.peer(name)).cancel(request)
+
+    async def reported(self, name: str, met: Callable[[LoadReport], bool]) -> None:
+        """Until one of the worker's next reports is so."""
+        peer = await self.peer(name)
+        peer.reports.clear()
+        await peer.until(lambda: any(map(met, peer.reports)))
+
+    # --- the kvbm
+
+    async def state(self) -> wire.LayoutState | None:
+        """Of the one layout; None: nobody answers, or nobody has attached."""
+        instance = await self.instance("kvbm")
+        try:
+            answer = await self._bus.request(instance.subjects["stat"], b"", timeout_s=2.0)
+        except Unavailable:
+            return None
+        layouts = wire.KVBM_STATE.decode(answer.payload, answer.headers).layouts
+        return layouts[0] if layouts else None
+
+    async def until_state(self, met: Callable[[wire.LayoutState], bool], what: str) -> wire.LayoutState:
+        async def seen() -> wire.LayoutState | None:
+            state = await self.state()
+            return state if state is not None and met(state) else None
+
+        return await eventually(seen, what)
+
+    async def attached(self) -> None:
+        """Until the workers exchange blocks with the kvbm that runs now, and nobody of before may still write."""
+        await asyncio.to_thread(self.machine.fleet.wait_ready, *WORKERS)
+        await self.until_state(
+            lambda layout: layout.owners >= len(ATTACHED) and layout.host.state == "on", "all have attached"
+        )
+        for name in ATTACHED:
+            process = self.machine.process(name)
+
+            async def linked(process: Service = process) -> bool:
+                return await asyncio.to_thread(process.metric, "headrace_kvbm_attached") == 1
+
+            await eventually(linked, f"{name} has attached")
+
+    async def compute(self, name: str, tokens: list[int], tier: Tier = "host") -> Answer:
+        """Asked; returns when the kvbm has all of the prompt's full blocks in that tier."""
+        answer = await self.ask(name, tokens)
+        wanted = set(map(event_hash, content_keys(root_key("model"), pack_tokens(tokens), BLOCK_TOKENS)))
+
+        async def stored() -> bool:
+            return wanted <= await self._blocks(tier)
+
+        await eventually(stored, f"the prompt's blocks are in the {tier} tier")
+        return answer
+
+    async def _blocks(self, tier: Tier) -> set[int]:
+        """What can be found there, by the hashes of events."""
+        kvbm = (await self.instance("kvbm")).subjects["snapshot"]
+        layout = await self.until_state(lambda _: True, "it answers")
+        asked = SNAPSHOT_REQUEST.encode(SnapshotRequest(layout=layout.layout))
+        blocks: set[int] = set()
+        async with self._bus.stream(kvbm, asked, idle_timeout_s=LIMIT_S) as answers:
+            async for answer in answers:
+                chunk = SNAPSHOT_CHUNK.decode(answer.payload)
+                if chunk.tier == tier:
+                    blocks.update(block.hash for block in chunk.blocks)
+        return blocks
+
+    async def nothing_held(self) -> None:
+        """Until no worker holds a block and the kvbm has no ticket."""
+        for name in WORKERS:
+            await self.reported(name, lambda report: not report.attempts and not report.held_blocks)
+        await self.until_state(lambda layout: not any(layout.tickets.values()), "all tickets have ended")
+
+
+@asynccontextmanager
+async def connected(machine: Machine, nats_url: str) -> AsyncIterator[Wire]:
+    """Within a test."""
+    bus = await connect(NatsConfig(url=nats_url), "test")
+    discovery = FileDiscovery(machine.folder / "discovery")
+    try:
+        yield Wire(machine, bus, discovery)
+    finally:
+        await bus.drain()
+        await discovery.close()
