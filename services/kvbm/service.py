@@ -48,6 +48,8 @@ REPORT_INTERVAL_S = 0.25
 _TICKS_A_LOOK = 2
 """At the engines' locks."""
 _TICKS_A_SHOW = 4
+REASON_CHARS = 500
+"""Of a refusal: it may repeat what was asked, which may be as large as an answer cannot be."""
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +153,7 @@ class Kvbm:
         except (Refusal, ProtocolError) as wrong:
             code = wrong.code if isinstance(wrong, Refusal) else "bad_request"
             self._metrics.refused(code)
-            payload = wire.SETTLED.encode(wire.KvbmRefused(code, str(wrong)), message.headers)
+            payload = wire.SETTLED.encode(wire.KvbmRefused(code, str(wrong)[:REASON_CHARS]), message.headers)
         if payload is not None:
             await self._answers.answer(message, payload, last=operation == "fetch")
         self._metrics.request_seconds.labels(operation).observe(perf_counter() - start_s)

@@ -101,15 +101,16 @@ class Shelf:
         return key
 
     def snapshot(self) -> list[Content]:
-        """Everything that can be found, each block after its parent where the parent is there."""
+        """Everything that can be found, each block after its parent where the parent is there; of blocks that an engine
+        says follow one another in a circle, each once."""
         ordered: dict[ContentKey, Content] = {}
         for content in self._contents.values():
-            branch: list[Content] = []
+            branch: dict[ContentKey, Content] = {}
             above: Content | None = content
-            while above is not None and above.key not in ordered:
-                branch.append(above)
+            while above is not None and above.key not in ordered and above.key not in branch:
+                branch[above.key] = above
                 above = self._contents.get(above.parent) if above.parent is not None else None
-            ordered.update((one.key, one) for one in reversed(branch))
+            ordered.update(reversed(branch.items()))
         return list(ordered.values())
 
     def _may_go(self, key: ContentKey) -> bool:

@@ -158,8 +158,9 @@ class Tickets:
         if store is None:
             raise UnknownTicket(owner, ticket)
         written = set(slots)
-        if not written.issubset(store.slots):
-            raise BadRequest(f"slots {sorted(written.difference(store.slots))} were not granted under ticket {ticket}")
+        strange = written.difference(store.slots)
+        if strange:
+            raise BadRequest(f"slot {min(strange)} was not granted under ticket {ticket}")
         if ticket in self._stores and now_s >= store.deadline_s:
             self._expire(ticket)
         late = ticket in self._expired

@@ -13,10 +13,12 @@ import pytest
 from services.kvbm.answers import Bounds
 from services.kvbm.config import KvbmConfig, PoolConfig, TiersConfig
 from services.kvbm.packing import pack_slots
+from services.kvbm.service import REASON_CHARS
 from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.config import load
 from shared.errors import ConfigError, NoResponders
+from shared.hashing import event_hash
 from shared.messages import JSON_HEADER, KvLayout
 from shared.pool_lock import kvbm_of
 from tests.kvbm.chains import chain, keys
@@ -296,6 +298,18 @@ async def test_bad_tickets_are_refused_and_the_good_one_stays(tmp_path: Path) ->
         assert await a.release(fetched.ticket) == wire.Settled()
 
 
+async def test_a_refusal_is_short_however_long_what_was_asked(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store:
+        a = await store.world.attached("a")
+        granted = await a.grant(chain(1))
+        assert refusal(await a.commit(granted.ticket, pack_slots(range(1 << 19)))) == "bad_request"
+        a.owner = "x" * (3 << 20)
+        refused = await a.commit(granted.ticket, granted.slots)
+        assert refusal(refused) == "unknown_owner"
+        assert isinstance(refused, wire.KvbmRefused)
+        assert len(refused.reason) <= REASON_CHARS
+
+
 async def test_bad_fetches_are_refused_in_one_last_reply(tmp_path: Path) -> None:
     async with serving(tmp_path, tickets=Bounds(blocks_per_request=3)) as store:
         a = await store.world.attached("a")
@@ -391,6 +405,20 @@ async def test_events_snapshot_report_and_digests_agree(tmp_path: Path) -> None:
         assert entry is not None
         source = entry.layouts[LAYOUT.digest]
         assert (source.epoch, source.snapshot, source.digest) == (True, True, True)
+
+
+async def test_blocks_that_are_said_to_follow_one_another_in_a_circle_are_in_a_snapshot_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store:
+        a = await store.world.attached("a")
+        one, two, alone = *chain(1, 2), *chain(3)
+        liars = [
+            msgspec.structs.replace(one, parent=two.key),
+            two,
+            msgspec.structs.replace(alone, parent=alone.key),
+        ]
+        assert await a.store(liars) == 3
+        _sequence, tiers = await store.snapshot()
+        assert sorted(tiers["host"]) == sorted(event_hash(block.key) for block in liars)
 
 
 async def test_a_snapshot_of_a_layout_that_is_not_here_is_not_given(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_commit_of_slots_that_were_not_granted_changes_nothing() -> None:
     store, contents = plain(), chain(1)
     granted = store.store("a", contents)
     other = store.store("b", chain(2))
-    with pytest.raises(BadRequest, match="were not granted"):
+    with pytest.raises(BadRequest, match="was not granted"):
         store.tickets.commit("a", granted.ticket, [*granted.slots, *other.slots], 1)
     store.tickets.validate()
     assert store.tickets.commit("a", granted.ticket, granted.slots, 1) == [("host", Stored(contents[0]))]
