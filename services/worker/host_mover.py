@@ -179,8 +179,9 @@ class HostMover:
         with self._work:
             if batch.failed or batch.cancelled or len(batch.good) == len(batch.copies):
                 (self._loads if batch.loads else self._saves).popleft()
+                if not self._ended:  # else it is readable, or they are being taken, and this one with them
+                    os.eventfd_write(self._wake, 1)
                 self._ended.append(batch.outcome(self._block_bytes))
-                os.eventfd_write(self._wake, 1)
 
     def _copy(self, batch: _Batch) -> None:
         """See `_work_on`. The flags are read without the lock: set too late for one copy, they stop the next."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -229,6 +230,34 @@ def test_it_is_readable_only_while_something_has_ended(attached: Rig) -> None:
     attached.ended()
     assert select.select([attached.mover], [], [], 0) == ([], [], [])
     assert attached.mover.ends_s is None
+
+
+def test_it_is_not_readable_for_what_ended_while_others_were_told_and_was_told_with_them(
+    attached: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, read = attached.clock, os.eventfd_read
+    reached = {3: threading.Event(), 5: threading.Event()}  # the first look of the second batch, of the third
+
+    def seen() -> None:
+        if clock.looks in reached:
+            clock.shut()
+            reached[clock.looks].set()
+
+    def read_slowly(descriptor: int) -> int:
+        count = read(descriptor)
+        clock.release()
+        assert reached[5].wait(LIMIT_S)
+        return count
+
+    clock.seen = seen
+    for batch in (1, 2, 3):
+        attached.mover.load(batch, [Copy(0, 0)])
+    assert reached[3].wait(LIMIT_S)
+    monkeypatch.setattr(os, "eventfd_read", read_slowly)
+    assert [copied.batch for copied in attached.mover.ended()] == [1, 2]
+    assert select.select([attached.mover], [], [], 0) == ([], [], [])  # an engine that sleeps would spin
+    clock.release()
+    assert attached.ended()[0].batch == 3
 
 
 def test_slots_smaller_than_a_block_are_refused(rig: Rig) -> None:
