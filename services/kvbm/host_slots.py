@@ -56,6 +56,8 @@ class HostSlots:
         """What comes from disk, and where; for reading only."""
         self.held = 0
         """Slots that somebody holds."""
+        self.abandoned = 0
+        """Loading slots that nobody holds: they cannot go before their reads have ended."""
         self._free = [] if quarantined else list(range(capacity - 1, -1, -1))
         self._quarantined = capacity if quarantined else 0
         self._state: list[SlotState] = ["quarantined" if quarantined else "free"] * capacity
@@ -181,6 +183,7 @@ class HostSlots:
         taken = self._take("loading", content)
         if taken is not None:
             self.loading[content.key] = taken[0]
+            self.abandoned += 1
         return taken
 
     def loaded(self, slot: int, *, ok: bool) -> Stored | None:
@@ -189,6 +192,7 @@ class HostSlots:
         assert self._state[slot] == "loading", f"slot {slot} is {self._state[slot]}"
         assert content is not None
         del self.loading[content.key]
+        self.abandoned -= self._holds[slot] == 0
         if not ok:
             self._set_free(slot)
             return None
@@ -201,6 +205,7 @@ class HostSlots:
         """Somebody reads the slot, now or when it is loaded."""
         if self._holds[slot] == 0:
             self.held += 1
+            self.abandoned -= self._state[slot] == "loading"
         self._holds[slot] += 1
 
     def release(self, slots: Iterable[int]) -> None:
@@ -211,6 +216,7 @@ class HostSlots:
             holds[slot] -= 1
             if holds[slot] == 0:
                 self.held -= 1
+                self.abandoned += self._state[slot] == "loading"
 
     def validate(self, holds: dict[int, int]) -> None:
         """Raises AssertionError where the slots contradict themselves or the caller's count of holds. O(capacity)."""
@@ -235,3 +241,4 @@ class HostSlots:
         assert not self.loading.keys() & self.shelf.places.keys(), "a block is there and loading"
         assert counts["quarantined"] == self._quarantined, "quarantined slots are counted wrong"
         assert self.held == sum(count > 0 for count in self._holds), "held slots are counted wrong"
+        assert self.abandoned == sum(not self._holds[slot] for slot in self.loading.values()), "abandoned slots, too"

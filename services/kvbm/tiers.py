@@ -122,7 +122,8 @@ class Tiers:
 
     def _hold_prefix(self, keys: Sequence[ContentKey]) -> tuple[list[int | None], list[int]]:
         """Holds what is in the host tier or on its way there, so that it does not go for what must be read: None in its
-        place, and its index in the second list."""
+        place, and its index in the second list. Reads that nobody waits for any more count for what may be read, lest a
+        disk that hangs takes slot after slot; what is in memory can be held beside them."""
         host, on_disk = self._host, self._disk.shelf.places
         there, coming = host.shelf.places, host.loading
         slots: list[int | None] = []
@@ -135,7 +136,7 @@ class Tiers:
                 break
             if slot is not None:
                 host.hold(slot)
-            elif key in on_disk:
+            elif key in on_disk and host.held + host.abandoned + len(missing) < self._held_limit:
                 missing.append(len(slots))
             else:
                 break

@@ -270,6 +270,25 @@ def test_a_read_from_before_the_disk_went_still_brings_its_block() -> None:
     assert store.statistics().disk.free == 1
 
 
+def test_a_disk_that_hangs_takes_no_more_slots_than_may_be_held() -> None:
+    store = Tiers(Sizes(slots=8, records=16), LruPolicy(8), LruPolicy(16))
+    on_disk = [chain(token)[0] for token in range(16)]
+    store.disk_back([Found(record, content) for record, content in enumerate(on_disk)])
+    in_memory = chain(100, 101)
+    keep(store, in_memory)
+    for first in (0, 4, 8):
+        held = store.fetch(keys(on_disk[first : first + 4]))
+        assert len(held.reads) == (4 if not first else 0), "half of the slots"
+        store.release(held.slots)  # nobody waits any longer; the reads go on
+        store.validate([])
+    again = store.fetch(keys([*on_disk[:2], *on_disk[8:10]]))
+    assert len(again.slots) == 2, "what is being read can be waited for by others"
+    store.release(again.slots)
+    read = store.fetch(keys(in_memory))
+    assert (len(read.slots), read.loading) == (2, [])
+    store.validate(read.slots)
+
+
 def test_a_record_that_is_read_while_the_disk_is_exchanged_is_not_found_and_free_afterwards() -> None:
     store, contents, other = tiers(slots=1, records=1, disk_sightings=1), chain(1), chain(5)
     keep(store, contents)
