@@ -56,6 +56,8 @@ class Fetch:
     noted_s: float
     until_s: float
     """Waits no longer."""
+    behind: Fetch | None = None
+    """While it is noted: the one that has asked for a block that it misses, too."""
     state: Literal["noted", "asked", "left"] = "noted"
     first: int = 0
     count: int = 0
@@ -150,11 +152,15 @@ class Onboarding:
         """Those noted whose missing blocks nobody has asked for yet."""
         wanted: list[Wanted] = []
         for fetch in [fetch for fetch in self._fetches.values() if fetch.state == "noted"]:
+            if fetch.behind is not None and fetch.behind.state == "asked":
+                continue  # seven long prompts that were looked up in each step cost it 2 ms
             keys = fetch.sequence.reusable_keys
             first = self._pool.longest_prefix(keys)
             if first == len(keys):
                 self._leave(fetch)
-            elif not self._asked(first, keys[first]):
+                continue
+            fetch.behind = self._asked(first, keys[first])
+            if fetch.behind is None:
                 fetch.state, fetch.first, fetch.count = "asked", first, len(keys) - first
                 wanted.append(Wanted(fetch.sequence.arrival, keys[first:]))
         return wanted
@@ -199,6 +205,7 @@ class Onboarding:
         assert fetch.landed == len(fetch.slots), f"{number} is settled with {len(fetch.early)} blocks loading"
         if fetch.state == "asked" and took_s > 0:
             self._cost(took_s)
+        fetch.state = "left"
         self._release(fetch)
 
     # --- inside
@@ -214,14 +221,16 @@ class Onboarding:
         elif missing_s:
             self._cost_s *= _FORGETS
 
-    def _asked(self, index: int, key: ContentKey) -> bool:
-        """Whether this block is on its way. A key names its whole chain, so it has the same index in each."""
-        return any(
-            fetch.state == "asked"
-            and fetch.first <= index < fetch.first + fetch.count
-            and fetch.sequence.keys[index] == key
-            for fetch in self._fetches.values()
-        )
+    def _asked(self, index: int, key: ContentKey) -> Fetch | None:
+        """Whose block this is that is on its way. A key names its whole chain, so it has the same index in each."""
+        for fetch in self._fetches.values():
+            if (
+                fetch.state == "asked"
+                and fetch.first <= index < fetch.first + fetch.count
+                and fetch.sequence.keys[index] == key
+            ):
+                return fetch
+        return None
 
     def _cost(self, took_s: float) -> None:
         weight = 1.0 if took_s < self._cost_s else _SLOWER
