@@ -33,7 +33,7 @@ class _Fetch(Struct, eq=False):
     wanted: Wanted
     asked_s: float
     round_trip_s: float = 0.0
-    """To the first answer; 0: there was none."""
+    """To the first answer, or until it was clear that none would come; 0: neither yet."""
     ticket: int = 0
     """0: not known yet, or released."""
     taken: int = 0
@@ -128,8 +128,8 @@ class Fetches:
         if last:
             del self._asked[number]
             fetch.answered = True
+        fetch.round_trip_s = fetch.round_trip_s or now_s - fetch.asked_s
         if isinstance(reply, Fetched):
-            fetch.round_trip_s = fetch.round_trip_s or now_s - fetch.asked_s
             self._take(fetch, reply)
             if fetch.taken >= reply.found:
                 fetch.open = False

@@ -197,7 +197,7 @@ class Scheduler:
 
     def settled(self, number: int, took_s: float) -> None:
         """Nothing more comes for it, and all its slots were `loaded`: each of `wanted` exactly once. `took_s`: a round
-        trip, from the question to the kvbm's first answer; 0: there was none."""
+        trip, from the question to the kvbm's first answer, or until none was awaited any more; 0: not known."""
         self._onboarding.settled(number, took_s)
         self._stalled = False
 

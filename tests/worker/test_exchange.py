@@ -200,6 +200,23 @@ def test_a_fetch_that_is_not_answered_costs_the_link_nothing(world: World) -> No
     assert second.link.kvbm
 
 
+@pytest.mark.parametrize("answer", ["none", "refused"])
+def test_what_a_fetch_cost_is_known_though_nothing_came_of_it(world: World, answer: str) -> None:
+    """Else a kvbm that only hesitates would keep every request waiting, each as long."""
+    first, second = world.engines
+    compute(world, first)
+    second.submit("again", PROMPT, 1)
+    ask = until(world, second, "fetch")
+    second.asks.remove(ask)
+    world.now_s += 60.0
+    refused = wire.FETCH_REPLY.encode(wire.KvbmRefused("bad_request", "not now"))
+    second.obey(KvbmReply(ask.number, b"", failed="late") if answer == "none" else KvbmReply(ask.number, refused))
+    world.settle()
+    second.submit("once more", [2, 2, *PROMPT], 1)
+    while second.step():
+        assert "fetch" not in [ask.operation for ask in second.asks]
+
+
 def test_an_owner_that_the_kvbm_has_forgotten_attaches_anew(world: World) -> None:
     first, _ = world.engines
     assert world.drawer is not None
