@@ -17,6 +17,8 @@ from shared.messages import KvLayout
 
 MOST_OF_ANYTHING = 1 << 20
 """Layers, heads, dimensions, tokens a block: no engine has so many, and products stay numbers."""
+NAME_CHARS = 1024
+"""Of a model and its weights: they are in every account of the layout."""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -39,6 +41,8 @@ class Engines:
         is for its lock to say."""
         if not subjects.is_id(attach.worker):
             raise BadRequest(f"{attach.worker[:64]!r} is no worker's id")
+        if max(len(attach.layout.model), len(attach.layout.weights)) > NAME_CHARS:
+            raise BadRequest(f"a model or weights whose names have over {NAME_CHARS} characters")
         _check_kv(attach.layout.kv)
         if not 0 <= attach.layout.rank < MOST_OF_ANYTHING:
             raise BadRequest(f"rank {attach.layout.rank}")

@@ -34,6 +34,7 @@ from services.kvbm.tiers import Tiers
 from services.kvbm.windows import Found, HitWindow
 from shared import kvbm_messages as wire
 from shared.blocks import Content
+from shared.hashing import KEY_BYTES
 from shared.lifecycle import Runtime
 from shared.messages import EventSource, Tier
 from shared.pool_map import ArenaMap
@@ -136,6 +137,7 @@ class Layout:
 
     def store(self, ask: wire.Store) -> wire.Granted:
         """Slots to write to."""
+        self.tickets.check_count(len(ask.blocks))
         granted = self.tickets.store(ask.owner, to_contents(ask.blocks, self._block_size), self._now())
         for slot in granted.slots:
             self.slots.grant(slot)
@@ -157,6 +159,7 @@ class Layout:
 
     def fetch(self, ask: wire.Fetch, told: Told) -> tuple[wire.Fetched, bool]:
         """What is in memory, and whether that is all; if it is not, `told` gets what comes up from disk, later."""
+        self.tickets.check_count(len(ask.keys) // KEY_BYTES)
         keys = unpack_keys(ask.keys)
         held = self.tickets.fetch(ask.owner, keys, self._now())
         found = Found(1, len(keys), host=len(held.slots) - held.from_disk, disk=held.from_disk)

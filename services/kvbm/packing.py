@@ -30,7 +30,8 @@ def unpack_slots(packed: bytes) -> list[int]:
 
 
 def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
-    """Content keys, one behind the other. Raises BadRequest."""
+    """Content keys, one behind the other. Raises BadRequest. How many there are is looked at before: `struct` keeps
+    what it makes of a format, 40 bytes a key."""
     count, rest = divmod(len(packed), KEY_BYTES)
     if rest:
         raise BadRequest(f"content keys have {KEY_BYTES} bytes each: {len(packed)}")

@@ -300,8 +300,7 @@ class Tickets:
         known = self._owners.get(owner)
         if known is None:
             raise UnknownOwner(owner)
-        if blocks > self.bounds.blocks_per_request:
-            raise BadRequest(f"{blocks} blocks in one request, at most {self.bounds.blocks_per_request} are taken")
+        self.check_count(blocks)
         if len(known.tickets) >= self.bounds.tickets_per_owner:
             raise TooManyTickets(owner, self.bounds.tickets_per_owner)
         return known
@@ -339,6 +338,11 @@ class Tickets:
         self._owners[fetch.owner].tickets.remove(ticket)
 
     # --- questions
+
+    def check_count(self, blocks: int) -> None:
+        """Raises BadRequest where one request has too many blocks. Costs nothing, and unpacking them may cost much."""
+        if blocks > self.bounds.blocks_per_request:
+            raise BadRequest(f"{blocks} blocks in one request, at most {self.bounds.blocks_per_request} are taken")
 
     def statistics(self) -> TicketStatistics:
         """Counts, in O(1)."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.kvbm.engines import Engines
+from services.kvbm.engines import NAME_CHARS, Engines
 from services.kvbm.refusals import BadRequest, UnknownOwner, WrongLayout
 from shared.kvbm_messages import Attach, StoreLayout
 from shared.messages import KvLayout
@@ -44,3 +44,10 @@ def test_kv_of_an_unknown_type_and_a_worker_that_is_none_are_refused() -> None:
         Engines().check(Attach("w1", "a", strange))
     with pytest.raises(BadRequest, match="worker"):
         Engines().check(Attach("w 1", "a", LAYOUT))
+
+
+@pytest.mark.parametrize("field", ["model", "weights"])
+def test_names_are_bounded_since_all_accounts_have_them(field: str) -> None:
+    Engines().check(Attach("w1", "a", msgspec.structs.replace(LAYOUT, **{field: "x" * NAME_CHARS})))
+    with pytest.raises(BadRequest, match="1024 characters"):
+        Engines().check(Attach("w1", "a", msgspec.structs.replace(LAYOUT, **{field: "x" * (NAME_CHARS + 1)})))

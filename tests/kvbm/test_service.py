@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,20 @@ async def test_bad_fetches_are_refused_in_one_last_reply(tmp_path: Path) -> None
         (reply,) = await store.world.engine("nobody").fetch([])
         assert refusal(reply) == "unknown_owner"
         assert await a.load([]) == (0, 0)
+
+
+async def test_many_fetches_of_far_too_many_blocks_leave_no_memory_behind(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store:
+        a = await store.world.attached("a")
+        tracemalloc.start()
+        try:
+            for more in range(8):
+                (reply,) = await a.fetch([bytes(16 * (100_000 + more))])
+                assert refusal(reply) == "bad_request"
+            left_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert left_bytes < 4 << 20, "eight formats of 100,000 keys are 25 MiB"
 
 
 @pytest.mark.parametrize("operation", ["attach", "store", "commit", "abort", "fetch", "release"])
