@@ -97,6 +97,8 @@ class Sizes(Struct, frozen=True):
     """What the kvbm is offered."""
     copy_s: float
     """Of a block, between an engine of speed 1 and the pool."""
+    policy: Literal["kv", "round-robin"]
+    """The routers'. `kv` sends a prompt to who has its blocks: who has not, and fetches them, is rare then."""
 
 
 class Request(Struct, frozen=True):
@@ -168,9 +170,10 @@ def _sizes(draw: Random, *, max_waiting: int) -> Sizes:
         ring_batches=draw.choice((1, 5, 1000)),
         held_batches=draw.choice((2, 1000, 1000)),
         index_bytes=draw.choice((3000, 1 << 20, 1 << 20, 1 << 20)),
-        pool_slots=draw.choice((0, 0, 16, 48)),
+        pool_slots=draw.choice((0, 0, 16, 256)),
         offload=draw.choice(("filled", "evicted")),
         copy_s=draw.choice((0.0001, 0.005, 0.1)),
+        policy=draw.choice(("kv", "round-robin")),
     )
 
 

@@ -305,6 +305,7 @@ class Process:
 def _router_config(sizes: Sizes) -> RouterConfig:
     return RouterConfig(
         namespace=NAMESPACE,
+        policy=sizes.policy,
         index=IndexConfig(limit_bytes=sizes.index_bytes, speculation_s=1.0),
         load=LoadConfig(grace_s=0.5, unknown_s=1.0),
         source=SourceConfig(
