@@ -65,7 +65,9 @@ class Geometry(Struct, frozen=True):
     def of(file_bytes: int) -> Geometry:
         """Raises PoolUnfit where no pool has this size."""
         if not LEAST_BYTES <= file_bytes <= MOST_BYTES or file_bytes % ALIGN_BYTES:
-            raise PoolUnfit(f"{file_bytes} bytes: a pool is a multiple of {ALIGN_BYTES} from {LEAST_BYTES} on")
+            raise PoolUnfit(
+                f"{file_bytes} bytes: a pool has from {LEAST_BYTES} to {MOST_BYTES}, and a multiple of {ALIGN_BYTES}"
+            )
         slots_at = _up(PAGE_BYTES + 8 * (file_bytes // PAGE_BYTES), ALIGN_BYTES)
         return Geometry(file_bytes, slots_at, (file_bytes - slots_at) // PAGE_BYTES)
 

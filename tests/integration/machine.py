@@ -105,10 +105,11 @@ class Machine:
         tickets = ("--tickets-fetch-time-s", "3")  # of a fetch whose answer nobody waits for any more
         self.fleet.start("kvbm", "kvbm", *pool, *disk, *kept, *tickets)
 
-    def start_worker(self, name: str, *flags: str) -> None:
-        """A request waits for blocks as long as it takes: computing them would be faster with so small a model."""
-        kvbm = () if name == "alone" else ("--kvbm-pool", str(self.pool), "--kvbm-wait-s", "20")
-        self.fleet.start("worker", name, *self._worker_flags, *kvbm, *flags)
+    def start_worker(self, name: str, pool: Path | None = None) -> None:
+        """`pool` if it is not the machine's. A request waits for blocks as long as it takes: computing them would be
+        faster with so small a model."""
+        kvbm = () if name == "alone" else ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "20")
+        self.fleet.start("worker", name, *self._worker_flags, *kvbm)
 
     def process(self, name: str) -> Service:
         return self.fleet.services[name]
