@@ -3,7 +3,7 @@
     queued ──Fetch──▶ open ──▶ no block more will be loaded ──▶ settled: the last copy has ended, the ticket is released
        │               ▲ │       the last answer came; unwanted;              │
        │               └─┘       no room on the device; a copy was bad        │ the last answer came
-       │            Fetched: a batch of copies begins                         ▼
+       │            Fetched: batches of copies begin                          ▼
        └── unwanted: settled at once                                         over
 
 A fetch that fails needs nothing: its ticket ends by itself. Bytes are right whenever they come, since a copy looks at
@@ -25,6 +25,9 @@ from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Re
 
 FETCHES = 8
 """That sequences wait for, at once; others are queued."""
+BATCH_BLOCKS = 256
+"""That are copied, then told, at once: taking note of them holds up the next step by 1 ms. While all requests wait,
+their ends are also what says that the engine lives."""
 MOST_ASKED = 64
 """With those whose sequences wait no more and whose last answer is still to come."""
 
@@ -154,11 +157,12 @@ class Fetches:
         device_slots = self._scheduler.make_room(fetch.wanted.number, first, count)
         if len(device_slots) < count:
             fetch.open = False
-        if device_slots:
-            batch = next(self._batches)
-            self._loads[batch] = _Load(fetch, first, device_slots, reply.disk)
+        copies = list(map(Copy, pool_slots, device_slots, generations))
+        for at in range(0, len(copies), BATCH_BLOCKS):
+            batch, end = next(self._batches), at + BATCH_BLOCKS
+            self._loads[batch] = _Load(fetch, first + at, device_slots[at:end], reply.disk)
             fetch.batches += 1
-            self._mover.load(batch, list(map(Copy, pool_slots, device_slots, generations)))
+            self._mover.load(batch, copies[at:end])
 
     def owns(self, batch: int) -> bool:
         """Whether the mover's batch is one of these."""

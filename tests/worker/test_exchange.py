@@ -10,6 +10,7 @@ from random import Random
 import msgspec
 import pytest
 
+from services.worker import fetching
 from services.worker.engine import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from services.worker.exchange import BACK_OFF_FIRST_S, BACK_OFF_MOST_S
 from shared import kvbm_messages as wire
@@ -61,7 +62,10 @@ def until(world: World, engine: Engine, operation: str) -> KvbmAsk:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_bytes_are_right_and_nothing_leaks(tmp_path: Path, seed: int) -> None:
+def test_whatever_happens_bytes_are_right_and_nothing_leaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(fetching, "BATCH_BLOCKS", 1 + seed % 3)
     live(World(tmp_path / "pool", Random(seed)))
 
 
@@ -94,6 +98,26 @@ def test_what_one_engine_computed_another_one_loads(world: World) -> None:
     assert (second.host_tokens, second.disk_tokens) == (REUSABLE_TOKENS, 0)
     assert second.runner.computed_tokens == len(PROMPT) - REUSABLE_TOKENS
     assert second.exchanged.loaded_blocks == REUSABLE_TOKENS // 2
+
+
+def test_blocks_that_have_come_can_be_found_before_the_last_ones_have(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "BATCH_BLOCKS", 1)
+    first, second = world.engines
+    compute(world, first)
+    second.submit("again", PROMPT, 1)
+    until(world, second, "fetch")
+    second.carry("")
+    second.deliver(0)
+    assert second.hand is not None
+    for _ in range(2):
+        second.hand.go_on(0)  # two halves of the first block
+    second.step()
+    assert len(second.scheduler.snapshot()) == 1
+    assert second.scheduler.load().waiting == 1
+    world.settle()
+    assert second.host_tokens == REUSABLE_TOKENS
 
 
 def test_what_a_dead_engine_computed_another_one_loads(world: World) -> None:
