@@ -132,6 +132,8 @@ class Layouts:
         keep_bytes = max(0, self._config.disk.limit_bytes - self._share_bytes * len(keep))
         try:
             removed = await threads.upkeep(lambda _: make_room(directory, keep_bytes, keep), lambda: None)
+        except FileNotFoundError:  # the disk tier makes the directory, or says why not
+            return
         except OSError as wrong:  # the disk tier comes up, or says the same
             _log.info("no room was made on disk: %s", wrong)
             return

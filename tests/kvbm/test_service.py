@@ -456,6 +456,17 @@ async def test_a_kvbm_that_stops_is_gone_from_discovery_and_answers_nobody(tmp_p
     a.die()
 
 
+async def test_a_disk_directory_that_is_not_there_yet_is_made_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with serving(tmp_path, disk=True) as store:
+        await store.world.attached("a")
+        await until(lambda: "disk tier" in caplog.text)
+    assert (tmp_path / "disk").is_dir()
+    assert "no room" not in caplog.text
+
+
 async def test_a_line_of_the_log_says_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     statistics = msgspec.structs.replace(settings(tmp_path).statistics, log_s=0.25)
     caplog.set_level("INFO")
