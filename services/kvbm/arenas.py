@@ -65,6 +65,13 @@ class Arenas:
                 return Given(index, dropped=other)
         raise NoArena(f"all {self.count} arenas of the pool are in use by the layouts {', '.join(self._index)}")
 
+    def take_back(self, layout: str, given: Given) -> None:
+        """The layout could not use what it was given, last of all: whoever had it before has it still."""
+        index = self._index.pop(layout)
+        assert index == given.index
+        if given.dropped is not None:
+            self._index = {given.dropped: index, **self._index}
+
     def validate(self) -> None:
         """Raises AssertionError where the arenas contradict themselves."""
         indices = list(self._index.values())

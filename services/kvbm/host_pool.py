@@ -104,7 +104,8 @@ class HostPool:
         """The slots for blocks of `block_bytes` of the layout with this digest; asked again, the same ones.
 
         `in_use`: the layouts that living engines use or that are being copied; others may lose their arena. Raises
-        NoArena, and PoolUnfit where an arena has no room for such a block; nothing has changed then.
+        NoArena, and PoolUnfit where an arena has no room for such a block or cannot be mapped; nothing has changed
+        then.
         """
         arena = self.geometry.arena(0, self.arenas.count, block_bytes)
         if layout in self._placed:
@@ -113,8 +114,12 @@ class HostPool:
                 raise PoolUnfit(f"layout {layout}: slots of {there.arena.slot_bytes} bytes, not {arena.slot_bytes}")
             self.arenas.give(layout, in_use)
             return Place(there, None)
-        index = self.arenas.give(layout, in_use).index
-        slots = self._pool.arena(self.geometry.arena(index, self.arenas.count, block_bytes))
+        given = self.arenas.give(layout, in_use)
+        try:
+            slots = self._pool.arena(self.geometry.arena(given.index, self.arenas.count, block_bytes))
+        except PoolUnfit:  # the system has no room for one mapping more
+            self.arenas.take_back(layout, given)
+            raise
         dropped = next((other for other in self._placed if self.arenas.index(other) is None), None)
         if dropped is not None:
             self._placed[dropped].close()

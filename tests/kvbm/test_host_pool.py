@@ -205,7 +205,7 @@ def test_a_kvbm_killed_at_any_instant_of_its_start_leaves_a_pool_that_the_next_o
 
 @pytest.mark.parametrize("size_bytes", [-1, 0, 1000, 1 << 50])
 def test_a_size_that_no_pool_has_is_refused_before_anything_is_made(tmp_path: Path, size_bytes: int) -> None:
-    with pytest.raises(ConfigError, match="a pool is a multiple of"):
+    with pytest.raises(ConfigError, match="a pool has from"):
         HostPool.open(tmp_path / "d", size_bytes)
     assert not (tmp_path / "d").exists()
 
@@ -288,6 +288,20 @@ def test_a_block_that_no_arena_has_room_for_is_refused_and_nothing_changes(tmp_p
         with pytest.raises(PoolUnfit, match="slots of 4096 bytes, not 8192"):
             pool.place("a", 8000, ())
         assert pool.arenas.layouts == ["a"]
+
+
+def test_an_arena_that_cannot_be_mapped_stays_with_the_layout_that_had_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "pool", arenas=2) as pool:
+        first = pool.place("a", 4096, ()).slots
+        second = pool.place("b", 4096, ()).slots
+        os.truncate(pool.path, 1 << 16)
+        with pytest.raises(PoolUnfit, match="cannot be mapped"):
+            pool.place("c", 4096, ())
+        os.truncate(pool.path, SIZE_BYTES)
+        assert pool.arenas.layouts == ["a", "b"]
+        assert pool.place("a", 4096, ()).slots is first
+        assert pool.place("b", 4096, ()).slots is second
+        assert pool.place("c", 4096, ()).dropped == "a"
 
 
 def test_memory_is_reserved_by_prefaulting_and_stays_so_for_the_next_kvbm(tmp_path: Path) -> None:
