@@ -47,6 +47,8 @@ from shared.pool_format import PoolUnfit
 BACK_OFF_FIRST_S = 0.25
 BACK_OFF_MOST_S = 5.0
 """A link that lasted as long starts the back-off anew."""
+REASON_CHARS = 300
+"""Of what ended a link: some of it is the kvbm's own words, and goes to the log."""
 
 
 class Attachment(Protocol):
@@ -223,7 +225,7 @@ class Exchange:
         self._state = "detached"
         self._try_s = now_s + self._delay_s
         self._delay_s = min(2 * self._delay_s, BACK_OFF_MOST_S)
-        self._tell(KvbmLink(kvbm="", reason=reason))
+        self._tell(KvbmLink(kvbm="", reason=reason[:REASON_CHARS]))
 
     def _tell(self, link: KvbmLink) -> None:
         if link != self._link:

@@ -137,7 +137,8 @@ class Stores:
         if isinstance(reply, KvbmRefused) or not reply.ticket:
             return
         granted, pool_slots = reply.blocks, unpack_slots(reply.slots, self._pool_slots)
-        if len(granted) != len(pool_slots) or not set(granted) <= set(range(len(asked.blocks))):
+        indices = set(granted)
+        if not len(granted) == len(indices) == len(pool_slots) or not indices <= set(range(len(asked.blocks))):
             raise LinkLost(f"{len(pool_slots)} slots were granted for {granted} of {len(asked.blocks)} blocks")
         held = self._scheduler.hold([asked.blocks[index].key for index in granted])
         pairs = [(pool, device) for pool, device in zip(pool_slots, held, strict=True) if device is not None]

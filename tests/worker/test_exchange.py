@@ -12,7 +12,7 @@ import pytest
 
 from services.worker import fetching
 from services.worker.engine import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
-from services.worker.exchange import BACK_OFF_FIRST_S, BACK_OFF_MOST_S
+from services.worker.exchange import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
 from shared import kvbm_messages as wire
 from shared.hashing import pack_tokens
 from tests.worker.kvbm_world import BOUNDS, Engine, World
@@ -342,6 +342,15 @@ def no_such_block(reply: bytes) -> bytes:
     return wire.STORE_REPLY.encode(msgspec.structs.replace(wire.STORE_REPLY.decode(reply), blocks=[0, 1, 2, 9]))
 
 
+def one_block_twice(reply: bytes) -> bytes:
+    return wire.STORE_REPLY.encode(msgspec.structs.replace(wire.STORE_REPLY.decode(reply), blocks=[0, 1, 2, 2]))
+
+
+def very_many_slots(reply: bytes) -> bytes:
+    slots = pack_tokens(range(100_000))
+    return wire.STORE_REPLY.encode(msgspec.structs.replace(wire.STORE_REPLY.decode(reply), slots=slots))
+
+
 def half_a_slot(reply: bytes) -> bytes:
     return wire.FETCH_REPLY.encode(msgspec.structs.replace(wire.FETCH_REPLY.decode(reply), slots=b"123"))
 
@@ -369,6 +378,8 @@ def nothing_readable(_: bytes) -> bytes:
         ("store", no_such_slot),
         ("store", one_slot_twice),
         ("store", no_such_block),
+        ("store", one_block_twice),
+        ("store", very_many_slots),
         ("store", nothing_readable),
         ("commit", nothing_readable),
         ("fetch", half_a_slot),
@@ -395,6 +406,7 @@ def test_an_answer_that_makes_no_sense_ends_the_link_which_begins_anew(
     second.step()
     assert second.link.kvbm == ""
     assert second.link.reason.startswith(f"{operation}: ")
+    assert len(second.link.reason) <= REASON_CHARS
     world.settle()
     assert second.link.kvbm
 
