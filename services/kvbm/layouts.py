@@ -90,6 +90,7 @@ class Layouts:
             disk.cancel()
             self._ending.add(disk)
             disk.add_done_callback(self._ending.discard)
+        self._metrics.evictions.labels("host", "layout gone").inc(layout.tiers.statistics().host.ready)
         layout.end()
         layout.close()
 

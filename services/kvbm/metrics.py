@@ -16,8 +16,8 @@ from services.kvbm.windows import Found
 from shared.blocks import Evicted
 from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram
 
-Why = Literal["room", "lost", "disk gone", "layout gone"]
-"""Blocks left a tier: for others; their bytes were damaged; with the disk; with the layout's arena."""
+Why = Literal["room", "lost", "disk gone"]
+"""Blocks left a tier: for others; their bytes were damaged; with the disk."""
 
 
 class Metrics:
@@ -53,7 +53,8 @@ class Metrics:
         self.evictions = counter(
             registry,
             "headrace_kvbm_evicted_blocks",
-            "Blocks that left a tier: room (for others), lost (damaged), disk gone, layout gone",
+            "Blocks that left a tier: room (for others), lost (damaged), disk gone, layout gone (its arena went to "
+            "another)",
             ["tier", "reason"],
         )
         self.expiries = counter(

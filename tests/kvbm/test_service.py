@@ -243,6 +243,7 @@ async def test_an_arena_goes_to_another_layout_only_when_nobody_uses_it(tmp_path
         await until(lambda: store.metric("headrace_kvbm_dead_owners_total") == 1)
         await b.attach()
         assert [one.layout for one in (await store.state()).layouts] == [OTHER_LAYOUT.digest]
+        assert store.metric("headrace_kvbm_evicted_blocks_total", tier="host", reason="layout gone") == 1
         assert await b.load(chain(1)) == (0, 0)
         assert await b.store(chain(1)) == 1
         assert await b.load(chain(1)) == (1, 0)
