@@ -92,9 +92,11 @@ class Onboarding:
     # --- the queue
 
     def turn(self, on: bool) -> None:
-        """Off: nobody waits any more."""
+        """Off: nobody waits any more. On: it answers in time now, whatever asking cost before."""
         self._on = on
-        if not on:
+        if on:
+            self._cost_s = 0.0
+        else:
             for fetch in list(self._fetches.values()):
                 self._leave(fetch)
 

@@ -234,6 +234,22 @@ def test_where_computing_is_cheaper_than_a_round_trip_nobody_asks_until_that_is_
     kvbm.run()
 
 
+def test_what_asking_one_kvbm_cost_says_nothing_of_the_next_one() -> None:
+    kvbm = kvbm_with(PROMPT)
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.turn()
+    kvbm.settle(0, took_s=1000.0)
+    kvbm.run()
+    kvbm.engine.submit("b", OTHER, max_tokens=1)
+    assert kvbm.turn() == []
+    kvbm.run()
+    kvbm.down()
+    kvbm.up()
+    kvbm.engine.submit("c", [3, *OTHER], max_tokens=1)
+    assert len(kvbm.turn()) == 1
+    kvbm.run()
+
+
 def test_without_a_kvbm_nobody_waits_any_more() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
