@@ -120,7 +120,7 @@ class EngineCore:
             case CancelAttempt(request, attempt):
                 self._scheduler.cancel(request, attempt)
             case TakeSnapshot(ticket):
-                told = self._tell()
+                told = self._tell_all()
                 blocks = to_snapshot(self._scheduler.snapshot())
                 return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
             case KvbmUp() | KvbmDown() | KvbmReply():
@@ -179,6 +179,16 @@ class EngineCore:
         ):
             return []
         self._told_s = now_s
+        return self._tell()
+
+    def _tell_all(self) -> list[Stepped]:
+        """All that has happened: since the last step attempts may have ended, and blocks left for those that load."""
+        outcome = self._scheduler.untold()
+        if outcome.parts or outcome.events:
+            self._held.add(outcome)
+            self._held_steps += 1
+            self._progress += 1
+            self._digest = self._scheduler.digest
         return self._tell()
 
     def _tell(self) -> list[Stepped]:

@@ -156,6 +156,12 @@ class Scheduler:
         outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
+    def untold(self) -> Outcome:
+        """What has happened since the last `advance`, while no step is under way."""
+        assert self._step is None
+        outcome, self._outcome = self._outcome, Outcome()
+        return outcome
+
     # --- blocks exchanged with a kvbm; each of these may also be called while a step is under way
 
     def exchanging(self, on: bool) -> None:

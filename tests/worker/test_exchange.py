@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from services.worker import fetching
-from services.worker.engine import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
+from services.worker.engine import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeSnapshot
 from services.worker.exchange import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
 from shared import kvbm_messages as wire
 from shared.hashing import pack_tokens
+from shared.messages import BlockRemoved
 from tests.worker.kvbm_world import BOUNDS, Engine, World
 
 PROMPT = [1, 1, 2, 2, 1, 1, 2, 2]
@@ -149,6 +150,27 @@ def test_what_an_engine_loaded_it_does_not_offer_again(world: World) -> None:
     second.submit("again", PROMPT, 1)
     world.settle()
     assert second.exchanged.saved_blocks == 0
+
+
+def test_a_snapshot_is_what_was_told_though_blocks_have_just_left_for_those_that_load(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    for number in range(2):
+        second.submit(f"other{number}", [3 + number] * len(PROMPT), 1)
+        world.settle()
+    second.submit("again", PROMPT, 1)
+    until(world, second, "fetch")
+    second.carry("")
+    second.deliver(0)
+    told, snapshot = second.core.obey(TakeSnapshot(1), world.now_s)
+    assert isinstance(told, Stepped)
+    assert isinstance(snapshot, Snapshot)
+    assert [type(event) for event in told.events] == [BlockRemoved]
+    assert snapshot.event_sequence == told.event_sequence
+    digest = 0
+    for block in snapshot.blocks:
+        digest ^= block.hash
+    assert digest == told.digest
 
 
 # --- what goes wrong
