@@ -204,12 +204,16 @@ class Wire:
             lambda layout: layout.owners >= len(ATTACHED) and layout.host.state == "on", "all have attached"
         )
         for name in ATTACHED:
-            process = self.machine.process(name)
+            await self.linked(name, True)
 
-            async def linked(process: Service = process) -> bool:
-                return await asyncio.to_thread(process.metric, "headrace_kvbm_attached") == 1
+    async def linked(self, name: str, linked: bool) -> None:
+        """Until the worker exchanges blocks, or does not."""
+        process = self.machine.process(name)
 
-            await eventually(linked, f"{name} has attached")
+        async def seen() -> bool:
+            return await asyncio.to_thread(process.metric, "headrace_kvbm_attached") == linked
+
+        await eventually(seen, f"{name} is {'' if linked else 'not '}linked")
 
     async def compute(self, name: str, tokens: list[int], tier: Tier = "host") -> Answer:
         """Asked; returns when the kvbm has all of the prompt's full blocks in that tier."""

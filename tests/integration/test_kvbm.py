@@ -26,7 +26,6 @@ from tests.integration.machine import (
 )
 from tests.tiny_model import write_tiny_model
 
-CONTEXT = 8192
 LONG = 3000
 """Tokens of a prompt that takes several steps."""
 DTYPES = {"float32": 24 << 20, "bfloat16": 12 << 20}
@@ -138,6 +137,7 @@ async def test_a_frozen_kvbm_costs_its_blocks_and_nothing_else(machine: Machine,
     try:
         assert await wire.ask("second", asked) == Answer(answer.tokens, 0, 0, 0)
         assert len((await wire.end("second", stream)).tokens) == 1000
+        await wire.linked("second", False)
     finally:
         machine.thaw_kvbm()
     await wire.attached()
