@@ -20,7 +20,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 class PoolConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The host tier: memory that kvbm and the engines of its machine share."""
 
-    directory: str
+    directory: Annotated[str, Meta(min_length=1)]
     """On a tmpfs, this user's alone; made where it is missing. Workers name the same one."""
     size_bytes: Positive
     arenas: Positive = 1

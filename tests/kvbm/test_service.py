@@ -362,6 +362,7 @@ def test_settings_that_make_no_sense_are_refused_by_name() -> None:
     needed = ["--pool-directory", "/x", "--pool-size-bytes", "1"]
     for flags in (
         [],
+        ["--pool-directory", "", "--pool-size-bytes", "1"],
         [*needed, "--pool-arenas", "0"],
         [*needed, "--tickets-owner-share", "2"],
         [*needed, "--tickets-store-time-s", "0"],
