@@ -266,8 +266,21 @@ class Scheduler:
     # --- scheduling
 
     def _look(self, now_s: float) -> None:
-        """The first of those that wait may find their blocks with the kvbm."""
-        self._onboarding.look(self._waiting, self._pace.tokens_per_s or self._limits.first_tokens_per_s, now_s)
+        """The first of those that wait may find their blocks with the kvbm; but for the next one only as far as there
+        is room for them: what is loaded long before it is used has left again by then. (In benchmarks/tiers_trace.py's
+        closed loop 0.73 of the ideal cache's hits; 0.44 when eight asked at any time.)"""
+        room, near = self._pool.available - len(self._running), 0
+        for sequence in self._waiting[: self._limits.look_ahead]:
+            near += 1
+            room -= self._onboarding.room_for(sequence) or sequence.blocks_needed - self._found(sequence)
+            if room < 0:
+                break
+        tokens_per_s = self._pace.tokens_per_s or self._limits.first_tokens_per_s
+        self._onboarding.look(self._waiting[:near], tokens_per_s, now_s)
+
+    def _found(self, sequence: Sequence) -> int:
+        """Its leading blocks on the device, where it was not looked up before; 0 else, so that this costs little."""
+        return 0 if sequence.looked_up else self._pool.longest_prefix(sequence.reusable_keys)
 
     def _schedule_decodes(self) -> None:
         assert self._step is not None

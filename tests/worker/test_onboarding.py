@@ -206,10 +206,18 @@ def test_a_sibling_that_finds_all_is_admitted_without_asking() -> None:
 
 
 def test_only_the_first_of_the_queue_are_asked_for() -> None:
-    kvbm = kvbm_with(PROMPT)
+    kvbm = kvbm_with(PROMPT, capacity_blocks=100)
     for number in range(12):
         kvbm.engine.submit(f"r{number}", [1 + number % 4, 1 + number // 4, *PROMPT], max_tokens=1)
     assert len(kvbm.turn()) == 8
+    kvbm.run()
+
+
+def test_behind_one_for_whom_there_is_no_room_nobody_asks() -> None:
+    kvbm = kvbm_with(PROMPT, capacity_blocks=2 * 8 + 7)
+    for number in range(4):
+        kvbm.engine.submit(f"r{number}", [1 + number % 4, 1 + number // 4, *PROMPT], max_tokens=1)
+    assert len(kvbm.turn()) == 3, "the third one is the next for whom there will be room"
     kvbm.run()
 
 
