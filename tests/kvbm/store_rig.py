@@ -46,6 +46,7 @@ from shared.messaging import LAST_HEADER, Bus, Message
 from shared.pool_format import Arena
 from shared.pool_lock import POOL, HeldLock, hold_owner, kvbm_of
 from shared.pool_map import ArenaMap, PoolMap
+from shared.weather import Weather, calm
 
 NAMESPACE = "test"
 LIMIT_S = 20.0
@@ -100,6 +101,8 @@ class Engine:
         self.worker = worker
         self.layout = layout
         self.slots: ArenaMap | None = None
+        self.answer_s = LIMIT_S
+        """How long it waits for an answer."""
         self._bus = bus
         self._directory = directory
         self._lock: HeldLock | None = None
@@ -107,7 +110,7 @@ class Engine:
 
     async def ask(self, operation: str, payload: bytes, *, headers: dict[str, str] | None = None) -> Message:
         """One answer of whoever has the pool now."""
-        return await self._bus.request(self.subject(operation), payload, timeout_s=LIMIT_S, headers=headers)
+        return await self._bus.request(self.subject(operation), payload, timeout_s=self.answer_s, headers=headers)
 
     def subject(self, operation: str) -> str:
         return subjects.kvbm(NAMESPACE, kvbm_of(self._directory), operation)
@@ -195,7 +198,7 @@ class Engine:
     async def fetch(self, keys: Sequence[ContentKey]) -> list[wire.Fetched | wire.KvbmRefused]:
         """All replies."""
         asked = wire.FETCH.encode(wire.Fetch(self.owner, b"".join(keys)))
-        async with self._bus.stream(self.subject("fetch"), asked, idle_timeout_s=LIMIT_S) as replies:
+        async with self._bus.stream(self.subject("fetch"), asked, idle_timeout_s=self.answer_s) as replies:
             return [wire.FETCH_REPLY.decode(message.payload) async for message in replies]
 
     async def release(self, ticket: int) -> wire.Settled | wire.KvbmRefused:
@@ -272,9 +275,9 @@ def _whole(name: int | bytes) -> int:
 class World:
     """What outlives a kvbm: NATS, discovery, the directory."""
 
-    def __init__(self, config: KvbmConfig) -> None:
+    def __init__(self, config: KvbmConfig, weather: Weather = calm) -> None:
         self.config = config
-        self.broker = MemoryBroker()
+        self.broker = MemoryBroker(weather)
         self.store = MemoryStore()
         self.bus = MemoryBus(self.broker)
         self.engines: list[Engine] = []
@@ -299,6 +302,11 @@ class Store:
         self.service = service
         self.runtime = runtime
         self.reports: list[wire.KvbmReport] = []
+
+    def lose(self) -> None:
+        """As if it were killed: nobody hears of it any more, whatever it was about to answer."""
+        assert isinstance(self.runtime.bus, MemoryBus)
+        self.world.broker.disconnect(self.runtime.bus)
 
     async def report(self, message: Message) -> None:
         self.reports.append(wire.KVBM_REPORT.decode(message.payload))

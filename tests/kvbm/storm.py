@@ -1,6 +1,7 @@
 """Seeded storms over one pool: engines that store, fetch, freeze past their deadlines and die at any point, a kvbm that
-is stopped and started, a disk that goes, is damaged and comes back. Bytes that a fetch says are right are always those
-that were stored under their key; and once everybody is gone every slot is free.
+is stopped or lost and started, links that lose and delay messages, a disk that goes, is slow, damaged, and comes back.
+Bytes that a fetch says are right are always those that were stored under their key; an engine that lives on comes to
+rest, and the kvbm keeps nothing for it; and once everybody is gone every slot is free.
 
     .venv/bin/python -m tests.kvbm.storm FIRST COUNT
 """
@@ -8,22 +9,28 @@ that were stored under their key; and once everybody is gone every slot is free.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from random import Random
+from random import Random, random
+from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
 from services.kvbm import service
 from services.kvbm.answers import Bounds
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
 from services.kvbm.packing import pack_slots, unpack_slots
+from services.kvbm.segments import Segments
+from services.worker import exchange, storing
 from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.errors import Unavailable
@@ -42,6 +49,7 @@ from tests.kvbm.store_rig import (
     until,
     worker_in,
 )
+from tests.kvbm.whole_engine import ANSWER_S, Link, worker
 
 TICKET_S = 0.03
 TICK_S = 0.004
@@ -54,25 +62,30 @@ AT_ONCE = 4
 FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A machine's real disk would take most of the time."""
 POLICIES = ("lru", "s3-fifo", "reuse")
+T = TypeVar("T")
 
 
-def storm_settings(random: Random, folder: Path) -> KvbmConfig:
+def storm_settings(draw: Random, folder: Path, arenas: int) -> KvbmConfig:
     """A small pool, a smaller disk or a larger one, tickets that are soon over."""
-    arenas = random.choice((1, 2))
-    limit_bytes = arenas * random.choice((4, 16, 64)) * RECORD_BYTES
+    limit_bytes = arenas * draw.choice((4, 16, 64)) * RECORD_BYTES
     return msgspec.structs.replace(
         settings(folder),
-        pool=PoolConfig(directory=str(folder / "pool"), size_bytes=1 << 18, arenas=arenas, prefault_threads=1),
+        pool=PoolConfig(
+            directory=str(folder / "pool"),
+            size_bytes=(1 + arenas * draw.choice((1, 2))) << 16,
+            arenas=arenas,
+            prefault_threads=1,
+        ),
         disk=DiskConfig(
             str(folder / "disk"), limit_bytes, 1 << 16, min_free_bytes=0, threads=2, queue=16, retry_s=0.02
         ),
-        tickets=Bounds(TICKET_S, TICKET_S, random.choice((2, 64)), 8, random.choice((0.25, 1.0))),
+        tickets=Bounds(TICKET_S, TICKET_S, draw.choice((2, 64)), 8, draw.choice((0.25, 1.0))),
         tiers=TiersConfig(
-            host_policy=random.choice(POLICIES),
-            disk_policy=random.choice(POLICIES),
-            disk_sightings=random.choice((1, 2)),
-            held_share=random.choice((0.3, 1.0)),
-            leaves_first=random.random() < 0.3,
+            host_policy=draw.choice(POLICIES),
+            disk_policy=draw.choice(POLICIES),
+            disk_sightings=draw.choice((1, 2)),
+            held_share=draw.choice((0.3, 1.0)),
+            leaves_first=draw.random() < 0.3,
         ),
     )
 
@@ -83,13 +96,23 @@ class Storm:
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = Random(seed)
         self.folder = folder
-        self.world = World(storm_settings(self.random, folder))
-        self.layouts = self.random.choice(((LAYOUT,), (LAYOUT, OTHER_LAYOUT)))
+        self.workers = self.random.choice((0, 0, 2, 3))
+        """The others are engines that go wrong in ways of their own."""
+        arenas = 2 if self.workers else self.random.choice((1, 2))
+        self.link = Link(self.random)
+        self.world = World(storm_settings(self.random, folder, arenas), self.link)
+        self.layouts = (LAYOUT,) if self.workers else self.random.choice(((LAYOUT,), (LAYOUT, OTHER_LAYOUT)))
         roots = [[100 * root + block for block in range(self.random.randint(1, 8))] for root in range(1, 9)]
         self.chains = [chain(*tokens) for tokens in (*roots, [*roots[0][:2], 7, 8, 9])]
         self.seen: Counter[str] = Counter()
         self.over = False
+        self.life = 0
+        """Of the kvbm, the one that answers."""
+        self._sleeper = ""
+        """An engine that sleeps from one life into the next, in the middle of what it writes."""
         self._names = 0
+        self._last: asyncio.Future[Store] = asyncio.get_running_loop().create_future()
+        """The kvbm that nothing befalls any more."""
 
     async def run(self) -> None:
         """Raises where anything went wrong."""
@@ -97,14 +120,20 @@ class Storm:
             troubles = [tasks.create_task(self._disk_trouble())]
             for life in range(LIVES):
                 async with running(self.world, f"b{life}") as store:
+                    self.life = life
                     if not life:
-                        troubles += [tasks.create_task(self._engines()) for _ in range(ENGINES)]
+                        troubles += [tasks.create_task(self._engines()) for _ in range(ENGINES - self.workers)]
+                        troubles += [tasks.create_task(self._worker(f"w{name}")) for name in range(self.workers)]
                     await asyncio.sleep(LIFE_S * self.random.random())
                     if life == LIVES - 1:
                         self.over = True
+                        self.link.mend()
+                        self._last.set_result(store)
                         await asyncio.wait(troubles)
                         await self._all_is_free(store)
                     await self._is_told(store)
+                    if self.random.random() < 0.5:
+                        store.lose()
 
     async def _all_is_free(self, store: Store) -> None:
         """Nobody lives: no slot is held, written to or kept from anybody, and no ticket is open."""
@@ -138,6 +167,7 @@ class Storm:
         while not self.over:
             self._names += 1
             engine = self.world.engine(f"e{self._names}", layout=random.choice(self.layouts))
+            engine.answer_s = ANSWER_S
             engine.hold()
             lease = await worker_in(self.world, engine.worker) if random.random() < 0.2 else None
             try:
@@ -182,6 +212,13 @@ class Storm:
         """Mostly not for long, sometimes for longer than any ticket lasts."""
         await asyncio.sleep(self.random.choice((0.0, 0.0, 0.001, 0.003, 0.01, 2 * TICKET_S)))
 
+    async def _sleep(self, engine: Engine) -> None:
+        self._sleeper, life = engine.owner, self.life
+        await until(lambda: self.life > life or self.over)
+        await asyncio.sleep(0.05 * self.random.random())
+        self._sleeper = ""
+        self.seen["slept"] += 1
+
     def _some(self) -> Sequence[Content]:
         whole = self.random.choice(self.chains)
         return whole[: self.random.randint(1, len(whole))]
@@ -198,6 +235,8 @@ class Storm:
         for index, slot in zip(granted.blocks, unpack_slots(granted.slots), strict=True):
             if self.random.random() < 0.05:
                 await self._pause()
+            if not self._sleeper and self.random.random() < 0.1:
+                await self._sleep(engine)
             if self.random.random() < 0.03:
                 break
             engine.write_one(slot, contents[index])
@@ -234,6 +273,26 @@ class Storm:
             self.seen["stale"] += len(right) - sum(right)
         if self.random.random() < 0.9:
             await engine.release(ticket)
+
+    # --- workers
+
+    async def _worker(self, name: str) -> None:
+        """Its engines, one after the other; the last one comes to rest."""
+        async with worker(self.world, name, self.random) as one:
+            while True:
+                engine = await one.life(self.random.randint(1, 400), lambda: self.over, 2 * TICKET_S)
+                try:
+                    if self.over:
+                        await one.rest(engine, (await self._last).service)
+                finally:
+                    one.die(engine)
+                    self.seen["died"] += 1
+                    self.seen["saved"] += int(engine.exchanged.saved_blocks)
+                    self.seen["loaded"] += int(engine.exchanged.loaded_blocks)
+                    self.seen["not loaded"] += int(engine.exchanged.bad_blocks)
+                    self.seen["used"] += engine.host_tokens + engine.disk_tokens
+                if self.over:
+                    return
 
     # --- the disk
 
@@ -289,19 +348,38 @@ async def one(seed: int) -> Counter[str]:
 
 async def storms(first: int, count: int) -> Counter[str]:
     """The storms `first` … `first + count - 1`, several at once, since they mostly wait; what came about in all."""
-    interval_s, service.REPORT_INTERVAL_S = service.REPORT_INTERVAL_S, TICK_S
     logging.disable(logging.CRITICAL)
     try:
-        seen: Counter[str] = Counter()
-        for start in range(first, first + count, AT_ONCE):
-            async with asyncio.TaskGroup() as tasks:
-                seeds = range(start, min(start + AT_ONCE, first + count))
-                running_ones = [tasks.create_task(one(seed)) for seed in seeds]
-            seen = sum((task.result() for task in running_ones), seen)
-        return seen
+        with pytest.MonkeyPatch.context() as faster:
+            faster.setattr(service, "REPORT_INTERVAL_S", TICK_S)
+            faster.setattr(storing, "COLLECT_S", TICK_S / 2)
+            faster.setattr(exchange, "BACK_OFF_FIRST_S", TICK_S)
+            faster.setattr(exchange, "BACK_OFF_MOST_S", 8 * TICK_S)
+            for name in ("read", "write"):
+                faster.setattr(Segments, name, _bad(getattr(Segments, name)))
+            seen: Counter[str] = Counter()
+            for start in range(first, first + count, AT_ONCE):
+                async with asyncio.TaskGroup() as tasks:
+                    seeds = range(start, min(start + AT_ONCE, first + count))
+                    running_ones = [tasks.create_task(one(seed)) for seed in seeds]
+                seen = sum((task.result() for task in running_ones), seen)
+            return seen
     finally:
-        service.REPORT_INTERVAL_S = interval_s
         logging.disable(logging.NOTSET)
+
+
+def _bad(request: Callable[..., T]) -> Callable[..., T]:
+    """A disk's, now and then slow, seldom failing; in its thread, so no seed says when."""
+
+    def bad(*record: Any) -> T:
+        roll = random()
+        if roll < 0.02:
+            time.sleep(2 * TICKET_S)
+        if roll < 0.002:
+            raise OSError(errno.EIO, "a bad sector")
+        return request(*record)
+
+    return bad
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Nothing goes wrong in many storms; KVBM_STORMS says in how many (40)."""
+"""Nothing goes wrong in many storms; KVBM_STORMS says in how many (100)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.kvbm.storm import storms
 
-STORMS = int(os.environ.get("KVBM_STORMS", "40"))
+STORMS = int(os.environ.get("KVBM_STORMS", "100"))
 BLOCK = 20
 """Storms a test."""
 _seen: Counter[str] = Counter()
@@ -21,5 +21,7 @@ async def test_no_wrong_bytes_and_no_lost_slot_from_storm(first: int) -> None:
 
 
 def test_the_storms_were_storms() -> None:
-    for what in ("right from memory", "right from disk", "written", "forgotten", "died", "expired", "away", "no_arena"):
+    engines = ("right from memory", "right from disk", "written", "forgotten", "died", "expired", "away", "no_arena")
+    workers = ("saved", "loaded", "not loaded", "used")
+    for what in engines + workers:
         assert _seen[what], what

@@ -63,7 +63,7 @@ class Engine:
         )
         self.scheduler = Scheduler(limits)
         self.exchange = Exchange(
-            self.scheduler, mover, self.attachment, STORE, worker=name, timeout_s=1.0, most_blocks=6
+            self.scheduler, mover, self.attachment, STORE, worker=name, timeout_s=world.answer_s, most_blocks=6
         )
         self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.exchange)
         self.asks: deque[KvbmAsk] = deque()
@@ -232,6 +232,8 @@ class World:
         """Halves of blocks that are copied at once."""
         self.step_s = draw.choice((0.01, 3.0))
         """What a step takes, as engines are told: where it is long, asking the kvbm is always worth it."""
+        self.answer_s = 1.0
+        """How long they wait for an answer."""
 
     def right(self, content: Content) -> bytes:
         """The bytes of a block."""
