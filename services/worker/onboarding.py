@@ -79,7 +79,8 @@ class Onboarding:
         self._block_size = block_size
         self._look_ahead = look_ahead
         self._wait_s = wait_s
-        self._on = False
+        self.on = False
+        """Whether there is a kvbm to ask."""
         self._fetches: dict[int, Fetch] = {}
         """By `Sequence.arrival`, in the order they were noted."""
         self._unwanted: set[int] = set()
@@ -93,7 +94,7 @@ class Onboarding:
 
     def turn(self, on: bool) -> None:
         """Off: nobody waits any more. On: it answers in time now, whatever asking cost before."""
-        self._on = on
+        self.on = on
         if on:
             self._cost_s = 0.0
         else:
@@ -102,8 +103,6 @@ class Onboarding:
 
     def look(self, waiting: Seq[Sequence], tokens_per_s: float, now_s: float) -> None:
         """Note the first of these that may find more with the kvbm; each is looked at once a wait."""
-        if not self._on:
-            return
         for sequence in waiting[: self._look_ahead]:
             if len(self._fetches) == self._look_ahead:
                 return
@@ -278,7 +277,7 @@ class Onboarding:
 
     def validate(self) -> None:
         """Raises AssertionError where it contradicts itself. O(everything)."""
-        assert self._on or not self._waiting(), "somebody waits though no kvbm is there"
+        assert self.on or not self._waiting(), "somebody waits though no kvbm is there"
         assert all(self.room_for(fetch.sequence) > 0 for fetch in self._waiting())
         assert len(self._fetches) <= self._look_ahead
         assert all(self._fetches[number].state == "left" for number in self._unwanted)

@@ -269,6 +269,8 @@ class Scheduler:
         """The first of those that wait may find their blocks with the kvbm; but for the next one only as far as there
         is room for them: what is loaded long before it is used has left again by then. (In benchmarks/tiers_trace.py's
         closed loop 0.73 of the ideal cache's hits; 0.44 when eight asked at any time.)"""
+        if not self._onboarding.on:
+            return
         room, near = self._pool.available - len(self._running), 0
         for sequence in self._waiting[: self._limits.look_ahead]:
             near += 1

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.worker.offloading import Offload
+from shared.blocks import BlockPool
+from shared.hashing import ContentKey
 from shared.messages import Sampling
 from tests.worker.exchanged import Kvbm
 from tests.worker.fake_runner import continuation
@@ -271,6 +276,36 @@ def test_without_a_kvbm_nobody_waits_any_more() -> None:
     kvbm.end()
     kvbm.run()
     assert kvbm.engine.output("a") == continuation(PROMPT, 1, 64)
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_who_waits_is_not_looked_up_in_each_step(monkeypatch: pytest.MonkeyPatch, up: bool) -> None:
+    """Eight of 100,000 tokens each, in the cache already, would cost each step 3 ms."""
+    engine = Engine(max_running=1, capacity_blocks=64)
+    kvbm = Kvbm(engine)
+    if up:
+        kvbm.up()
+    for number in range(9):
+        engine.submit(f"r{number}", PROMPT, max_tokens=8)
+    kvbm.know_nothing()
+    engine.step()
+    kvbm.know_nothing()
+    lookups = 0
+    longest_prefix = BlockPool.longest_prefix
+
+    def counted(pool: BlockPool, keys: Iterable[ContentKey]) -> int:
+        nonlocal lookups
+        lookups += 1
+        return longest_prefix(pool, keys)
+
+    monkeypatch.setattr(BlockPool, "longest_prefix", counted)
+    for _ in range(6):
+        engine.step()
+        kvbm.turn()
+    assert engine.scheduler.load().waiting == 8
+    assert lookups <= 3  # of the one that has come among the first eight
+    monkeypatch.undo()
+    kvbm.run()
 
 
 def test_no_room_is_taken_that_running_sequences_may_grow_into() -> None:
