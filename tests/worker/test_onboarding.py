@@ -299,7 +299,7 @@ def test_who_waits_is_not_looked_up_in_each_step(monkeypatch: pytest.MonkeyPatch
         return longest_prefix(pool, keys)
 
     monkeypatch.setattr(BlockPool, "longest_prefix", counted)
-    for _ in range(6):
+    for _ in range(3):
         engine.step()
         kvbm.turn()
     assert engine.scheduler.load().waiting == 8
