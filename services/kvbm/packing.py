@@ -12,6 +12,8 @@ from shared.blocks import Content
 from shared.hashing import KEY_BYTES, ContentKey
 from shared.kvbm_messages import StoreBlock
 
+LABEL_CHARS = 1024
+"""Of a LoRA's name or a salt: one block with a longer one would make every snapshot too large to send."""
 _SLOT_BYTES = 4
 assert array("I").itemsize == _SLOT_BYTES
 assert sys.byteorder == "little", "the wire's order, and that of every machine the pool's format is made for"
@@ -39,10 +41,12 @@ def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
 
 
 def to_contents(blocks: Sequence[StoreBlock], block_size: int) -> list[Content]:
-    """What a worker could store. Raises BadRequest where one has not the tokens of a full block; keys are looked at
-    by `Tickets`."""
+    """What a worker could store. Raises BadRequest where one has not the tokens of a full block, or names without
+    measure; keys are looked at by `Tickets`."""
     size_bytes = 4 * block_size
     for block in blocks:
         if len(block.tokens) != size_bytes:
             raise BadRequest(f"block {block.key.hex()} has tokens of {len(block.tokens)} bytes, not {size_bytes}")
+        if len(block.lora) > LABEL_CHARS or len(block.salt) > LABEL_CHARS:
+            raise BadRequest(f"block {block.key.hex()} has a LoRA or salt of over {LABEL_CHARS} characters")
     return [Content(block.key, block.parent, block.tokens, block.lora, block.salt) for block in blocks]

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kvbm.packing import pack_slots, to_contents, unpack_keys, unpack_slots
+from services.kvbm.packing import LABEL_CHARS, pack_slots, to_contents, unpack_keys, unpack_slots
 from services.kvbm.refusals import BadRequest
 from shared.blocks import Content
 from shared.kvbm_messages import StoreBlock
@@ -33,3 +34,12 @@ def test_a_block_has_all_its_tokens() -> None:
     assert to_contents([block], 2) == [Content(b"k" * 16, None, bytes(8), "lora", "salt")]
     with pytest.raises(BadRequest, match="tokens of 8 bytes, not 12"):
         to_contents([block], 3)
+
+
+@pytest.mark.parametrize("field", ["lora", "salt"])
+def test_the_names_in_a_block_are_bounded(field: str) -> None:
+    block = StoreBlock(b"k" * 16, None, bytes(8))
+    longest = msgspec.structs.replace(block, **{field: "x" * LABEL_CHARS})
+    assert len(to_contents([longest], 2)) == 1
+    with pytest.raises(BadRequest, match=f"over {LABEL_CHARS} characters"):
+        to_contents([msgspec.structs.replace(block, **{field: "x" * (LABEL_CHARS + 1)})], 2)
