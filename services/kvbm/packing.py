@@ -13,7 +13,7 @@ from shared.hashing import KEY_BYTES, ContentKey
 from shared.kvbm_messages import StoreBlock
 
 LABEL_CHARS = 1024
-"""Of a LoRA's name or a salt: one block with a longer one would make every snapshot too large to send."""
+"""Of a LoRA's name or a salt, which are kept with each block, and told with each in a snapshot."""
 _SLOT_BYTES = 4
 assert array("I").itemsize == _SLOT_BYTES
 assert sys.byteorder == "little", "the wire's order, and that of every machine the pool's format is made for"
