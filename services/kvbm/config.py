@@ -61,7 +61,8 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     fill_disk: bool = True
     """… or while the disk has room that was never used."""
     held_share: Share = 0.5
-    """Of the slots, that readers may hold at once."""
+    """Of the slots, that readers may hold at once. Nothing more is read from disk while these and reads that nobody
+    waits for any more are as many."""
     leaves_first: bool = False
     """Whether a block stays as long as one that follows it is in the same tier."""
 
