@@ -19,6 +19,7 @@ from services.kvbm.host_slots import SlotState
 from services.kvbm.policies import BUILT_IN, GuardedPolicy, named
 from services.kvbm.refusals import RefusalCode
 from services.worker import exchange
+from services.worker.config import KvbmConfig as OfWorker
 from shared.hashing import ContentKey
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE
 from tests.kvbm.test_main import kvbm_process, there
@@ -39,6 +40,7 @@ def test_the_settings_and_their_defaults_are_those_that_there_are() -> None:
     }
     common = {"namespace", "nats", "discovery", "observe"}
     assert {field.name for field in msgspec.structs.fields(KvbmConfig)} == {*tables, *common}
+    tables["kvbm"] = OfWorker
     expected = {
         f"{table}.{field.name}": "" if field.required else _written(field.default)
         for table, config in tables.items()
