@@ -53,7 +53,7 @@ class Tiers:
     def offer(self, contents: Sequence[Content], room: int) -> Offered:
         """Slots, at most `room`, for those of the blocks that are new and worth it; a prefix first block first."""
         host = self._host
-        seen = [self._seen.see(content.key) for content in contents]
+        seen = self._seen.see([content.key for content in contents])
         # First of all, so that no block goes for one that follows it.
         self._used([content.key for content in contents if content.key in host.shelf])
         indices: list[int] = []
@@ -113,8 +113,7 @@ class Tiers:
             reads.append(read)
         prefix = [slot for slot in slots if slot is not None]
         loading = [index for index, slot in enumerate(prefix) if slot in self._reads] if self._reads else []
-        for key in keys[: len(prefix)]:
-            self._seen.see(key)
+        self._seen.see(keys[: len(prefix)])
         skipped = set(loading)
         self._used([keys[index] for index in range(len(prefix)) if index not in skipped])
         self._disk.shelf.touch(read.content.key for read in reversed(reads))

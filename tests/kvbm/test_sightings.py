@@ -7,15 +7,13 @@ from tests.kvbm.chains import chain, keys
 def test_what_was_seen_is_counted_as_far_as_it_matters() -> None:
     sightings, (key,) = Sightings(2), keys(chain(1))
     assert sightings.of(key) == 0
-    assert [sightings.see(key) for _ in range(3)] == [1, 2, 3]
-    for _ in range(100):
-        sightings.see(key)
+    assert [sightings.see([key]) for _ in range(3)] == [[1], [2], [3]]
+    assert sightings.see([key] * 100)[-1] == ENOUGH
     assert sightings.of(key) == ENOUGH
 
 
 def test_what_was_seen_longest_ago_is_forgotten_first() -> None:
     sightings, (first, second, third) = Sightings(2), keys(chain(1, 2, 3))
-    for key in (first, second, first, third):
-        sightings.see(key)
+    assert sightings.see((first, second, first, third)) == [1, 1, 2, 1]
     assert (sightings.of(first), sightings.of(second), sightings.of(third)) == (2, 0, 1)
     assert len(sightings) == 2
