@@ -179,6 +179,12 @@ class BlockPool:
             ordered.update((content.key, content) for content in reversed(branch))
         return list(ordered.values())
 
+    def newest(self, count: int) -> list[Content]:
+        """The `count` that were stored last and can still be found, in that order: parents before their children, but
+        for what only a copy had kept. O(count)."""
+        slots = list(islice(reversed(self._slot_of.values()), count))
+        return [content for slot in reversed(slots) if (content := self._content[slot]) is not None]
+
     # --- sequences: blank blocks, filled by computing
 
     def allocate(self, count: int) -> tuple[list[int], list[Evicted]]:

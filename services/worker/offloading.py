@@ -33,6 +33,7 @@ class Offloading:
         self._offload = offload
         self._horizon_blocks = min(HORIZON_BLOCKS, ceil(HORIZON_SHARE * pool.capacity))
         self._on = False
+        self._limit_blocks = limit_blocks
         self._queue: deque[Content] = deque(maxlen=limit_blocks)
         self._offered: list[ContentKey | None] = [None] * pool.capacity
         """Slot → the key under which what it holds was offered, or came."""
@@ -47,14 +48,14 @@ class Offloading:
         """Left out because too many waited."""
 
     def turn(self, on: bool) -> None:
-        """Whether a kvbm is there. A new one is offered what is here: it may have forgotten everything."""
+        """Whether a kvbm is there. A new one is offered what was stored last: it may have forgotten everything."""
         self._on = on
         self.queues = on and self._offload == "filled"
         self._queue.clear()
         self._offered = [None] * self._pool.capacity
         self._looked = (-1, -1)
         if self.queues:
-            self._queue.extend(self._pool.snapshot())
+            self._queue.extend(self._pool.newest(self._limit_blocks))
 
     def stored(self, content: Content) -> None:
         """A block was computed."""

@@ -209,6 +209,15 @@ def test_a_snapshot_tells_parents_first_even_if_they_were_stored_last() -> None:
     assert pool.snapshot() == contents
 
 
+def test_the_newest_are_those_that_were_stored_last_in_that_order() -> None:
+    pool = BlockPool(4)
+    contents = chain(1, 2, 3)
+    fill(pool, contents)
+    assert pool.newest(2) == contents[1:]
+    assert pool.newest(9) == contents
+    assert pool.newest(0) == []
+
+
 def test_asking_for_more_than_is_available_is_a_programmers_error() -> None:
     with pytest.raises(AssertionError, match="3 blocks asked for, 2 available"):
         BlockPool(2).allocate(3)
@@ -294,6 +303,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.validate()
         snapshot = self.pool.snapshot()
         assert {content.key for content in snapshot} == self.told.keys()
+        newest = self.pool.newest(self.pool.capacity)
+        assert newest == list(self.told.values())
+        if not self.copied:
+            keys = [content.key for content in newest]
+            assert all(content.parent in (None, *keys[:place]) for place, content in enumerate(newest))
         digest = 0
         for key in self.told:
             digest ^= event_hash(key)
