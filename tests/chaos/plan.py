@@ -7,6 +7,7 @@ A deck holds every kind of fault once; it is shuffled, played to its end, and sh
     freeze   SIGSTOP for `for_s`, then SIGCONT                    wipe      etcd ends, loses its data, and starts again
     sever    a process's connections to NATS or etcd break, and new ones are refused, for `for_s`
     hang     nothing passes on them for `for_s`, and then all that was sent meanwhile
+    kill with kvbm   the block store dies in the same moment, in the middle of what both are copying
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from typing import Literal
 
 from msgspec import Struct
 
-Target = Literal["worker", "engine", "router", "frontend", "nats", "etcd"]
-Kind = Literal["kill", "restart", "freeze", "wipe", "sever nats", "hang nats", "sever etcd", "hang etcd"]
+Target = Literal["worker", "engine", "router", "frontend", "kvbm", "nats", "etcd"]
+Kind = Literal[
+    "kill", "kill with kvbm", "restart", "freeze", "wipe", "sever nats", "hang nats", "sever etcd", "hang etcd"
+]
 
 SERVICES: tuple[Target, ...] = ("worker", "router", "frontend")
+ALONE: tuple[Target, ...] = ("kvbm", "nats", "etcd")
+"""Of which there is one."""
 _OF_SERVICES: tuple[Kind, ...] = ("kill", "restart", "freeze", "sever nats", "hang nats", "sever etcd", "hang etcd")
 DECK: tuple[tuple[Kind, Target], ...] = (
-    *((kind, service) for service in SERVICES for kind in _OF_SERVICES),
+    *((kind, service) for service in (*SERVICES, "kvbm") for kind in _OF_SERVICES),
     ("kill", "engine"),
+    ("kill with kvbm", "engine"),
     ("freeze", "engine"),
     ("kill", "nats"),
     ("restart", "nats"),
@@ -54,8 +60,10 @@ class Fault(Struct, frozen=True):
     @property
     def name(self) -> str:
         """As people read it."""
-        which = self.target if self.target in ("nats", "etcd") else f"{self.target} {self.number}"
+        which = self.target if self.target in ALONE else f"{self.target} {self.number}"
         lasting = "" if self.kind in ("restart", "wipe") else f" for {self.for_s:g} s"
+        if self.kind == "kill with kvbm":
+            return f"kill {which} and kvbm{lasting}"
         kind, _, of = self.kind.partition(" ")
         return f"{kind} {of} of {which}{lasting}" if of else f"{kind} {which}{lasting}"
 
@@ -69,7 +77,7 @@ def faults(seed: int, instances: int, durations_s: tuple[float, ...]) -> Iterato
             yield Fault(
                 kind=kind,
                 target=target,
-                number=draw.randrange(1 if target in ("nats", "etcd") else instances),
+                number=draw.randrange(1 if target in ALONE else instances),
                 for_s=draw.choice(lasting_s),
                 pause_s=draw.uniform(0.2, 0.8),
             )

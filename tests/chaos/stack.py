@@ -1,4 +1,5 @@
-"""The real stack: NATS, etcd, and some of each service, every one a process; before each service two cuttable links."""
+"""The real stack: NATS, etcd, a kvbm, and some of each other service, every one a process; before each service two
+cuttable links."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from shared.errors import DiscoveryDown
 from shared.etcd_discovery import EtcdDiscovery
 from shared.messages import INSTANCE, JSON_HEADER
 from tests.chaos.clients import MODEL
-from tests.chaos.plan import SERVICES, Target
+from tests.chaos.plan import ALONE, SERVICES, Target
 from tests.chaos.program import START_LIMIT_S, Program, children
 from tests.chaos.proxy import Proxy
 from tests.servers import free_port
@@ -30,12 +31,18 @@ from tests.tiny_model import write_tiny_model
 
 NAMESPACE = "chaos"
 CAPACITY_BLOCKS = 512
+POOL_BYTES = 1 << 24
 ASK_LIMIT_S = 2.0
 _POLL_S = 0.1
 _HELD = re.compile(
-    r"^(headrace_reservations|headrace_inflight_requests|headrace_queued_requests|headrace_blocks)\{([^}]*)\} (\S+)$",
+    r"^(headrace_reservations|headrace_inflight_requests|headrace_queued_requests|headrace_blocks|headrace_kvbm_tickets"
+    r"|headrace_kvbm_slots)\{([^}]*)\} (\S+)$",
     re.MULTILINE,
 )
+_STATE = re.compile(r'state="(\w+)"')
+_HELD_STATES = ("held", "writing", "loading", "quarantined")
+"""Of blocks and slots; the other ones are free, or hold what can be found."""
+_ATTACHED = re.compile(r"^headrace_kvbm_attached\{[^}]*\} 1\.0$", re.MULTILINE)
 
 
 class Detection(Struct, frozen=True):
@@ -52,7 +59,7 @@ FAST = Detection(lease_ttl_s=3.0, quiet_s=0.5, frozen_s=2.0, stall_s=4.0)
 
 
 class Stack:
-    """`instances` of each service, named "worker 0" and so on, beside "nats" and "etcd"."""
+    """`instances` of each service, named "worker 0" and so on, beside "kvbm", "nats" and "etcd"."""
 
     def __init__(self, directory: Path, instances: int, detection: Detection) -> None:
         self.programs: dict[str, Program] = {}
@@ -66,6 +73,7 @@ class Stack:
         self._model = write_tiny_model(directory / MODEL)
         self._nats_port, self._etcd_port = self._servers()
         self._discovery: Discovery = EtcdDiscovery((f"127.0.0.1:{self._etcd_port}",))
+        self._service("kvbm", 0)
         for number in range(instances):
             for service in SERVICES:
                 self._service(service, number)
@@ -138,7 +146,10 @@ class Stack:
             late = [name for pid, name in due.items() if pid not in published]
             return f"in etcd lack {late}, and {len(published - due.keys())} are there that are gone"
         cards = sum(not key.startswith(books) for key in keys)
-        return "" if cards == len(self.names("worker")) else f"{cards} model cards are in etcd"
+        if cards != len(self.names("worker")):
+            return f"{cards} model cards are in etcd"
+        apart = [name for name in self.names("worker") if not _ATTACHED.search(await self._metrics(name))]
+        return f"not attached to the kvbm: {apart}" if apart else ""
 
     async def unready(self, name: str) -> bool | None:
         """Whether the service says so; None: it says nothing."""
@@ -151,12 +162,20 @@ class Stack:
     async def left(self) -> dict[str, float]:
         """What is still held, by metric and service, when nobody asks any more."""
         held: dict[str, float] = {}
-        for name, url in self.urls.items():
-            async with self._http.get(f"{url}/metrics") as response:
-                for metric, labels, value in _HELD.findall(await response.text()):
-                    if metric != "headrace_blocks" or 'state="held"' in labels:
-                        held[f"{metric} of {name}"] = float(value)
+        for name in self.urls:
+            for metric, labels, value in _HELD.findall(await self._metrics(name)):
+                state = _STATE.search(labels)
+                if state is None or state[1] in _HELD_STATES:
+                    held[f"{metric}{{{labels}}} of {name}"] = float(value)
         return held
+
+    async def _metrics(self, name: str) -> str:
+        """Empty: it did not answer."""
+        try:
+            async with self._http.get(f"{self.urls[name]}/metrics") as response:
+                return await response.text()
+        except (aiohttp.ClientError, TimeoutError):
+            return ""
 
     # --- what it is made of
 
@@ -170,11 +189,11 @@ class Stack:
         return nats_port, etcd_port
 
     def _service(self, service: Target, number: int) -> None:
-        name = f"{service} {number}"
+        name = service if service in ALONE else f"{service} {number}"
         port = free_port()
         for server, upstream in (("nats", self._nats_port), ("etcd", self._etcd_port)):
             self.links[name, server] = Proxy(free_port(), upstream)
-        file = self._directory / f"{service}-{number}.toml"
+        file = self._directory / f"{name.replace(' ', '-')}.toml"
         file.write_text(toml(self._settings(name, service, port)), encoding="utf-8")
         module = "tests.chaos.paced_worker" if service == "worker" else f"services.{service}"
         self.urls[name] = f"http://127.0.0.1:{port}"
@@ -198,6 +217,11 @@ class Stack:
         if service == "router":
             settings["load"] = _given(frozen_s=found.frozen_s)
             return settings
+        if service == "kvbm":
+            settings["pool"] = {"directory": str(self._directory / "pool"), "size_bytes": POOL_BYTES}
+            settings["disk"] = {"directory": str(self._directory / "disk"), "limit_bytes": 1 << 26, "min_free_bytes": 0}
+            return settings
+        settings["kvbm"] = {"pool": str(self._directory / "pool"), "wait_s": 1.0}
         settings |= {"model": str(self._model), "cache": str(self._directory / "models"), "threads": 1}
         return settings | {"capacity_blocks": CAPACITY_BLOCKS} | _given(stall_s=found.stall_s)
 

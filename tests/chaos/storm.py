@@ -18,7 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from tests.chaos.clients import HttpClients, NatsClient
-from tests.chaos.plan import NATS_AWAY_S, Ask, Fault, asks, faults, questions
+from tests.chaos.plan import ALONE, NATS_AWAY_S, Ask, Fault, asks, faults, questions
 from tests.chaos.stack import FAST, NAMESPACE, Detection, Stack, running
 from tests.chaos.verdict import Answer, Happened, Reference, Sample, Verdict, judge
 
@@ -212,12 +212,20 @@ class Storm:
     async def _befall(self, happened: Happened) -> None:
         """Does it and undoes it."""
         fault, stack = happened.fault, self._stack
-        alone = fault.target in ("nats", "etcd")
-        name = fault.target if alone else f"{'worker' if fault.target == 'engine' else fault.target} {fault.number}"
+        name = (
+            fault.target
+            if fault.target in ALONE
+            else f"{'worker' if fault.target == 'engine' else fault.target} {fault.number}"
+        )
         program = stack.programs[name]
         match fault.kind:
             case "kill" if fault.target == "engine":
                 await self._kill_engine(name)
+            case "kill with kvbm":
+                await asyncio.gather(stack.programs["kvbm"].kill(), self._kill_engine(name))
+                happened.done_s = self._now()
+                await asyncio.sleep(fault.for_s)
+                await stack.programs["kvbm"].start()
             case "freeze" if fault.target == "engine":
                 await self._freeze_engine(name, fault.for_s)
             case "kill":

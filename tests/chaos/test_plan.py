@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.plan import DECK, NATS_AWAY_S, asks, faults, questions
+from tests.chaos.plan import ALONE, DECK, NATS_AWAY_S, asks, faults, questions
 
 SEEDS = st.integers(0, 1 << 32)
 DURATIONS_S = (0.5, 4.0, 90.0)
@@ -32,7 +32,7 @@ def test_every_deck_has_each_fault_once_and_befalls_who_is_there(seed: int, inst
         deck = decks[begin : begin + len(DECK)]
         assert sorted((fault.kind, fault.target) for fault in deck) == sorted(DECK)
         assert all(0 <= fault.number < instances for fault in deck)
-        assert all(fault.number == 0 for fault in deck if fault.target in ("nats", "etcd"))
+        assert all(fault.number == 0 for fault in deck if fault.target in ALONE)
 
 
 @settings(max_examples=20, deadline=None)
@@ -67,3 +67,4 @@ def test_questions_are_of_every_kind() -> None:
 def test_a_fault_is_named_as_people_read_it() -> None:
     names = {fault.name for fault in islice(faults(1, 1, (2.0,)), len(DECK))}
     assert {"kill worker 0 for 2 s", "restart nats", "wipe etcd", "sever nats of frontend 0 for 2 s"} <= names
+    assert {"freeze kvbm for 2 s", "kill engine 0 and kvbm for 2 s"} <= names
