@@ -585,8 +585,7 @@ async def test_a_disk_that_goes_takes_its_blocks_and_requests_go_on_until_it_is_
         contents = chain(1, 2)
         router = await store.router()
         await a.store(contents)
-        await store.spilled()
-        assert router.holds("disk", contents)
+        await until(lambda: router.holds("disk", contents))
         disk = store.service.layouts.open[LAYOUT.digest].disk
         assert disk is not None
         shutil.move(tmp_path / "disk", tmp_path / "elsewhere")
