@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -60,7 +61,9 @@ def parse(size: str, flag: str) -> int:
 @contextmanager
 def block_store(wish: Wish, notice: Callable[[str], None], memory: Path = MEMORY) -> Iterator[Store | None]:
     """Its settings; None where it is not wanted, or, with a notice, where nobody asked for it and it cannot be. Raises
-    ConfigError where somebody did."""
+    ConfigError where somebody did, and where the disk's directory is none of this user's alone."""
+    if wish.disk:
+        _check_disk(Path(wish.disk))
     store = None
     with ExitStack() as held:
         try:
@@ -72,6 +75,21 @@ def block_store(wish: Wish, notice: Callable[[str], None], memory: Path = MEMORY
                 raise
             notice(f"without kvbm: {wrong}")
         yield store
+
+
+def _check_disk(directory: Path) -> None:
+    """Tells at the start, and to who typed it, what would else be a tier that is off. Like kvbm, makes it where it is
+    missing, and none above it."""
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        found = directory.lstat()
+    except OSError as wrong:
+        raise ConfigError(f"--kvbm-disk {directory}: {wrong.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"--kvbm-disk {directory} is no directory")
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(f"--kvbm-disk {directory} must be this user's alone (mode 0700), or not be there yet")
 
 
 def _default_bytes() -> int:

@@ -74,7 +74,9 @@ def alone(place: Place, port: int) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise ConfigError(f"another `up` runs here: {lock.read().strip()}") from None
+            raise ConfigError(
+                f"another `up` runs here: {lock.read().strip()}; a second one needs another --state"
+            ) from None
         if not servers.is_free(port):
             raise ConfigError(f"port {port} is taken; choose another with --port")
         lock.truncate(0)

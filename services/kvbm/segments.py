@@ -204,7 +204,7 @@ class Segments:
         size_bytes = self._size_bytes(segment)
         room = os.fstatvfs(self._own)
         if room.f_bavail * room.f_frsize - size_bytes < self._min_free_bytes:
-            raise OSError(errno.ENOSPC, f"less than {self._min_free_bytes} bytes would stay free")
+            raise OSError(errno.ENOSPC, f"less than disk.min_free_bytes ({self._min_free_bytes}) would stay free")
         if segment not in self._files:
             self._open(segment, os.O_CREAT)
         file = self._files[segment]

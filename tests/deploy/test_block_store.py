@@ -44,11 +44,30 @@ def test_zero_is_none_and_only_real_blocks_have_one_unasked() -> None:
 
 
 def test_its_directory_is_there_as_long_as_it_runs(tmp_path: Path) -> None:
-    with block_store(Wish(1 << 20, "/blocks", 1 << 30, asked=True), pytest.fail, tmp_path) as store:
+    disk = tmp_path / "blocks"
+    with block_store(Wish(1 << 20, str(disk), 1 << 30, asked=True), pytest.fail, tmp_path) as store:
         assert store is not None
         assert Path(store.pool).is_dir()
-        assert store == Store(store.pool, 1 << 20, "/blocks", 1 << 30, needed=True)
+        assert store == Store(store.pool, 1 << 20, str(disk), 1 << 30, needed=True)
     assert not Path(store.pool).exists()
+    assert disk.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_disk_whose_directory_cannot_be_used_is_told_at_the_start(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    (tmp_path / "file").touch()
+    for disk, reason in (
+        (tmp_path / "none" / "blocks", "No such file or directory"),
+        (tmp_path / "file", "is no directory"),
+        (shared, "mode 0700"),
+    ):
+        wanted = Wish(1 << 20, str(disk), 1 << 30, asked=True)
+        with (
+            pytest.raises(ConfigError, match=f"--kvbm-disk {disk}.*{reason}"),
+            block_store(wanted, pytest.fail, tmp_path),
+        ):
+            pass
 
 
 def test_none_is_made_where_none_is_wanted(tmp_path: Path) -> None:
