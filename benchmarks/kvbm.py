@@ -2,7 +2,7 @@
 
     copies    an engine's mover beside plain memcpy                     benchmarks.kvbm_copies
     fetch     kvbm's answer over NATS: which blocks are where           benchmarks.kvbm_fetch
-    first     a prompt's first token, its blocks in memory              benchmarks.kvbm_first
+    first     a prompt's first token from memory, and from disk         benchmarks.kvbm_first
     steps     the engine's steps, with and without storing              benchmarks.kvbm_steps
     disk      the disk tier beside plain O_DIRECT                       benchmarks.kvbm_disk
 
@@ -34,8 +34,8 @@ def main() -> int:
     """Print each goal and its value, or with --json one object."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for the pool of `copies`")
-    parser.add_argument("--directory", type=Path, help="where the disk tier writes; default: the temporary directory")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for pools")
+    parser.add_argument("--directory", type=Path, help="where disk tiers write; default: the temporary directory")
     parser.add_argument("--quick", action="store_true", help="a minute for each")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
@@ -64,7 +64,7 @@ def _fetch(flags: argparse.Namespace) -> Measured:
 
 
 def _first(flags: argparse.Namespace) -> Measured:
-    rows = uvloop.run(kvbm_first.measure(*((512, 7) if flags.quick else (4096, 15))))
+    rows = kvbm_first.measure(flags.memory, flags.directory, *((512, 4) if flags.quick else (4096, 12)))
     return kvbm_first.goals(rows), rows
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import kvbm_copies, kvbm_fetch, kvbm_steps
+from benchmarks import kvbm_copies, kvbm_fetch, kvbm_first, kvbm_steps
 from benchmarks.kvbm_steps import Use
 
 
@@ -25,3 +25,10 @@ def test_storing_that_slows_a_step_by_more_than_three_hundredths_misses_the_goal
     row = kvbm_steps._row("own", pairs)
     assert (row.without_ms, row.ratio, row.least, row.most) == (20, 1.04, 1.0, 1.2)
     assert [goal.met for goal in kvbm_steps.goals([row])] == [False]
+
+
+def test_a_first_token_is_compared_with_its_bytes_tier_by_tier() -> None:
+    took = {"host": ((0.074, 0.020), 0.050), "disk": ((0.270, 0.020), 0.100)}
+    rows = [kvbm_first._row("host", *took["host"]), kvbm_first._row("disk", *took["disk"])]
+    assert [(round(row.first_ms), round(row.alone_ms)) for row in rows] == [(54, 50), (250, 100)]
+    assert [(goal.value, goal.met) for goal in kvbm_first.goals(rows)] == [(rows[0].ratio, True), (2.5, False)]

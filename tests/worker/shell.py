@@ -72,9 +72,9 @@ class Peer:
         await self.bus.subscribe(subjects.stream(NAMESPACE, FRONTEND), self._frame)
         await self.bus.subscribe(subjects.worker(NAMESPACE, self.worker, "load"), self._report)
 
-    async def until(self, met: Callable[[], bool]) -> None:
+    async def until(self, met: Callable[[], bool], *, limit_s: float = LIMIT_S) -> None:
         """Returns when `met()` holds; looks whenever something was heard, and load reports come all the time."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(limit_s):
             while not met():
                 self._heard.clear()
                 await self._heard.wait()
