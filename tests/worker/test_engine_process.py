@@ -85,6 +85,8 @@ async def answer(
                 continue
             assert isinstance(report, Stepped), report
             parts += report.parts.get("f", [])
+            if store is not None:
+                store.exchanged = report.exchanged or store.exchanged
             if steps is not None:
                 steps.append(report)
     return parts
@@ -98,6 +100,8 @@ class Store:
         self._layout = StoreLayout(model="tiny", weights=facts.weights, kv=facts.kv_layout)
         self._disk: dict[ContentKey, tuple[Content, bytes]] = {}
         self._kvbms = 0
+        self.exchanged = Exchanged()
+        """As an engine told last."""
         self.drawer = self._open()
 
     def _open(self) -> Drawer:
@@ -138,14 +142,14 @@ class Store:
                         pass
 
     async def saved(self, engine: EngineClient, blocks: int) -> None:
-        """Until the engine has told that so many of its blocks are stored."""
+        """Until the engine has told that so many of its blocks are stored, perhaps while it answered."""
         async with asyncio.timeout(LIMIT_S):
-            while True:
+            while self.exchanged.saved_blocks < blocks:
                 match await engine.receive():
                     case KvbmAsk() as ask:
                         self.answer(engine, ask)
-                    case Stepped(exchanged=Exchanged(saved_blocks=count)) if count >= blocks:
-                        return
+                    case Stepped(exchanged=Exchanged() as exchanged):
+                        self.exchanged = exchanged
                     case _:
                         pass
 
