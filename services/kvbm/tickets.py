@@ -12,7 +12,8 @@
 An owner is one engine process. It proves that it does not write any more by ending the ticket or by attaching anew;
 its death, which the kernel's lock on its file proves, does the same. A deadline proves nothing about a writer, so an
 expired store keeps its slots from everybody; for a reader it is enough, since a reader looks at the slot's generation
-after it has copied. A frozen owner keeps at most its share of the slots.
+after it has copied. A frozen owner keeps at most its share of the slots. One that asks for more, though a store of its
+own expired long ago, knows nothing of it (a message came twice, an answer never): it is told to attach anew.
 
 A kvbm that starts anew knows no ticket of before: all slots are in quarantine until each owner of before has attached
 anew, here or to another layout (`owner_answered`), or is dead.
@@ -132,7 +133,7 @@ class Tickets:
         for content in contents:
             if len(content.key) != KEY_BYTES or (content.parent is not None and len(content.parent) != KEY_BYTES):
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {content.key.hex()} behind {content.parent!r}")
-        known = self._admitted(owner, len(contents))
+        known = self._admitted(owner, len(contents), now_s)
         offered = self._tiers.offer(contents, max(0, self._writing_limit - known.writing))
         ticket = 0
         if offered.slots:
@@ -185,7 +186,7 @@ class Tickets:
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {key.hex()}")
         if len(set(keys)) != len(keys):
             raise BadRequest("a prefix has no block twice")
-        known = self._admitted(owner, len(keys))
+        known = self._admitted(owner, len(keys), now_s)
         found = self._tiers.fetch(keys)
         ticket = 0
         if found.slots:
@@ -295,11 +296,14 @@ class Tickets:
 
     # --- inside
 
-    def _admitted(self, owner: str, blocks: int) -> _Owner:
+    def _admitted(self, owner: str, blocks: int, now_s: float) -> _Owner:
         """The owner, who may open one more ticket."""
         known = self._owners.get(owner)
         if known is None:
             raise UnknownOwner(owner)
+        long_ago_s = now_s - self.bounds.store_time_s
+        if any(self._expired[ticket].deadline_s <= long_ago_s for ticket in known.tickets & self._expired.keys()):
+            raise UnknownOwner(owner, "has a store that expired long ago: it is to attach anew")
         self.check_count(blocks)
         if len(known.tickets) >= self.bounds.tickets_per_owner:
             raise TooManyTickets(owner, self.bounds.tickets_per_owner)

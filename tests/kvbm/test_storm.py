@@ -1,4 +1,4 @@
-"""Nothing goes wrong in many storms; KVBM_STORMS says in how many (100)."""
+"""Nothing goes wrong in many storms; KVBM_STORMS says in how many (60)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.kvbm.storm import storms
 
-STORMS = int(os.environ.get("KVBM_STORMS", "100"))
+STORMS = int(os.environ.get("KVBM_STORMS", "60"))
 BLOCK = 20
 """Storms a test."""
 _seen: Counter[str] = Counter()

@@ -177,7 +177,16 @@ class StoreMachine(RuleBasedStateMachine):
     def free_owners(self) -> list[str]:
         """Who may open a ticket."""
         attached = sorted(self.attached)
-        return [owner for owner in attached if self.tickets_of(owner) < BOUNDS.tickets_per_owner]
+        return [
+            owner
+            for owner in attached
+            if self.tickets_of(owner) < BOUNDS.tickets_per_owner and owner not in self.forgetful()
+        ]
+
+    def forgetful(self) -> set[str]:
+        """Who has to attach anew before it may open a ticket."""
+        long_ago_s = self.now_s - BOUNDS.store_time_s
+        return {store.owner for store in self.tickets._expired.values() if store.deadline_s <= long_ago_s}
 
     def tickets_of(self, owner: str) -> int:
         writing = sum(writer.owner == owner for writer in self.writers)

@@ -272,6 +272,20 @@ def test_an_expired_stores_slots_are_nobodys_until_its_owner_answers() -> None:
     assert len(store.store("b", chain(1, 2)).slots) == 2
 
 
+def test_who_asks_for_more_though_a_store_of_its_own_expired_long_ago_is_to_attach_anew() -> None:
+    store = plain(slots=4)
+    store.store("a", chain(1, 2), now_s=0)  # its answer never came, or another one's did
+    store.tickets.expire(10)
+    assert store.store("a", chain(3), now_s=19.9).ticket
+    for asks in (lambda: store.store("a", chain(4), now_s=20), lambda: store.tickets.fetch("a", keys(chain(4)), 20)):
+        with pytest.raises(UnknownOwner, match="attach anew"):
+            asks()
+    assert store.store("b", chain(4), now_s=20).ticket
+    store.tickets.attach("a")
+    assert store.tickets.statistics().tiers.host.quarantined == 0
+    assert store.store("a", chain(1, 2), now_s=20).ticket
+
+
 def test_a_frozen_owners_expired_tickets_count_among_those_it_may_have() -> None:
     store = plain()
     for token in range(3):

@@ -37,16 +37,18 @@ ANSWER_S = 0.15
 
 
 class Link:
-    """A Weather: of and to workers' shells; nothing overtakes, as NATS has it. `lost` and `late` are shares."""
+    """A Weather: of and to workers' shells; nothing overtakes, as NATS has it. `lost`, `late`, `twice` are shares; the
+    latter of stores, which is worse than NATS: the second one comes later, and nobody hears its answer."""
 
     def __init__(self, draw: Random) -> None:
         self.lost = draw.choice((0.0, 0.01, 0.05))
         self.late = draw.choice((0.0, 0.03))
+        self.twice = draw.choice((0.0, 0.1))
         self._draw = draw
         self._last_s: dict[tuple[str, str], float] = {}
         """When the last message of a link arrives."""
 
-    def __call__(self, sender: str, receiver: str, _subject: str, deliver: Callable[[], None]) -> None:
+    def __call__(self, sender: str, receiver: str, subject: str, deliver: Callable[[], None]) -> None:
         if not sender.startswith(SHELL) and not receiver.startswith(SHELL):
             deliver()
         elif self._draw.random() >= self.lost:
@@ -55,10 +57,12 @@ class Link:
             arrives_s = max(self._last_s.get((sender, receiver), 0.0) + 1e-6, loop.time() + late_s)
             self._last_s[sender, receiver] = arrives_s
             loop.call_at(arrives_s, deliver)
+            if subject.endswith(".store") and self._draw.random() < self.twice:
+                loop.call_at(arrives_s + self._draw.uniform(0.0, 2 * ANSWER_S), deliver)
 
     def mend(self) -> None:
         """From now on all arrives."""
-        self.lost = self.late = 0.0
+        self.lost = self.late = self.twice = 0.0
 
 
 class Worker:
@@ -66,6 +70,8 @@ class Worker:
 
     def __init__(self, directory: Path, name: str, draw: Random, runtime: Runtime) -> None:
         self.name = name
+        self.acts = 0
+        """Turns that its engines have had while they were attached."""
         self._draw = draw
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[KvbmUp | KvbmDown | KvbmReply] = deque()
@@ -88,6 +94,7 @@ class Worker:
                 engine.world.submit(engine)
             if draw.random() < 0.02:
                 engine.cancel(draw.randrange(4))
+            self.acts += bool(engine.link.kvbm)
             for _ in range(draw.randint(1, 6)):
                 self._step(engine)
                 engine.copy(draw.randint(0, 6))
@@ -126,7 +133,10 @@ class Worker:
                 return False
             layout = kvbm.layouts.open.get(engine.link.layout)
             known = None if layout is None else layout.tickets._owners.get(owner)
-            return known is not None and not known.tickets
+            if known is None or known.tickets:
+                engine.world.submit(engine)  # a ticket that it knows nothing of ends when it asks for more
+                return False
+            return True
 
         async with asyncio.timeout(LIMIT_S):
             while not rests():  # noqa: ASYNC110 - it is driven from here
