@@ -18,6 +18,8 @@ from shared.errors import ConfigError
 DEFAULT_LIMIT_BYTES = 1 << 30
 DEFAULT_SHARE = 16
 """By default it takes one part in so many of the machine's memory: modest, so that a laptop does not notice."""
+DISK_BYTES = 10 << 30
+"""Of `--kvbm-disk`, where nothing else is said."""
 BY_DEFAULT = ("native",)
 """Engines that have one unasked. A simulated fleet is what its settings say."""
 WITHOUT = ("echo",)
@@ -39,7 +41,9 @@ class Wish(Struct, frozen=True):
 
 def wish(size: str, disk: Path | None, disk_size: str, *, engine: str) -> Wish:
     """Of `--kvbm-bytes` (empty: not given), `--kvbm-disk` and `--kvbm-disk-bytes`. Raises ConfigError."""
-    disk_bytes = parse(disk_size, "--kvbm-disk-bytes")
+    if disk_size and disk is None:
+        raise ConfigError("--kvbm-disk-bytes needs a --kvbm-disk")
+    disk_bytes = parse(disk_size, "--kvbm-disk-bytes") if disk_size else DISK_BYTES
     if not size and disk is None:
         return Wish(_default_bytes() if engine in BY_DEFAULT else 0, "", 0, asked=False)
     pool_bytes = parse(size, "--kvbm-bytes") if size else _default_bytes()

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of memory for KV blocks, shared by all workers: 512M, 2G; 0: none (a 16th of all, at most 1G)",
     )
     up.add_argument("--kvbm-disk", type=Path, metavar="DIR", help="for blocks that this memory has no room for (none)")
-    up.add_argument("--kvbm-disk-bytes", default="10G", metavar="SIZE", help="of that directory (%(default)s)")
+    up.add_argument("--kvbm-disk-bytes", default="", metavar="SIZE", help="of that directory (10G)")
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
 

@@ -68,6 +68,8 @@ class HostPool:
         with ExitStack() as closing:
             try:
                 size_bytes = usable(size_bytes)
+                if not directory.is_absolute():
+                    raise ConfigError(f"{directory}: an absolute path is needed, for workers name the same directory")
                 if arenas < 1:
                     raise ConfigError(f"a pool of {arenas} arenas")
                 Geometry.of(size_bytes).arena(0, arenas, PAGE_BYTES)

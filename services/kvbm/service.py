@@ -249,7 +249,7 @@ class Kvbm:
             return
         for owner in dead:
             if self.engines.dead(owner):
-                _log.warning("engine %s is dead", owner)
+                _log.info("engine %s has ended", owner)
                 self._metrics.dead_owners.inc()
             self._before.discard(owner)
             for layout in self.layouts.open.values():

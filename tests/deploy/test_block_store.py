@@ -25,22 +25,27 @@ def test_what_is_no_size_is_refused_by_the_flags_name(size: str) -> None:
 
 
 def test_unasked_it_is_modest_and_the_others_can_do_without_it() -> None:
-    default = wish("", None, "10G", engine="native")
+    default = wish("", None, "", engine="native")
     assert 0 < default.pool_bytes <= DEFAULT_LIMIT_BYTES
     assert not default.asked
 
 
 def test_a_size_or_a_disk_is_asking() -> None:
-    assert wish("64M", None, "10G", engine="simulated") == Wish(64 << 20, "", 10 << 30, asked=True)
+    assert wish("64M", None, "", engine="simulated") == Wish(64 << 20, "", 10 << 30, asked=True)
     with_disk = wish("", Path("/blocks"), "1G", engine="native")
     assert (with_disk.disk, with_disk.disk_bytes, with_disk.asked) == ("/blocks", 1 << 30, True)
 
 
 def test_zero_is_none_and_only_real_blocks_have_one_unasked() -> None:
-    assert wish("0", None, "10G", engine="native").pool_bytes == 0
-    assert wish("", None, "10G", engine="simulated").pool_bytes == 0
-    assert wish("", None, "10G", engine="echo").pool_bytes == 0
-    assert wish("0", None, "10G", engine="echo").pool_bytes == 0
+    assert wish("0", None, "", engine="native").pool_bytes == 0
+    assert wish("", None, "", engine="simulated").pool_bytes == 0
+    assert wish("", None, "", engine="echo").pool_bytes == 0
+    assert wish("0", None, "", engine="echo").pool_bytes == 0
+
+
+def test_a_size_of_a_disk_that_nobody_named_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a --kvbm-disk"):
+        wish("1G", None, "10G", engine="native")
 
 
 def test_its_directory_is_there_as_long_as_it_runs(tmp_path: Path) -> None:

@@ -317,3 +317,8 @@ def test_memory_is_reserved_by_prefaulting_and_stays_so_for_the_next_kvbm(tmp_pa
     with opened(tmp_path) as pool:
         assert pool.adopted
         assert pool.reserved
+
+
+def test_a_directory_that_depends_on_where_kvbm_was_started_is_refused() -> None:
+    with pytest.raises(ConfigError, match="absolute"):
+        HostPool.open(Path("pool"), 1 << 20)
