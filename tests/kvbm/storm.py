@@ -207,6 +207,7 @@ class Storm:
             self._answered += 1
         except Unavailable:
             self.seen["away"] += 1
+            engine.unmap()  # it may be attached, to another arena: whoever is not answered attaches anew
             await asyncio.sleep(0.01)
 
     async def _attach(self, engine: Engine) -> None:
