@@ -154,6 +154,18 @@ class BlockPool:
             found += 1
         return found
 
+    def held_prefix(self, keys: Iterable[ContentKey]) -> int:
+        """How many of those that `longest_prefix` counts are held: to `acquire` them leaves as many available."""
+        held = 0
+        find, sequences, copies = self._slot_of.get, self._sequences, self._copies
+        for key in keys:
+            slot = find(key)
+            if slot is None:
+                break
+            if sequences[slot] or copies[slot]:
+                held += 1
+        return held
+
     def statistics(self) -> PoolStatistics:
         """Counts by state, in O(1)."""
         free, cached, loading = len(self._free), len(self._cached) - self._read, len(self._loading)

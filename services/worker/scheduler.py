@@ -27,9 +27,10 @@ block each other; one block for each running sequence is left free for it to gro
 Where two sequences prefill the same prefix, the second takes over the first one's blocks chunk by chunk as they are
 stored. Every attempt that was submitted ends with exactly one Part that has a finish reason.
 
-While a kvbm is there, blocks come from it (`onboarding`) and are offered to it (`offloading`). Those behind one that
-onboards are admitted before it, but only into room that it will not need. Copies never take the last blocks that
-running sequences may grow into; what is held for one that onboards is given back for them.
+While a kvbm is there, blocks come from it (`onboarding`) and are offered to it (`offloading`). A sequence asks for them
+when there is room for it, so that what comes has a place. Those behind one that onboards are admitted before it, but
+only into room that it will not need. Copies never take the last blocks that running sequences may grow into; what is
+held for one that onboards is given back for them.
 """
 
 from __future__ import annotations
@@ -266,23 +267,24 @@ class Scheduler:
     # --- scheduling
 
     def _look(self, now_s: float) -> None:
-        """The first of those that wait may find their blocks with the kvbm; but for the next one only as far as there
-        is room for them: what is loaded long before it is used has left again by then. (In benchmarks/tiers_trace.py's
-        closed loop 0.73 of the ideal cache's hits; 0.44 when eight asked at any time.)"""
+        """The first of those that wait may find their blocks with the kvbm, as far as there is room for them all by
+        `_admit`'s measure: what comes sooner has nowhere to go. Who is left out asks when there is room."""
         if not self._onboarding.on:
             return
         room, near = self._pool.available - len(self._running), 0
         for sequence in self._waiting[: self._limits.look_ahead]:
-            near += 1
-            room -= self._onboarding.room_for(sequence) or sequence.blocks_needed - self._found(sequence)
+            # The most that one which was considered before may take, as it would be looked up in each step again.
+            takes = sequence.blocks_needed if sequence.looked_up else self._room(sequence)
+            room -= self._onboarding.room_for(sequence) or takes
             if room < 0:
                 break
+            near += 1
         tokens_per_s = self._pace.tokens_per_s or self._limits.first_tokens_per_s
         self._onboarding.look(self._waiting[:near], tokens_per_s, now_s)
 
-    def _found(self, sequence: Sequence) -> int:
-        """Its leading blocks on the device, where it was not looked up before; 0 else, so that this costs little."""
-        return 0 if sequence.looked_up else self._pool.longest_prefix(sequence.reusable_keys)
+    def _room(self, sequence: Sequence) -> int:
+        """How many of the available blocks its admission would take."""
+        return sequence.blocks_needed - self._pool.held_prefix(sequence.reusable_keys)
 
     def _schedule_decodes(self) -> None:
         assert self._step is not None
@@ -333,18 +335,11 @@ class Scheduler:
     def _admit(self, sequence: Sequence, owed: int) -> bool:
         """From waiting to running, if its blocks are there, the running ones keep room to grow, and those before it
         the `owed` blocks."""
-        found = self._pool.longest_prefix(sequence.reusable_keys)
-        missing = sequence.blocks_needed - found
-        reserve = owed + len(self._running)
-        if missing + reserve > self._pool.available:
+        if self._room(sequence) + owed + len(self._running) > self._pool.available:
             return False
         self._dequeue(sequence)
         self._reuse(sequence)
-        if missing + reserve > self._pool.available:  # what was found counted as available until now
-            self._release(sequence)
-            self._enqueue(sequence)
-            return False
-        self._allocate(sequence, missing)
+        self._allocate(sequence, sequence.blocks_needed - len(sequence.blocks))
         insort(self._running, sequence, key=_rank)
         insort(self._prefilling, sequence, key=_rank)
         return True

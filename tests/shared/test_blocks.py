@@ -254,7 +254,10 @@ class PoolMachine(RuleBasedStateMachine):
     def compute(self, tokens: list[int]) -> list[int]:
         contents = chain(*tokens)
         found = self.pool.longest_prefix(content.key for content in contents)
+        held = self.pool.held_prefix(content.key for content in contents)
+        before = self.pool.available
         slots = [self.pool.acquire(content.key) for content in contents[:found]]
+        assert before - self.pool.available == found - held, "what nobody holds was available"
         missing = min(len(contents) - found, self.pool.available)
         blank, evicted = self.pool.allocate(missing)
         self.hear(evicted)
