@@ -64,7 +64,7 @@ def _fetch(flags: argparse.Namespace) -> Measured:
 
 
 def _first(flags: argparse.Namespace) -> Measured:
-    rows = kvbm_first.measure(flags.memory, flags.directory, *((512, 4) if flags.quick else (4096, 12)))
+    rows = kvbm_first.measure(flags.memory, flags.directory, *((512, 4) if flags.quick else (4096, 8)))
     return kvbm_first.goals(rows), rows
 
 

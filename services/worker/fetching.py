@@ -25,9 +25,9 @@ from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Re
 
 FETCHES = 8
 """That sequences wait for, at once; others are queued."""
-BATCH_BLOCKS = 256
-"""That are copied, then told, at once: taking note of them holds up the next step by 1 ms. While all requests wait,
-their ends are also what says that the engine lives."""
+BATCH_BLOCKS = 64
+"""That are copied, then told, at once: taking note of them takes 0.3 ms, while the next ones are copied; of the last
+ones the first token waits. While all requests wait, their ends are also what says that the engine lives."""
 MOST_ASKED = 64
 """With those whose sequences wait no more and whose last answer is still to come."""
 
