@@ -61,7 +61,8 @@ class KvbmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=4)] = 2.0
     """For each of kvbm's answers. Less than frontends' `frozen_s`: where all requests wait for one, no step is made."""
     blocks_in_flight: Positive = 256
-    """Device blocks that copies to the pool hold at most; those that load are bounded by the pool of the device."""
+    """Device blocks that copies to the pool hold at most, and never more than a quarter of the device's: what copies
+    hold is no room for requests. Those that load are bounded by the pool of the device."""
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

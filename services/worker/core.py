@@ -98,7 +98,7 @@ class EngineCore:
             StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout),
             worker=config.instance,
             timeout_s=config.kvbm.timeout_s,
-            most_blocks=config.kvbm.blocks_in_flight,
+            most_blocks=min(config.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
         )
         return EngineCore(scheduler, facts.block_size, exchange)
 
