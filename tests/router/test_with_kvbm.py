@@ -53,6 +53,7 @@ async def test_what_engines_store_counts_for_the_workers_attached_through_evicti
                 assert await chosen(world, "first", blocks=2) == Overlap(0, 2, 0)
                 for number in range(2, 12):
                     assert await engine.store(contents[number : number + 1]) == 1
+                    await store.spilled(LAYOUT)  # else it may leave memory before it is on disk
                 slots = (await store.layout(LAYOUT)).host.capacity_blocks
                 assert slots < 12, "some blocks are on disk alone"
                 found = await chosen(world, "second", blocks=12)
