@@ -1,0 +1,61 @@
+"""One batch of copies on its way through a lane: what was taken of it, and what became of that. Pure.
+
+waiting ──take──▶ groups, the last one marked ──landed──▶ outcome
+   └── cancelled, failed, too late, or no copies: the next group is empty, and the last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from msgspec import Struct, field
+
+from services.worker.copies import Copied, Copy
+
+
+class Batch(Struct):
+    """See the module."""
+
+    number: int
+    copies: Sequence[Copy]
+    until_s: float = inf
+    """No group is taken from then on."""
+    taken: int = 0
+    """Of the copies."""
+    good: list[bool] = field(default_factory=list)
+    """Of the first copies, which have landed."""
+    begun_s: float = 0.0
+    """Of the first group …"""
+    ended_s: float = 0.0
+    """… and of the last that landed."""
+    cancelled: bool = False
+    failed: str = ""
+
+    def take(self, most: int, now_s: float) -> tuple[Sequence[Copy], bool]:
+        """The next copies, and whether they are the last that are made of it."""
+        assert most > 0
+        if self.cancelled or self.failed or now_s >= self.until_s:
+            return (), True
+        if self.taken == 0:
+            self.begun_s = self.ended_s = now_s
+        group = self.copies[self.taken : self.taken + most]
+        self.taken += len(group)
+        return group, self.taken == len(self.copies)
+
+    def land(self, good: Sequence[bool], now_s: float) -> None:
+        """The oldest group that was taken and has not landed."""
+        if good:
+            self.good.extend(good)
+            self.ended_s = now_s
+
+    def outcome(self, block_bytes: int) -> Copied:
+        """All that was taken has landed."""
+        missing = len(self.copies) - len(self.good)
+        good = [False] * len(self.copies) if self.failed else [*self.good, *[False] * missing]
+        return Copied(self.number, good, len(self.good) * block_bytes, self.ended_s - self.begun_s, self.failed)
+
+    def validate(self) -> None:
+        """Raises AssertionError where it contradicts itself."""
+        assert len(self.good) <= self.taken <= len(self.copies)
+        assert self.begun_s <= self.ended_s

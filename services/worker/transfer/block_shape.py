@@ -1,0 +1,77 @@
+"""Where the bytes of a block lie on the device. Pure.
+
+in the pool     | fragment 0 | fragment 1 | …                one behind the other
+on the device   fragment f of slot i: regions[f] + i · stride_bytes
+
+one super-block a slot    one region, a stride of the whole block       the native engine
+layer-major               a region for each layer's keys and values     engines that keep a tensor a layer
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import gcd
+
+from msgspec import Struct
+
+MOST_PITCH_BYTES = (1 << 31) - 1
+"""Of a 2-D copy, on all devices that we know (cudaDeviceProp.memPitch)."""
+
+
+class BlockShape(Struct, frozen=True):
+    """See the module. Addresses and sizes are in bytes."""
+
+    regions: tuple[int, ...]
+    """Where each fragment of slot 0 begins."""
+    fragment_bytes: int
+    stride_bytes: int
+    """From a slot to the next, the same in each region."""
+    slots: int
+
+    @staticmethod
+    def contiguous(at: int, block_bytes: int, slots: int) -> BlockShape:
+        return BlockShape((at,), block_bytes, block_bytes, slots)
+
+    @staticmethod
+    def layer_major(at: int, fragments: int, fragment_bytes: int, slots: int) -> BlockShape:
+        """One array (fragments, slots, fragment_bytes)."""
+        return BlockShape(
+            tuple(at + index * slots * fragment_bytes for index in range(fragments)),
+            fragment_bytes,
+            fragment_bytes,
+            slots,
+        )
+
+    @property
+    def fragments(self) -> int:
+        return len(self.regions)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.fragments * self.fragment_bytes
+
+    @property
+    def pitch_bytes(self) -> int | None:
+        """From a fragment of a block to the next; None: it is not always the same, or none that a 2-D copy takes."""
+        if self.fragments == 1:
+            return self.fragment_bytes
+        steps = {after - before for before, after in pairwise(self.regions)}
+        [step, *others] = steps
+        return step if not others and self.fragment_bytes <= step <= MOST_PITCH_BYTES else None
+
+    def word_bytes(self, alignment: int) -> int:
+        """The widest of 16, 4 and 1 bytes in which blocks can be moved whose other end is aligned to `alignment`."""
+        common = gcd(self.fragment_bytes, self.stride_bytes, alignment, *self.regions)
+        return next(width for width in (16, 4, 1) if common % width == 0)
+
+    def validate(self) -> None:
+        """Raises AssertionError where it contradicts itself."""
+        assert self.regions
+        assert self.slots > 0
+        assert 0 < self.fragment_bytes <= self.stride_bytes
+        starts = sorted(self.regions)
+        for before, after in pairwise(starts):
+            # Regions lie apart, or a slot's fragments interleave within its stride.
+            apart = after - before >= (self.slots - 1) * self.stride_bytes + self.fragment_bytes
+            interleaved = after - before >= self.fragment_bytes and starts[-1] - starts[0] < self.stride_bytes
+            assert apart or interleaved, "fragments overlap"

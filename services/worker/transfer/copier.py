@@ -1,0 +1,54 @@
+"""What a mover needs of what copies: CUDA's (`cuda_copier`), and its twin between host memories (`host_copier`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.worker.copies import Copy, Slots
+from services.worker.transfer.block_shape import BlockShape
+
+GROUP_BYTES = 32 << 20
+"""0.6 ms of an H200's link."""
+GROUP_BLOCKS = 256
+
+
+def group_blocks(block_bytes: int) -> int:
+    """How many blocks are handed over in one go: of as many, twice, a cancel waits for the end."""
+    return max(1, min(GROUP_BYTES // block_bytes, GROUP_BLOCKS))
+
+
+class Pending(Protocol):
+    """Copies that were handed over."""
+
+    def wait(self) -> None:
+        """Until none of them is read or written any more; the thread sleeps. Raises DeviceFailed."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies blocks. Each direction belongs to one thread, the rest to the engine's."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """Of the device's slots."""
+        ...
+
+    def attach(self, slots: Slots) -> None:
+        """The pool to copy to and from."""
+        ...
+
+    def detach(self) -> None:
+        """No copy is under way."""
+        ...
+
+    def prepare(self) -> bool:
+        """Readies one more piece of the pool, for copies that come. False: there is nothing left to ready."""
+        ...
+
+    def begin(self, copies: Sequence[Copy], *, loads: bool) -> Pending:
+        """Hands copies over, after those of the same direction; among themselves they are made in any order. Their
+        slots exist, and none is written twice. Raises DeviceFailed, and then none of them is under way."""
+        ...
+
+    def close(self) -> None: ...

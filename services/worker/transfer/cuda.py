@@ -1,0 +1,67 @@
+"""The only door to CUDA of this package: CuPy's runtime, and its errors in our words. Needs CuPy and a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy  # pyright: ignore[reportMissingImports]
+from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+from services.worker.transfer.errors import DeviceFailed, PinRefused
+
+Stream = Any
+"""cupy.cuda.Stream; CuPy has no types."""
+Event = Any
+"""cupy.cuda.Event."""
+Error: type[Exception] = runtime.CUDARuntimeError
+OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation."""
+HOST_TO_DEVICE: int = runtime.memcpyHostToDevice
+DEVICE_TO_HOST: int = runtime.memcpyDeviceToHost
+
+
+@contextmanager
+def our_errors() -> Iterator[None]:
+    """Raises DeviceFailed where CUDA or its driver complains."""
+    try:
+        yield
+    except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as wrong:
+        raise DeviceFailed(str(wrong)) from wrong
+
+
+def use(device: int) -> None:
+    """This thread's device; each thread says so itself."""
+    with our_errors():
+        cupy.cuda.Device(device).use()
+
+
+def stream() -> Stream:
+    """One that waits for none but those it is told to wait for."""
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+def sleeping_event() -> Event:
+    """Whoever waits for it sleeps, and lets other threads run."""
+    return cupy.cuda.Event(block=True, disable_timing=True)
+
+
+def order_event() -> Event:
+    """For streams to wait for; costs less."""
+    return cupy.cuda.Event(block=False, disable_timing=True)
+
+
+def register(address: int, size_bytes: int) -> None:
+    """Pins whole pages of host memory, for copies at full speed and kernels. Blocking: 0.04 s a GiB, 0.5 s where they
+    were never touched. Raises PinRefused."""
+    try:
+        runtime.hostRegister(address, size_bytes, 0)
+    except runtime.CUDARuntimeError as wrong:
+        raise PinRefused(str(wrong)) from wrong
+
+
+def unregister(address: int) -> None:
+    """What `register` was given."""
+    with our_errors():
+        runtime.hostUnregister(address)

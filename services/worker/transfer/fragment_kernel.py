@@ -1,0 +1,87 @@
+"""The kernel that moves blocks between their fragments on the device and one piece each, on the device or pinned.
+
+A thread has four words under way before it stores the first: reads from host memory take microseconds.
+"""
+
+from __future__ import annotations
+
+import cupy  # pyright: ignore[reportMissingImports]
+import numpy as np
+
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.cuda import Stream, our_errors
+
+MOST_BLOCKS = 128
+"""A launch: their places are passed by value, 2 KiB of the 4 that a launch may have on any device."""
+THREADS = 512
+_PLACES = np.dtype([("linear", np.int64, (MOST_BLOCKS,)), ("slot", np.int64, (MOST_BLOCKS,))])
+_WORDS = {16: "uint4", 4: "unsigned int", 1: "unsigned char"}
+_SOURCE = r"""
+struct Places { long long linear[MOST_BLOCKS]; long long slot[MOST_BLOCKS]; };
+
+extern "C" __global__ void __launch_bounds__(THREADS) move_fragments(
+    const __grid_constant__ Places places, const int blocks, const long long* __restrict__ regions,
+    const unsigned fragments, const long long stride_bytes, const unsigned words, const int loads)
+{
+    const unsigned total = fragments * words, step = gridDim.x * blockDim.x;
+    for (int block = blockIdx.y; block < blocks; block += gridDim.y) {
+        WORD* linear = (WORD*)places.linear[block];
+        const long long offset = places.slot[block] * stride_bytes;
+        for (unsigned first = blockIdx.x * blockDim.x + threadIdx.x; first < total; first += 4 * step) {
+            WORD held[4];
+            WORD* on_device[4];
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const unsigned at = first + i * step;
+                if (at >= total) continue;
+                on_device[i] = (WORD*)(regions[at / words] + offset) + at % words;
+                held[i] = loads ? linear[at] : *on_device[i];
+            }
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const unsigned at = first + i * step;
+                if (at >= total) continue;
+                if (loads) *on_device[i] = held[i]; else linear[at] = held[i];
+            }
+        }
+    }
+}
+"""
+
+
+class FragmentKernel:
+    """For one shape of blocks."""
+
+    def __init__(self, shape: BlockShape, alignment: int) -> None:
+        """`alignment`: of the blocks' other ends, in bytes. Compiles, a tenth of a second, and waits for the device."""
+        word_bytes = shape.word_bytes(alignment)
+        self._words = shape.fragment_bytes // word_bytes
+        self._shape = shape
+        assert shape.fragments * self._words < 1 << 30, "a block's words are counted in 32 bits"
+        options = (f"-DWORD={_WORDS[word_bytes]}", f"-DMOST_BLOCKS={MOST_BLOCKS}", f"-DTHREADS={THREADS}")
+        with our_errors():
+            self._kernel = cupy.RawKernel(_SOURCE, "move_fragments", options=options)
+            self._regions = cupy.asarray(np.array(shape.regions, np.int64))
+            cupy.cuda.get_current_stream().synchronize()
+
+    def launch(self, linear: np.ndarray, slots: np.ndarray, *, loads: bool, on: Stream, multiprocessors: int) -> None:
+        """Both int64 (blocks,), at most MOST_BLOCKS: addresses of the pieces, and the device's slots. `multiprocessors`
+        are kept busy at most."""
+        blocks = len(slots)
+        places = np.zeros((), _PLACES)
+        places["linear"][:blocks] = linear
+        places["slot"][:blocks] = slots
+        wide = -(-self._shape.fragments * self._words // (4 * THREADS))
+        across = min(wide, max(1, multiprocessors // blocks))
+        grid = (across, min(blocks, max(1, multiprocessors // across)))
+        arguments = (
+            places,
+            np.int32(blocks),
+            self._regions,
+            np.uint32(self._shape.fragments),
+            np.int64(self._shape.stride_bytes),
+            np.uint32(self._words),
+            np.int32(loads),
+        )
+        with on:
+            self._kernel(grid, (THREADS,), arguments)

@@ -1,0 +1,148 @@
+"""Every path between scattered blocks on a GPU and slots in host memory gives the bytes that NumPy gives."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.copies import Copy
+from services.worker.transfer.block_shape import BlockShape
+from tests.worker.transfer.devices import need_gpu
+
+pytestmark = pytest.mark.gpu
+POOL_SLOTS = 300
+SHAPES = {  # fragments, bytes of each, slots
+    "one fragment": (1, 20480, 40),
+    "wide words": (6, 832, 40),
+    "words of 4": (5, 836, 40),
+    "single bytes": (3, 833, 40),
+    "larger than a segment": (48, 196608, 3),
+}
+PATHS = ("rows", "batch", "staged", "staged, one by one", "zero_copy")
+
+
+class Rig:
+    """Device memory and a pool with a copy of each in NumPy, copied to and fro by indexing."""
+
+    def __init__(self, cupy: Any, shape: tuple[int, int, int], *, pinned: bool = True, uneven: bool = False) -> None:
+        from services.worker.transfer import memcpy_batch, paths
+        from services.worker.transfer.cuda import register, stream
+        from services.worker.transfer.device_memory import DeviceMemory
+        from services.worker.transfer.fragment_kernel import FragmentKernel
+        from services.worker.transfer.staging_ring import StagingRing
+
+        self.cupy = cupy
+        fragments, fragment_bytes, self.slots = shape
+        draw = np.random.default_rng(len(str(shape)))
+        self.blocks = draw.integers(0, 256, (fragments, self.slots, fragment_bytes), np.uint8)
+        self.device = cupy.asarray(self.blocks)
+        self.shape = BlockShape.layer_major(self.device.data.ptr, fragments, fragment_bytes, self.slots)
+        self.order = list(range(fragments))
+        if uneven:
+            self.order = [*self.order[1::2], *self.order[::2]]
+            regions = tuple(self.shape.regions[index] for index in self.order)
+            self.shape = BlockShape(regions, fragment_bytes, fragment_bytes, self.slots)
+            assert self.shape.pitch_bytes is None
+        slot_bytes = -(-self.shape.block_bytes // 4096) * 4096
+        self.pool_slots = min(POOL_SLOTS, (40 << 20) // slot_bytes)
+        self.memory = mmap.mmap(-1, self.pool_slots * slot_bytes)
+        self.pool = np.frombuffer(self.memory, np.uint8).reshape(self.pool_slots, slot_bytes)
+        self.pool[:] = draw.integers(0, 256, self.pool.shape, np.uint8)
+        self.expected_pool = self.pool.copy()
+        self.host = paths.Host(self.pool.ctypes.data, slot_bytes)
+        self.pinned = pinned
+        if pinned:
+            register(self.host.at, self.pool.nbytes)
+        self.on = stream()
+        self.device_memory = DeviceMemory(0)
+        self.ring = StagingRing(self.device_memory, self.shape.block_bytes)
+        kernel = FragmentKernel(self.shape, 1 if fragment_bytes % 4 else 4096)
+        memcpy = memcpy_batch.offered()
+        assert memcpy is not None
+        self.paths: dict[str, paths.Path] = {
+            "rows": paths.Rows(self.shape),
+            "batch": paths.Batched(self.shape, memcpy),
+            "staged": paths.Staged(self.shape, kernel, self.ring, memcpy),
+            "staged, one by one": paths.Staged(self.shape, kernel, self.ring, None),
+            "zero_copy": paths.ZeroCopy(kernel),
+        }
+        cupy.cuda.get_current_stream().synchronize()
+
+    def copy(self, path: str, copies: list[Copy], *, loads: bool) -> None:
+        self.paths[path].issue(copies, self.host, loads=loads, on=self.on).synchronize()
+        used = self.shape.block_bytes
+        for copy in copies:
+            ours = self.blocks[self.order, copy.device_slot]
+            if loads:
+                self.blocks[self.order, copy.device_slot] = self.expected_pool[copy.pool_slot, :used].reshape(
+                    ours.shape
+                )
+            else:
+                self.expected_pool[copy.pool_slot, :used] = ours.reshape(-1)
+
+    def check(self) -> None:
+        """All of both memories, also what was not to be touched."""
+        np.testing.assert_array_equal(self.pool, self.expected_pool)
+        np.testing.assert_array_equal(self.device.get(), self.blocks)
+
+    def close(self) -> None:
+        from services.worker.transfer.cuda import unregister
+
+        self.on.synchronize()
+        if self.pinned:
+            unregister(self.host.at)
+        self.ring.close()
+        self.device_memory.close()
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return need_gpu()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scattered_blocks_come_over_exactly_and_nothing_else_changes(cupy: Any, shape: str, path: str) -> None:
+    rig = Rig(cupy, SHAPES[shape])
+    draw = np.random.default_rng(7)
+    for count in (1, 2, rig.slots):
+        for loads in (False, True):
+            device = draw.permutation(rig.slots)[:count].tolist()
+            pool = draw.permutation(rig.pool_slots)[: len(device)].tolist()
+            copies = [Copy(there, here) for there, here in zip(pool, device, strict=False)]
+            rig.copy(path, copies, loads=loads)
+            rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_fragments_that_are_not_evenly_spaced_come_over_exactly(cupy: Any, path: str) -> None:
+    rig = Rig(cupy, SHAPES["wide words"], uneven=True)
+    rig.copy(path, [Copy(3, 30), Copy(2, 31), Copy(290, 4)], loads=False)
+    rig.copy(path, [Copy(7, 30), Copy(2, 5)], loads=True)
+    rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_more_blocks_than_a_launch_or_the_ring_takes_come_over_exactly(cupy: Any, path: str) -> None:
+    rig = Rig(cupy, (4, 16384, 1024))
+    copies = [Copy(299 - index, (index * 37) % 1024) for index in range(300)]
+    rig.copy(path, copies, loads=False)
+    rig.check()
+    rig.copy(path, copies[::-1], loads=True)
+    rig.copy(path, [Copy(copy.pool_slot, 1023 - copy.device_slot) for copy in copies], loads=True)
+    rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_rows_copy_memory_that_is_not_pinned(cupy: Any, uneven: bool) -> None:
+    rig = Rig(cupy, SHAPES["wide words"], pinned=False, uneven=uneven)
+    rig.copy("rows", [Copy(3, 30), Copy(2, 31)], loads=False)
+    rig.copy("rows", [Copy(9, 30), Copy(8, 1)], loads=True)
+    rig.check()
+    rig.close()

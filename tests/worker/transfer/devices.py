@@ -1,0 +1,93 @@
+"""Blocks on a device, which is this machine's memory or a GPU: what a copier is tested on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.copier import Copier
+from services.worker.transfer.host_copier import HostCopier
+
+FRAGMENTS = 6
+FRAGMENT_BYTES = 832
+SLOTS = 24
+BLOCK_BYTES = FRAGMENTS * FRAGMENT_BYTES
+
+
+class Device(Protocol):
+    """Layer-major blocks; see the constants."""
+
+    @property
+    def copier(self) -> Copier: ...
+
+    def write(self, slot: int, block: bytes) -> None: ...
+
+    def read(self, slot: int) -> bytes: ...
+
+
+class HostDevice:
+    """A Device."""
+
+    def __init__(self) -> None:
+        self._array = np.zeros((FRAGMENTS, SLOTS, FRAGMENT_BYTES), np.uint8)
+        shape = BlockShape.layer_major(self._array.ctypes.data, FRAGMENTS, FRAGMENT_BYTES, SLOTS)
+        self.copier: Copier = HostCopier(shape, self._array)
+
+    def write(self, slot: int, block: bytes) -> None:
+        self._array[:, slot] = np.frombuffer(block, np.uint8).reshape(FRAGMENTS, FRAGMENT_BYTES)
+
+    def read(self, slot: int) -> bytes:
+        return self._array[:, slot].tobytes()
+
+
+class CudaDevice:
+    """A Device."""
+
+    def __init__(self) -> None:
+        import cupy  # pyright: ignore[reportMissingImports]
+
+        from services.worker.transfer.cuda_copier import CudaCopier
+        from services.worker.transfer.device_memory import DeviceMemory
+
+        self._array: Any = cupy.zeros((FRAGMENTS, SLOTS, FRAGMENT_BYTES), cupy.uint8)
+        self._asarray = cupy.asarray
+        self.memory = DeviceMemory(0)
+        shape = BlockShape.layer_major(self._array.data.ptr, FRAGMENTS, FRAGMENT_BYTES, SLOTS)
+        self.copier = CudaCopier(shape, self.memory, time.perf_counter)
+
+    def write(self, slot: int, block: bytes) -> None:
+        self._array[:, slot] = self._asarray(np.frombuffer(block, np.uint8).reshape(FRAGMENTS, FRAGMENT_BYTES))
+        self._array.device.synchronize()
+
+    def read(self, slot: int) -> bytes:
+        return bytes(self._array[:, slot].get().tobytes())
+
+
+def need_gpu() -> Any:
+    """CuPy; skips the test where there is none, or no device."""
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as wrong:
+        pytest.skip(f"needs a GPU: {wrong}")
+    return cupy
+
+
+@contextmanager
+def opened(kind: str) -> Iterator[Device]:
+    """`kind`: "host" or "cuda". Whoever owns the copier closes it."""
+    if kind == "host":
+        yield HostDevice()
+        return
+    need_gpu()
+    device = CudaDevice()
+    yield device
+    told = device.copier.statistics()
+    assert "pageable" not in told.saved | told.loaded, "what was tested is not what it seems"
+    device.memory.close()

@@ -1,0 +1,269 @@
+"""The mover over both copiers, and a real pool file. A clock that it reads before each group holds it there."""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from services.worker.copies import Copied, Copy
+from services.worker.transfer.mover import TransferMover
+from shared.pool_format import Geometry, PoolUnfit
+from shared.pool_map import PoolMap
+from tests.worker.pool_file import make_pool
+from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS, Device, opened
+
+LIMIT_S = 20.0
+SIZE_BYTES = 4 << 20
+GEOMETRY = Geometry.of(SIZE_BYTES)
+ARENA = GEOMETRY.arena(0, 1, BLOCK_BYTES)
+
+
+class Clock:
+    """Says `now_s`; closed, it lets a lane wait at its next look, and says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.step_s = 0.0
+        self._open = threading.Event()
+        self._reached = threading.Event()
+        self._open.set()
+
+    def __call__(self) -> float:
+        self._reached.set()
+        assert self._open.wait(LIMIT_S)
+        self.now_s += self.step_s
+        return self.now_s
+
+    def shut(self) -> None:
+        self._open.clear()
+        self._reached.clear()
+
+    def reached(self) -> None:
+        assert self._reached.wait(LIMIT_S)
+
+    def release(self) -> None:
+        self._open.set()
+
+
+class Rig:
+    """A pool, mapped as the kvbm maps it and as an engine does, and a mover whose groups are single blocks."""
+
+    def __init__(self, path: Path, device: Device) -> None:
+        make_pool(path, SIZE_BYTES)
+        self.path = path
+        self._pools = [PoolMap(path, grants=True), PoolMap(path)]
+        self.kvbm, self.engine = (pool.arena(ARENA) for pool in self._pools)
+        self.device = device
+        self.clock = Clock()
+        self.mover = TransferMover(device.copier, self.clock, most_blocks=1)
+        self.mover.attach(self.engine)
+        self.closed = False
+
+    def fill(self, device_slot: int, seed: int) -> bytes:
+        block = Random(seed).randbytes(BLOCK_BYTES)
+        self.device.write(device_slot, block)
+        return block
+
+    def in_pool(self, slot: int) -> bytes:
+        with self.kvbm.slot(slot) as memory:
+            return bytes(memory)
+
+    def ended(self, count: int = 1) -> list[Copied]:
+        """The next `count` batches that end."""
+        told: list[Copied] = []
+        while len(told) < count:
+            readable, _, _ = select.select([self.mover], [], [], LIMIT_S)
+            assert readable, "nothing has ended"
+            told.extend(self.mover.ended())
+        assert len(told) == count
+        return told
+
+    def close(self) -> None:
+        self.clock.release()
+        if not self.closed:
+            self.mover.close()
+        for arena in (self.kvbm, self.engine):
+            arena.close()
+        for pool in self._pools:
+            pool.close()
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    # Linux pins no file of a disk's file system for as long as CUDA would.
+    place = "/dev/shm" if request.param == "cuda" else tmp_path
+    with opened(request.param) as device, TemporaryDirectory(dir=place) as directory:
+        rig = Rig(Path(directory) / "pool", device)
+        yield rig
+        rig.close()
+
+
+def test_what_is_saved_from_one_slot_is_loaded_into_another(rig: Rig) -> None:
+    blocks = [rig.fill(slot, slot) for slot in range(4)]
+    rig.mover.save(7, [Copy(100 + slot, slot) for slot in range(4)], 1.0)
+    assert rig.ended() == [Copied(7, [True] * 4, 4 * BLOCK_BYTES, 0.0)]
+    rig.mover.load(8, [Copy(100 + slot, 15 - slot, rig.kvbm.generation(100 + slot)) for slot in range(4)])
+    assert rig.ended() == [Copied(8, [True] * 4, 4 * BLOCK_BYTES, 0.0)]
+    assert [rig.device.read(15 - slot) for slot in range(4)] == blocks
+    assert [rig.in_pool(100 + slot)[:BLOCK_BYTES] for slot in range(4)] == blocks
+
+
+def test_nothing_but_the_block_is_written(rig: Rig) -> None:
+    rig.fill(3, 1)
+    rig.mover.save(1, [Copy(5, 3)], 1.0)
+    rig.mover.load(2, [Copy(5, 8)])
+    rig.ended(2)
+    assert not any(rig.in_pool(4))
+    assert not any(rig.in_pool(5)[BLOCK_BYTES:])
+    assert not any(rig.in_pool(6))
+    assert not any(rig.device.read(7) + rig.device.read(9))
+
+
+def test_a_load_from_a_slot_that_is_granted_meanwhile_is_not_good(rig: Rig) -> None:
+    rig.clock.shut()
+    copies = [Copy(slot, slot, rig.kvbm.generation(slot)) for slot in range(3)]
+    rig.mover.load(1, copies)
+    rig.clock.reached()
+    rig.kvbm.grant(1)
+    rig.clock.release()
+    assert rig.ended() == [Copied(1, [True, False, True], 3 * BLOCK_BYTES, 0.0)]
+
+
+def test_a_load_does_not_wait_for_saves(rig: Rig) -> None:
+    rig.mover.save(1, [Copy(slot % 20, slot % SLOTS) for slot in range(100)], 1.0)
+    rig.mover.load(2, [Copy(30, 1)])
+    assert {copied.batch for copied in rig.ended(2)} == {1, 2}
+
+
+def test_a_cancelled_batch_that_waits_ends_without_a_copy(rig: Rig) -> None:
+    rig.clock.shut()
+    rig.mover.load(1, [Copy(1, 1)])
+    rig.clock.reached()
+    rig.mover.load(2, [Copy(2, 2), Copy(3, 3)])
+    rig.mover.cancel(2)
+    rig.clock.release()
+    assert rig.ended(2)[1] == Copied(2, [False, False], 0, 0.0)
+
+
+def test_a_cancelled_batch_ends_with_what_was_handed_over(rig: Rig) -> None:
+    rig.clock.shut()
+    rig.mover.save(1, [Copy(slot, slot) for slot in range(3)], 1.0)
+    rig.clock.reached()
+    rig.mover.cancel(1)
+    rig.clock.release()
+    [copied] = rig.ended()
+    assert copied.good in ([False, False, False], [True, False, False])
+
+
+def test_cancelling_what_is_not_there_does_nothing(rig: Rig) -> None:
+    rig.mover.cancel(1)
+    rig.mover.load(1, [Copy(1, 1)])
+    assert rig.ended()[0].good == [True]
+    rig.mover.cancel(1)
+    assert rig.mover.ended() == []
+
+
+def test_no_save_begins_at_or_after_its_end(rig: Rig) -> None:
+    rig.fill(2, 1)
+    rig.clock.step_s = 1.0
+    rig.mover.save(1, [Copy(slot, slot) for slot in range(3)], 2.0)
+    [copied] = rig.ended()
+    assert copied.good == [True, False, False]
+    assert copied.moved_bytes == BLOCK_BYTES
+    assert copied.took_s > 0
+    assert not any(rig.in_pool(2))
+
+
+def test_a_batch_of_no_copies_ends(rig: Rig) -> None:
+    rig.mover.load(1, [])
+    assert rig.ended() == [Copied(1, [], 0, 0.0)]
+
+
+def test_a_batch_that_fails_says_why_once_with_its_traceback_and_others_go_on(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        for batch in (1, 2):
+            rig.mover.save(batch, [Copy(0, 0), Copy(ARENA.slots, 1)], 1.0)
+            [copied] = rig.ended()
+            assert copied.good == [False, False]
+            assert copied.failed == f"PoolUnfit: slot {ARENA.slots} of an arena of {ARENA.slots}"
+    [record] = caplog.records
+    assert record.exc_info is not None
+    rig.mover.load(3, [Copy(0, 0)])
+    assert rig.ended()[0].good == [True]
+
+
+def test_it_is_readable_only_while_something_has_ended(rig: Rig) -> None:
+    assert rig.mover.ended() == []
+    rig.mover.load(1, [Copy(1, 1)])
+    rig.ended()
+    assert select.select([rig.mover], [], [], 0) == ([], [], [])
+    assert rig.mover.ends_s is None
+
+
+def test_slots_smaller_than_a_block_are_refused(rig: Rig) -> None:
+    rig.mover.detach()
+    pool = PoolMap(rig.path)
+    slots = pool.arena(GEOMETRY.arena(0, 1, 4096))
+    with pytest.raises(PoolUnfit, match=f"slots of 4096 bytes for blocks of {BLOCK_BYTES}"):
+        rig.mover.attach(slots)
+    slots.close()
+    pool.close()
+
+
+def test_it_lets_go_of_the_pool_at_once_and_takes_another(rig: Rig) -> None:
+    rig.mover.detach()
+    for number in range(10):
+        pool = PoolMap(rig.path)
+        slots = pool.arena(ARENA)
+        rig.mover.attach(slots)
+        if number % 2:
+            rig.mover.load(1, [Copy(1, 1)])
+            rig.ended()
+        rig.mover.detach()
+        slots.close()  # BufferError, were it still in use
+        pool.close()
+
+
+def test_closing_makes_no_more_copies(rig: Rig) -> None:
+    for slot in (1, 2):
+        rig.fill(slot, slot)
+    rig.clock.shut()
+    rig.mover.save(1, [Copy(slot, slot) for slot in range(1, 3)], 1.0)
+    rig.clock.reached()
+    closing = threading.Thread(target=rig.mover.close)
+    closing.start()
+    lane = rig.mover._saves
+    with lane._work:
+        assert lane._work.wait_for(lambda: lane._closed, LIMIT_S)
+    rig.clock.release()
+    closing.join(LIMIT_S)
+    rig.closed = True
+    assert any(rig.in_pool(1))  # it was about to be copied
+    assert not any(rig.in_pool(2))
+
+
+def test_every_batch_ends_once_and_good_copies_are_the_blocks_whatever_is_cancelled(rig: Rig) -> None:
+    draw = Random(4)
+    blocks = [rig.fill(slot, slot) for slot in range(8)]
+    saves = {batch: [Copy(8 * batch + slot, slot) for slot in range(8)] for batch in range(40)}
+    loads = {1000 + batch: [Copy(ARENA.slots - 1 - batch % 8, 8 + batch % 8)] for batch in range(40)}
+    for save, load in zip(saves.items(), loads.items(), strict=True):
+        rig.mover.save(*save, 1.0)
+        rig.mover.load(*load)
+        rig.mover.cancel(draw.choice([save[0], load[0], save[0] - 1]))
+    told = rig.ended(80)
+    assert sorted(copied.batch for copied in told) == sorted([*saves, *loads])
+    for copied in told:
+        assert copied.moved_bytes == BLOCK_BYTES * sum(copied.good)
+        for copy, good in zip(saves.get(copied.batch, []), copied.good, strict=False):
+            block = blocks[copy.device_slot] if good else bytes(BLOCK_BYTES)
+            assert rig.in_pool(copy.pool_slot)[:BLOCK_BYTES] == block

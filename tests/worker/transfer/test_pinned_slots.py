@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from services.worker.transfer.errors import PinRefused
+from services.worker.transfer.pinned_slots import PinnedSlots
+
+AT, SLOT_BYTES, SLOTS = 1 << 30, 8192, 10
+
+
+class Registry:
+    """Host memory that may be registered once, but for `refused` addresses."""
+
+    def __init__(self, *refused: int) -> None:
+        self.registered: dict[int, int] = {}
+        self._refused = refused
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if address in self._refused:
+            raise PinRefused("no")
+        assert address not in self.registered
+        self.registered[address] = size_bytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def slots(self) -> PinnedSlots:
+        """Four a chunk."""
+        return PinnedSlots(AT, SLOT_BYTES, SLOTS, self.register, self.unregister, 4 * SLOT_BYTES + 5000)
+
+
+def test_chunks_are_whole_slots_and_the_last_one_is_shorter() -> None:
+    registry = Registry()
+    slots = registry.slots()
+    assert slots.chunks == 3
+    assert all(slots.ensure(slot) for slot in range(SLOTS))
+    slots.validate()
+    assert registry.registered == {
+        AT: 4 * SLOT_BYTES, AT + 4 * SLOT_BYTES: 4 * SLOT_BYTES, AT + 8 * SLOT_BYTES: 2 * SLOT_BYTES,
+    }  # fmt: skip
+
+
+def test_slots_larger_than_a_chunk_are_pinned_one_by_one() -> None:
+    registry = Registry()
+    slots = PinnedSlots(AT, SLOT_BYTES, 2, registry.register, registry.unregister, 4096)
+    assert slots.chunks == 2
+    assert slots.ensure(1)
+    assert registry.registered == {AT + SLOT_BYTES: SLOT_BYTES}
+
+
+def test_preparing_pins_what_no_copy_has_needed_yet() -> None:
+    registry = Registry()
+    slots = registry.slots()
+    assert slots.ensure(0)
+    assert slots.prepare()
+    assert not slots.prepare()
+    assert not slots.prepare()
+    slots.validate()
+    assert len(registry.registered) == 3
+
+
+def test_a_chunk_that_is_refused_is_said_once_and_not_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(AT, AT + 4 * SLOT_BYTES)
+    slots = registry.slots()
+    with caplog.at_level(logging.WARNING):
+        assert [slots.ensure(slot) for slot in (0, 1, 4, 8)] == [False, False, False, True]
+    assert slots.refused == 2
+    assert len(caplog.records) == 1
+
+
+def test_releasing_unpins_what_was_pinned() -> None:
+    registry = Registry(AT)
+    slots = registry.slots()
+    while slots.prepare():
+        slots.validate()
+    slots.release()
+    slots.validate()
+    assert registry.registered == {}
