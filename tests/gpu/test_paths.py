@@ -19,7 +19,7 @@ SHAPES = {  # fragments, bytes of each, slots
     "wide words": (6, 832, 40),
     "words of 4": (5, 836, 40),
     "single bytes": (3, 833, 40),
-    "larger than a segment": (48, 196608, 3),
+    "larger than a segment": (96, 196608, 3),
 }
 PATHS = ("rows", "batch", "staged", "staged, one by one", "zero_copy")
 
@@ -47,7 +47,7 @@ class Rig:
             self.shape = BlockShape(regions, fragment_bytes, fragment_bytes, self.slots)
             assert self.shape.pitch_bytes is None
         slot_bytes = -(-self.shape.block_bytes // 4096) * 4096
-        self.pool_slots = min(POOL_SLOTS, (40 << 20) // slot_bytes)
+        self.pool_slots = min(POOL_SLOTS, (80 << 20) // slot_bytes)
         self.memory = mmap.mmap(-1, self.pool_slots * slot_bytes)
         self.pool = np.frombuffer(self.memory, np.uint8).reshape(self.pool_slots, slot_bytes)
         self.pool[:] = draw.integers(0, 256, self.pool.shape, np.uint8)

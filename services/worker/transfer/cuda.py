@@ -1,4 +1,4 @@
-"""The only door to CUDA of this package: CuPy's runtime, and its errors in our words. Needs CuPy and a device."""
+"""What this package needs of CUDA, by CuPy's runtime, and CUDA's errors in our words. Needs CuPy and a device."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ import cupy  # pyright: ignore[reportMissingImports]
 from services.worker.transfer.cuda import Stream, order_event, our_errors, stream
 from services.worker.transfer.device_memory import DeviceMemory
 
-SEGMENT_BYTES = 8 << 20
+SEGMENT_BYTES = 16 << 20
+"""Half of it costs Python twice as much a byte: 8 ms a GB instead of 3, for blocks of 2 MiB."""
 SEGMENTS = 3
 
 
