@@ -1,0 +1,92 @@
+"""Matrix products by cuBLAS, on a handle of our own.
+
+CuPy refuses its own cuBLAS calls while a stream captures a CUDA graph. cuBLAS itself captures well once it has a fixed
+workspace, so `cublasGemmEx` is called through ctypes, in the library that CuPy has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import cupy as cp  # pyright: ignore[reportMissingImports]
+
+from services.worker.native.cuda.kernels import ElementType
+from services.worker.native.linear import Array
+from shared.errors import ModelError
+
+_WORKSPACE_BYTES = 64 << 20
+"""cuBLAS asks for 32 MiB on Hopper; with less it falls back to slower kernels."""
+_TRANSPOSED, _PLAIN = 1, 0
+_FLOAT32 = 0  # cudaDataType_t
+_DATA_TYPES: dict[ElementType, int] = {"float32": _FLOAT32, "float16": 2, "bfloat16": 14}
+_COMPUTE_32F = 68
+_DEFAULT_ALGORITHM = -1
+
+
+class Blas:
+    """Products of one element type, accumulated in float32. Not for two threads at once."""
+
+    def __init__(self, element_type: ElementType, stream: Any) -> None:
+        """All products run on `stream`. Raises ModelError."""
+        self._library = _loaded_cublas()
+        self._type = _DATA_TYPES[element_type]
+        self._workspace = cp.empty(_WORKSPACE_BYTES, cp.uint8)
+        self._handle = ctypes.c_void_p()
+        self._call("cublasCreate_v2", ctypes.byref(self._handle))
+        self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.ptr))
+        workspace = ctypes.c_void_p(self._workspace.data.ptr)
+        self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(_WORKSPACE_BYTES))
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def product(self, out: Array, x: Array, weight: Array, *, add: bool = False) -> None:
+        """out (rows, outputs) = x (rows, inputs) · weight (outputs, inputs)ᵀ, or is added to it.
+
+        All row-major and contiguous; x and weight of the element type, out of it or float32.
+        """
+        rows, inputs = x.shape
+        outputs = weight.shape[0]
+        assert out.shape == (rows, outputs), (out.shape, x.shape, weight.shape)
+        # cuBLAS counts column-major, where each of these is its transpose: outᵀ = weight · xᵀ.
+        self._call(
+            "cublasGemmEx",
+            self._handle,
+            _TRANSPOSED,
+            _PLAIN,
+            outputs,
+            rows,
+            inputs,
+            ctypes.byref(self._one),
+            ctypes.c_void_p(weight.data.ptr),
+            self._type,
+            inputs,
+            ctypes.c_void_p(x.data.ptr),
+            self._type,
+            inputs,
+            ctypes.byref(self._one if add else self._zero),
+            ctypes.c_void_p(out.data.ptr),
+            _FLOAT32 if out.dtype == cp.float32 else self._type,
+            outputs,
+            _COMPUTE_32F,
+            _DEFAULT_ALGORITHM,
+        )
+
+    def close(self) -> None:
+        """After this there are no products."""
+        self._call("cublasDestroy_v2", self._handle)
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        status = getattr(self._library, function)(*arguments)
+        if status:
+            raise ModelError(f"{function} failed with cuBLAS status {status}")
+
+
+def _loaded_cublas() -> ctypes.CDLL:
+    """The very library CuPy uses: two copies would each take memory on the device."""
+    cp.cuda.device.get_cublas_handle()  # loads it
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith("libcublas.so"):
+            return ctypes.CDLL(path)
+    raise ModelError("CuPy has loaded no libcublas.so")

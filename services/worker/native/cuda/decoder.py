@@ -1,0 +1,244 @@
+"""The decoder's step on the device: what decoder.py computes on a CPU, by our kernels and cuBLAS on one stream.
+
+    embed → for each layer: RMSNorm → q, k, v in one product → rotate, write KV → attend over paged KV → + product
+                            RMSNorm → gate and up in one product → SwiGLU                              → + product
+                                                                        → RMSNorm of drawing rows → logits (float32)
+
+Activations are of the element type. The residual stream stays float32, and the products that end in it are accumulated
+there by cuBLAS itself: no kernel adds, and nothing is rounded between layers. Nothing here waits for the device, and in
+buffers that are large enough nothing is allocated, so a step can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cupy as cp  # pyright: ignore[reportMissingImports]
+import numpy as np
+
+from services.worker.native.config import ModelConfig
+from services.worker.native.cuda.blas import Blas
+from services.worker.native.cuda.kernels import PREFILL_ROWS, Kernels
+from services.worker.native.cuda.layout import Counts, sections
+from services.worker.native.cuda.weights import CudaLayer, CudaWeights
+from services.worker.native.linear import Array
+from services.worker.native.rope import tables
+
+_THREADS = 256
+_ROW_WARPS = 8
+"""Of a thread block of row_product.cu."""
+_ROW_WARPS_WANTED = 20
+"""On each multiprocessor: 1 and 40 were slower on an H200 (by 4 and 2 % of a step)."""
+_DECODE_HEADS = 8
+"""Query heads a thread block of attention_decode.cu takes."""
+_SPLIT_POSITIONS = 64
+"""Fewest positions of a split of a decoding sequence's context."""
+_SPLITS_LIMIT = 64
+_BLOCKS_OF_PROCESSOR = 3
+"""Thread blocks of attention_decode.cu that a multiprocessor holds at once."""
+_BLOCK_COST, _MERGE_COST, _MERGE_COST_OF_SPLIT = 3.0, 4.0, 0.125
+"""Of starting and ending a thread block, of merging, and of each split in it, in 64 positions' time: off an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What a step of up to `rows` rows computes in."""
+
+    rows: int
+    hidden: Array
+    normed: Array
+    qkv: Array
+    q: Array
+    attended: Array
+    gate_up: Array
+    activated: Array
+    every_row: Array
+
+
+class CudaDecoder:
+    """Weights, KV pages and the step that joins them. Not for two threads at once."""
+
+    def __init__(
+        self, config: ModelConfig, weights: CudaWeights, pages: Array, kernels: Kernels, blas: Blas, positions: int
+    ) -> None:
+        """`pages` (slots, layers, 2, block_size, kv_heads, head_dim) of the element type; `positions` bounds those ever
+        computed."""
+        self._config = config
+        self._weights = weights
+        self._pages = pages
+        self._kernels = kernels
+        self._blas = blas
+        self._cosines, self._sines = (cp.asarray(table) for table in tables(config.rope, config.head_dim, positions))
+        self._scale = 1 / math.sqrt(config.head_dim)
+        self._slot_stride = pages.size // pages.shape[0]
+        self._layer_stride = self._slot_stride // config.layers
+        self._processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
+        self._group_tiles = -(-config.heads // config.kv_heads // _DECODE_HEADS)
+        self.buffers = self._room_for(1)
+        """What the next step computes in; whoever captures one as a graph keeps these."""
+
+    def reserve(self, rows: int) -> None:
+        """Steps of up to `rows` rows allocate nothing from now on."""
+        if rows > self.buffers.rows:
+            self.buffers = self._room_for(rows)
+
+    def step(self, ints: Array, counts: Counts, logits: Array, split_room: Array, *, longest: int) -> None:
+        """Enqueue a step on the current stream: its KV is stored, and logits (drawing, vocab) float32 are written.
+
+        `ints` is what layout.lay_out made; `split_room` float32 of `split_floats` elements. `longest`: the positions
+        that attention of single rows is cut for; more are as right, and slower than they could be.
+        """
+        config, weights, kernels = self._config, self._weights, self._kernels
+        self.reserve(counts.rows)
+        room, at, rows = self.buffers, sections(counts), counts.rows
+        hidden, normed, qkv = room.hidden[:rows], room.normed[:rows], room.qkv[:rows]
+        attended, activated = room.attended[:rows], room.activated[:rows]
+        positions, places = ints[at.positions :], ints[at.places :]
+        splits = self._splits(counts.singles, longest)
+        embedding = (hidden, weights.embedding, ints[at.tokens :], np.int32(config.hidden))
+        kernels.embed((rows,), (_THREADS,), embedding)
+        for number, layer in enumerate(weights.layers):
+            layer_offset = np.int64(number * self._layer_stride)
+            self._norm(normed, hidden, None, layer.input_norm)
+            self._product(qkv, normed, layer.qkv)
+            self._rotate_and_store(layer, rows, positions, places, layer_offset)
+            self._attend(ints, counts, layer_offset, split_room, splits)
+            self._product(hidden, attended, layer.output, add=True)
+            self._norm(normed, hidden, layer.output_bias, layer.output_norm)
+            self._activate(activated, normed, layer.gate_up)
+            self._product(hidden, activated, layer.down, add=True)
+        if counts.drawing:
+            drawn = normed[: counts.drawing]
+            self._norm(drawn, hidden, None, weights.norm, ints[at.drawing :])
+            self._product(logits, drawn, weights.head)
+
+    def split_floats(self, singles: int, longest: int) -> int:
+        """Elements of the `split_room` that a step with so many singles needs."""
+        splits = self._splits(singles, longest)
+        return singles * self._config.heads * splits * (self._config.head_dim + 2) if splits > 1 else 0
+
+    def _splits(self, singles: int, longest: int) -> int:
+        """Into how many thread blocks a context is cut for each KV head, so that few sequences fill the GPU."""
+        if singles == 0:
+            return 1
+        units = singles * self._config.kv_heads * self._group_tiles
+        pieces = -(-longest // _SPLIT_POSITIONS)
+
+        def cost(splits: int) -> float:
+            """Blocks run in waves of as many as fit at once; a last wave that is hardly filled takes as long as a full
+            one."""
+            waves = -(-units * splits // (_BLOCKS_OF_PROCESSOR * self._processors))
+            merging = _MERGE_COST + _MERGE_COST_OF_SPLIT * splits if splits > 1 else 0.0
+            return waves * (-(-pieces // splits) + _BLOCK_COST) + merging
+
+        return min(range(1, max(1, min(pieces, _SPLITS_LIMIT)) + 1), key=cost)
+
+    def _room_for(self, rows: int) -> Buffers:
+        config, dtype = self._config, self._pages.dtype
+        return Buffers(
+            rows=rows,
+            hidden=cp.empty((rows, config.hidden), cp.float32),
+            normed=cp.empty((rows, config.hidden), dtype),
+            qkv=cp.empty((rows, config.queries + 2 * config.keys), cp.float32),
+            q=cp.empty((rows, config.queries), dtype),
+            attended=cp.empty((rows, config.queries), dtype),
+            gate_up=cp.empty((rows, 2 * config.intermediate), dtype),
+            activated=cp.empty((rows, config.intermediate), dtype),
+            every_row=cp.arange(rows, dtype=cp.int32),
+        )
+
+    def _norm(self, out: Array, hidden: Array, bias: Array | None, weight: Array, picked: Array | None = None) -> None:
+        width, epsilon = np.int32(self._config.hidden), np.float32(self._config.norm_epsilon)
+        arguments = (out, hidden, _pointer(bias), weight, _pointer(picked), width, epsilon)
+        pieces = -(-self._config.hidden // self._kernels.pack)
+        threads = min(1024, -(-pieces // 32) * 32)  # one piece each, as far as it goes: a row is waited for once
+        self._kernels.rms_norm((out.shape[0],), (threads,), arguments)
+
+    def _rotate_and_store(
+        self, layer: CudaLayer, rows: int, positions: Array, places: Array, layer_offset: np.int64
+    ) -> None:
+        config, room = self._config, self.buffers
+        pairs = (config.heads + 2 * config.kv_heads) * config.head_dim // 2
+        self._kernels.rotate_and_store(
+            (rows, -(-pairs // _THREADS)),
+            (_THREADS,),
+            (
+                room.q,
+                self._pages,
+                room.qkv,
+                _pointer(layer.qkv_bias),
+                self._cosines,
+                self._sines,
+                positions,
+                places,
+                np.int64(self._slot_stride),
+                layer_offset,
+                np.int32(config.heads),
+                np.int32(config.kv_heads),
+            ),
+        )
+
+    def _attend(self, ints: Array, counts: Counts, layer_offset: np.int64, split_room: Array, splits: int) -> None:
+        config, room, kernels, at = self._config, self.buffers, self._kernels, sections(counts)
+        positions, starts, table = ints[at.positions :], ints[at.table_starts :], ints[at.tables :]
+        stride, kv_heads = np.int64(self._slot_stride), np.int32(config.kv_heads)
+        if kernels.attend_decode is None or kernels.merge_splits is None or kernels.attend_prefill is None:
+            scale = np.float32(self._scale)
+            paging = (room.every_row, positions, table, starts, stride, layer_offset, kv_heads, scale)
+            kernels.attend_any((config.heads, counts.rows), (128,), (room.attended, room.q, self._pages, *paging))
+            return
+        scale = np.float32(self._scale * math.log2(math.e))
+        if counts.singles:
+            rows = ints[at.singles :]
+            sums = split_room[counts.singles * config.heads * splits * config.head_dim :] if splits > 1 else split_room
+            paging = (rows, positions, table, starts, stride, layer_offset, kv_heads, scale)
+            arguments = (room.attended, split_room, sums, room.q, self._pages, *paging)
+            kernels.attend_decode((splits, config.kv_heads * self._group_tiles, counts.singles), (128,), arguments)
+            if splits > 1:
+                merging = (room.attended, split_room, sums, rows, np.int32(splits), scale)
+                kernels.merge_splits((config.heads, counts.singles), (config.head_dim,), merging)
+        if counts.tiles:
+            paging = (ints[at.tiles :], positions, table, starts, stride, layer_offset, kv_heads, scale)
+            kernels.attend_prefill(
+                (config.heads, counts.tiles),
+                (2 * PREFILL_ROWS,),
+                (room.attended, room.q, self._pages, *paging),
+                shared_mem=kernels.prefill_shared_bytes,
+            )
+
+    def _product(self, out: Array, x: Array, weight: Array, *, add: bool = False) -> None:
+        """As Blas.product, of float32 `out`; a single row by our own kernel."""
+        if x.shape[0] > 1:
+            self._blas.product(out, x, weight, add=add)
+            return
+        outputs, inputs = weight.shape
+        share, blocks = self._row_share(-(-outputs // 2))
+        arguments = (out, x, weight, np.int32(inputs), np.int32(outputs), np.int32(share), np.int32(add))
+        self._kernels.row_product((blocks,), (32 * _ROW_WARPS,), arguments)
+
+    def _activate(self, out: Array, x: Array, gate_up: Array) -> None:
+        """SwiGLU of x · gateᵀ and x · upᵀ."""
+        rows, width = out.shape
+        if rows == 1:
+            share, blocks = self._row_share(width)
+            arguments = (out, x, gate_up, np.int32(x.shape[1]), np.int32(width), np.int32(share))
+            self._kernels.row_swiglu((blocks,), (32 * _ROW_WARPS,), arguments)
+            return
+        both = self.buffers.gate_up[:rows]
+        self._blas.product(both, x, gate_up)
+        blocks = -(-width // (_THREADS * self._kernels.pack))
+        self._kernels.swiglu((rows, blocks), (_THREADS,), (out, both, np.int32(width)))
+
+    def _row_share(self, pairs: int) -> tuple[int, int]:
+        """Warps for each pair of weight rows, so that there are enough to keep the memory busy; and thread blocks."""
+        share = 1
+        while share < _ROW_WARPS and pairs * share < _ROW_WARPS_WANTED * self._processors:
+            share *= 2
+        return share, -(-pairs * share // _ROW_WARPS)
+
+
+def _pointer(array: Array | None) -> Any:
+    """None is a null pointer, which CuPy takes only as a number."""
+    return np.intp(0) if array is None else array

@@ -1,0 +1,86 @@
+"""Compiles the CUDA sources beside this file for one model's shape, by NVRTC through CuPy, which keeps the results on
+disk. Shapes are constants of the compilation: loops over a head's dims unroll into registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import cupy as cp  # pyright: ignore[reportMissingImports]
+
+from services.worker.native.config import ModelConfig
+
+Kernel = Any
+"""A cupy.RawKernel."""
+ElementType = Literal["float32", "float16", "bfloat16"]
+
+_SOURCES = Path(__file__).parent / "kernels"
+_FAST_HEAD_DIMS = (64, 128)
+_DECODE_TILE = 16
+PREFILL_ROWS = 128
+"""Of one tile of attention_prefill.cu."""
+_PREFILL_TILE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of one model's shape; what each does is said in its source."""
+
+    embed: Kernel
+    rms_norm: Kernel
+    swiglu: Kernel
+    rotate_and_store: Kernel
+    row_product: Kernel
+    row_swiglu: Kernel
+    attend_any: Kernel
+    attend_decode: Kernel | None
+    """None: this shape is left to `attend_any`, as below."""
+    merge_splits: Kernel | None
+    attend_prefill: Kernel | None
+    choose: Kernel
+    pack: int
+    """Elements a thread takes at once; widths of rows are multiples of it."""
+    prefill_shared_bytes: int
+
+
+def compile_kernels(config: ModelConfig, element_type: ElementType, block_size: int) -> Kernels:
+    """On the current device; some seconds the first time."""
+    pack = 4 if element_type == "float32" else 8
+    while config.hidden % pack or config.intermediate % pack or config.queries % pack:
+        pack //= 2
+    defines = {
+        "ELEMENT_BITS": 32 if element_type == "float32" else 16,
+        "ELEMENT_BFLOAT": int(element_type == "bfloat16"),
+        "PACK": pack,
+        "HEAD_DIM": config.head_dim,
+        "BLOCK_SIZE": block_size,
+        "GROUP": config.heads // config.kv_heads,
+    }
+    options = (f"-I{_SOURCES}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
+
+    def module(name: str) -> Any:
+        return cp.RawModule(code=(_SOURCES / f"{name}.cu").read_text(encoding="utf-8"), options=options)
+
+    rows, row_product = module("rows"), module("row_product")
+    fast = element_type != "float32" and config.head_dim in _FAST_HEAD_DIMS and block_size % _DECODE_TILE == 0
+    decode = module("attention_decode") if fast else None
+    prefill = module("attention_prefill").get_function("attend_prefill") if fast else None
+    prefill_shared_bytes = 2 * 2 * _PREFILL_TILE * config.head_dim * 2  # two stages of keys and values, 2 bytes each
+    if prefill is not None:
+        prefill.max_dynamic_shared_size_bytes = prefill_shared_bytes
+    return Kernels(
+        embed=rows.get_function("embed"),
+        rms_norm=rows.get_function("rms_norm"),
+        swiglu=rows.get_function("swiglu"),
+        rotate_and_store=rows.get_function("rotate_and_store"),
+        row_product=row_product.get_function("row_product"),
+        row_swiglu=row_product.get_function("row_swiglu"),
+        attend_any=module("attention_any").get_function("attend_any"),
+        attend_decode=decode.get_function("attend_decode") if decode is not None else None,
+        merge_splits=decode.get_function("merge_splits") if decode is not None else None,
+        attend_prefill=prefill,
+        choose=module("choose").get_function("choose"),
+        pack=pack,
+        prefill_shared_bytes=prefill_shared_bytes,
+    )

@@ -1,0 +1,222 @@
+"""The decoder on the device against the NumPy decoder, on small random models of every path's shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from services.worker.engine import Work
+from services.worker.native.config import read_config
+from services.worker.native.decoder import Decoder
+from services.worker.native.kv_cache import KvCache
+from services.worker.native.linear import Linear
+from services.worker.native.sampler import sample
+from services.worker.native.weights import load_weights
+from shared.messages import KvLayout, Sampling
+from tests.gpu.device import cupy_on_a_device
+from tests.tiny_model import write_tiny_model
+from tests.worker.native.works import GREEDY, work
+
+pytestmark = pytest.mark.gpu
+cp = cupy_on_a_device()
+
+from services.worker.native.cuda.drawing import draw  # noqa: E402
+from services.worker.native.cuda.kernels import compile_kernels  # noqa: E402
+from services.worker.native.cuda.runner import CudaRunner  # noqa: E402
+from services.worker.native.cuda.weights import load_cuda_weights  # noqa: E402
+
+Floats = NDArray[np.float32]
+BLOCK_SIZE = 16
+SLOTS = 400
+SHAPES: dict[str, dict[str, Any]] = {
+    "head of 64, 4 share": {"heads": 8, "kv_heads": 2, "head_dim": 64, "hidden": 256, "intermediate": 512},
+    "head of 128, none shares": {"heads": 3, "kv_heads": 3, "head_dim": 128, "hidden": 192, "intermediate": 320},
+    "head of 128, 8 share": {"heads": 16, "kv_heads": 2, "head_dim": 128, "hidden": 256, "intermediate": 512},
+    "head of 64, 12 share": {"heads": 12, "kv_heads": 1, "head_dim": 64, "hidden": 192, "intermediate": 512},
+    "head of 64, 7 share, biases": {
+        **{"heads": 14, "kv_heads": 2, "head_dim": 64, "hidden": 192, "intermediate": 320},
+        "architecture": "Qwen2ForCausalLM",
+    },
+    "head of 64, all biases": {"heads": 4, "kv_heads": 2, "head_dim": 64, "hidden": 192, "bias": True},
+    "head of 16": {"heads": 4, "kv_heads": 2, "hidden": 64, "intermediate": 128},
+    "odd widths": {"heads": 2, "kv_heads": 1, "head_dim": 10, "hidden": 18, "intermediate": 30, "tied": False},
+}
+BOUNDS = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
+"""Of ‖difference‖ / ‖reference‖: each type's rounding a few times over, as models so narrow average little of it."""
+
+
+class Both:
+    """One model in NumPy and on the device, with the same slots."""
+
+    def __init__(self, directory: Path, element_type: Any, **settings: Any) -> None:
+        config = read_config(directory)
+        layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, BLOCK_SIZE)
+        cache = KvCache(np, layout, SLOTS)
+        self.reference = Decoder(config, load_weights(directory, config), cache, Linear(np), SLOTS * BLOCK_SIZE)
+        weights = load_cuda_weights(directory, config, element_type)
+        settings = {"graph_rows": (), **settings}
+        self.runner = CudaRunner(
+            config, weights, capacity_blocks=SLOTS, element_type=element_type, block_size=BLOCK_SIZE, **settings
+        )
+        # What nobody wrote must not matter: every bit set is not a number in any of the three types.
+        with self.runner.stream:
+            self.runner.pages.view(cp.uint8)[...] = 0xFF
+        self.bound = BOUNDS[element_type]
+
+    def check(self, works: list[Work]) -> Floats:
+        """Compute on both sides and compare; the device's logits."""
+        expected: Floats = self.reference.step(works)
+        logits = self.logits(works)
+        assert np.isfinite(logits).all()
+        error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+        assert error < self.bound, error
+        return logits
+
+    def logits(self, works: list[Work]) -> Floats:
+        """The device's."""
+        with self.runner.stream:
+            logits: Floats = self.runner.logits(works).get()
+        return logits
+
+
+def sequences(seed: int, lengths: list[int], vocab: int = 320) -> tuple[list[list[int]], list[list[int]]]:
+    """Random tokens, and scattered slots that cover them."""
+    random = np.random.default_rng(seed)
+    free = random.permutation(SLOTS).tolist()
+    tokens = [random.integers(0, vocab, length).tolist() for length in lengths]
+    return tokens, [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
+
+
+@pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda name: name.replace(" ", "-").replace(",", ""))
+def test_chunked_prefill_and_decode_give_the_numpy_decoders_logits(
+    tmp_path: Path, shape: str, element_type: Any
+) -> None:
+    both = Both(write_tiny_model(tmp_path, dtype=element_type, **SHAPES[shape]), element_type)
+    tokens, blocks = sequences(7, [700, 131, 40, 16, 1])
+    both.check(
+        [work(tokens[0][:300], blocks[0]), work(tokens[1][:17], blocks[1], draws=False), work(tokens[4], blocks[4])]
+    )
+    both.check(
+        [
+            work(tokens[0][:699], blocks[0], start=300),  # a chunk that begins and ends within a block
+            work(tokens[1][:130], blocks[1], start=17),
+            work(tokens[2][:39], blocks[2]),
+            work(tokens[3][:15], blocks[3]),
+        ]
+    )
+    both.check([work(tokens[n], blocks[n], start=len(tokens[n]) - 1) for n in (3, 0, 2, 1)])  # decode alone
+    mixed = [work(tokens[0] + [5], blocks[0], start=700), work(tokens[4] + tokens[2], blocks[4] + blocks[2], start=1)]
+    both.check(mixed)
+
+
+@pytest.mark.parametrize("element_type", ["float16", "bfloat16"])
+def test_a_long_context_cut_into_many_splits_and_a_short_one_beside_it(tmp_path: Path, element_type: Any) -> None:
+    shape = SHAPES["head of 128, 8 share"]
+    both = Both(write_tiny_model(tmp_path, context_length=6400, dtype=element_type, **shape), element_type)
+    tokens, blocks = sequences(3, [5000, 3])
+    both.check([work(tokens[0][:4999], blocks[0]), work(tokens[1][:2], blocks[1])])
+    both.check([work(tokens[0], blocks[0], start=4999)])
+    both.check([work(tokens[0], blocks[0], start=4999), work(tokens[1], blocks[1], start=2)])
+
+
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+def test_graphs_give_what_eager_steps_give_padded_or_not(tmp_path: Path, element_type: Any) -> None:
+    directory = write_tiny_model(tmp_path, dtype=element_type, **SHAPES["head of 64, 4 share"])
+    eager = Both(directory, element_type)
+    graphs = Both(directory, element_type, graph_rows=(1, 2, 4, 8))
+    tokens, blocks = sequences(11, [90, 33, 5, 61, 17, 200, 64])
+    prompts = [work(tokens[n][:-1], blocks[n]) for n in range(7)]
+    assert (eager.logits(prompts) == graphs.logits(prompts)).all()
+    for count in (1, 2, 3, 7):
+        decodes = [work(tokens[n], blocks[n], start=len(tokens[n]) - 1) for n in range(count)]
+        graphs.reference.step(prompts)
+        graphs.check(decodes)
+        expected, logits = eager.logits(decodes), graphs.logits(decodes)
+        # Not the same bits: attention is cut otherwise, and cuBLAS chooses by the number of rows, padding among them.
+        assert np.linalg.norm(logits - expected) < eager.bound * np.linalg.norm(expected)
+        if element_type == "float32":
+            assert (logits.argmax(1) == expected.argmax(1)).all()
+
+
+def test_a_graph_writes_to_nobody_elses_memory_after_a_longer_prefill(tmp_path: Path) -> None:
+    shape = SHAPES["head of 64, 4 share"]
+    both = Both(write_tiny_model(tmp_path, dtype="bfloat16", **shape), "bfloat16", graph_rows=(1, 2))
+    tokens, blocks = sequences(13, [600, 40])
+    prompts = [work(tokens[n][:-1], blocks[n]) for n in range(2)]
+    both.check(prompts)  # more rows than any graph's: the decoder goes on in larger buffers
+    with both.runner.stream:
+        others = [cp.zeros(1 << power, cp.uint8) for power in range(9, 20) for _ in range(20)]
+    both.check([work(tokens[n], blocks[n], start=len(tokens[n]) - 1) for n in range(2)])
+    with both.runner.stream:
+        assert not any(bool(other.any()) for other in others)
+
+
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+def test_the_same_step_twice_gives_the_same_bits(tmp_path: Path, element_type: Any) -> None:
+    both = Both(write_tiny_model(tmp_path, dtype=element_type, **SHAPES["head of 64, 4 share"]), element_type)
+    tokens, blocks = sequences(5, [150, 70])
+    works = [work(tokens[0], blocks[0]), work(tokens[1], blocks[1])]
+    assert (both.logits(works) == both.logits(works)).all()
+
+
+@pytest.mark.parametrize("vocab", [5, 1000, 49152, 128256])
+def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int) -> None:
+    kernels = compile_kernels(read_config(write_tiny_model(tmp_path)), "bfloat16", BLOCK_SIZE)
+    random = np.random.default_rng(vocab)
+    logits = random.normal(0, 4, (64, vocab)).astype(np.float32)
+    logits[3, :] = 1.0  # all equal: the lowest id
+    settings = [
+        Sampling(max_tokens=1, temperature=[0.0, 0.7, 1.0, 1.5][n % 4], seed=int(random.integers(0, 1 << 63)))
+        for n in range(60)
+    ] + [
+        Sampling(max_tokens=1, temperature=0.9, top_k=4, seed=5),
+        Sampling(max_tokens=1, temperature=0.9, top_p=0.6, seed=6),
+        Sampling(max_tokens=1, temperature=0.0, repetition_penalty=1.3),
+        Sampling(max_tokens=1, temperature=1.0, logprobs=3, seed=8),
+    ]
+    history = [1, 2, 3, 1]
+    works = [work(history, [0], sampling=one, prompt_tokens=2) for one in settings]
+    expected, drawn = sample(np, logits, works), draw(kernels, cp.asarray(logits), works)
+    assert [one.token for one in drawn] == [one.token for one in expected]
+    assert drawn[-1].logprob is not None
+    assert expected[-1].logprob is not None
+    assert abs(drawn[-1].logprob.logprob - expected[-1].logprob.logprob) < 1e-4
+
+
+def test_a_logit_that_is_no_number_is_an_error_and_no_token(tmp_path: Path) -> None:
+    from shared.errors import ModelError
+
+    kernels = compile_kernels(read_config(write_tiny_model(tmp_path)), "bfloat16", BLOCK_SIZE)
+    for broken in (np.nan, np.inf):
+        logits = np.zeros((2, 320), np.float32)
+        logits[1, 317] = broken
+        with pytest.raises(ModelError, match="not finite"):
+            draw(kernels, cp.asarray(logits), [work([1], [0])] * 2)
+
+
+def test_greedy_tokens_of_steps_are_the_numpy_decoders(tmp_path: Path) -> None:
+    both = Both(write_tiny_model(tmp_path, **SHAPES["head of 64, 4 share"]), "float32", graph_rows=(1, 2, 4))
+    tokens, blocks = sequences(2, [20, 45, 9])
+    blocks = [[*own, *range(0)] for own in blocks]
+    spare = [slot for slot in range(SLOTS) if slot not in {slot for own in blocks for slot in own}]
+    histories = [list(own) for own in tokens]
+    starts = [0, 0, 0]
+    for own in blocks:
+        own.extend(spare.pop() for _ in range(3))
+    for _ in range(20):
+        works = [
+            work(history, own, start=start, sampling=GREEDY)
+            for history, own, start in zip(histories, blocks, starts, strict=True)
+        ]
+        expected = [one.token for one in sample(np, both.reference.step(works), works)]
+        drawn = [one.token for one in both.runner.step(works) if one is not None]
+        assert drawn == expected
+        starts = [len(history) for history in histories]
+        for history, token in zip(histories, expected, strict=True):
+            history.append(token)
+    both.runner.close()

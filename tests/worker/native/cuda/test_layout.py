@@ -1,0 +1,61 @@
+"""The integers of a step, cut as the kernels cut them."""
+
+from __future__ import annotations
+
+from services.worker.native.cuda.layout import Counts, CudaStep, lay_out, sections
+from tests.worker.native.works import work
+
+
+def cut(step: CudaStep) -> dict[str, list[int]]:
+    at, counts = sections(step.counts), step.counts
+    ends = {"singles": at.singles + counts.singles, "drawing": at.drawing + counts.drawing, "tables": len(step.ints)}
+    starts = [("tokens", at.tokens), ("positions", at.positions), ("places", at.places)]
+    starts += [("table_starts", at.table_starts), ("singles", at.singles), ("drawing", at.drawing)]
+    starts += [("tiles", at.tiles), ("tables", at.tables)]
+    following = [start for _, start in starts[1:]] + [len(step.ints)]
+    return {
+        name: step.ints[start : ends.get(name, end)].tolist()
+        for (name, start), end in zip(starts, following, strict=True)
+    }
+
+
+def test_chunks_become_tiles_and_single_tokens_stand_apart() -> None:
+    chunk = work([*range(100, 106)], [9, 4], start=1, draws=False)
+    step = lay_out([chunk, work([7, 8, 9], [3], start=2)], 4, 2)
+    assert step.counts == Counts(rows=6, singles=1, drawing=1, tiles=3, longest=3)
+    assert cut(step) == {
+        "tokens": [101, 102, 103, 104, 105, 9],
+        "positions": [1, 2, 3, 4, 5, 2],
+        "places": [37, 38, 39, 16, 17, 14],
+        "table_starts": [0, 0, 0, 0, 0, 2],
+        "singles": [5],
+        "drawing": [5],
+        "tiles": [0, 2, 2, 2, 4, 1],
+        "tables": [9, 4, 3],
+    }
+
+
+def test_tiles_with_the_most_to_attend_to_are_last() -> None:
+    step = lay_out([work([*range(8)], [0, 1], start=4), work([*range(3)], [2])], 4, 4)
+    assert cut(step)["tiles"] == [4, 3, 0, 4]
+
+
+def test_tiles_begin_at_an_even_place() -> None:
+    for works in ([work([1, 2], [0])], [work([1, 2], [0], draws=False)], [work([1, 2], [0]), work([1], [1])]):
+        assert sections(lay_out(works, 4, 4).counts).tiles % 2 == 0
+
+
+def test_padding_leaves_no_trace_and_every_section_lies_where_the_rows_decide() -> None:
+    step = lay_out([work([5, 6], [3], start=1)], 4, 4, padded_rows=4)
+    assert cut(step) == {
+        "tokens": [6, 0, 0, 0],
+        "positions": [1, -1, -1, -1],
+        "places": [13, -1, -1, -1],
+        "table_starts": [0, 0, 0, 0],
+        "singles": [0, 1, 2, 3],
+        "drawing": [0, 1, 2, 3],
+        "tiles": [],
+        "tables": [3],
+    }
+    full = lay_out([work([5, 6], [3], start=1)] * 4, 4, 4, padded_rows=4)
+    assert sections(full.counts) == sections(step.counts)
