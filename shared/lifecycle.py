@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from random import Random
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import uvloop
 from msgspec import Struct
@@ -114,6 +114,22 @@ class Runtime:
         return {key: INSTANCE.encode(entry, JSON_HEADER)}
 
 
+class Settings(Protocol):
+    """What every service's settings have."""
+
+    @property
+    def namespace(self) -> str: ...
+
+    @property
+    def nats(self) -> NatsConfig: ...
+
+    @property
+    def discovery(self) -> DiscoveryConfig: ...
+
+    @property
+    def observe(self) -> ObserveConfig: ...
+
+
 @dataclass(frozen=True)
 class Process:
     """What lifecycle needs of a service's settings."""
@@ -122,9 +138,13 @@ class Process:
     nats: NatsConfig
     discovery: DiscoveryConfig
     observe: ObserveConfig
-    log_level: str
     drain_limit_s: float
     """From the first signal to the forced end; longer than the service's own drain."""
+
+    @staticmethod
+    def of(settings: Settings, drain_limit_s: float) -> Process:
+        """With what every service's settings have."""
+        return Process(settings.namespace, settings.nats, settings.discovery, settings.observe, drain_limit_s)
 
 
 C = TypeVar("C", bound=Struct)
@@ -145,7 +165,7 @@ def run(
         needed = process(config)
         if not subjects.is_id(needed.namespace):
             raise ConfigError(f"namespace: {needed.namespace!r} is not 1 to 64 letters, digits, - and _")
-        logs.start(service, instance, needed.log_level)
+        logs.start(service, instance, needed.observe.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             status = runner.run(_live(service, instance, needed, lambda runtime: serve(runtime, config)))
     except (ConfigError, ModelError) as wrong:

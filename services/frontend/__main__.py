@@ -12,14 +12,7 @@ FORCED_END_S = 10.0
 
 def process(config: FrontendConfig) -> Process:
     """What lifecycle needs of the settings."""
-    return Process(
-        namespace=config.namespace,
-        nats=config.nats,
-        discovery=config.discovery,
-        observe=config.observe,
-        log_level=config.observe.log_level,
-        drain_limit_s=config.limits.drain_s + FORCED_END_S,
-    )
+    return Process.of(config, config.limits.drain_s + FORCED_END_S)
 
 
 def main() -> None:

@@ -16,14 +16,7 @@ def main() -> None:
 
 
 def _process(config: KvbmConfig) -> Process:
-    return Process(
-        namespace=config.namespace,
-        nats=config.nats,
-        discovery=config.discovery,
-        observe=config.observe,
-        log_level=config.observe.log_level,
-        drain_limit_s=DRAIN_LIMIT_S,
-    )
+    return Process.of(config, DRAIN_LIMIT_S)
 
 
 if __name__ == "__main__":

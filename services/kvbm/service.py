@@ -24,7 +24,7 @@ from pathlib import Path
 from time import perf_counter
 
 from services.kvbm import policies
-from services.kvbm.announcement import Announcement
+from services.kvbm.announcement import announcement
 from services.kvbm.answering import Answers
 from services.kvbm.config import KvbmConfig
 from services.kvbm.desk import Desk
@@ -93,7 +93,7 @@ class Kvbm:
         self.engines = Engines()
         self.layouts = Layouts(runtime, config, pool, self._metrics, lambda: self._announcement.change())
         self.reservation = Reservation(pool, config.pool.prefault_threads)
-        self._announcement = Announcement(runtime, self._sources)
+        self._announcement = announcement(runtime, self._sources)
         self._desk = Desk(runtime, config, pool, self.layouts, self.reservation, self._answers)
         self._before = set(pool.survivors)
         """Engines that a former kvbm may have let write, and that have neither attached anew nor died."""
@@ -291,7 +291,7 @@ class Kvbm:
         """Why no engine could store or fetch now."""
         reasons = [
             "" if self._runtime.bus.connected else "NATS cannot be reached",
-            "" if self._announcement.shown else "registering",
+            "" if self._announcement.epoch else "registering",
             self.reservation.reason,
         ]
         return [reason for reason in reasons if reason]

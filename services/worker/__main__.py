@@ -16,14 +16,7 @@ def main() -> None:
 
 
 def _process(config: WorkerConfig) -> Process:
-    return Process(
-        namespace=config.namespace,
-        nats=config.nats,
-        discovery=config.discovery,
-        observe=config.observe,
-        log_level=config.observe.log_level,
-        drain_limit_s=config.drain_s + CLOSING_S,
-    )
+    return Process.of(config, config.drain_s + CLOSING_S)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.worker.announcement import Announcement
+from services.worker.announcement import CardAnnouncement
 from services.worker.attempts import Attempts
 from services.worker.card import card_of, name_of
 from services.worker.config import WorkerConfig
@@ -113,7 +113,7 @@ class Worker:
             link_changed=self._kvbm_link_changed,
         )
         self._publisher = runtime.events.open_publisher()
-        self._announcement = Announcement(runtime, self.event_source)
+        self._announcement = CardAnnouncement(runtime, self.event_source)
         self._progress_before = 0
         """Steps of the engines that were lost."""
         self._last: Stepped | None = None

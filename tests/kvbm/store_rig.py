@@ -13,7 +13,6 @@ from struct import unpack
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
 from services.kvbm.packing import unpack_slots
@@ -22,7 +21,6 @@ from services.kvbm.service import Kvbm, kvbm
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.blocks import Content
-from shared.directory import Directory
 from shared.discovery import Registration
 from shared.hashing import ContentKey, event_hash
 from shared.kvbm_messages import StoreLayout
@@ -47,6 +45,7 @@ from shared.pool_format import Arena
 from shared.pool_lock import POOL, HeldLock, hold_owner, kvbm_of
 from shared.pool_map import ArenaMap, PoolMap
 from shared.weather import Weather, calm
+from tests.twins import on_twins
 
 NAMESPACE = "test"
 LIMIT_S = 20.0
@@ -371,34 +370,15 @@ class Store:
 async def running(world: World, instance: str = "b1") -> AsyncIterator[Store]:
     """A kvbm that is stopped, in order, on leaving; it is validated all the time."""
     bus = MemoryBus(world.broker)
-    discovery = MemoryDiscovery(world.store)
-    directory = Directory(discovery, bus, NAMESPACE)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(directory.run())
-            await directory.synced()
-            runtime = Runtime(
-                namespace=NAMESPACE,
-                service="kvbm",
-                instance=instance,
-                machine="here",
-                bus=bus,
-                events=MemoryEvents(world.broker),
-                discovery=discovery,
-                directory=directory,
-                registry=CollectorRegistry(),
-                tasks=tasks,
-                stopping=asyncio.Event(),
-            )
-            async with kvbm(runtime, world.config) as service:
-                store = Store(world, service, runtime)
-                await world.bus.subscribe(subjects.kvbm(NAMESPACE, instance, "load"), store.report)
-                checking = tasks.create_task(_check(service))
-                yield store
-                checking.cancel()
-            following.cancel()
-    finally:
-        await discovery.close()
+    async with (
+        on_twins(NAMESPACE, "kvbm", instance, bus, world.broker, world.store) as runtime,
+        kvbm(runtime, world.config) as service,
+    ):
+        store = Store(world, service, runtime)
+        await world.bus.subscribe(subjects.kvbm(NAMESPACE, instance, "load"), store.report)
+        checking = runtime.tasks.create_task(_check(service))
+        yield store
+        checking.cancel()
 
 
 async def _check(service: Kvbm) -> None:

@@ -14,18 +14,15 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from prometheus_client import CollectorRegistry
-
 from services.kvbm.service import Kvbm
 from services.worker.engine import KvbmDown, KvbmReply, KvbmUp
 from services.worker.kvbm_client import KvbmClient
 from services.worker.kvbm_metrics import KvbmMetrics
-from shared.directory import Directory
 from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery
+from shared.memory_bus import MemoryBus
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE
 from tests.kvbm.store_rig import World as Machine
+from tests.twins import on_twins
 from tests.worker import kvbm_world
 from tests.worker.kvbm_world import Engine
 
@@ -157,31 +154,10 @@ class Worker:
 async def worker(machine: Machine, name: str, draw: Random) -> AsyncIterator[Worker]:
     """Its shell, as long as the context is open."""
     bus = MemoryBus(machine.broker, SHELL + name)
-    discovery = MemoryDiscovery(machine.store)
-    directory = Directory(discovery, bus, NAMESPACE)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(directory.run())
-            await directory.synced()
-            runtime = Runtime(
-                namespace=NAMESPACE,
-                service="worker",
-                instance=name,
-                machine="here",
-                bus=bus,
-                events=MemoryEvents(machine.broker),
-                discovery=discovery,
-                directory=directory,
-                registry=CollectorRegistry(),
-                tasks=tasks,
-                stopping=asyncio.Event(),
-            )
-            one = Worker(Path(machine.config.pool.directory), name, draw, runtime)
-            running = tasks.create_task(one.client.run())
-            try:
-                yield one
-            finally:
-                running.cancel()
-                following.cancel()
-    finally:
-        await discovery.close()
+    async with on_twins(NAMESPACE, "worker", name, bus, machine.broker, machine.store) as runtime:
+        one = Worker(Path(machine.config.pool.directory), name, draw, runtime)
+        running = runtime.tasks.create_task(one.client.run())
+        try:
+            yield one
+        finally:
+            running.cancel()

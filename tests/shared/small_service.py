@@ -50,14 +50,7 @@ def main() -> NoReturn:
     run(
         "worker",
         SmallConfig,
-        lambda config: Process(
-            config.namespace,
-            config.nats,
-            config.discovery,
-            config.observe,
-            config.observe.log_level,
-            config.drain_limit_s,
-        ),
+        lambda config: Process.of(config, config.drain_limit_s),
         serve,
     )
 

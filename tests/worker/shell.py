@@ -9,18 +9,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
 from services.worker.engine_host import StartEngine
 from services.worker.service import Worker
 from shared import subjects
-from shared.directory import Directory
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.lifecycle import Runtime
 from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery, MemoryStore
+from shared.memory_discovery import MemoryStore
 from shared.messages import (
     CANCEL,
     EVENT_BATCH,
@@ -38,7 +36,8 @@ from shared.messages import (
     Sampling,
     StepFrame,
 )
-from shared.messaging import Bus, Events, Message
+from shared.messaging import Bus, Message
+from tests.twins import on_twins
 
 NAMESPACE = "test"
 WORKER = "a1"
@@ -169,35 +168,15 @@ async def running_worker(
     """A worker that is served on leaving: stopped, drained, its engine ended."""
     broker, store = MemoryBroker(), MemoryStore()
     worker_bus = bus or MemoryBus(broker)
-    events: Events = MemoryEvents(broker)
-    discovery = MemoryDiscovery(store)
-    directory = Directory(discovery, worker_bus, NAMESPACE)
-    async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(directory.run())
-        await directory.synced()
-        runtime = Runtime(
-            namespace=NAMESPACE,
-            service="worker",
-            instance=WORKER,
-            machine="here",
-            bus=worker_bus,
-            events=events,
-            discovery=discovery,
-            directory=directory,
-            registry=CollectorRegistry(),
-            tasks=tasks,
-            stopping=asyncio.Event(),
-        )
+    async with on_twins(NAMESPACE, "worker", WORKER, worker_bus, broker, store) as runtime:
         peer = Peer(bus or MemoryBus(broker))
         await peer.open()
-        directory.subscribe(peer.wake)
+        runtime.directory.subscribe(peer.wake)
         worker = Worker(runtime, config, start_engine)
         MemoryEvents(broker).subscribe(worker.event_source, peer.take_batch)
-        serving = tasks.create_task(worker.run())
+        serving = runtime.tasks.create_task(worker.run())
         try:
             yield Shell(worker, runtime, broker, store, peer)
         finally:
             runtime.stopping.set()
             await asyncio.wait((serving,))
-            following.cancel()
-            await discovery.close()

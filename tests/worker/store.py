@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from prometheus_client import CollectorRegistry
-
 from services.kvbm.config import KvbmConfig, PoolConfig
 from services.kvbm.service import kvbm
-from shared.directory import Directory
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery
+from shared.memory_bus import MemoryBus
+from tests.twins import on_twins
 from tests.worker.shell import NAMESPACE, WORKER, Shell
 
 
 @asynccontextmanager
 async def store(shell: Shell, pool: str, instance: str, *, size_bytes: int = 8 << 20) -> AsyncIterator[None]:
     """Serves the directory `pool` until the block ends."""
-    bus, discovery = MemoryBus(shell.broker), MemoryDiscovery(shell.store)
-    directory = Directory(discovery, bus, NAMESPACE)
-    async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(directory.run())
-        await directory.synced()
-        runtime = Runtime(
-            namespace=NAMESPACE,
-            service="kvbm",
-            instance=instance,
-            machine="here",
-            bus=bus,
-            events=MemoryEvents(shell.broker),
-            discovery=discovery,
-            directory=directory,
-            registry=CollectorRegistry(),
-            tasks=tasks,
-            stopping=asyncio.Event(),
-        )
+    async with on_twins(NAMESPACE, "kvbm", instance, MemoryBus(shell.broker), shell.broker, shell.store) as runtime:
         config = PoolConfig(directory=pool, size_bytes=size_bytes, prefault_threads=1)
         async with kvbm(runtime, KvbmConfig(namespace=NAMESPACE, pool=config)):
             yield
-        following.cancel()
-    await discovery.close()
 
 
 async def attached(shell: Shell, instance: str) -> None:

@@ -1,0 +1,47 @@
+"""A service's Runtime on the in-process twins of NATS, ZMQ and etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from shared.directory import Directory
+from shared.lifecycle import Runtime
+from shared.memory_bus import MemoryBroker, MemoryEvents
+from shared.memory_discovery import MemoryDiscovery, MemoryStore
+from shared.messages import ServiceName
+from shared.messaging import Bus
+
+
+@asynccontextmanager
+async def on_twins(
+    namespace: str, service: ServiceName, instance: str, bus: Bus, broker: MemoryBroker, store: MemoryStore
+) -> AsyncIterator[Runtime]:
+    """Its directory is complete, and followed until the block ends; then all of `runtime.tasks` must end, too."""
+    discovery = MemoryDiscovery(store)
+    directory = Directory(discovery, bus, namespace)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(directory.run())
+            await directory.synced()
+            try:
+                yield Runtime(
+                    namespace=namespace,
+                    service=service,
+                    instance=instance,
+                    machine="here",
+                    bus=bus,
+                    events=MemoryEvents(broker),
+                    discovery=discovery,
+                    directory=directory,
+                    registry=CollectorRegistry(),
+                    tasks=tasks,
+                    stopping=asyncio.Event(),
+                )
+            finally:
+                following.cancel()
+    finally:
+        await discovery.close()
