@@ -9,7 +9,9 @@ from msgspec import Meta, Struct
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
 EngineName = Literal["native", "simulated", "echo"]
-KvDtype = Literal["float32", "bfloat16"]
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+CopyPath = Literal["auto", "rows", "batch", "staged", "zero_copy"]
 Offload = Literal["filled", "evicted", "off"]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -63,6 +65,32 @@ class KvbmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     blocks_in_flight: Positive = 256
     """Device blocks that copies to the pool hold at most, and never more than a quarter of the device's: what copies
     hold is no room for requests. Those that load are bounded by the pool of the device."""
+    verify: bool = False
+    """For finding faults: compares each block that was loaded with the pool's, and counts and computes what differs.
+    Costs as much as loading."""
+
+
+class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The native engine on an NVIDIA GPU; read where `device` is cuda."""
+
+    gpu: Natural = 0
+    """Of those that CUDA shows; CUDA_VISIBLE_DEVICES chooses before."""
+    dtype: Dtype = "bfloat16"
+    """What weights, activations and KV are stored and multiplied in; sums are float32."""
+    memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Of the GPU's memory, what this worker takes at most where no capacity is set; workers on one GPU share it."""
+    graphs: bool = True
+    """Decode steps are CUDA graphs, captured at start."""
+    graph_lower_bound: Positive = 1
+    """Fewer sequences run eagerly, rather than padded to a captured batch."""
+    graph_upper_bound: Positive = 256
+    """The largest batch that is captured, unless `max_running` is less; larger ones run eagerly."""
+    busy_wait_events: bool = False
+    """Wait for a step by spinning on a core, instead of sleeping: some µs sooner."""
+    output_copy_stream: bool = False
+    """Sampled tokens leave the GPU on a stream of their own."""
+    copy_path: CopyPath = "auto"
+    """How blocks go between GPU and pool; auto: as measured at start."""
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -80,9 +108,14 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Tokens a block."""
     capacity_blocks: Natural = 0
     """Blocks of the device tier; 0: as many as `capacity_bytes` holds, or 4096 where no arithmetic needs the bytes."""
-    capacity_bytes: Positive = 512 << 20
-    kv_dtype: KvDtype = "float32"
-    """How the native engine keeps KV; bfloat16 takes half of the memory, and of kvbm's pool."""
+    capacity_bytes: Natural = 0
+    """0: 512 MiB; on a GPU what `cuda.memory_share` leaves beside the weights."""
+    kv_dtype: Dtype | Literal["auto"] = "auto"
+    """How the native engine keeps KV: float32 or, in half of the memory and of kvbm's pool, bfloat16. auto: float32;
+    on a GPU `cuda.dtype`, and nothing else."""
+    device: Device = "cpu"
+    """Where the native engine computes."""
+    cuda: CudaConfig = CudaConfig()
     max_running: Positive = 64
     """Sequences a step computes at most."""
     max_waiting: Positive = 256
@@ -101,6 +134,22 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     discovery: DiscoveryConfig = DiscoveryConfig()
     observe: ObserveConfig = ObserveConfig()
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where settings contradict each other."""
+        if self.device == "cuda" and self.engine != "native":
+            raise ValueError(f"device is cuda; the {self.engine} engine computes nothing")
+        if self.device == "cuda" and self.kv_dtype not in ("auto", self.cuda.dtype):
+            raise ValueError(f"kv_dtype is {self.kv_dtype}; on a GPU KV is kept in cuda.dtype, {self.cuda.dtype}")
+        if self.device == "cpu" and self.kv_dtype == "float16":
+            raise ValueError("kv_dtype is float16; on a CPU there are float32 and bfloat16")
+
+    @property
+    def kept_dtype(self) -> Dtype:
+        """Of KV."""
+        if self.kv_dtype != "auto":
+            return self.kv_dtype
+        return self.cuda.dtype if self.device == "cuda" else "float32"
+
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the engine process is started with, as JSON in its first argument."""
@@ -114,7 +163,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     block_size: int
     capacity_blocks: int
     capacity_bytes: int
-    kv_dtype: KvDtype
+    kv_dtype: Dtype
+    device: Device
+    cuda: CudaConfig
     max_running: int
     max_waiting: int
     max_waiting_tokens: int
@@ -136,7 +187,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             block_size=config.block_size,
             capacity_blocks=config.capacity_blocks,
             capacity_bytes=config.capacity_bytes,
-            kv_dtype=config.kv_dtype,
+            kv_dtype=config.kept_dtype,
+            device=config.device,
+            cuda=config.cuda,
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             max_waiting_tokens=config.max_waiting_tokens,

@@ -37,6 +37,12 @@ class Copied(Struct, frozen=True):
     """From its first copy's begin to its last one's end; 0: none was made."""
     failed: str = ""
     """What the mover stumbled over; no copy of the batch is good then."""
+    paths: dict[str, int] = {}
+    """Blocks that were copied, by the way they took …"""
+    fallbacks: dict[str, int] = {}
+    """… and those for which a better way failed before, by its name and the reason."""
+    differing: int = 0
+    """Loads that were compared with the pool's slot and found to be other than it: a fault, and none of them good."""
 
 
 class Slots(Protocol):

@@ -153,6 +153,13 @@ class Exchanged(Struct, frozen=True):
     save_s: float = 0.0
     """Spent copying."""
     load_s: float = 0.0
+    saved_by: dict[str, int] = {}
+    """Blocks, by the way their copies took …"""
+    loaded_by: dict[str, int] = {}
+    fallbacks: dict[str, int] = {}
+    """… and those for which a better way failed before, by its name and the reason."""
+    differing_blocks: int = 0
+    """Loads that were compared with the pool's slot and were not the same."""
 
 
 class Stepped(Struct, frozen=True, tag="stepped"):
@@ -325,7 +332,8 @@ class Runner(Protocol):
 
     def mover(self, clock: Callable[[], float]) -> Mover:
         """What copies between this runner's KV memory and a kvbm's pool; `clock` is the engine's. Called once at most,
-        and closed before the runner. Raises ConfigError where the runner has no KV to exchange."""
+        before the first step, and closed before the runner. Raises ConfigError where the runner has no KV to
+        exchange."""
         ...
 
     def close(self) -> None: ...

@@ -30,6 +30,8 @@ from services.worker.model_facts import facts_of
 from shared.errors import ConfigError, ModelError
 
 _PR_SET_PDEATHSIG = 1
+CPU_CAPACITY_BYTES = 512 << 20
+"""Of KV on a CPU, where no setting says."""
 
 
 def main(arguments: list[str]) -> int:
@@ -82,13 +84,15 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
             from services.worker.simulated_runner import SimulatedRunner, simulated_model
 
             return SimulatedRunner(simulated_model(_facts(config, tell), config.simulated))
+        case "native" if config.device == "cuda":
+            return _load_cuda(config, tell)
         case "native":
             from services.worker.native.runner import load_native
 
             load = load_native(
                 Path(config.model),
                 Path(config.cache),
-                capacity_bytes=config.capacity_bytes,
+                capacity_bytes=config.capacity_bytes or CPU_CAPACITY_BYTES,
                 capacity_blocks=config.capacity_blocks,
                 block_size=config.block_size,
                 kv_dtype=config.kv_dtype,
@@ -96,6 +100,15 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
             return load(tell)
         case _:
             assert_never(config.engine)
+
+
+def _load_cuda(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
+    """Raises ModelError, ConfigError."""
+    try:
+        from services.worker.native.cuda.runner import load_cuda
+    except ImportError as wrong:
+        raise ConfigError(f"device is cuda, which needs CuPy: pip install 'headrace[gpu]' ({wrong})") from None
+    return load_cuda(config)(tell)
 
 
 def _facts(config: EngineConfig, tell: Callable[[Loading], None]) -> Ready:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from services.worker.offloading import Offload
 
+MAX_STEP_TOKENS = 8192
+"""That a step computes at most, whatever the time: runners have room for as many."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -22,7 +25,7 @@ class Limits:
     max_waiting_tokens: int = 1 << 20
     """Uncomputed tokens in the queue; one attempt alone may be longer."""
     step_s: float = 0.25
-    max_step_tokens: int = 8192
+    max_step_tokens: int = MAX_STEP_TOKENS
     first_tokens_per_s: float = 256.0
     """The prefill speed before one was measured."""
     offload: Offload = "filled"

@@ -15,7 +15,7 @@ import pytest
 
 from services.kvbm.answers import Bounds
 from services.worker.channel import PeerGone
-from services.worker.config import KvbmConfig, KvDtype, SimulatedConfig, WorkerConfig
+from services.worker.config import Dtype, KvbmConfig, SimulatedConfig, WorkerConfig
 from services.worker.engine import (
     EngineReport,
     Exchanged,
@@ -255,7 +255,7 @@ async def test_the_native_engine_repeats_itself_from_its_cache(tmp_path: Path) -
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 async def test_a_prompt_that_one_engine_computed_is_loaded_by_another_and_answered_the_same(
-    tmp_path: Path, kv_dtype: KvDtype
+    tmp_path: Path, kv_dtype: Dtype
 ) -> None:
     config = WorkerConfig(
         model=str(write_tiny_model(tmp_path / "tiny")),

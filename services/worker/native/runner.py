@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.config import KvDtype
+from services.worker.config import Dtype
 from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
 from services.worker.host_mover import HostMover
 from services.worker.native.calibration import calibrated
@@ -39,7 +39,7 @@ class NativeRunner:
         capacity_bytes: int = 0,
         capacity_blocks: int = 0,
         block_size: int = 16,
-        kv_dtype: KvDtype = "float32",
+        kv_dtype: Dtype = "float32",
     ) -> None:
         """`directory` is what `prepare` returned; `capacity_blocks` 0 means as many as `capacity_bytes` holds.
 
@@ -102,7 +102,7 @@ def load_native(
     capacity_bytes: int = 0,
     capacity_blocks: int = 0,
     block_size: int = 16,
-    kv_dtype: KvDtype = "float32",
+    kv_dtype: Dtype = "float32",
 ) -> LoadRunner:
     """A LoadRunner for a model directory or GGUF file; `cache` holds converted models, the rest is as above."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
+from services.worker.config import EngineConfig
 from services.worker.copies import Mover
 from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
 from services.worker.native.config import ModelConfig, read_config
@@ -182,34 +183,24 @@ class CudaRunner:
         return _Graph(graph, logits, (split_room, self._decoder.buffers))
 
 
-def load_cuda(
-    source: Path,
-    cache: Path,
-    *,
-    capacity_bytes: int = 0,
-    capacity_blocks: int = 0,
-    block_size: int = 16,
-    element_type: ElementType = "bfloat16",
-    graph_rows: Sequence[int] = GRAPH_ROWS,
-    graph_lower_bound: int = 1,
-) -> LoadRunner:
-    """A LoadRunner for a model directory or GGUF file; `cache` holds converted models, the rest is as above."""
+def load_cuda(settings: EngineConfig) -> LoadRunner:
+    """A LoadRunner of a worker's settings."""
 
     def load(progress: Callable[[Loading], None]) -> CudaRunner:
-        directory = prepare(source, cache, progress)
+        directory = prepare(Path(settings.model), Path(settings.cache), progress)
         config = read_config(directory)
-        layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
+        cuda = settings.cuda
+        layout = KvLayout(cuda.dtype, config.layers, config.kv_heads, config.head_dim, settings.block_size)
         progress(Loading("copying weights to the GPU", 0.0))
-        weights = load_cuda_weights(directory, config, element_type)
+        weights = load_cuda_weights(directory, config, cuda.dtype)
         progress(Loading("capturing graphs", 0.0))
         return CudaRunner(
             config,
             weights,
-            capacity_blocks=capacity_blocks or capacity_bytes // layout.block_bytes,
-            element_type=element_type,
-            block_size=block_size,
-            graph_rows=graph_rows,
-            graph_lower_bound=graph_lower_bound,
+            capacity_blocks=settings.capacity_blocks or settings.capacity_bytes // layout.block_bytes,
+            element_type=cuda.dtype,
+            block_size=settings.block_size,
+            graph_lower_bound=cuda.graph_lower_bound,
             path=str(directory),
             digest=weights_digest(directory, config),
         )
