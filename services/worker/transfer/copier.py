@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from services.worker.copies import Copy, Slots
@@ -19,7 +19,17 @@ def group_blocks(block_bytes: int) -> int:
 
 
 class Pending(Protocol):
-    """Copies that were handed over."""
+    """Copies that were handed over. What they took is known once they have been waited for."""
+
+    @property
+    def paths(self) -> Mapping[str, int]:
+        """Blocks by the way they took; together all that were handed over."""
+        ...
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Blocks for which a better way failed before, by "WAY: reason"; few words, so that they can be counted by."""
+        ...
 
     def wait(self) -> None:
         """Until none of them is read or written any more; the thread sleeps. Raises DeviceFailed."""
@@ -49,6 +59,11 @@ class Copier(Protocol):
     def begin(self, copies: Sequence[Copy], *, loads: bool) -> Pending:
         """Hands copies over, after those of the same direction; among themselves they are made in any order. Their
         slots exist, and none is written twice. Raises DeviceFailed, and then none of them is under way."""
+        ...
+
+    def differs(self, copies: Sequence[Copy]) -> list[bool]:
+        """Of loads that have been waited for, and whose slots nobody else writes: whether the device's block is other
+        than the pool's. Belongs to the thread that loads. Raises DeviceFailed."""
         ...
 
     def close(self) -> None: ...
