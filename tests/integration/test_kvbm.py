@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.fleet import fleet
+from tests.integration.kinds import CPU, GPU, Kind, params
 from tests.integration.machine import (
     ATTACHED,
     BLOCK_TOKENS,
@@ -28,18 +29,19 @@ from tests.tiny_model import write_tiny_model
 
 LONG = 3000
 """Tokens of a prompt that takes several steps."""
-DTYPES = {"float32": 24 << 20, "bfloat16": 12 << 20}
-"""Bytes of the pool: 3000 blocks, which is more than all the prompts here have."""
-SMALL_BYTES = 4 << 20
-"""500 blocks of float32."""
+POOL_BLOCKS = 3000
+"""More than all the prompts here have …"""
+SMALL_BLOCKS = 500
+"""… and fewer."""
 
 
 @contextmanager
-def running(folder: Path, nats_url: str, dtype: str, pool_bytes: int) -> Iterator[Machine]:
+def running(folder: Path, nats_url: str, kind: Kind, pool_blocks: int) -> Iterator[Machine]:
     model = write_tiny_model(folder / "tiny", context_length=8192)
-    with fleet(folder, nats_url, *Machine.where(folder)) as processes:
-        flags = ("--kv-dtype", dtype, "--capacity-blocks", "4096")
-        machine = Machine(processes, folder, model, pool_bytes, *flags)
+    pool_bytes = pool_blocks * (8 << 10 if kind.dtype == "float32" else 4 << 10)
+    with kind.pool(folder) as pool, fleet(folder, nats_url, *Machine.where(folder)) as processes:
+        flags = (*kind.flags, "--capacity-blocks", "4096")
+        machine = Machine(processes, folder, model, pool_bytes, *flags, pool=pool)
         machine.start_kvbm()
         for name in WORKERS:
             machine.start_worker(name)
@@ -47,18 +49,18 @@ def running(folder: Path, nats_url: str, dtype: str, pool_bytes: int) -> Iterato
         yield machine
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=params((*CPU, *GPU)))
 def machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str
 ) -> Iterator[Machine]:
-    with running(tmp_path_factory.mktemp("machine"), nats_url, request.param, DTYPES[request.param]) as one:
+    with running(tmp_path_factory.mktemp("machine"), nats_url, request.param, POOL_BLOCKS) as one:
         yield one
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Machine]:
+@pytest.fixture(scope="module", params=params((CPU[0], GPU[0])))
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Machine]:
     """A machine whose pool is soon full."""
-    with running(tmp_path_factory.mktemp("small"), nats_url, "float32", SMALL_BYTES) as one:
+    with running(tmp_path_factory.mktemp("small"), nats_url, request.param, SMALL_BLOCKS) as one:
         yield one
 
 

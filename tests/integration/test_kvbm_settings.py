@@ -115,7 +115,7 @@ async def test_a_worker_whose_pool_is_none_serves_and_says_why_it_exchanges_noth
         model = write_tiny_model(folder / "tiny")
         machine = Machine(processes, folder, model, 0, "--engine", "simulated", "--simulated-context-length", "2048")
         for pool in pools:
-            machine.start_worker(pool, folder / pool)
+            machine.start_worker(pool, pool=folder / pool)
         processes.wait_ready()
         async with connected(machine, nats_url) as wire:
             for pool, words in pools.items():
