@@ -64,7 +64,8 @@ def _fetch(flags: argparse.Namespace) -> Measured:
 
 
 def _first(flags: argparse.Namespace) -> Measured:
-    rows = kvbm_first.measure(flags.memory, flags.directory, *((512, 4) if flags.quick else (4096, 8)))
+    tokens, rounds = (512, 4) if flags.quick else (4096, 8)
+    rows = kvbm_first.measure(kvbm_first.smol(), flags.memory, flags.directory, tokens, rounds).rows
     return kvbm_first.goals(rows), rows
 
 

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, closing, contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
@@ -58,9 +58,10 @@ from tests.worker.shell import request
 
 MODELS = ROOT / ".headrace" / "models"
 BLOCK_TOKENS = 16
-BLOCK_BYTES = 2 * 30 * 3 * 64 * BLOCK_TOKENS * 4
+SMOL_BLOCK_BYTES = 2 * 30 * 3 * 64 * BLOCK_TOKENS * 4
 """SmolLM2-135M's: keys and values of 30 layers, 3 heads of 64, in float32."""
 VOCABULARY = 49_152
+"""SmolLM2's tokenizer's."""
 LIMIT_S = 600.0
 """A prompt that is computed takes its time where other programs have the cores."""
 OUTPUT_TOKENS = 5
@@ -72,6 +73,18 @@ Tier = Literal["host", "disk"]
 GOALS: dict[Tier, float] = {"host": 1.25, "disk": 1.5}
 
 
+class Subject(msgspec.Struct, frozen=True):
+    """What is served, on what, and what its bytes take by themselves."""
+
+    model: Path
+    block_bytes: int
+    worker_flags: tuple[str, ...]
+    tiers: tuple[Tier, ...]
+    """Without the disk none is set up."""
+    alone: Callable[[Path, int, int], AbstractContextManager[Callable[[], float]]]
+    """Of a tmpfs, the number of blocks and the bytes of each: seconds to load them with nothing beside it."""
+
+
 class Row(msgspec.Struct, frozen=True):
     """Milliseconds of one request."""
 
@@ -80,6 +93,14 @@ class Row(msgspec.Struct, frozen=True):
     step_ms: float
     alone_ms: float
     ratio: float
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Of one run."""
+
+    rows: list[Row]
+    computed_ms: list[float]
+    """To the first token of each prompt where nobody had its blocks yet."""
 
 
 def main() -> int:
@@ -93,7 +114,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     tokens, rounds = (512, 4) if flags.quick else (flags.tokens, flags.rounds)
-    rows = measure(flags.memory, flags.directory, tokens, rounds)
+    rows = measure(smol(), flags.memory, flags.directory, tokens, rounds).rows
     if flags.json:
         print(msgspec.json.encode(report("kvbm_first", sys.argv[1:], goals(rows), rows)).decode())
         return 0
@@ -110,7 +131,8 @@ def main() -> int:
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """What was promised."""
     promised: list[Goal] = []
-    for tier, goal in GOALS.items():
+    for tier in sorted({row.tier for row in rows}, key=list(GOALS).index):
+        goal = GOALS[tier]
         first_ms = statistics.median(row.first_ms for row in rows if row.tier == tier)
         ratio = first_ms / statistics.median(row.alone_ms for row in rows if row.tier == tier)
         name = f"first token from {tier}, less a step"
@@ -118,8 +140,14 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     return promised
 
 
-def measure(memory: Path, directory: Path | None, tokens: int, rounds: int) -> list[Row]:
-    """A row a request, first those from memory."""
+def smol() -> Subject:
+    """The model that `up` serves, on one thread of the CPU."""
+    model = fetch_default(MODELS, lambda _what, _share: None)
+    return Subject(model, SMOL_BLOCK_BYTES, ("--cache", str(MODELS)), ("host", "disk"), _copying)
+
+
+def measure(subject: Subject, memory: Path, directory: Path | None, tokens: int, rounds: int) -> Times:
+    """A row a request, first those from memory. The disk's files lie below `directory`."""
     with (
         tempfile.TemporaryDirectory(prefix="kvbm-first-", dir=memory) as pool,
         tempfile.TemporaryDirectory(prefix="kvbm-first-", dir=directory) as disk,
@@ -127,29 +155,30 @@ def measure(memory: Path, directory: Path | None, tokens: int, rounds: int) -> l
         nats = NatsServer(Path(pool))
         nats.start()
         try:
-            return uvloop.run(_measure(Path(pool), Path(disk), nats.url, tokens // BLOCK_TOKENS, rounds))
+            return uvloop.run(_measure(subject, Path(pool), Path(disk), nats.url, tokens // BLOCK_TOKENS, rounds))
         finally:
             nats.stop()
 
 
-async def _measure(memory: Path, disk: Path, nats_url: str, blocks: int, rounds: int) -> list[Row]:
+async def _measure(subject: Subject, memory: Path, disk: Path, nats_url: str, blocks: int, rounds: int) -> Times:
     draw = Random(1)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(blocks * BLOCK_TOKENS + 1)] for _ in range(PROMPTS)]
-    shape = geometry("0" * 16, BLOCK_BYTES, FILE_BYTES, FILE_BYTES)
-    with _copying(memory, blocks) as copying_s, Plain(disk / "plain", shape) as plain:
-
-        async def reading_s() -> float:
-            return blocks * BLOCK_BYTES / await plain.rate("read", DiskConfig().threads, PLAIN_S)
-
-        async with _pair(memory, disk, nats_url, blocks) as pair:
-            for number, prompt in enumerate(prompts):
-                await pair.compute(prompt, (number + 1) * blocks)
+    with subject.alone(memory, blocks, subject.block_bytes) as copying_s, ExitStack() as opened:
+        async with _pair(subject, memory, disk, nats_url, blocks) as pair:
+            computed_ms = [
+                1e3 * await pair.compute(prompt, (number + 1) * blocks) for number, prompt in enumerate(prompts)
+            ]
             turns = cycle(prompts)  # always the one that the device has not
             rows = [_row("host", await pair.ask(prompt, "host"), copying_s()) for prompt in islice(turns, 3 * rounds)]
-            for prompt in islice(turns, rounds):
-                await pair.restart(PROMPTS * blocks)
-                rows.append(_row("disk", await pair.ask(prompt, "disk"), await reading_s()))
-    return rows
+            if "disk" in subject.tiers:
+                shape = geometry("0" * 16, subject.block_bytes, FILE_BYTES, FILE_BYTES)
+                plain = opened.enter_context(Plain(disk / "plain", shape))
+                for prompt in islice(turns, rounds):
+                    await pair.restart(PROMPTS * blocks)
+                    took = await pair.ask(prompt, "disk")
+                    rate = await plain.rate("read", DiskConfig().threads, PLAIN_S)
+                    rows.append(_row("disk", took, blocks * subject.block_bytes / rate))
+    return Times(rows, computed_ms)
 
 
 def _row(tier: Tier, took: tuple[float, float], alone_s: float) -> Row:
@@ -160,20 +189,22 @@ def _row(tier: Tier, took: tuple[float, float], alone_s: float) -> Row:
 class Pair:
     """A worker and its kvbm."""
 
-    def __init__(self, machine: Machine, wire: Wire, kvbm_flags: Sequence[str]) -> None:
+    def __init__(self, machine: Machine, wire: Wire, kvbm_flags: Sequence[str], tiers: Sequence[Tier]) -> None:
         self._machine = machine
         self._wire = wire
         self._kvbm_flags = kvbm_flags
+        self._tiers = tiers
 
     async def start(self) -> None:
         self._start_kvbm()
         self._machine.start_worker(WORKER)
         await self._attached()
 
-    async def compute(self, prompt: list[int], stored: int) -> None:
-        """Returns when kvbm has so many blocks, in memory and on disk."""
-        await self._ask(prompt, 1)
-        await self._wire.until_state(lambda layout: _on_disk(layout) >= stored <= layout.host.blocks, "it is stored")
+    async def compute(self, prompt: list[int], stored: int) -> float:
+        """Seconds to the first token. Returns when kvbm has so many blocks, in each tier."""
+        first_s, _, _ = await self._ask(prompt, 1)
+        await self._wire.until_state(lambda layout: min(_held(layout, self._tiers)) >= stored, "it is stored")
+        return first_s
 
     async def restart(self, stored: int) -> None:
         """Another kvbm, which has so many blocks on disk; in memory only what the device holds, which it is given."""
@@ -181,7 +212,8 @@ class Pair:
         self._start_kvbm()
         await self._attached()
         await self._wire.until_state(
-            lambda layout: _on_disk(layout) >= stored <= PROMPTS * layout.host.blocks, "it was scanned, and given"
+            lambda layout: _held(layout, ("disk",))[0] >= stored <= PROMPTS * layout.host.blocks,
+            "it was scanned, and given",
         )
 
     async def ask(self, prompt: list[int], tier: Tier) -> tuple[float, float]:
@@ -220,38 +252,38 @@ class Pair:
         await eventually(linked, "the worker knows")
 
 
-def _on_disk(layout: LayoutState) -> int:
-    return 0 if layout.disk is None else layout.disk.blocks
+def _held(layout: LayoutState, tiers: Sequence[Tier]) -> list[int]:
+    """Blocks in each of these tiers."""
+    held = {"host": layout.host.blocks, "disk": 0 if layout.disk is None else layout.disk.blocks}
+    return [held[tier] for tier in tiers]
 
 
 @asynccontextmanager
-async def _pair(memory: Path, disk: Path, nats_url: str, blocks: int) -> AsyncIterator[Pair]:
+async def _pair(subject: Subject, memory: Path, disk: Path, nats_url: str, blocks: int) -> AsyncIterator[Pair]:
     """A device that holds one prompt of `blocks`, a pool and a disk that hold both, with room to spare."""
-    model = fetch_default(MODELS, lambda _what, _share: None)
-    pool_bytes = 2 * PROMPTS * blocks * BLOCK_BYTES + (64 << 20)
-    kvbm_flags = (
-        *("--pool-directory", str(memory / "pool"), "--pool-size-bytes", str(pool_bytes)),
-        *("--disk-directory", str(disk / "blocks"), "--disk-limit-bytes", str(2 * pool_bytes)),
-    )
+    pool_bytes = 2 * PROMPTS * blocks * subject.block_bytes + (64 << 20)
+    kvbm_flags = ["--pool-directory", str(memory / "pool"), "--pool-size-bytes", str(pool_bytes)]
+    if "disk" in subject.tiers:
+        kvbm_flags += ["--disk-directory", str(disk / "blocks"), "--disk-limit-bytes", str(2 * pool_bytes)]
     with fleet(memory, nats_url, *Machine.where(memory)) as processes:
-        worker_flags = ("--cache", str(MODELS), "--capacity-blocks", str(blocks + 1))
-        machine = Machine(processes, memory, model, pool_bytes, *worker_flags)
+        worker_flags = (*subject.worker_flags, "--capacity-blocks", str(blocks + 1))
+        machine = Machine(processes, memory, subject.model, pool_bytes, *worker_flags)
         async with connected(machine, nats_url) as wire:
-            pair = Pair(machine, wire, kvbm_flags)
+            pair = Pair(machine, wire, kvbm_flags, subject.tiers)
             await pair.start()
             yield pair
 
 
 @contextmanager
-def _copying(directory: Path, blocks: int) -> Iterator[Callable[[], float]]:
+def _copying(directory: Path, blocks: int, block_bytes: int) -> Iterator[Callable[[], float]]:
     """Seconds that a mover takes to load so many blocks, with nothing beside it."""
-    geometry = make_pool(directory / "yardstick", (blocks * BLOCK_BYTES + (1 << 20)) >> 16 << 16)
+    geometry = make_pool(directory / "yardstick", (blocks * block_bytes + (1 << 20)) >> 16 << 16)
     pool = PoolMap(directory / "yardstick")
-    slots = pool.arena(geometry.arena(0, 1, BLOCK_BYTES))
+    slots = pool.arena(geometry.arena(0, 1, block_bytes))
     touch(slots.bytes)
-    device = mmap.mmap(-1, blocks * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    device = mmap.mmap(-1, blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     device.madvise(mmap.MADV_HUGEPAGE)
-    with memoryview(device) as memory, closing(HostMover(memory, BLOCK_BYTES, time.monotonic)) as mover:
+    with memoryview(device) as memory, closing(HostMover(memory, block_bytes, time.monotonic)) as mover:
         touch(memory)
         mover.attach(slots)
         places = Random(1).sample(range(slots.arena.slots), blocks)
