@@ -6,7 +6,8 @@ waiting ──take──▶ groups, the last one marked ──landed──▶ ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from msgspec import Struct, field
@@ -14,17 +15,31 @@ from msgspec import Struct, field
 from services.worker.copies import Copied, Copy
 
 
+class Landed(Struct, frozen=True):
+    """A group that nothing reads or writes any more; fields as in Copied."""
+
+    good: Sequence[bool]
+    paths: Mapping[str, int] = {}
+    fallbacks: Mapping[str, int] = {}
+    differing: int = 0
+
+
 class Batch(Struct):
     """See the module."""
 
     number: int
     copies: Sequence[Copy]
+    loads: bool
     until_s: float = inf
     """No group is taken from then on."""
     taken: int = 0
     """Of the copies."""
     good: list[bool] = field(default_factory=list)
-    """Of the first copies, which have landed."""
+    """Of the first copies, which have landed …"""
+    paths: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    differing: int = 0
+    """… and this, too."""
     begun_s: float = 0.0
     """Of the first group …"""
     ended_s: float = 0.0
@@ -43,19 +58,32 @@ class Batch(Struct):
         self.taken += len(group)
         return group, self.taken == len(self.copies)
 
-    def land(self, good: Sequence[bool], now_s: float) -> None:
-        """The oldest group that was taken and has not landed."""
-        if good:
-            self.good.extend(good)
-            self.ended_s = now_s
+    def land(self, landed: Landed, now_s: float) -> None:
+        """The oldest group that was taken and has not landed; not an empty one."""
+        self.good.extend(landed.good)
+        self.paths.update(landed.paths)
+        self.fallbacks.update(landed.fallbacks)
+        self.differing += landed.differing
+        self.ended_s = now_s
 
     def outcome(self, block_bytes: int) -> Copied:
         """All that was taken has landed."""
         missing = len(self.copies) - len(self.good)
-        good = [False] * len(self.copies) if self.failed else [*self.good, *[False] * missing]
-        return Copied(self.number, good, len(self.good) * block_bytes, self.ended_s - self.begun_s, self.failed)
+        return Copied(
+            batch=self.number,
+            good=[False] * len(self.copies) if self.failed else [*self.good, *[False] * missing],
+            moved_bytes=len(self.good) * block_bytes,
+            took_s=self.ended_s - self.begun_s,
+            failed=self.failed,
+            paths=dict(self.paths),
+            fallbacks=dict(self.fallbacks),
+            differing=self.differing,
+        )
 
     def validate(self) -> None:
         """Raises AssertionError where it contradicts itself."""
         assert len(self.good) <= self.taken <= len(self.copies)
         assert self.begun_s <= self.ended_s
+        assert self.paths.total() in (0, len(self.good))  # 0: whoever copied does not say
+        assert self.differing <= self.good.count(False)
+        assert self.loads or not self.differing

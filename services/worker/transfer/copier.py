@@ -14,7 +14,7 @@ GROUP_BLOCKS = 256
 
 
 def group_blocks(block_bytes: int) -> int:
-    """How many blocks are handed over in one go: of as many, twice, a cancel waits for the end."""
+    """How many blocks a GPU's copier is handed in one go."""
     return max(1, min(GROUP_BYTES // block_bytes, GROUP_BLOCKS))
 
 
@@ -37,11 +37,21 @@ class Pending(Protocol):
 
 
 class Copier(Protocol):
-    """Copies blocks. Each direction belongs to one thread, the rest to the engine's."""
+    """Copies blocks. Each direction belongs to one thread, `prepare` to that of saves, the rest to the engine's."""
 
     @property
     def shape(self) -> BlockShape:
         """Of the device's slots."""
+        ...
+
+    @property
+    def duplex(self) -> bool:
+        """Whether loads and saves hardly slow each other: each direction then has a thread of its own."""
+        ...
+
+    @property
+    def group_blocks(self) -> int:
+        """How many blocks to hand over in one go: of as many, twice, a cancel waits for the end."""
         ...
 
     def attach(self, slots: Slots) -> None:

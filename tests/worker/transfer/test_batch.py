@@ -1,43 +1,57 @@
 from __future__ import annotations
 
 from services.worker.copies import Copied, Copy
-from services.worker.transfer.batch import Batch
+from services.worker.transfer.batch import Batch, Landed
 
 COPIES = [Copy(slot, slot) for slot in range(5)]
 
 
 def test_groups_are_taken_in_order_and_the_last_is_marked() -> None:
-    batch = Batch(1, COPIES)
+    batch = Batch(1, COPIES, loads=True)
     assert batch.take(2, 1.0) == (COPIES[:2], False)
     assert batch.take(2, 2.0) == (COPIES[2:4], False)
-    batch.land([True, True], 3.0)
+    batch.land(Landed([True, True]), 3.0)
     assert batch.take(2, 3.5) == (COPIES[4:], True)
-    batch.land([True, False], 4.0)
-    batch.land([True], 5.0)
+    batch.land(Landed([True, False]), 4.0)
+    batch.land(Landed([True]), 5.0)
     batch.validate()
     assert batch.outcome(10) == Copied(1, [True, True, True, False, True], 50, 4.0)
 
 
 def test_what_comes_too_late_is_not_taken() -> None:
-    batch = Batch(1, COPIES, until_s=2.0)
+    batch = Batch(1, COPIES, loads=False, until_s=2.0)
     batch.take(1, 1.9)
     assert batch.take(1, 2.0) == ((), True)
-    batch.land([True], 3.0)
+    batch.land(Landed([True]), 3.0)
     batch.validate()
     assert batch.outcome(10).good == [True, False, False, False, False]
 
 
 def test_a_cancelled_batch_ends_with_what_has_landed() -> None:
-    batch = Batch(1, COPIES)
+    batch = Batch(1, COPIES, loads=True)
     batch.cancelled = True
     assert batch.take(1, 5.0) == ((), True)
     assert batch.outcome(10) == Copied(1, [False] * 5, 0, 0.0)
 
 
 def test_nothing_of_a_failed_batch_is_good() -> None:
-    batch = Batch(1, COPIES)
+    batch = Batch(1, COPIES, loads=True)
     batch.take(2, 0.0)
-    batch.land([True, True], 1.0)
+    batch.land(Landed([True, True]), 1.0)
     batch.failed = "no"
     assert batch.take(2, 2.0) == ((), True)
     assert batch.outcome(10) == Copied(1, [False] * 5, 20, 1.0, "no")
+
+
+def test_ways_and_what_differs_add_up_over_groups() -> None:
+    batch = Batch(1, COPIES, loads=True)
+    batch.take(3, 0.0)
+    batch.take(2, 0.0)
+    batch.land(Landed([True, False, True], {"rows": 2, "batch": 1}, {"batch: no": 2}, 1), 1.0)
+    batch.validate()
+    batch.land(Landed([True, True], {"rows": 2}, {"batch: no": 1, "staged: no": 1}), 2.0)
+    batch.validate()
+    told = batch.outcome(10)
+    assert (told.paths, told.fallbacks, told.differing) == (
+        {"rows": 4, "batch": 1}, {"batch: no": 3, "staged: no": 1}, 1,
+    )  # fmt: skip
