@@ -15,9 +15,9 @@ from deploy.local.private_pool import MEMORY, private_pool
 from deploy.local.stack import Store
 from shared.errors import ConfigError
 
-DEFAULT_LIMIT_BYTES = 1 << 30
-DEFAULT_SHARE = 16
-"""By default it takes one part in so many of the machine's memory: modest, so that a laptop does not notice."""
+DEFAULTS = {"cpu": (16, 1 << 30), "cuda": (8, 32 << 30)}
+"""By default it takes one part in so many of the machine's memory, and so much at most: modest, so that a laptop does
+not notice; beside GPUs, whose blocks are larger and soon many, enough to be of use."""
 DISK_BYTES = 10 << 30
 """Of `--kvbm-disk`, where nothing else is said."""
 BY_DEFAULT = ("native",)
@@ -39,14 +39,14 @@ class Wish(Struct, frozen=True):
     """Whether somebody named it, and wants to hear where it cannot be; else the others go on without."""
 
 
-def wish(size: str, disk: Path | None, disk_size: str, *, engine: str) -> Wish:
+def wish(size: str, disk: Path | None, disk_size: str, *, engine: str, device: str = "cpu") -> Wish:
     """Of `--kvbm-bytes` (empty: not given), `--kvbm-disk` and `--kvbm-disk-bytes`. Raises ConfigError."""
     if disk_size and disk is None:
         raise ConfigError("--kvbm-disk-bytes needs a --kvbm-disk")
     disk_bytes = parse(disk_size, "--kvbm-disk-bytes") if disk_size else DISK_BYTES
     if not size and disk is None:
-        return Wish(_default_bytes() if engine in BY_DEFAULT else 0, "", 0, asked=False)
-    pool_bytes = parse(size, "--kvbm-bytes") if size else _default_bytes()
+        return Wish(_default_bytes(device) if engine in BY_DEFAULT else 0, "", 0, asked=False)
+    pool_bytes = parse(size, "--kvbm-bytes") if size else _default_bytes(device)
     if pool_bytes == 0 and disk is not None:
         raise ConfigError("--kvbm-disk needs some --kvbm-bytes: blocks get there through memory")
     if pool_bytes and engine in WITHOUT:
@@ -96,6 +96,7 @@ def _check_disk(directory: Path) -> None:
         raise ConfigError(f"--kvbm-disk {directory} must be this user's alone (mode 0700), or not be there yet")
 
 
-def _default_bytes() -> int:
+def _default_bytes(device: str) -> int:
+    share, limit_bytes = DEFAULTS[device]
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(DEFAULT_LIMIT_BYTES, memory_bytes // DEFAULT_SHARE)
+    return min(limit_bytes, memory_bytes // share)

@@ -1,4 +1,4 @@
-"""The command line: up, status, explain, chat, bench."""
+"""The command line: up, status, explain, chat, bench, install-gpu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.local.stack import DEFAULT_HOME, Options, Place
+from deploy.local.stack import DEFAULT_HOME, Gpus, Options, Place
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 DEFAULT_MODEL = "default"
 BENCH_LIMIT = 1_000_000
+GPU_MEMORY_SHARE = 0.9
+UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
+"""Settings of a worker's table `cuda` that `up` makes itself."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -38,6 +41,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 return _chat(flags, place)
             case "bench":
                 return _bench(flags, place, sys.argv[1:] if words is None else words)
+            case "install-gpu":
+                return _install_gpu()
             case other:
                 raise AssertionError(other)
     except ConfigError as wrong:
@@ -90,10 +95,30 @@ def _parser() -> argparse.ArgumentParser:
         help="a setting of the simulated engine: speed=2, fixed_s=0.02, …",
     )
     up.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the native engine computes (%(default)s); cuda: workers take the GPUs that CUDA shows in turn",
+    )
+    up.add_argument(
+        "--gpu-memory-share",
+        type=float,
+        metavar="SHARE",
+        help=f"of each GPU's memory, for all of its workers together ({GPU_MEMORY_SHARE})",
+    )
+    up.add_argument(
+        "--cuda",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of workers on GPUs: dtype=float16, graphs=false, …",
+    )
+    up.add_argument(
         "--kvbm-bytes",
         default="",
         metavar="SIZE",
-        help="of memory for KV blocks, shared by all workers: 512M, 2G; 0: none (a 16th of all, at most 1G)",
+        help="of memory for KV blocks, shared by all workers: 512M, 2G; 0: none (a 16th of all, at most 1G; with GPUs"
+        " an 8th, at most 32G)",
     )
     up.add_argument("--kvbm-disk", type=Path, metavar="DIR", help="for blocks that this memory has no room for (none)")
     up.add_argument("--kvbm-disk-bytes", default="", metavar="SIZE", help="of that directory (10G)")
@@ -141,6 +166,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     bench.add_argument("--driver", choices=("own", "aiperf"), default="own", help="who sends (%(default)s)")
     bench.add_argument("--tokenizer", default="", help="for aiperf: a directory, or a hub's name")
+    install_gpu = commands.add_parser(
+        "install-gpu",
+        help="fetch what --device cuda needs (0.6 GB)",
+        description="CuPy, cuBLAS and CUDA's compiler, into .venv; ./headrace keeps them there from then on.",
+    )
+    install_gpu.set_defaults(state=DEFAULT_HOME)
     return parser
 
 
@@ -156,8 +187,9 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
             raise ConfigError(f"--{flag} is 1 to 64")
     if flags.simulated and flags.engine != "simulated":
         raise ConfigError("--simulated needs --engine simulated")
-    simulated = dict(map(_setting, flags.simulated))
-    wanted = wish(flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine)
+    simulated = _settings("--simulated", flags.simulated)
+    wanted = wish(flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device)
+    gpus = _gpus(flags)
     policy.check(flags.policy)  # now: the model may take minutes
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
@@ -183,6 +215,7 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
             discovery=flags.discovery,
             engine=flags.engine,
             simulated=simulated,
+            gpus=gpus,
             store=store,
             nats=flags.nats,
             etcd=flags.etcd,
@@ -190,17 +223,54 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
         return up(options, place, terminal)
 
 
-def _setting(text: str) -> tuple[str, str | int | float]:
-    """KEY=VALUE; the worker knows which keys and values there are."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise ConfigError(f"--simulated {text}: not KEY=VALUE")
+def _gpus(flags: argparse.Namespace) -> Gpus | None:
+    from deploy.local import gpus
+
+    share = flags.gpu_memory_share
+    if flags.device == "cpu":
+        if flags.cuda or share is not None:
+            raise ConfigError(f"{'--cuda' if flags.cuda else '--gpu-memory-share'} needs --device cuda")
+        return None
+    if flags.engine != "native":
+        raise ConfigError(f"--device cuda: engine {flags.engine} computes nothing")
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError("--gpu-memory-share is above 0, and 1 at most")
+    settings = _settings("--cuda", flags.cuda)
+    for key, instead in UPS_OWN.items():
+        if key in settings:
+            raise ConfigError(f"--cuda {key}: {instead}")
+    return Gpus(gpus.visible(), GPU_MEMORY_SHARE if share is None else share, settings)
+
+
+def _install_gpu() -> int:
+    """`./headrace` has installed them by now, and an installation of another kind has its own way."""
+    from deploy.local import gpus
+
+    gpus.require_cupy()
+    print("CuPy is installed")
+    print(f"{gpus.visible()} GPUs: ./headrace up --device cuda")
+    return 0
+
+
+def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:
+    """Each is KEY=VALUE; the worker knows which keys and values there are."""
+    settings: dict[str, str | int | float] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"{flag} {text}: not KEY=VALUE")
+        settings[key] = _number(value)
+    return settings
+
+
+def _number(text: str) -> str | int | float:
+    """The text itself where it is none."""
     for number in (int, float):
         try:
-            return key, number(value)
+            return number(text)
         except ValueError:
             pass
-    return key, value
+    return text
 
 
 def _status(flags: argparse.Namespace, place: Place) -> int:

@@ -5,9 +5,9 @@
     .venv.old                  the former .venv while a new one is built; put back if that fails
     .venv.lock                 held (flock) by whoever installs, pip included, until the last of them is dead
 
-requirements-dev.lock holds all of requirements.lock and more, so it is installed on top where the first is in place;
-otherwise .venv is built anew. The project itself is not installed: a `.pth` file, relative, names the checkout. That
-needs no build tools and no network, and a checkout that is moved stays whole.
+requirements-dev.lock and requirements-gpu.lock hold all of requirements.lock and more, so they are installed on top
+where the first is in place; otherwise .venv is built anew. The project itself is not installed: a `.pth` file,
+relative, names the checkout. That needs no build tools and no network, and a checkout that is moved stays whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import NoReturn
 
 RUNTIME = "requirements.lock"
 DEVELOPMENT = "requirements-dev.lock"
-PROVIDES = {RUNTIME: (RUNTIME,), DEVELOPMENT: (RUNTIME, DEVELOPMENT)}
+GPU = "requirements-gpu.lock"
+PROVIDES = {RUNTIME: (RUNTIME,), DEVELOPMENT: (RUNTIME, DEVELOPMENT), GPU: (RUNTIME, GPU)}
 """Lock file → the lock files that are in place once it is installed."""
 LINES_SHOWN = 15
 """Of pip's output, when it fails."""
@@ -42,7 +43,7 @@ def install(root: Path, lock_name: str) -> None:
         _tidy(root)
         if _in_place(root, lock_name):  # another start did it while we waited
             return
-        if lock_name == DEVELOPMENT and _in_place(root, RUNTIME):
+        if lock_name != RUNTIME and _in_place(root, RUNTIME):
             _pip_install(root, lock_name, lock)
         else:
             _build(root, lock_name, lock)

@@ -34,6 +34,16 @@ class Store(Struct, frozen=True):
     """Whether all is stopped where there is no room for it."""
 
 
+class Gpus(Struct, frozen=True):
+    """What the workers compute on, in turn: worker i on GPU i modulo `count`."""
+
+    count: int
+    memory_share: float
+    """Of each GPU's memory, for all of its workers together."""
+    settings: Mapping[str, Value] = {}
+    """Others of a worker's table `cuda`."""
+
+
 class Options(Struct, frozen=True):
     """What `up` was asked for."""
 
@@ -50,6 +60,8 @@ class Options(Struct, frozen=True):
     engine: str = "native"
     simulated: Mapping[str, Value] = {}
     """Settings of the simulated engine."""
+    gpus: Gpus | None = None
+    """None: the CPU computes."""
     store: Store | None = None
     nats: str = ""
     """URL of a NATS that runs already; empty: start one."""
@@ -176,9 +188,18 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
             "simulated": options.simulated,
             "kvbm": {"pool": store.pool if store is not None else ""},
         }
+        if options.gpus is not None:
+            settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
         service(f"worker-{index}", "worker", 1, settings)
     url = f"http://127.0.0.1:{options.port}"
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd)
+
+
+def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
+    """Workers of one GPU have equal parts of its memory."""
+    gpu = worker % gpus.count
+    sharing = len(range(gpu, workers, gpus.count))
+    return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 
 def _tiers(store: Store) -> dict[str, Mapping[str, Value]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.block_store import DEFAULT_LIMIT_BYTES, Wish, block_store, parse, wish
+from deploy.local.block_store import Wish, block_store, parse, wish
 from deploy.local.stack import Store
 from shared.errors import ConfigError
 
@@ -26,8 +26,15 @@ def test_what_is_no_size_is_refused_by_the_flags_name(size: str) -> None:
 
 def test_unasked_it_is_modest_and_the_others_can_do_without_it() -> None:
     default = wish("", None, "", engine="native")
-    assert 0 < default.pool_bytes <= DEFAULT_LIMIT_BYTES
+    assert 0 < default.pool_bytes <= 1 << 30
     assert not default.asked
+
+
+def test_beside_gpus_it_is_larger() -> None:
+    on_cpu, on_gpus = (wish("", None, "", engine="native", device=device) for device in ("cpu", "cuda"))
+    assert on_cpu.pool_bytes < on_gpus.pool_bytes <= 32 << 30
+    assert not on_gpus.asked
+    assert wish("1G", None, "", engine="native", device="cuda").pool_bytes == 1 << 30
 
 
 def test_a_size_or_a_disk_is_asking() -> None:

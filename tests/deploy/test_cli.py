@@ -29,6 +29,14 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--policy", "fastest"], "error: policy fastest: not one of kv, "),
         (["up", "--simulated", "speed=2"], "error: --simulated needs --engine simulated"),
         (["up", "--engine", "simulated", "--simulated", "speed", "--nats", ""], "error: --simulated speed: not KEY="),
+        (["up", "--cuda", "graphs=false"], "error: --cuda needs --device cuda"),
+        (["up", "--gpu-memory-share", "0.5"], "error: --gpu-memory-share needs --device cuda"),
+        (["up", "--device", "cuda", "--gpu-memory-share", "0"], "error: --gpu-memory-share is above 0, and 1 at most"),
+        (["up", "--device", "cuda", "--gpu-memory-share", "nan"], "error: --gpu-memory-share is above 0, and 1 at "),
+        (["up", "--device", "cuda", "--cuda", "graphs"], "error: --cuda graphs: not KEY=VALUE"),
+        (["up", "--device", "cuda", "--cuda", "gpu=1"], "error: --cuda gpu: CUDA_VISIBLE_DEVICES chooses"),
+        (["up", "--device", "cuda", "--cuda", "memory_share=1"], "error: --cuda memory_share: --gpu-memory-share "),
+        (["up", "--device", "cuda", "--engine", "echo"], "error: --device cuda: engine echo computes nothing"),
         (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: nothing answers there"),
         (["up", "--kvbm-bytes", "1X"], "error: --kvbm-bytes 1X: not a size, such as 512M or 2G"),
         (["up", "--kvbm-disk", "/d", "--kvbm-disk-bytes", "-1"], "error: --kvbm-disk-bytes -1: not a size, "),
@@ -54,6 +62,19 @@ def test_wrong_usage_ends_with_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has an NVIDIA driver")
+@pytest.mark.parametrize("words", [["up", "--device", "cuda"], ["install-gpu"]])
+def test_without_a_gpu_it_is_told_what_was_looked_for(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --device cuda")
+    assert "libcuda.so.1" in shown or "needs CuPy" in shown
+    assert shown.count("\n") == 1
+    assert not (tmp_path / ".headrace").exists()
 
 
 @pytest.mark.parametrize("engine", get_args(EngineName))

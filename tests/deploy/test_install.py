@@ -58,6 +58,7 @@ class Checkout:
         runtime = wheel(self.wheels, "tiny_runtime")
         (self.root / "requirements.lock").write_text(runtime)
         (self.root / "requirements-dev.lock").write_text(runtime + wheel(self.wheels, "tiny_development"))
+        (self.root / "requirements-gpu.lock").write_text(runtime + wheel(self.wheels, "tiny_gpu"))
 
     def environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON"))}
@@ -98,14 +99,15 @@ def test_the_scripts_are_posix_shell(script: str) -> None:
     assert subprocess.run([shell, "-n", str(ROOT / script)]).returncode == 0
 
 
-def test_every_runtime_pin_is_a_development_pin() -> None:
-    """The development lock is installed on top of the runtime one."""
-    runtime, development = (
-        {line.split()[0] for line in (ROOT / name).read_text().splitlines() if "==" in line and line[0] not in " #"}
-        for name in ("requirements.lock", "requirements-dev.lock")
+@pytest.mark.parametrize("name", ["requirements-dev.lock", "requirements-gpu.lock"])
+def test_every_runtime_pin_is_a_pin_of_the_larger_locks(name: str) -> None:
+    """They are installed on top of the runtime one."""
+    runtime, larger = (
+        {line.split()[0] for line in (ROOT / each).read_text().splitlines() if "==" in line and line[0] not in " #"}
+        for each in ("requirements.lock", name)
     )
     assert runtime
-    assert runtime <= development
+    assert runtime <= larger
 
 
 def test_the_first_start_installs_and_the_next_ones_do_not(checkout: Checkout, tmp_path: Path) -> None:
@@ -135,6 +137,27 @@ def test_development_is_installed_on_top_and_serves_the_runtime_too(checkout: Ch
     assert marker.exists()
     assert checkout.has("tiny_development")
     assert checkout.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
+
+
+def test_a_gpus_packages_come_on_top_when_asked_for_and_stay(checkout: Checkout) -> None:
+    assert checkout.start("up").returncode == 0
+    assert not checkout.has("tiny_gpu")
+    asked = checkout.start("install-gpu")
+    assert asked.stdout.startswith("cli install-gpu\n")
+    assert "installing requirements-gpu.lock (2 packages)" in asked.stderr
+    assert checkout.has("tiny_gpu")
+    assert checkout.start("up", PIP_FIND_LINKS="/nowhere").stderr == ""
+
+    assert checkout.install("requirements-dev.lock").returncode == 0
+    assert checkout.has("tiny_gpu")
+    runtime = wheel(checkout.wheels, "tiny_upgrade")
+    for name in ("requirements.lock", "requirements-gpu.lock"):
+        lock = checkout.root / name
+        lock.write_text(lock.read_text() + runtime)
+    upgraded = checkout.start("up")
+    assert "installing requirements-gpu.lock" in upgraded.stderr
+    assert checkout.has("tiny_gpu")
+    assert checkout.has("tiny_upgrade")
 
 
 def test_a_failed_first_install_says_what_failed_and_leaves_nothing(checkout: Checkout) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.stack import Options, Place, Stack, Store, Value, plan, ports_needed, toml
+from deploy.local.stack import Gpus, Options, Place, Stack, Store, Value, plan, ports_needed, toml
 from services.frontend.config import FrontendConfig
 from services.kvbm.config import DiskConfig, KvbmConfig
 from services.router.config import RouterConfig
@@ -69,6 +69,35 @@ def test_the_simulated_engine_gets_its_settings(tmp_path: Path) -> None:
     stack = planned(msgspec.structs.replace(OPTIONS, engine="simulated", simulated=simulated))
     worker = load(WorkerConfig, file=settings(stack, "worker-2", tmp_path), environ={})
     assert (worker.simulated.fixed_s, worker.simulated.output_tokens, worker.simulated.table) == (0.02, 0, "times.toml")
+
+
+def test_without_gpus_the_cpu_computes(tmp_path: Path) -> None:
+    assert load(WorkerConfig, file=settings(planned(OPTIONS), "worker-0", tmp_path), environ={}).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("workers", "count", "expected"),
+    [
+        (1, 1, [(0, 0.8)]),
+        (2, 1, [(0, 0.4), (0, 0.4)]),
+        (3, 2, [(0, 0.4), (1, 0.8), (0, 0.4)]),
+        (2, 8, [(0, 0.8), (1, 0.8)]),
+    ],
+)
+def test_workers_take_the_gpus_in_turn_and_share_the_memory_of_each(
+    tmp_path: Path, workers: int, count: int, expected: list[tuple[int, float]]
+) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, workers=workers, gpus=Gpus(count, 0.8)))
+    loaded = [load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}) for name in names(stack)[4:]]
+    assert {worker.device for worker in loaded} == {"cuda"}
+    assert [(worker.cuda.gpu, worker.cuda.memory_share) for worker in loaded] == expected
+
+
+def test_workers_on_gpus_get_their_other_settings(tmp_path: Path) -> None:
+    gpus = Gpus(1, 0.9, {"dtype": "float16", "graphs": "false", "graph_upper_bound": 32})
+    stack = planned(msgspec.structs.replace(OPTIONS, gpus=gpus))
+    cuda = load(WorkerConfig, file=settings(stack, "worker-1", tmp_path), environ={}).cuda
+    assert (cuda.dtype, cuda.graphs, cuda.graph_upper_bound) == ("float16", False, 32)
 
 
 def test_the_block_store_and_the_workers_share_a_pool(tmp_path: Path) -> None:
