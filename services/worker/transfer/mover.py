@@ -4,9 +4,9 @@
                             ├──▶ what has ended, and an eventfd ──▶ ended
     load ──▶ lane of loads ─┘
 
-Where a link has two directions that do not slow each other, each has its lane (an H200's: 55 GB/s each, 102 at once), and
-no load waits for a save. Elsewhere one lane has both, and loads go first: between host memories two lanes made no more
-copies in all, and a load beside saves took 1.6 to 2 times as long.
+Where a link has two directions that do not slow each other, each has its lane (an H200's: 55 GB/s each, 102 at once),
+and no load waits for a save. Elsewhere one lane has both, and loads go first: between host memories two lanes made no
+more copies in all, and a load beside saves took 1.6 to 2 times as long.
 """
 
 from __future__ import annotations

@@ -1,120 +1,24 @@
-"""The mover over both copiers, and a real pool file. A clock that it reads before each group holds it there."""
+"""The mover over both copiers, and a real pool file."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from services.worker.copies import Copied, Copy
 from services.worker.transfer import host_copier
-from services.worker.transfer.host_copier import Done, HostCopier
-from services.worker.transfer.mover import TransferMover
-from shared.pool_format import Geometry, PoolUnfit
+from services.worker.transfer.host_copier import HostCopier
+from shared.pool_format import PoolUnfit
 from shared.pool_map import PoolMap
-from tests.worker.pool_file import make_pool
-from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS, Device, HostDevice, opened
-
-LIMIT_S = 20.0
-SIZE_BYTES = 4 << 20
-GEOMETRY = Geometry.of(SIZE_BYTES)
-ARENA = GEOMETRY.arena(0, 1, BLOCK_BYTES)
-
-
-class Clock:
-    """Says `now_s`; closed, it lets a lane wait at its next look, and says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.step_s = 0.0
-        self.looks = 0
-        self.seen: Callable[[], None] = lambda: None
-        self._open = threading.Event()
-        self._reached = threading.Event()
-        self._open.set()
-
-    def __call__(self) -> float:
-        self.looks += 1
-        self.seen()
-        self._reached.set()
-        assert self._open.wait(LIMIT_S)
-        self.now_s += self.step_s
-        return self.now_s
-
-    def shut(self) -> None:
-        self._open.clear()
-        self._reached.clear()
-
-    def reached(self) -> None:
-        assert self._reached.wait(LIMIT_S)
-
-    def release(self) -> None:
-        self._open.set()
-
-
-class Rig:
-    """A pool, mapped as the kvbm maps it and as an engine does, and a mover whose groups are single blocks."""
-
-    def __init__(self, path: Path, device: Device, *, verify: bool = False, most_blocks: int = 1) -> None:
-        make_pool(path, SIZE_BYTES)
-        self.path = path
-        self._pools = [PoolMap(path, grants=True), PoolMap(path)]
-        self.kvbm, self.engine = (pool.arena(ARENA) for pool in self._pools)
-        self.device = device
-        self.clock = Clock()
-        self.mover = TransferMover(device.copier, self.clock, most_blocks=most_blocks, verify=verify)
-        self.mover.attach(self.engine)
-        self.closed = False
-
-    def fill(self, device_slot: int, seed: int) -> bytes:
-        block = Random(seed).randbytes(BLOCK_BYTES)
-        self.device.write(device_slot, block)
-        return block
-
-    def in_pool(self, slot: int) -> bytes:
-        with self.kvbm.slot(slot) as memory:
-            return bytes(memory)
-
-    def ended(self, count: int = 1) -> list[Copied]:
-        """The next `count` batches that end, without the ways that they took."""
-        told: list[Copied] = []
-        while len(told) < count:
-            readable, _, _ = select.select([self.mover], [], [], LIMIT_S)
-            assert readable, "nothing has ended"
-            told.extend(self.mover.ended())
-        assert len(told) == count
-        assert all(sum(copied.paths.values()) * BLOCK_BYTES == copied.moved_bytes for copied in told)
-        assert not any(copied.fallbacks for copied in told)
-        return [msgspec.structs.replace(copied, paths={}) for copied in told]
-
-    def close(self) -> None:
-        self.clock.release()
-        if not self.closed:
-            self.mover.close()
-        for arena in (self.kvbm, self.engine):
-            arena.close()
-        for pool in self._pools:
-            pool.close()
-
-
-def rigged(kind: str, tmp_path: Path, *, verify: bool) -> Iterator[Rig]:
-    # Linux pins no file of a disk's file system for as long as CUDA would.
-    place = "/dev/shm" if kind == "cuda" else tmp_path
-    with opened(kind) as device, TemporaryDirectory(dir=place) as directory:
-        rig = Rig(Path(directory) / "pool", device, verify=verify)
-        yield rig
-        rig.close()
+from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS
+from tests.worker.transfer.mover_rig import ARENA, GEOMETRY, LIMIT_S, Rig, rigged
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -125,11 +29,6 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Rig]:
     yield from rigged("host", tmp_path, verify=False)
-
-
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def verifying(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
-    yield from rigged(request.param, tmp_path, verify=True)
 
 
 def test_what_is_saved_from_one_slot_is_loaded_into_another(rig: Rig) -> None:
@@ -353,102 +252,3 @@ def test_every_batch_ends_once_and_good_copies_are_the_blocks_whatever_is_cancel
         for copy, good in zip(saves.get(copied.batch, []), copied.good, strict=False):
             block = blocks[copy.device_slot] if good else bytes(BLOCK_BYTES)
             assert rig.in_pool(copy.pool_slot)[:BLOCK_BYTES] == block
-
-
-# --- comparing
-
-
-def test_loads_that_were_made_well_are_found_so(verifying: Rig) -> None:
-    blocks = [verifying.fill(slot, slot) for slot in range(4)]
-    verifying.mover.save(1, [Copy(slot, slot) for slot in range(4)], 1.0)
-    verifying.ended()
-    verifying.mover.load(2, [Copy(slot, 8 + slot) for slot in range(4)])
-    assert verifying.ended() == [Copied(2, [True] * 4, 4 * BLOCK_BYTES, 0.0)]
-    assert [verifying.device.read(8 + slot) for slot in range(4)] == blocks
-
-
-class FaultyCopier(HostCopier):
-    """Loads `faulty` pool slots wrongly; between a load and its comparison `granted` ones become another's, who writes
-    to them, and right after it `late` ones."""
-
-    def __init__(self, device: HostDevice) -> None:
-        super().__init__(device.copier.shape, device)
-        self.faulty: set[int] = set()
-        self.granted: set[int] = set()
-        self.late: set[int] = set()
-        self.grant: Callable[[int], None] = lambda _slot: None
-
-    def begin(self, copies: Sequence[Copy], *, loads: bool) -> Done:
-        done = super().begin(copies, loads=loads)
-        for copy in copies:
-            if loads and copy.pool_slot in self.faulty:
-                last = self.shape.regions[-1] + copy.device_slot * self.shape.stride_bytes
-                byte = ctypes.c_ubyte.from_address(last + self.shape.fragment_bytes - 1)
-                byte.value ^= 1
-        return done
-
-    def differs(self, copies: Sequence[Copy]) -> list[bool]:
-        self._become_others(copies, self.granted)
-        told = super().differs(copies)
-        self._become_others(copies, self.late)
-        return told
-
-    def _become_others(self, copies: Sequence[Copy], slots: set[int]) -> None:
-        for copy in copies:
-            if copy.pool_slot in slots:
-                self.grant(copy.pool_slot)
-
-
-SOME = st.sets(st.integers(0, 7))
-
-
-@given(faulty=SOME, granted=SOME, late=SOME, group=st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
-def test_a_block_that_differs_is_a_fault_unless_its_slot_is_anothers_by_now(
-    faulty: set[int], granted: set[int], late: set[int], group: int
-) -> None:
-    device = HostDevice()
-    device.copier = copier = FaultyCopier(device)
-    with TemporaryDirectory() as directory:
-        rig = Rig(Path(directory) / "pool", device, verify=True, most_blocks=group)
-        blocks = [rig.fill(slot, slot) for slot in range(8)]
-        rig.mover.save(1, [Copy(slot, slot) for slot in range(8)], 1.0)
-        rig.ended()
-
-        def grant(slot: int) -> None:
-            rig.kvbm.grant(slot)
-            with rig.kvbm.slot(slot) as memory:
-                memory[:8] = b"another\0"
-
-        copier.faulty, copier.granted, copier.late, copier.grant = faulty, granted, late, grant
-        rig.mover.load(2, [Copy(slot, 8 + slot, rig.kvbm.generation(slot)) for slot in range(8)])
-        [copied] = rig.ended()
-        anothers = granted | late
-        assert copied.good == [slot not in faulty | anothers for slot in range(8)]
-        assert copied.differing == len(faulty - anothers)
-        assert all(rig.device.read(8 + slot) == blocks[slot] for slot, good in enumerate(copied.good) if good)
-        rig.close()
-
-
-def test_a_fault_is_said_once_and_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    device = HostDevice()
-    device.copier = copier = FaultyCopier(device)
-    copier.faulty = {3}
-    rig = Rig(tmp_path / "pool", device, verify=True)
-    for batch in (1, 2):
-        rig.mover.load(batch, [Copy(slot, slot) for slot in range(5)])
-        assert rig.ended()[0].differing == 1
-    rig.close()
-    [record] = caplog.records
-    assert record.levelno == logging.CRITICAL
-    assert record.message.startswith("WRONG BYTES: the pool's slot 3, loaded into the device's slot 3 on one of the")
-
-
-def test_what_is_not_to_be_compared_is_not(tmp_path: Path) -> None:
-    device = HostDevice()
-    device.copier = copier = FaultyCopier(device)
-    copier.faulty = {3}
-    rig = Rig(tmp_path / "pool", device)
-    rig.mover.load(1, [Copy(3, 3)])
-    assert rig.ended()[0].good == [True]
-    rig.close()
