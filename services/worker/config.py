@@ -92,6 +92,14 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     copy_path: CopyPath = "auto"
     """How blocks go between GPU and pool; auto: as measured at start."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where settings contradict each other."""
+        if self.graph_lower_bound > self.graph_upper_bound:
+            raise ValueError(
+                f"graph_lower_bound is {self.graph_lower_bound}, above graph_upper_bound, {self.graph_upper_bound};"
+                " graphs = false captures none"
+            )
+
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One worker: one engine, one model."""

@@ -1,0 +1,76 @@
+"""services/worker/config.py: what contradicts itself is told before anything starts, and what a machine lacks is told
+by its name."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.worker.config import WorkerConfig
+from shared.config import load
+from shared.errors import ConfigError
+from tests.worker.shell import LIMIT_S, write_model
+
+WRONG = [
+    ("--device cuda --engine echo", "device is cuda; the echo engine computes nothing"),
+    ("--device cuda --engine simulated", "device is cuda; the simulated engine computes nothing"),
+    ("--device cuda --kv-dtype float32", "kv_dtype is float32; on a GPU KV is kept in cuda.dtype, bfloat16"),
+    (
+        "--device cuda --cuda-dtype float16 --kv-dtype bfloat16",
+        "kv_dtype is bfloat16; on a GPU KV is kept in cuda.dtype, float16",
+    ),
+    ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
+    ("--cuda-copy-path teleport", "Invalid enum value 'teleport' - at `$.cuda.copy_path`"),
+    ("--cuda-memory-share 0", "Expected `float` > 0.0 - at `$.cuda.memory_share`"),
+    ("--cuda-memory-share 1.5", "Expected `float` <= 1.0 - at `$.cuda.memory_share`"),
+    ("--cuda-gpu -1", "Expected `int` >= 0 - at `$.cuda.gpu`"),
+    (
+        "--cuda-graph-lower-bound 9 --cuda-graph-upper-bound 8",
+        "graph_lower_bound is 9, above graph_upper_bound, 8; graphs = false captures none - at `$.cuda`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), WRONG)
+def test_what_contradicts_itself_is_refused_by_name(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(WorkerConfig, environ={}, flags=["--model", "m", *flags.split()])
+    assert str(refused.value) == f"WorkerConfig: {said}"
+
+
+def test_kv_is_kept_as_the_device_computes_unless_it_is_said() -> None:
+    def kept(*flags: str) -> str:
+        return load(WorkerConfig, environ={}, flags=["--model", "m", *flags]).kept_dtype
+
+    assert kept() == "float32"
+    assert kept("--kv-dtype", "bfloat16") == "bfloat16"
+    assert kept("--device", "cuda") == "bfloat16"
+    assert kept("--device", "cuda", "--cuda-dtype", "float16") == "float16"
+    assert kept("--device", "cuda", "--cuda-dtype", "float16", "--kv-dtype", "float16") == "float16"
+
+
+def started(*flags: str) -> tuple[int, str]:
+    """Status and stderr of a worker that cannot work."""
+    command = [sys.executable, "-m", "services.worker", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
+    return ended.returncode, ended.stderr
+
+
+def test_a_worker_says_so_in_one_line_and_ends_with_status_2() -> None:
+    refused = started("--model", "m", "--device", "cuda", "--engine", "echo")
+    assert refused == (2, "headrace-worker: WorkerConfig: device is cuda; the echo engine computes nothing\n")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+def test_a_worker_for_a_gpu_without_cupy_says_how_to_get_it(nats_url: str, tmp_path: Path) -> None:
+    discovery = ("--discovery-backend", "file", "--discovery-path", str(tmp_path / "discovery"))
+    model = ("--model", str(write_model(tmp_path / "model")), "--cache", str(tmp_path / "cache"))
+    status, said = started("--device", "cuda", *model, "--nats-url", nats_url, *discovery)
+    last = said.splitlines()[-1]
+    assert status == 2, said
+    assert last.startswith("headrace-worker: ")
+    assert "device is cuda, which needs CuPy: pip install 'headrace[gpu]'" in last
