@@ -146,8 +146,8 @@ class Exchanged(Struct, frozen=True):
     loaded_blocks: int = 0
     """Copied from it."""
     bad_blocks: int = 0
-    """Copies, either way, that were begun or asked for and are worth nothing: cancelled, late, or of a slot that became
-    another block's meanwhile."""
+    """Copies, either way, that were begun or asked for and are worth nothing: cancelled, late, of a slot that became
+    another block's meanwhile, or differing."""
     saved_bytes: int = 0
     loaded_bytes: int = 0
     save_s: float = 0.0

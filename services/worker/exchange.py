@@ -19,14 +19,13 @@ from __future__ import annotations
 from itertools import count
 from typing import Literal, Protocol, TypeVar, assert_never
 
-import msgspec
-
 from services.worker.copies import Copied, Mover, Slots
 from services.worker.engine import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from services.worker.fetching import Fetches
 from services.worker.link import LinkLost, Operation
 from services.worker.scheduler import Scheduler
 from services.worker.storing import Stores
+from services.worker.tally import Tally
 from shared.errors import ProtocolError
 from shared.kvbm_messages import (
     ABORT,
@@ -108,8 +107,7 @@ class Exchange:
         """Stores of the link before: what is still granted to them nobody will write."""
         self._out: list[KvbmAsk | KvbmLink] = []
         self._link = KvbmLink(kvbm="")
-        self._exchanged = Exchanged()
-        self._told = self._exchanged
+        self._tally = Tally()
 
     # --- what the engine does with it
 
@@ -167,14 +165,11 @@ class Exchange:
     @property
     def changed(self) -> bool:
         """Whether there is `news`."""
-        return self._exchanged is not self._told
+        return self._tally.changed
 
     def news(self) -> Exchanged | None:
         """What was exchanged, where it is more than was told."""
-        if not self.changed:
-            return None
-        self._told = self._exchanged
-        return self._exchanged
+        return self._tally.news()
 
     def close(self) -> None:
         """No copy begins any more, and the pool is left alone when this returns."""
@@ -263,8 +258,7 @@ class Exchange:
             case "store":
                 self._stores.granted(reply.number, _known(STORE_REPLY.decode(reply.payload)))
             case "commit" | "abort":
-                blocks = self._stores.settled(reply.number, _known(SETTLED.decode(reply.payload)))
-                self._count(saved_blocks=blocks)
+                self._tally.committed(self._stores.settled(reply.number, _known(SETTLED.decode(reply.payload))))
             case "fetch":
                 fetched = None if reply.failed else _known(FETCH_REPLY.decode(reply.payload))
                 self._fetches.fetched(reply.number, fetched, reply.last, now_s)
@@ -282,21 +276,14 @@ class Exchange:
     # --- copies
 
     def _copied(self, copied: Copied, now_s: float) -> None:
-        good = sum(copied.good)
-        self._count(bad_blocks=len(copied.good) - good)
         if self._stores.owns(copied.batch):
-            self._count(saved_bytes=copied.moved_bytes, save_s=copied.took_s)
+            self._tally.saved(copied)
             self._stores.ended(copied, now_s)
         else:
-            self._count(loaded_blocks=good, loaded_bytes=copied.moved_bytes, load_s=copied.took_s)
+            self._tally.loaded(copied)
             self._fetches.ended(copied)
         if copied.failed and self._state == "attached":
             self._lose(f"copying failed: {copied.failed}", now_s)
-
-    def _count(self, **more: float) -> None:
-        if any(more.values()):
-            sums = {name: getattr(self._exchanged, name) + amount for name, amount in more.items()}
-            self._exchanged = msgspec.structs.replace(self._exchanged, **sums)
 
     def validate(self) -> None:
         """Raises AssertionError where the exchange contradicts itself; call it between steps."""

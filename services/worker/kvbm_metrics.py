@@ -43,6 +43,21 @@ class KvbmMetrics:
         )
         self._bytes = counter(registry, "headrace_kvbm_copied_bytes", "Copied to and from kvbm's pool", ["direction"])
         self._copy_s = counter(registry, "headrace_kvbm_copy_seconds", "Spent copying", ["direction"])
+        self._by_path = counter(
+            registry, "headrace_kvbm_path_blocks", "Blocks copied, by the way they took", ["direction", "path"]
+        )
+        self._fallbacks = counter(
+            registry,
+            "headrace_kvbm_copy_fallbacks",
+            "Blocks copied after a better way had failed, by its name and the reason",
+            ["reason"],
+        )
+        self._differing = counter(
+            registry,
+            "headrace_kvbm_differing_blocks",
+            "Blocks that were loaded, compared with the pool's and not the same: a fault; counted where kvbm.verify is "
+            "set",
+        )
         self._load = self._shown_load = EngineLoad()
         """The engine's counts since it started, and those of them that are shown."""
         self._exchanged = self._shown_exchanged = Exchanged()
@@ -89,3 +104,10 @@ class KvbmMetrics:
         self._bytes.labels("load").inc(now.loaded_bytes - before.loaded_bytes)
         self._copy_s.labels("save").inc(now.save_s - before.save_s)
         self._copy_s.labels("load").inc(now.load_s - before.load_s)
+        for path, blocks in now.saved_by.items():
+            self._by_path.labels("save", path).inc(blocks - before.saved_by.get(path, 0))
+        for path, blocks in now.loaded_by.items():
+            self._by_path.labels("load", path).inc(blocks - before.loaded_by.get(path, 0))
+        for reason, blocks in now.fallbacks.items():
+            self._fallbacks.labels(reason).inc(blocks - before.fallbacks.get(reason, 0))
+        self._differing.inc(now.differing_blocks - before.differing_blocks)

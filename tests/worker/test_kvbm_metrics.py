@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from services.worker.engine import EngineLoad, Exchanged, Stepped
@@ -32,3 +33,25 @@ def test_what_engines_count_each_from_their_start_adds_up() -> None:
     assert value("kvbm_copied_blocks_total", outcome="saved") == 4
     assert value("kvbm_copied_blocks_total", outcome="loaded") == 4
     assert value("kvbm_copy_seconds_total", direction="save") == 0.5
+
+
+def test_ways_and_reasons_add_up_over_engines() -> None:
+    registry = CollectorRegistry()
+    metrics = KvbmMetrics(registry)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"headrace_kvbm_{name}_total", labels)
+
+    first = Exchanged(saved_by={"rows": 2}, loaded_by={"batch": 3}, fallbacks={"staged: no": 1})
+    more = msgspec.structs.replace(first, saved_by={"rows": 5, "batch": 1}, differing_blocks=1)
+    metrics.stepped(stepped(EngineLoad(), first))
+    metrics.show()
+    metrics.stepped(stepped(EngineLoad(), more))
+    metrics.engine_lost()
+    metrics.stepped(stepped(EngineLoad(), first))
+    metrics.show()
+    assert value("path_blocks", direction="save", path="rows") == 7
+    assert value("path_blocks", direction="save", path="batch") == 1
+    assert value("path_blocks", direction="load", path="batch") == 6
+    assert value("copy_fallbacks", reason="staged: no") == 2
+    assert value("differing_blocks") == 1
