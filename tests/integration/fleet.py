@@ -52,11 +52,13 @@ class Service:
         except (urllib.error.URLError, OSError):
             return False
 
-    def metric(self, name: str) -> float:
-        """The sum over all labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all that have these labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+        mine = [line for line in lines if line.partition("{")[0] == name and all(each in line for each in wanted)]
+        return sum(float(line.rpartition(" ")[2]) for line in mine)
 
     def stop(self) -> tuple[int, float]:
         """SIGTERM; the exit status, and how long it took."""
@@ -79,12 +81,12 @@ class Fleet:
         self._common = ("--nats-url", nats_url, *where)
         self._started = 0
 
-    def start(self, service: ServiceName, name: str, *flags: str) -> Service:
-        """Returns at once; `ready` says when it serves."""
+    def start(self, service: ServiceName, name: str, *flags: str, module: str = "") -> Service:
+        """Returns at once; `ready` says when it serves. `module`: of a service's program that is a test's own."""
         self._started += 1
         log = self._folder / f"{name}.{self._started}.log"
         where = ("--http-port", "0") if service == "frontend" else ("--observe-url-file", str(log.with_suffix(".url")))
-        command = [sys.executable, "-m", f"services.{service}", *self._common, *where, *flags]
+        command = [sys.executable, "-m", module or f"services.{service}", *self._common, *where, *flags]
         self.services[name] = Service(name, command, log)
         return self.services[name]
 

@@ -9,6 +9,8 @@ import asyncio
 import random
 import secrets
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from shared import kvbm_messages as wire
 from shared import subjects
-from shared.config import NatsConfig
+from shared.config import NatsConfig, environment
 from shared.errors import Unavailable
 from shared.file_discovery import FileDiscovery
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
@@ -29,11 +31,14 @@ from shared.messages import (
     Instance,
     LoadReport,
     Sampling,
+    ServiceName,
     SnapshotRequest,
     Tier,
+    TokenLogprob,
 )
 from shared.nats_bus import NatsBus, connect
 from tests.integration.fleet import Fleet, Service
+from tests.integration.stack import ROOT
 from tests.worker.shell import NAMESPACE, Peer, request
 
 LIMIT_S = 60.0
@@ -44,6 +49,14 @@ WITHOUT_KVBM = ("alone", "reference")
 VOCABULARY = 320
 
 T = TypeVar("T")
+
+
+class Scored(NamedTuple):
+    """What a worker made of a prompt, and how likely it found that."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    """One for each token."""
 
 
 class Answer(NamedTuple):
@@ -154,9 +167,9 @@ class Wire:
             await self._peers[instance].open()
         return self._peers[instance]
 
-    async def begin(self, name: str, tokens: list[int], max_tokens: int = 8) -> str:
+    async def begin(self, name: str, tokens: list[int], max_tokens: int = 8, logprobs: int = -1) -> str:
         """Returns the request's name once the worker has taken it."""
-        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs)
         asked = request(secrets.token_hex(8), tokens, sampling=sampling)
         reply = await (await self.peer(name)).generate(asked)
         assert isinstance(reply, Accepted), reply
@@ -171,6 +184,13 @@ class Wire:
 
     async def ask(self, name: str, tokens: list[int], max_tokens: int = 8) -> Answer:
         return await self.end(name, await self.begin(name, tokens, max_tokens))
+
+    async def score(self, name: str, tokens: list[int], max_tokens: int = 8, logprobs: int = 20) -> Scored:
+        """Asked, with so many of the likeliest tokens at each place."""
+        request = await self.begin(name, tokens, max_tokens, logprobs)
+        answer = await self.end(name, request)
+        parts = (await self.peer(name)).parts(request)
+        return Scored(answer.tokens, [one for part in parts for one in part.logprobs or ()])
 
     async def cancel(self, name: str, request: str) -> None:
         await (await self.peer(name)).cancel(request)
@@ -247,6 +267,23 @@ class Wire:
         for name in WORKERS:
             await self.reported(name, lambda report: not report.attempts and not report.held_blocks)
         await self.until_state(lambda layout: not any(layout.tickets.values()), "all tickets have ended")
+
+
+def refusal(service: ServiceName, nats_url: str, folder: Path, *flags: str) -> str:
+    """The one line that a service prints which cannot start."""
+    common = ("--nats-url", nats_url, *Machine.where(folder))
+    ended = subprocess.run(
+        [sys.executable, "-m", f"services.{service}", *common, *flags],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stderr.splitlines()[-1]
 
 
 @asynccontextmanager

@@ -5,22 +5,17 @@ does, and says why it exchanges no blocks.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from services.kvbm.host_pool import HostPool
-from shared.config import environment
 from shared.pool_lock import hold_owner
 from tests.integration.fleet import fleet
-from tests.integration.machine import Machine, connected, eventually, prompt
-from tests.integration.stack import ROOT
+from tests.integration.machine import Machine, connected, eventually, prompt, refusal
 from tests.kvbm.small_tmpfs import small_tmpfs
 from tests.tiny_model import write_tiny_model
 
-LIMIT_S = 60.0
 SOMEBODY = 65534
 """Another user than the one who runs the tests."""
 
@@ -37,23 +32,6 @@ def folder(tmp_path: Path) -> Path:
     else:
         (tmp_path / "foreign").symlink_to("/")
     return tmp_path
-
-
-def refusal(service: str, nats_url: str, folder: Path, *flags: str) -> str:
-    """What a service that does not start prints."""
-    common = ("--nats-url", nats_url, *Machine.where(folder))
-    ended = subprocess.run(
-        [sys.executable, "-m", f"services.{service}", *common, *flags],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert "Traceback" not in ended.stderr
-    return ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
