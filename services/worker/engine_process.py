@@ -96,6 +96,7 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
                 capacity_blocks=config.capacity_blocks,
                 block_size=config.block_size,
                 kv_dtype=config.kv_dtype,
+                verify=config.kvbm.verify,
             )
             return load(tell)
         case _:
@@ -105,7 +106,7 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
 def _load_cuda(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
     """Raises ModelError, ConfigError."""
     try:
-        from services.worker.native.cuda.runner import load_cuda
+        from services.worker.native.cuda.load import load_cuda
     except ImportError as wrong:
         raise ConfigError(f"device is cuda, which needs CuPy: pip install 'headrace[gpu]' ({wrong})") from None
     return load_cuda(config)(tell)

@@ -48,8 +48,11 @@ _IN_USE_S = 3600.0
 Progress = Callable[[Loading], None]
 
 
-def prepare(source: Path, cache: Path, progress: Progress, *, limit_bytes: int = CACHE_LIMIT_BYTES) -> Path:
-    """The directory to serve `source` (a directory, or a .gguf file) from: config, tokenizer and float32 weights.
+def prepare(
+    source: Path, cache: Path, progress: Progress, *, limit_bytes: int = CACHE_LIMIT_BYTES, as_stored: bool = False
+) -> Path:
+    """The directory to serve `source` (a directory, or a .gguf file) from: config, tokenizer and float32 weights; with
+    `as_stored` a directory is served from itself, for whoever takes weights of any type.
 
     Raises ModelError naming the file that is missing, torn, of an unsupported kind or shape, or cannot be written.
     """
@@ -58,7 +61,7 @@ def prepare(source: Path, cache: Path, progress: Progress, *, limit_bytes: int =
         if not (source / "tokenizer.json").exists():
             raise ModelError(f"{source / 'tokenizer.json'}: missing")
         checkpoint = Checkpoint(source, config)
-        if checkpoint.mapped:
+        if as_stored or checkpoint.mapped:
             return source
         files = [source / "config.json", *checkpoint_files(source), *_existing(source)]
         return _converted(

@@ -12,12 +12,11 @@ from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 
+from services.worker.native.cuda.capacity import BLAS_BYTES
 from services.worker.native.cuda.kernels import ElementType
 from services.worker.native.linear import Array
 from shared.errors import ModelError
 
-_WORKSPACE_BYTES = 64 << 20
-"""cuBLAS asks for 32 MiB on Hopper; with less it falls back to slower kernels."""
 _TRANSPOSED, _PLAIN = 1, 0
 _FLOAT32 = 0  # cudaDataType_t
 _DATA_TYPES: dict[ElementType, int] = {"float32": _FLOAT32, "float16": 2, "bfloat16": 14}
@@ -32,12 +31,12 @@ class Blas:
         """All products run on `stream`. Raises ModelError."""
         self._library = _loaded_cublas()
         self._type = _DATA_TYPES[element_type]
-        self._workspace = cp.empty(_WORKSPACE_BYTES, cp.uint8)
+        self._workspace = cp.empty(BLAS_BYTES, cp.uint8)
         self._handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
         self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.ptr))
         workspace = ctypes.c_void_p(self._workspace.data.ptr)
-        self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(_WORKSPACE_BYTES))
+        self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(BLAS_BYTES))
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def product(self, out: Array, x: Array, weight: Array, *, add: bool = False) -> None:

@@ -5,14 +5,13 @@
                                                                         → RMSNorm of drawing rows → logits (float32)
 
 Activations are of the element type. The residual stream stays float32, and the products that end in it are accumulated
-there by cuBLAS itself: no kernel adds, and nothing is rounded between layers. Nothing here waits for the device, and in
-buffers that are large enough nothing is allocated, so a step can be captured as a CUDA graph.
+there by cuBLAS itself: no kernel adds, and nothing is rounded between layers. Nothing here waits for the device or
+allocates, so a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
@@ -20,11 +19,12 @@ import numpy as np
 
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
+from services.worker.native.cuda.buffers import Buffers
+from services.worker.native.cuda.capacity import split_parts
 from services.worker.native.cuda.kernels import PREFILL_ROWS, Kernels
 from services.worker.native.cuda.layout import Counts, sections
 from services.worker.native.cuda.weights import CudaLayer, CudaWeights
 from services.worker.native.linear import Array
-from services.worker.native.rope import tables
 
 _THREADS = 256
 _ROW_WARPS = 8
@@ -42,59 +42,40 @@ _BLOCK_COST, _MERGE_COST, _MERGE_COST_OF_SPLIT = 3.0, 4.0, 0.125
 """Of starting and ending a thread block, of merging, and of each split in it, in 64 positions' time: off an H200."""
 
 
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """What a step of up to `rows` rows computes in."""
-
-    rows: int
-    hidden: Array
-    normed: Array
-    qkv: Array
-    q: Array
-    attended: Array
-    gate_up: Array
-    activated: Array
-    every_row: Array
-
-
 class CudaDecoder:
     """Weights, KV pages and the step that joins them. Not for two threads at once."""
 
     def __init__(
-        self, config: ModelConfig, weights: CudaWeights, pages: Array, kernels: Kernels, blas: Blas, positions: int
+        self, config: ModelConfig, weights: CudaWeights, pages: Array, kernels: Kernels, blas: Blas, buffers: Buffers
     ) -> None:
-        """`pages` (slots, layers, 2, block_size, kv_heads, head_dim) of the element type; `positions` bounds those ever
-        computed."""
+        """`pages` (slots, layers, 2, block_size, kv_heads, head_dim) of the element type."""
         self._config = config
         self._weights = weights
         self._pages = pages
         self._kernels = kernels
         self._blas = blas
-        self._cosines, self._sines = (cp.asarray(table) for table in tables(config.rope, config.head_dim, positions))
+        self._buffers = buffers
+        self._split_parts = split_parts(buffers.logits.shape[0])
         self._scale = 1 / math.sqrt(config.head_dim)
         self._slot_stride = pages.size // pages.shape[0]
         self._layer_stride = self._slot_stride // config.layers
         self._processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
         self._group_tiles = -(-config.heads // config.kv_heads // _DECODE_HEADS)
-        self.buffers = self._room_for(1)
-        """What the next step computes in; whoever captures one as a graph keeps these."""
 
-    def reserve(self, rows: int) -> None:
-        """Steps of up to `rows` rows allocate nothing from now on."""
-        if rows > self.buffers.rows:
-            self.buffers = self._room_for(rows)
+    def step(self, counts: Counts, *, longest: int) -> Array:
+        """Enqueue a step on the current stream: its KV is stored, and its logits (drawing, vocab) float32, which are
+        returned, are written where those of every step are.
 
-    def step(self, ints: Array, counts: Counts, logits: Array, split_room: Array, *, longest: int) -> None:
-        """Enqueue a step on the current stream: its KV is stored, and logits (drawing, vocab) float32 are written.
-
-        `ints` is what layout.lay_out made; `split_room` float32 of `split_floats` elements. `longest`: the positions
-        that attention of single rows is cut for; more are as right, and slower than they could be.
+        The buffers' `ints` are what layout.lay_out made. `longest`: the positions that attention of single rows is cut
+        for; more are as right, and slower than they could be.
         """
         config, weights, kernels = self._config, self._weights, self._kernels
-        self.reserve(counts.rows)
-        room, at, rows = self.buffers, sections(counts), counts.rows
+        room, at, rows, ints = self._buffers, sections(counts), counts.rows, self._buffers.ints
+        assert rows <= room.hidden.shape[0], f"a step of {rows} rows"
+        assert counts.drawing <= room.logits.shape[0], f"a step that draws {counts.drawing} tokens"
         hidden, normed, qkv = room.hidden[:rows], room.normed[:rows], room.qkv[:rows]
         attended, activated = room.attended[:rows], room.activated[:rows]
+        logits = room.logits[: counts.drawing]
         positions, places = ints[at.positions :], ints[at.places :]
         splits = self._splits(counts.singles, longest)
         embedding = (hidden, weights.embedding, ints[at.tokens :], np.int32(config.hidden))
@@ -104,7 +85,7 @@ class CudaDecoder:
             self._norm(normed, hidden, None, layer.input_norm)
             self._product(qkv, normed, layer.qkv)
             self._rotate_and_store(layer, rows, positions, places, layer_offset)
-            self._attend(ints, counts, layer_offset, split_room, splits)
+            self._attend(counts, layer_offset, splits)
             self._product(hidden, attended, layer.output, add=True)
             self._norm(normed, hidden, layer.output_bias, layer.output_norm)
             self._activate(activated, normed, layer.gate_up)
@@ -113,11 +94,7 @@ class CudaDecoder:
             drawn = normed[: counts.drawing]
             self._norm(drawn, hidden, None, weights.norm, ints[at.drawing :])
             self._product(logits, drawn, weights.head)
-
-    def split_floats(self, singles: int, longest: int) -> int:
-        """Elements of the `split_room` that a step with so many singles needs."""
-        splits = self._splits(singles, longest)
-        return singles * self._config.heads * splits * (self._config.head_dim + 2) if splits > 1 else 0
+        return logits
 
     def _splits(self, singles: int, longest: int) -> int:
         """Into how many thread blocks a context is cut for each KV head, so that few sequences fill the GPU."""
@@ -133,21 +110,8 @@ class CudaDecoder:
             merging = _MERGE_COST + _MERGE_COST_OF_SPLIT * splits if splits > 1 else 0.0
             return waves * (-(-pieces // splits) + _BLOCK_COST) + merging
 
-        return min(range(1, max(1, min(pieces, _SPLITS_LIMIT)) + 1), key=cost)
-
-    def _room_for(self, rows: int) -> Buffers:
-        config, dtype = self._config, self._pages.dtype
-        return Buffers(
-            rows=rows,
-            hidden=cp.empty((rows, config.hidden), cp.float32),
-            normed=cp.empty((rows, config.hidden), dtype),
-            qkv=cp.empty((rows, config.queries + 2 * config.keys), cp.float32),
-            q=cp.empty((rows, config.queries), dtype),
-            attended=cp.empty((rows, config.queries), dtype),
-            gate_up=cp.empty((rows, 2 * config.intermediate), dtype),
-            activated=cp.empty((rows, config.intermediate), dtype),
-            every_row=cp.arange(rows, dtype=cp.int32),
-        )
+        most = min(pieces, _SPLITS_LIMIT, self._split_parts // singles)
+        return min(range(1, max(1, most) + 1), key=cost)
 
     def _norm(self, out: Array, hidden: Array, bias: Array | None, weight: Array, picked: Array | None = None) -> None:
         width, epsilon = np.int32(self._config.hidden), np.float32(self._config.norm_epsilon)
@@ -159,7 +123,7 @@ class CudaDecoder:
     def _rotate_and_store(
         self, layer: CudaLayer, rows: int, positions: Array, places: Array, layer_offset: np.int64
     ) -> None:
-        config, room = self._config, self.buffers
+        config, room = self._config, self._buffers
         pairs = (config.heads + 2 * config.kv_heads) * config.head_dim // 2
         self._kernels.rotate_and_store(
             (rows, -(-pairs // _THREADS)),
@@ -169,8 +133,8 @@ class CudaDecoder:
                 self._pages,
                 room.qkv,
                 _pointer(layer.qkv_bias),
-                self._cosines,
-                self._sines,
+                room.cosines,
+                room.sines,
                 positions,
                 places,
                 np.int64(self._slot_stride),
@@ -180,8 +144,9 @@ class CudaDecoder:
             ),
         )
 
-    def _attend(self, ints: Array, counts: Counts, layer_offset: np.int64, split_room: Array, splits: int) -> None:
-        config, room, kernels, at = self._config, self.buffers, self._kernels, sections(counts)
+    def _attend(self, counts: Counts, layer_offset: np.int64, splits: int) -> None:
+        config, room, kernels, at = self._config, self._buffers, self._kernels, sections(counts)
+        ints, split_room = room.ints, room.split_room
         positions, starts, table = ints[at.positions :], ints[at.table_starts :], ints[at.tables :]
         stride, kv_heads = np.int64(self._slot_stride), np.int32(config.kv_heads)
         if kernels.attend_decode is None or kernels.merge_splits is None or kernels.attend_prefill is None:
@@ -226,7 +191,7 @@ class CudaDecoder:
             arguments = (out, x, gate_up, np.int32(x.shape[1]), np.int32(width), np.int32(share))
             self._kernels.row_swiglu((blocks,), (32 * _ROW_WARPS,), arguments)
             return
-        both = self.buffers.gate_up[:rows]
+        both = self._buffers.gate_up[:rows]
         self._blas.product(both, x, gate_up)
         blocks = -(-width // (_THREADS * self._kernels.pack))
         self._kernels.swiglu((rows, blocks), (_THREADS,), (out, both, np.int32(width)))

@@ -87,6 +87,12 @@ def lay_out(works: Sequence[Work], block_size: int, tile_rows: int, *, padded_ro
     return CudaStep(np.concatenate([*sections, flat_tiles, *tables]), counts)
 
 
+def most_ints(rows: int, works: int, blocks: int, tile_rows: int) -> int:
+    """Of a step of `rows` rows, `works` works and `blocks` blocks a work, at most."""
+    tiles = min(rows // 2, rows // tile_rows + works)
+    return 4 * rows + 2 * works + 1 + 2 * tiles + works * blocks
+
+
 @dataclass(frozen=True, slots=True)
 class Sections:
     """Where each section begins, in integers."""

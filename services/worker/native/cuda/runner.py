@@ -1,98 +1,77 @@
-"""The native engine on one NVIDIA GPU as a Runner: a prepared directory in, tokens out.
+"""The native engine on one NVIDIA GPU as a Runner: weights on the device in, tokens out.
 
     step ─▶ all works compute one token and draw, and as many were captured? ─▶ replay that graph, rows padded
        └─▶ else                                                            ─▶ the same launches one by one
 
-A graph is captured for each of `graph_rows`, at start. A step of fewer works than `graph_lower_bound` is not padded.
-Not for two threads at once.
+All device memory comes from one DeviceMemory, and all that the largest step needs is taken at start. A step ends when
+the device has done it. Not for two threads at once.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.config import EngineConfig
-from services.worker.copies import Mover
-from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
-from services.worker.native.config import ModelConfig, read_config
+from services.worker.config import CudaConfig
+from services.worker.engine import Drawn, Ready, Work
+from services.worker.limits import MAX_STEP_TOKENS
+from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
-from services.worker.native.cuda.decoder import Buffers, CudaDecoder
-from services.worker.native.cuda.drawing import draw
-from services.worker.native.cuda.kernels import PREFILL_ROWS, ElementType, compile_kernels
-from services.worker.native.cuda.layout import Counts, CudaStep, lay_out
-from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_weights
+from services.worker.native.cuda.buffers import Buffers
+from services.worker.native.cuda.capacity import StepLimits
+from services.worker.native.cuda.decoder import CudaDecoder
+from services.worker.native.cuda.drawing import Drawing
+from services.worker.native.cuda.faults import CUDA_ERRORS, failing_the_step, naming_no_room
+from services.worker.native.cuda.graph_rows import graph_rows
+from services.worker.native.cuda.graphs import Graphs
+from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
+from services.worker.native.cuda.layout import lay_out, most_ints
+from services.worker.native.cuda.pinned import pinned
+from services.worker.native.cuda.weights import DTYPES, CudaWeights
 from services.worker.native.linear import Array
-from services.worker.native.prepare import prepare
-from services.worker.native.weights_digest import weights_digest
-from shared.errors import ConfigError, ModelError
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.cuda_copier import CudaCopier
+from services.worker.transfer.device_memory import DeviceMemory
+from services.worker.transfer.mover import TransferMover
+from shared.errors import ModelError
 from shared.messages import KvLayout
 
-GRAPH_ROWS = (1, 2, 4, *range(8, 257, 8))
-_INTS_LIMIT = 4 << 20
-"""Of a step that can be replayed; 256 sequences of 16,000 blocks each. A larger one runs eagerly."""
-
-_TYPICAL_CONTEXT = 4096
-"""What a graph's attention is cut for; it serves any."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    graph: Any
-    logits: Array
-    kept: tuple[Array, Buffers]
-    """Memory that the graph writes to: a longer prefill may have the decoder go on in other buffers."""
+_log = logging.getLogger(__name__)
 
 
 class CudaRunner:
-    """Computes steps on the current device, stored and multiplied in one element type, added up in float32."""
+    """Computes steps on the current device, stored and multiplied in `settings.dtype`, added up in float32."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: CudaWeights,
+        memory: DeviceMemory,
+        settings: CudaConfig,
         *,
         capacity_blocks: int,
-        element_type: ElementType = "bfloat16",
         block_size: int = 16,
-        graph_rows: Sequence[int] = GRAPH_ROWS,
-        graph_lower_bound: int = 1,
+        max_running: int = 64,
+        max_rows: int = MAX_STEP_TOKENS,
+        cache: Path | None = None,
+        verify: bool = False,
         path: str = "",
         digest: str = "",
+        told: Callable[[float], None] = lambda _share: None,
     ) -> None:
-        """`graph_rows` ascend; none: every step runs eagerly. Raises ModelError where the device has no room."""
-        assert list(graph_rows) == sorted(set(graph_rows))
+        """Of steps of at most `max_rows` rows of `max_running` sequences. `cache`, `verify`: the mover's. `told` hears
+        the share of the graphs that are captured. Raises ModelError where the device has no room."""
+        element_type = settings.dtype
         layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
         if capacity_blocks < 1:
             raise ModelError(f"a KV cache of {capacity_blocks} blocks holds nothing")
-        self.stream = cp.cuda.Stream(non_blocking=True)
-        """On which everything runs."""
-        self.stream.wait_event(cp.cuda.get_current_stream().record())  # by then the weights are there
-        self.use_graphs = True
-        """Off: every step runs eagerly."""
-        self._graph_rows = tuple(graph_rows)
-        self._graph_lower_bound = graph_lower_bound
-        context_length = min(config.context_length, capacity_blocks * block_size)
-        try:
-            with self.stream:
-                shape = (capacity_blocks, config.layers, 2, block_size, config.kv_heads, config.head_dim)
-                self.pages: Array = cp.empty(shape, DTYPES[element_type])
-                self._kernels = compile_kernels(config, element_type, block_size)
-                self._blas = Blas(element_type, self.stream)
-                self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, context_length)
-                self._decoder.reserve(max(graph_rows, default=1))
-                self._ints = cp.empty(_INTS_LIMIT, cp.int32)
-        except cp.cuda.memory.OutOfMemoryError as wrong:
-            room = f"{capacity_blocks} blocks of {layout.block_bytes} bytes"
-            raise ModelError(f"the GPU has no room for {room} beside the weights: {wrong}") from None
         self._facts = Ready(
-            context_length=context_length,
+            context_length=min(config.context_length, capacity_blocks * block_size),
             vocab_size=config.vocab,
             eos_token_ids=config.eos_token_ids,
             block_size=block_size,
@@ -101,7 +80,42 @@ class CudaRunner:
             path=path,
             weights=digest,
         )
-        self._graphs = {rows: self._captured(rows) for rows in self._graph_rows}
+        self._memory = memory
+        self._settings = settings
+        self._cache = cache
+        self._verify = verify
+        self.use_graphs = True
+        """Off: every step runs eagerly."""
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        """On which everything is computed."""
+        self.stream.wait_event(cp.cuda.get_current_stream().record())  # by then the weights are there
+        model = path or "the model"
+        with self.stream, cp.cuda.using_allocator(memory.allocator()):
+            with naming_no_room(model, f"{capacity_blocks} blocks of KV of {layout.block_bytes} bytes"):
+                shape = (capacity_blocks, config.layers, 2, block_size, config.kv_heads, config.head_dim)
+                self.pages: Array = cp.empty(shape, DTYPES[element_type])
+            limits = step_limits(self._facts.context_length, block_size, max_running=max_running, max_rows=max_rows)
+            with naming_no_room(model, f"steps of {limits.rows} tokens"):
+                self._buffers = Buffers.reserved(config, limits, element_type)
+                self._staged_ints = pinned(limits.ints, np.int32)
+                self._staged_at: int = self._staged_ints.ctypes.data
+                self._ints_left = cp.cuda.Event(disable_timing=True)
+                """The staged integers may be written again."""
+                kernels = compile_kernels(config, element_type, block_size)
+                self._blas = Blas(element_type, self.stream)
+                self._decoder = CudaDecoder(config, weights, self.pages, kernels, self._blas, self._buffers)
+                self._drawing = Drawing(kernels, self.stream, limits.drawing, settings)
+            with naming_no_room(model, "graphs"):
+                self._graphs = Graphs(
+                    self._decoder,
+                    self._buffers,
+                    self.stream,
+                    graph_rows(settings, max_running),
+                    lower_bound=settings.graph_lower_bound,
+                    context_length=self._facts.context_length,
+                    told=told,
+                )
+                self.stream.synchronize()
 
     @property
     def facts(self) -> Ready:
@@ -109,100 +123,62 @@ class CudaRunner:
         return self._facts
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry a work, None where nothing is drawn. Raises ModelError if the device fails."""
+        """One entry a work, None where nothing is drawn. When it returns the device has done the step: blocks that it
+        filled may be copied, on any stream. Raises ModelError if the device fails."""
         drawing = [work for work in works if work.draws]
-        try:
-            with self.stream:
-                logits = self.logits(works)
-                drawn = iter(draw(self._kernels, logits, drawing) if drawing else [])
-                if not drawing:
-                    self.stream.synchronize()
-        except cp.cuda.runtime.CUDARuntimeError as wrong:
-            raise ModelError(f"the GPU failed: {wrong}") from wrong
+        with failing_the_step(), self.stream:
+            logits = self.logits(works)
+            if drawing:
+                drawn = iter(self._drawing.draw(logits, drawing))
+            else:
+                drawn = iter(())
+                self._drawing.wait()
         return [next(drawn) if work.draws else None for work in works]
 
     def logits(self, works: Sequence[Work]) -> Array:
         """Enqueue a step on the runner's stream; (drawing works, vocab) float32 on the device, until the next step."""
+        padded_rows = self._graphs.rows_for(works) if self.use_graphs else 0
+        step = lay_out(works, self._facts.block_size, PREFILL_ROWS, padded_rows=padded_rows)
+        ints = step.ints
+        self._ints_left.synchronize()
+        self._staged_ints[: len(ints)] = ints
         with self.stream:
-            padded_rows = self._padded_rows(works)
-            step = lay_out(works, self._facts.block_size, PREFILL_ROWS, padded_rows=padded_rows)
-            if len(step.ints) > _INTS_LIMIT:
-                return self._eagerly(cp.asarray(step.ints), step)
-            ints = self._ints[: len(step.ints)]
-            ints.set(step.ints)
-            if padded_rows == 0:
-                return self._eagerly(ints, step)
-            captured = self._graphs[padded_rows]
-            captured.graph.launch(self.stream)
-            return captured.logits[: len(works)]
+            on_device = self._buffers.ints.data.ptr
+            runtime.memcpyAsync(on_device, self._staged_at, ints.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+            self._ints_left.record(self.stream)
+            if padded_rows:
+                return self._graphs.launch(padded_rows)[: len(works)]
+            return self._decoder.step(step.counts, longest=step.counts.longest)
 
-    def mover(self, clock: Callable[[], float]) -> Mover:  # noqa: ARG002 (the Runner's interface)
-        """Blocks are not exchanged: what copies between a device and a pool is not joined to this runner."""
-        raise ConfigError("the CUDA runner exchanges no blocks with a kvbm")
+    def mover(self, clock: Callable[[], float]) -> TransferMover:
+        """Between the KV pages and a pool, on streams of its own that wait for none of ours: a block is offered only
+        after the step that filled it has returned, so has been done, and one that is loaded enters the cache only after
+        the mover has told that its copy has ended (`Exchange.collect`, before a step is scheduled)."""
+        with failing_the_step():
+            self.stream.synchronize()
+            layout = self._facts.kv_layout
+            shape = BlockShape.contiguous(self.pages.data.ptr, layout.block_bytes, self._facts.capacity_blocks)
+            copier = CudaCopier(shape, self._memory, clock, path=self._settings.copy_path, cache=self._cache)
+        return TransferMover(copier, clock, verify=self._verify)
 
     def close(self) -> None:
-        """Wait for the device and let go of its memory."""
-        self.stream.synchronize()
-        self._graphs.clear()
+        """Wait for the device and let go of its memory. Of a device that is lost there is nothing to let go."""
+        try:
+            self.stream.synchronize()
+        except CUDA_ERRORS as wrong:
+            _log.warning("the GPU is lost: %s", wrong)
+            return
+        self._graphs.close()
         self._blas.close()
         self.pages = None
 
-    def _padded_rows(self, works: Sequence[Work]) -> int:
-        """Of the graph that takes these works; 0: none."""
-        if not self.use_graphs or not self._graph_rows:
-            return 0
-        if not self._graph_lower_bound <= len(works) <= self._graph_rows[-1]:
-            return 0
-        if any(work.end - work.start > 1 or not work.draws for work in works):
-            return 0
-        return self._graph_rows[bisect_left(self._graph_rows, len(works))]
 
-    def _eagerly(self, ints: Array, step: CudaStep) -> Array:
-        counts = step.counts
-        logits = cp.empty((counts.drawing, self._facts.vocab_size), cp.float32)
-        split_room = cp.empty(self._decoder.split_floats(counts.singles, counts.longest), cp.float32)
-        self._decoder.step(ints, counts, logits, split_room, longest=counts.longest)
-        return logits
-
-    def _captured(self, rows: int) -> _Graph:
-        """The graph of a decode step of so many rows, of any lengths."""
-        longest = min(self._facts.context_length, _TYPICAL_CONTEXT)
-        counts = Counts(rows, rows, rows, 0, longest)
-        with self.stream:
-            # All padding: the kernels are loaded and cuBLAS has chosen, which a capture must not have to do.
-            padding = np.zeros(6 * rows, np.int32)
-            padding[rows : 3 * rows] = -1
-            padding[4 * rows :] = np.tile(np.arange(rows), 2)
-            self._ints[: len(padding)].set(padding)
-            logits = cp.empty((rows, self._facts.vocab_size), cp.float32)
-            split_room = cp.empty(self._decoder.split_floats(rows, longest), cp.float32)
-            self._decoder.step(self._ints, counts, logits, split_room, longest=longest)
-            self.stream.begin_capture()
-            self._decoder.step(self._ints, counts, logits, split_room, longest=longest)
-            graph = self.stream.end_capture()
-        return _Graph(graph, logits, (split_room, self._decoder.buffers))
-
-
-def load_cuda(settings: EngineConfig) -> LoadRunner:
-    """A LoadRunner of a worker's settings."""
-
-    def load(progress: Callable[[Loading], None]) -> CudaRunner:
-        directory = prepare(Path(settings.model), Path(settings.cache), progress)
-        config = read_config(directory)
-        cuda = settings.cuda
-        layout = KvLayout(cuda.dtype, config.layers, config.kv_heads, config.head_dim, settings.block_size)
-        progress(Loading("copying weights to the GPU", 0.0))
-        weights = load_cuda_weights(directory, config, cuda.dtype)
-        progress(Loading("capturing graphs", 0.0))
-        return CudaRunner(
-            config,
-            weights,
-            capacity_blocks=settings.capacity_blocks or settings.capacity_bytes // layout.block_bytes,
-            element_type=cuda.dtype,
-            block_size=settings.block_size,
-            graph_lower_bound=cuda.graph_lower_bound,
-            path=str(directory),
-            digest=weights_digest(directory, config),
-        )
-
-    return load
+def step_limits(context_length: int, block_size: int, *, max_running: int, max_rows: int) -> StepLimits:
+    """The largest step: `max_rows`, or where more sequences run than that, a token each and a block's worth beside."""
+    rows = max(max_rows, max_running + block_size)
+    return StepLimits(
+        rows=rows,
+        drawing=max_running,
+        ints=most_ints(rows, max_running, -(-context_length // block_size), PREFILL_ROWS),
+        positions=context_length,
+    )

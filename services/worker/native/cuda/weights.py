@@ -6,7 +6,9 @@ What is multiplied by the same rows lies together: q, k and v are one matrix, ga
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
@@ -24,6 +26,7 @@ DTYPES: dict[ElementType, type[np.generic]] = {
     "float16": np.float16,
     "bfloat16": np.uint16,  # CuPy has no bfloat16; only our kernels and cuBLAS look into it
 }
+_PIECE_ELEMENTS = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +56,42 @@ class CudaWeights:
     """(vocab, hidden); the embedding itself where they are tied."""
 
 
-def load_cuda_weights(directory: Path, config: ModelConfig, element_type: ElementType) -> CudaWeights:
-    """Copy a directory's weights to the current device, tensor by tensor. Raises ModelError."""
+def load_cuda_weights(
+    directory: Path,
+    config: ModelConfig,
+    element_type: ElementType,
+    told: Callable[[float], None] = lambda _share: None,
+) -> CudaWeights:
+    """Copy a directory's weights to the current device, piece by piece; `told` hears the share of the bytes that is
+    there. Raises ModelError."""
     checkpoint = Checkpoint(directory, config)
     dtype = DTYPES[element_type]
+    elements = sum(prod(shape) for shape in checkpoint.shapes.values())
+    done = 0
+
+    def count(name: str) -> None:
+        nonlocal done
+        done += prod(checkpoint.shapes[name])
+        told(done / elements)
 
     def matrix(*names: str) -> Array:
         """The named matrices, one above the other."""
         rows = [checkpoint.shapes[name][0] for name in names]
         joined = cp.empty((sum(rows), checkpoint.shapes[names[0]][1]), dtype)
         first = 0
-        for name, count in zip(names, rows, strict=True):
-            joined[first : first + count] = _elements(checkpoint, name, element_type)
-            first += count
+        for name, height in zip(names, rows, strict=True):
+            _fill(joined[first : first + height], checkpoint, name, element_type)
+            first += height
+            count(name)
         return joined
 
     def vector(*names: str) -> Array | None:
         if names[0] not in checkpoint.shapes:
             return None
-        return cp.asarray(np.concatenate([checkpoint.floats(name) for name in names]))
+        joined = cp.asarray(np.concatenate([checkpoint.floats(name) for name in names]))
+        for name in names:
+            count(name)
+        return joined
 
     def layer(number: int) -> CudaLayer:
         stem = f"model.layers.{number}."
@@ -96,12 +116,21 @@ def load_cuda_weights(directory: Path, config: ModelConfig, element_type: Elemen
     )
 
 
-def _elements(checkpoint: Checkpoint, name: str, element_type: ElementType) -> Array:
-    """One tensor on the device: its bytes as they are where it is stored in the element type, else through float32."""
-    if checkpoint.entry(name).dtype == _STORED[element_type]:
+def _fill(matrix: Array, checkpoint: Checkpoint, name: str, element_type: ElementType) -> None:
+    """One tensor: its bytes as they are where it is stored in the element type, else through float32. In pieces, so
+    that what a conversion needs beside is small."""
+    same = checkpoint.entry(name).dtype == _STORED[element_type]
+    if same:
         (stored,) = checkpoint.pieces(name, 1, sys.maxsize)
-        return cp.asarray(np.frombuffer(stored, DTYPES[element_type]).reshape(checkpoint.shapes[name]))
-    floats = cp.asarray(checkpoint.floats(name))
-    if element_type == "bfloat16":
-        return narrowed(cp, floats)
-    return floats.astype(DTYPES[element_type])
+        source = np.frombuffer(stored, DTYPES[element_type]).reshape(matrix.shape)
+    else:
+        source = checkpoint.floats(name)
+    height = max(1, _PIECE_ELEMENTS // matrix.shape[1])
+    for first in range(0, matrix.shape[0], height):
+        piece, to = source[first : first + height], matrix[first : first + height]
+        if same:
+            to.set(piece)
+        elif element_type == "bfloat16":
+            to[...] = narrowed(cp, cp.asarray(piece))
+        else:
+            to[...] = cp.asarray(piece)

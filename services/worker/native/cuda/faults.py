@@ -1,0 +1,42 @@
+"""What goes wrong on the device, in the engine's words.
+
+at start    no room                 ModelError: starting again will not help, and what will is said
+            anything else           as it is: the engine may be started again
+in a step   anything                ModelError: the engine ends and is started again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import cupy as cp  # pyright: ignore[reportMissingImports]
+
+from services.worker.transfer.cuda import OUT_OF_MEMORY
+from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
+from shared.errors import ModelError
+
+CUDA_ERRORS: tuple[type[Exception], ...] = (cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError)
+
+
+@contextmanager
+def naming_no_room(model: str, what: str) -> Iterator[None]:
+    """Raises ModelError where the device has no room for `what`."""
+    try:
+        yield
+    except (*CUDA_ERRORS, DeviceMemoryExhausted) as wrong:
+        if not isinstance(wrong, DeviceMemoryExhausted) and getattr(wrong, "status", None) != OUT_OF_MEMORY:
+            raise
+        raise ModelError(
+            f"{model}: the GPU has no room for {what}: {wrong}; lower cuda.memory_share or capacity_bytes, free the"
+            " GPU, or serve a smaller model"
+        ) from wrong
+
+
+@contextmanager
+def failing_the_step() -> Iterator[None]:
+    """Raises ModelError where the device fails."""
+    try:
+        yield
+    except (*CUDA_ERRORS, DeviceFailed, DeviceMemoryExhausted) as wrong:
+        raise ModelError(f"the GPU failed: {wrong}") from wrong

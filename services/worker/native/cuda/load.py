@@ -1,0 +1,88 @@
+"""A worker's settings to a CudaRunner: which GPU, how much of it, and the weights on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import cupy as cp  # pyright: ignore[reportMissingImports]
+from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+from services.worker.config import EngineConfig
+from services.worker.engine import Loading, LoadRunner
+from services.worker.limits import MAX_STEP_TOKENS
+from services.worker.native.config import ModelConfig, read_config
+from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
+from services.worker.native.cuda.faults import naming_no_room
+from services.worker.native.cuda.gpu import use_gpu
+from services.worker.native.cuda.runner import CudaRunner, step_limits
+from services.worker.native.cuda.weights import load_cuda_weights
+from services.worker.native.prepare import prepare
+from services.worker.native.weights import tensor_shapes
+from services.worker.native.weights_digest import weights_digest
+from services.worker.transfer.device_memory import DeviceMemory
+from shared.messages import KvLayout
+
+
+def load_cuda(settings: EngineConfig) -> LoadRunner:
+    """A LoadRunner of a worker's settings; raises ConfigError and ModelError. It sets CuPy's allocator for the whole
+    process, so that it is for one runner in an engine process of its own."""
+
+    def load(progress: Callable[[Loading], None]) -> CudaRunner:
+        cuda, source = settings.cuda, Path(settings.model)
+        use_gpu(cuda.gpu)
+        # float32 weights are the CPU engine's own, so that both name and exchange blocks alike.
+        directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
+        config = read_config(directory)
+        with naming_no_room(str(directory), "CUDA itself"):
+            free_bytes, total_bytes = runtime.memGetInfo()
+        capacity_blocks = _capacity(settings, config, str(directory), free_bytes, total_bytes)
+        # What is free in it stays there: a step whose sampling allocates must not ask the driver.
+        memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
+        cp.cuda.set_allocator(memory.allocator())
+        with naming_no_room(str(directory), "the weights"):
+            weights = load_cuda_weights(
+                directory, config, cuda.dtype, lambda share: progress(Loading("copying weights to the GPU", share))
+            )
+        digest = weights_digest(directory, config)
+        return CudaRunner(
+            config,
+            weights,
+            memory,
+            cuda,
+            capacity_blocks=capacity_blocks,
+            block_size=settings.block_size,
+            max_running=settings.max_running,
+            cache=Path(settings.cache),
+            verify=settings.kvbm.verify,
+            path=str(directory),
+            # In 16 bit other numbers are computed than on a CPU that keeps KV in the same type.
+            digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
+            told=lambda share: progress(Loading("capturing graphs", share)),
+        )
+
+    return load
+
+
+def _capacity(settings: EngineConfig, config: ModelConfig, model: str, free_bytes: int, total_bytes: int) -> int:
+    """Blocks of KV. Raises ModelError."""
+    dtype, block_size = settings.cuda.dtype, settings.block_size
+    layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
+    element_bytes = 4 if dtype == "float32" else 2
+    asked_blocks = settings.capacity_blocks or settings.capacity_bytes // layout.block_bytes
+    context_length = min(config.context_length, asked_blocks * block_size) or config.context_length
+    limits = step_limits(context_length, block_size, max_running=settings.max_running, max_rows=MAX_STEP_TOKENS)
+    room = GpuRoom(
+        total_bytes,
+        free_bytes,
+        weight_bytes(tensor_shapes(config), element_bytes),
+        step_bytes(config, limits, element_bytes),
+    )
+    return capacity(
+        room,
+        blocks=settings.capacity_blocks,
+        kv_bytes=settings.capacity_bytes,
+        share=settings.cuda.memory_share,
+        block_bytes=layout.block_bytes,
+        model=model,
+    )
