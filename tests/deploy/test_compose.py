@@ -36,6 +36,7 @@ def read(name: str) -> dict[str, Any]:
 BASE: dict[str, Any] = read("compose.yaml")["services"]
 VOLUMES: dict[str, Any] = read("compose.yaml")["volumes"]
 HOST: dict[str, Any] = read("compose.host.yaml")["services"]
+GPU: dict[str, Any] = read("compose.gpu.yaml")["services"]
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -88,7 +89,7 @@ def test_passwords_come_from_the_env_file_or_the_start_fails() -> None:
 
 def mounted(service: dict[str, Any]) -> dict[str, str]:
     """Container path → host path."""
-    return {each.split(":")[1]: each.split(":")[0] for each in service["volumes"]}
+    return {each.split(":")[1]: each.split(":")[0] for each in service.get("volumes", [])}
 
 
 def texts(environment: dict[str, Any]) -> dict[str, str]:
@@ -106,9 +107,9 @@ def test_the_settings_are_ones_the_service_knows(name: str, schema: type[Struct]
     load(schema, file=HERE / mounted(service)[path], environ=texts(environment))
 
 
-def pool_options() -> dict[str, str]:
+def pool_options(overlay: dict[str, Any] | None = None) -> dict[str, str]:
     """The mount options of the tmpfs."""
-    options = VOLUMES["pool"]["driver_opts"]
+    options = VOLUMES["pool"]["driver_opts"] | (overlay or {})
     assert (options["type"], options["device"]) == ("tmpfs", "tmpfs")
     return {name: value for name, _, value in (each.partition("=") for each in options["o"].split(","))}
 
@@ -159,3 +160,66 @@ def test_the_overlay_puts_every_service_on_the_hosts_network() -> None:
 def test_the_overlay_lets_only_fixed_servers_have_fixed_ports() -> None:
     for name in OURS:
         assert HOST[name]["environment"]["HEADRACE_OBSERVE_PORT"] == "0"
+
+
+def on_a_gpu(name: str) -> dict[str, Any]:
+    """A service as Compose merges it: tables by key, volumes by the path in the container."""
+    base, overlay = BASE[name], GPU[name]
+    files = {path: source for each in (base, overlay) for path, source in mounted(each).items()}
+    return {
+        **base,
+        **overlay,
+        "environment": base["environment"] | overlay["environment"],
+        "volumes": [f"{source}:{path}" for path, source in files.items()],
+    }
+
+
+def gpu_worker() -> WorkerConfig:
+    worker = on_a_gpu("worker")
+    settings = HERE / mounted(worker)[worker["command"][2]]
+    assert settings.name == "worker.gpu.toml"
+    return load(WorkerConfig, file=settings, environ=texts(worker["environment"]))
+
+
+def test_workers_on_a_gpu_share_it_by_their_settings() -> None:
+    config = gpu_worker()
+    assert config.device == "cuda"
+    assert config.cuda.memory_share * BASE["worker"]["deploy"]["replicas"] <= 0.9
+    [device] = GPU["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert len(device["device_ids"]) == 1
+    assert config.cuda.gpu == 0, "of those that the container sees"
+
+
+def test_a_gpus_worker_differs_from_a_cpus_in_where_it_computes_and_nothing_else() -> None:
+    def rest(name: str) -> dict[str, Any]:
+        settings = tomllib.loads((HERE / name).read_text(encoding="utf-8"))
+        return {key: value for key, value in settings.items() if key not in ("device", "cuda", "threads")}
+
+    assert rest("worker.gpu.toml") == rest("worker.toml")
+
+
+def test_what_a_gpus_worker_compiles_and_converts_lies_on_a_volume() -> None:
+    worker = on_a_gpu("worker")
+    places = [gpu_worker().cache, *(worker["environment"][name] for name in ("CUPY_CACHE_DIR", "CUDA_CACHE_PATH"))]
+    for place in places:
+        assert any(Path(place).is_relative_to(path) for path, source in mounted(worker).items() if source == "models")
+    assert worker["read_only"] is True
+
+
+def test_a_gpus_image_has_the_packages_that_the_lock_for_gpus_names() -> None:
+    lock = GPU["worker"]["build"]["args"]["LOCK"]
+    assert lock == "requirements-gpu.lock"
+    assert (HERE.parents[1] / lock).is_file()
+    assert "COPY ${LOCK} " in (HERE / "Dockerfile").read_text(encoding="utf-8")
+    assert f"!{lock}\n" in (HERE.parents[1] / ".dockerignore").read_text(encoding="utf-8")
+    assert GPU["worker"]["image"] != BASE["worker"]["image"]
+
+
+def test_the_pool_beside_gpus_has_room_and_is_pinned() -> None:
+    overlay = read("compose.gpu.yaml")["volumes"]["pool"]["driver_opts"]
+    options = pool_options(overlay)
+    assert options | {"size": ""} == pool_options() | {"size": ""}
+    kvbm = load(KvbmConfig, file=HERE / "kvbm.toml", environ=texts(on_a_gpu("kvbm")["environment"]))
+    assert 16 << 20 <= (int(options["size"][:-1]) << 20) - kvbm.pool.size_bytes <= 256 << 20
+    assert GPU["worker"]["ulimits"]["memlock"] == -1
