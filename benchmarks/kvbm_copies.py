@@ -1,9 +1,10 @@
 """How fast does an engine's mover copy blocks into and out of kvbm's pool, as a share of plain memcpy?
 
 A pool is made and prefaulted as the kvbm does it, and mapped a second time, as an engine maps it. Then blocks are
-copied in random order between private memory and the slots by `HostMover`: asked, copied in its thread, told, as in the
-engine. `stored` and `loaded` are its rates as shares of libc's memmove between two pieces of private memory, `first`
-that of storing into slots whose pages the engine has not touched, `touch` what touching them all takes beforehand.
+copied in random order between private memory and the slots by the native engine's mover on a CPU: asked, copied in its
+thread, told, as in the engine. `stored` and `loaded` are its rates as shares of libc's memmove between two pieces of
+private memory, `first` that of storing into slots whose pages the engine has not touched, `touch` what touching them
+all takes beforehand.
 
 What could mislead: CPU time of the process, medians of interleaved passes, and nothing beside the mover; how it gets on
 with an engine that computes is for benchmarks.kvbm_steps. The private memory asks for huge pages, as the engine's KV
@@ -35,7 +36,8 @@ import msgspec
 from benchmarks.report import Goal, report
 from services.kvbm.host_pool import HostPool
 from services.worker.copies import Copy, Mover
-from services.worker.host_mover import HostMover
+from services.worker.transfer.host_copier import HostCopier
+from services.worker.transfer.mover import TransferMover
 from shared.pool_format import Arena
 from shared.pool_map import ArenaMap, PoolMap, touch
 
@@ -177,7 +179,7 @@ def _ended(mover: Mover, began_s: float) -> float:
 
 @contextmanager
 def _moving(device: memoryview, block_bytes: int, slots: ArenaMap) -> Iterator[Mover]:
-    with closing(HostMover(device, block_bytes, time.monotonic)) as mover:
+    with closing(TransferMover(HostCopier.of(device, block_bytes), time.monotonic)) as mover:
         mover.attach(slots)
         yield mover
 

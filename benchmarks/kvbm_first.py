@@ -46,7 +46,8 @@ from deploy.local.model import fetch_default
 from services.kvbm.config import DiskConfig
 from services.kvbm.disk_format import geometry
 from services.worker.copies import Copy
-from services.worker.host_mover import HostMover
+from services.worker.transfer.host_copier import HostCopier
+from services.worker.transfer.mover import TransferMover
 from shared.kvbm_messages import LayoutState
 from shared.messages import Part, Sampling
 from shared.pool_map import PoolMap, touch
@@ -283,7 +284,10 @@ def _copying(directory: Path, blocks: int, block_bytes: int) -> Iterator[Callabl
     touch(slots.bytes)
     device = mmap.mmap(-1, blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     device.madvise(mmap.MADV_HUGEPAGE)
-    with memoryview(device) as memory, closing(HostMover(memory, block_bytes, time.monotonic)) as mover:
+    with (
+        memoryview(device) as memory,
+        closing(TransferMover(HostCopier.of(memory, block_bytes), time.monotonic)) as mover,
+    ):
         touch(memory)
         mover.attach(slots)
         places = Random(1).sample(range(slots.arena.slots), blocks)

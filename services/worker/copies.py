@@ -3,8 +3,8 @@
     save, load ──▶ waiting ──▶ copying, slot by slot ──▶ ended: told once, with what became of each copy
                       └───────── cancel ─────┴───────────▲
 
-A mover only copies. Which slots, and until when, the engine has from the kvbm; `services.worker.host_mover` copies
-between two pieces of host memory, `services.worker.simulated_mover` takes the time that copies would take. Pure.
+A mover only copies. Which slots, and until when, the engine has from the kvbm; `services.worker.transfer.mover`
+copies, `services.worker.simulated_mover` takes the time that copies would take. Pure.
 """
 
 from __future__ import annotations

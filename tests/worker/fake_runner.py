@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from services.worker.engine import Drawn, Ready, Work
-from services.worker.host_mover import HostMover
+from services.worker.transfer.host_copier import HostCopier
+from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens
 from shared.messages import KvLayout, TokenLogprob
 
@@ -52,9 +53,10 @@ class FakeRunner:
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         return [self._compute(work) for work in works]
 
-    def mover(self, clock: Callable[[], float]) -> HostMover:
+    def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Copies that carry fingerprints."""
-        return HostMover(self.memory.reshape(-1).view(np.uint8).data, self.facts.kv_layout.block_bytes, clock)
+        memory = self.memory.reshape(-1).view(np.uint8).data
+        return TransferMover(HostCopier.of(memory, self.facts.kv_layout.block_bytes), clock)
 
     def close(self) -> None:
         pass

@@ -16,7 +16,8 @@ from xxhash import xxh3_64_intdigest
 
 from services.worker.copies import Copied, Copy, Slots
 from services.worker.engine import Drawn, Ready, Work
-from services.worker.host_mover import HostMover
+from services.worker.transfer.host_copier import HostCopier
+from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens
 from shared.messages import KvLayout
 from tests.worker.fake_runner import EOS, VOCABULARY, next_token
@@ -49,8 +50,9 @@ class PoolRunner:
         self.memory = np.zeros((capacity_blocks, LAYOUT.block_bytes), dtype=np.uint8)
         self.computed_tokens = 0
 
-    def mover(self, clock: Callable[[], float]) -> HostMover:
-        return HostMover(self.memory.reshape(-1).data, LAYOUT.block_bytes, clock)
+    def mover(self, clock: Callable[[], float]) -> TransferMover:
+        copier = HostCopier.of(self.memory.reshape(-1).data, LAYOUT.block_bytes)
+        return TransferMover(copier, clock, most_blocks=1, verify=True)
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         return [self._compute(work) for work in works]

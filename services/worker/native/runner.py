@@ -13,7 +13,6 @@ import numpy as np
 
 from services.worker.config import Dtype
 from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
-from services.worker.host_mover import HostMover
 from services.worker.native.calibration import calibrated
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
@@ -23,6 +22,8 @@ from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
 from services.worker.native.weights_digest import weights_digest
+from services.worker.transfer.host_copier import HostCopier
+from services.worker.transfer.mover import TransferMover
 from shared.errors import ModelError
 from shared.messages import KvLayout
 
@@ -40,8 +41,10 @@ class NativeRunner:
         capacity_blocks: int = 0,
         block_size: int = 16,
         kv_dtype: Dtype = "float32",
+        verify: bool = False,
     ) -> None:
         """`directory` is what `prepare` returned; `capacity_blocks` 0 means as many as `capacity_bytes` holds.
+        `verify`: blocks that are loaded are compared.
 
         Raises ModelError, also where the cache would hold no block.
         """
@@ -56,6 +59,7 @@ class NativeRunner:
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._cache = KvCache(np, layout, capacity_blocks)
         self._decoder = Decoder(config, weights, self._cache, _linear(weights), context_length)
+        self._verify = verify
         self._facts = Ready(
             context_length=context_length,
             vocab_size=config.vocab,
@@ -80,9 +84,10 @@ class NativeRunner:
         drawn = iter(sample(np, logits, drawing))
         return [next(drawn) if work.draws else None for work in works]
 
-    def mover(self, clock: Callable[[], float]) -> HostMover:
+    def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Between the KV pages and a pool."""
-        return HostMover(self._cache.memory, self._cache.layout.block_bytes, clock)
+        copier = HostCopier.of(self._cache.memory, self._cache.layout.block_bytes)
+        return TransferMover(copier, clock, verify=self._verify)
 
     def close(self) -> None:
         """Let go of the KV pages; the weights are mapped and go with the process."""
@@ -103,6 +108,7 @@ def load_native(
     capacity_blocks: int = 0,
     block_size: int = 16,
     kv_dtype: Dtype = "float32",
+    verify: bool = False,
 ) -> LoadRunner:
     """A LoadRunner for a model directory or GGUF file; `cache` holds converted models, the rest is as above."""
 
@@ -115,6 +121,7 @@ def load_native(
             capacity_blocks=capacity_blocks,
             block_size=block_size,
             kv_dtype=kv_dtype,
+            verify=verify,
         )
 
     return load

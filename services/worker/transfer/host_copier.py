@@ -40,6 +40,12 @@ class HostCopier:
         self._untouched = range(0)
         """Where the pieces of the pool that are yet to be touched begin."""
 
+    @staticmethod
+    def of(blocks: memoryview, block_bytes: int) -> HostCopier:
+        """`blocks`: all of the device's slots, one behind the other; writable and contiguous."""
+        at = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
+        return HostCopier(BlockShape.contiguous(at, block_bytes, blocks.nbytes // block_bytes), blocks)
+
     def attach(self, slots: Slots) -> None:
         self._slots = slots
         self._pool_at = ctypes.addressof(ctypes.c_char.from_buffer(slots.bytes))
@@ -64,26 +70,30 @@ class HostCopier:
         return bool(self._untouched)
 
     def begin(self, copies: Sequence[Copy], *, loads: bool) -> Done:
-        for copy in copies:
-            for on_device, in_pool in self._places(copy):
-                to, source = (on_device, in_pool) if loads else (in_pool, on_device)
-                ctypes.memmove(to, source, self.shape.fragment_bytes)
+        size_bytes = self.shape.fragment_bytes
+        for on_device, in_pool in self._places(copies):
+            if loads:
+                ctypes.memmove(on_device, in_pool, size_bytes)
+            else:
+                ctypes.memmove(in_pool, on_device, size_bytes)
         return Done({PATH: len(copies)})
 
     def differs(self, copies: Sequence[Copy]) -> list[bool]:
         size_bytes = self.shape.fragment_bytes
-        return [any(_memcmp(*place, size_bytes) for place in self._places(copy)) for copy in copies]
+        return [any(_memcmp(*place, size_bytes) for place in self._places([copy])) for copy in copies]
 
     def close(self) -> None:
         self._memory = None
 
-    def _places(self, copy: Copy) -> Iterator[tuple[int, int]]:
-        """Where each fragment lies on the device, and in the pool."""
+    def _places(self, copies: Sequence[Copy]) -> Iterator[tuple[int, int]]:
+        """Where each fragment of each block lies on the device, and in the pool."""
         assert self._slots is not None
-        in_pool = self._pool_at + copy.pool_slot * self._slots.arena.slot_bytes
-        for region in self.shape.regions:
-            yield region + copy.device_slot * self.shape.stride_bytes, in_pool
-            in_pool += self.shape.fragment_bytes
+        slot_bytes, shape = self._slots.arena.slot_bytes, self.shape
+        for copy in copies:
+            in_pool = self._pool_at + copy.pool_slot * slot_bytes
+            for region in shape.regions:
+                yield region + copy.device_slot * shape.stride_bytes, in_pool
+                in_pool += shape.fragment_bytes
 
 
 class Done:
