@@ -132,6 +132,8 @@ class ModelCard(Struct, frozen=True):
     """The instance id of the kvbm this worker is attached to; empty: none."""
     kvbm_layout: str = ""
     """The digest of its layout there."""
+    device: str = ""
+    """Where its engine computes, for people: cpu, or cuda:N with N as that process counts its GPUs; empty: nowhere."""
 
 
 # --- frontend → router: select and reserve in one step

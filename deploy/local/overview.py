@@ -26,6 +26,8 @@ class InstanceRow(Struct, frozen=True):
     age_s: float
     version: str
     http: str
+    device: str = ""
+    """Of a worker that computes: cpu, cuda:0, …"""
     load: LoadReport | None = None
     """A worker's last report; None for others, and for a worker that has not been heard."""
 
@@ -91,12 +93,15 @@ def overview(
         except ProtocolError as wrong:
             unreadable.append(f"{key}: {wrong}")
     catalogue = _catalogue(entries)
+    devices = {card.instance: card.device for card in catalogue.cards.values()}
     instances = sorted(catalogue.instances.values(), key=lambda each: (each.service, each.started, each.instance))
     return Overview(
         namespace=namespace,
         nats=nats,
         discovery=discovery,
-        instances=tuple(_instance_row(each, reports.get(each.instance), now) for each in instances),
+        instances=tuple(
+            _instance_row(each, devices.get(each.instance, ""), reports.get(each.instance), now) for each in instances
+        ),
         models=tuple(
             _model_row(model, [card for (name, _), card in sorted(catalogue.cards.items()) if name == model], reports)
             for model in sorted({model for model, _ in catalogue.cards})
@@ -118,7 +123,7 @@ def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
     return catalogue
 
 
-def _instance_row(instance: Instance, report: LoadReport | None, now: float) -> InstanceRow:
+def _instance_row(instance: Instance, device: str, report: LoadReport | None, now: float) -> InstanceRow:
     return InstanceRow(
         service=instance.service,
         instance=instance.instance,
@@ -128,6 +133,7 @@ def _instance_row(instance: Instance, report: LoadReport | None, now: float) -> 
         age_s=round(max(0.0, now - instance.started), 1),
         version=instance.version,
         http=instance.http,
+        device=device,
         load=report,
     )
 
@@ -165,15 +171,16 @@ def layout(view: Overview) -> str:
 
 
 def _instances(rows: Sequence[InstanceRow]) -> str:
-    head = ("SERVICE", "INSTANCE", "EPOCH", "PID", "MACHINE", "AGE", "RUNNING", "WAITING", "HELD", "CACHED", "BLOCKS")
-    cells: list[tuple[str, ...]] = [head]
+    head = ("SERVICE", "INSTANCE", "EPOCH", "PID", "MACHINE", "DEVICE", "AGE")
+    cells: list[tuple[str, ...]] = [(*head, "RUNNING", "WAITING", "HELD", "CACHED", "BLOCKS")]
     for row in rows:
         if row.load is None:
             load: tuple[str, ...] = ("?" if row.service == "worker" else "",) * 5
         else:
             counts = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks)
             load = tuple(str(count) for count in (*counts, row.load.total_blocks))
-        cells.append((row.service, row.instance, str(row.epoch), str(row.pid), row.machine, age(row.age_s), *load))
+        process = (row.service, row.instance, str(row.epoch), str(row.pid), row.machine, row.device, age(row.age_s))
+        cells.append((*process, *load))
     return table(cells)
 
 

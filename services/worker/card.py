@@ -11,7 +11,7 @@ from shared.errors import ModelError
 from shared.messages import ModelCard
 
 
-def card_of(facts: Ready, *, model: str, model_name: str, instance: str) -> ModelCard:
+def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device: str = "") -> ModelCard:
     """Of the engine that is ready; `model` is where the tokenizer lies, unless the engine names another directory.
     Reads some MB. Raises ModelError."""
     path, digest = _tokenizer(Path(facts.path or model))
@@ -27,6 +27,7 @@ def card_of(facts: Ready, *, model: str, model_name: str, instance: str) -> Mode
         capacity_blocks=facts.capacity_blocks,
         kv_layout=facts.kv_layout,
         eos_token_ids=facts.eos_token_ids,
+        device=device,
     )
 
 

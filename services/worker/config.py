@@ -158,6 +158,13 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             return self.kv_dtype
         return self.cuda.dtype if self.device == "cuda" else "float32"
 
+    @property
+    def shown_device(self) -> str:
+        """Where the engine computes, as the model card has it; empty where it computes nothing."""
+        if self.engine != "native":
+            return ""
+        return f"cuda:{self.cuda.gpu}" if self.device == "cuda" else "cpu"
+
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the engine process is started with, as JSON in its first argument."""

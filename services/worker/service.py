@@ -191,9 +191,13 @@ class Worker:
     # --- what the engine says
 
     def _engine_ready(self, facts: Ready) -> None:
-        card = card_of(
-            facts, model=self._config.model, model_name=self._model_name, instance=self._runtime.instance
-        )  # reads some MB, once, while nothing is served
+        card = card_of(  # reads some MB, once, while nothing is served
+            facts,
+            model=self._config.model,
+            model_name=self._model_name,
+            instance=self._runtime.instance,
+            device=self._config.shown_device,
+        )
         self._metrics.engine_started()
         self._kvbm.engine_ready()
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)

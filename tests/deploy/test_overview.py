@@ -30,7 +30,7 @@ def instance(service: ServiceName, name: str, started: float = NOW - 65) -> tupl
     return subjects.instance_key("default", service, name), INSTANCE.encode(value, JSON_HEADER)
 
 
-def card(name: str, *, block_size: int = 16, digest: str = "d") -> tuple[str, bytes]:
+def card(name: str, *, block_size: int = 16, digest: str = "d", device: str = "") -> tuple[str, bytes]:
     value = ModelCard(
         "m.x",
         name,
@@ -42,6 +42,7 @@ def card(name: str, *, block_size: int = 16, digest: str = "d") -> tuple[str, by
         block_size=block_size,
         capacity_blocks=500,
         kv_layout=KvLayout("float32", 1, 1, 8, block_size),
+        device=device,
     )
     return subjects.model_key("default", "m.x", name), MODEL_CARD.encode(value, JSON_HEADER)
 
@@ -75,8 +76,8 @@ def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
         instance("frontend", "f1"),
         instance("worker", "w1"),
         instance("worker", "w2", NOW - 7300),
-        card("w1"),
-        card("w2"),
+        card("w1", device="cuda:0"),
+        card("w2", device="cpu"),
         reports=(report("w1"), report("w2")),
     )
     assert [(row.service, row.instance, row.age_s) for row in view.instances] == [
@@ -90,10 +91,10 @@ def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
     assert layout(view).splitlines() == [
         "namespace default, NATS nats://127.0.0.1:4222, etcd 127.0.0.1:2379",
         "",
-        "SERVICE   INSTANCE  EPOCH  PID   MACHINE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
-        "frontend  f1        1      4242  machine  1m",
-        "worker    w2        1      4242  machine  2h   2        3        40    60      500",
-        "worker    w1        1      4242  machine  1m   2        3        40    60      500",
+        "SERVICE   INSTANCE  EPOCH  PID   MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
+        "frontend  f1        1      4242  machine          1m",
+        "worker    w2        1      4242  machine  cpu     2h   2        3        40    60      500",
+        "worker    w1        1      4242  machine  cuda:0  1m   2        3        40    60      500",
         "",
         "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS",
         "m.x    2          2048     16     80    120     1000",

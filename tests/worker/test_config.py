@@ -53,6 +53,15 @@ def test_kv_is_kept_as_the_device_computes_unless_it_is_said() -> None:
     assert kept("--device", "cuda", "--cuda-dtype", "float16", "--kv-dtype", "float16") == "float16"
 
 
+def test_people_see_where_a_worker_computes_if_it_does() -> None:
+    def shown(*flags: str) -> str:
+        return load(WorkerConfig, environ={}, flags=["--model", "m", *flags]).shown_device
+
+    assert shown() == "cpu"
+    assert shown("--device", "cuda", "--cuda-gpu", "1") == "cuda:1"
+    assert shown("--engine", "simulated") == shown("--engine", "echo") == ""
+
+
 def started(*flags: str) -> tuple[int, str]:
     """Status and stderr of a worker that cannot work."""
     command = [sys.executable, "-m", "services.worker", *flags]
