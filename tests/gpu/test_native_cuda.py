@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from services.worker.config import CudaConfig
 from services.worker.engine import Work
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
@@ -24,10 +25,9 @@ from tests.worker.native.works import GREEDY, work
 pytestmark = pytest.mark.gpu
 cp = cupy_on_a_device()
 
-from services.worker.native.cuda.drawing import draw  # noqa: E402
+from services.worker.native.cuda.drawing import Drawing  # noqa: E402
 from services.worker.native.cuda.kernels import compile_kernels  # noqa: E402
-from services.worker.native.cuda.runner import CudaRunner  # noqa: E402
-from services.worker.native.cuda.weights import load_cuda_weights  # noqa: E402
+from tests.gpu.models import cuda_runner  # noqa: E402
 
 Floats = NDArray[np.float32]
 BLOCK_SIZE = 16
@@ -52,16 +52,13 @@ BOUNDS = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
 class Both:
     """One model in NumPy and on the device, with the same slots."""
 
-    def __init__(self, directory: Path, element_type: Any, **settings: Any) -> None:
+    def __init__(self, directory: Path, element_type: Any, *, graphs_up_to: int = 0) -> None:
         config = read_config(directory)
         layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, BLOCK_SIZE)
         cache = KvCache(np, layout, SLOTS)
         self.reference = Decoder(config, load_weights(directory, config), cache, Linear(np), SLOTS * BLOCK_SIZE)
-        weights = load_cuda_weights(directory, config, element_type)
-        settings = {"graph_rows": (), **settings}
-        self.runner = CudaRunner(
-            config, weights, capacity_blocks=SLOTS, element_type=element_type, block_size=BLOCK_SIZE, **settings
-        )
+        settings = CudaConfig(dtype=element_type, graphs=graphs_up_to > 0, graph_upper_bound=max(1, graphs_up_to))
+        self.runner = cuda_runner(directory, settings, capacity_blocks=SLOTS, block_size=BLOCK_SIZE)
         # What nobody wrote must not matter: every bit set is not a number in any of the three types.
         with self.runner.stream:
             self.runner.pages.view(cp.uint8)[...] = 0xFF
@@ -128,7 +125,7 @@ def test_a_long_context_cut_into_many_splits_and_a_short_one_beside_it(tmp_path:
 def test_graphs_give_what_eager_steps_give_padded_or_not(tmp_path: Path, element_type: Any) -> None:
     directory = write_tiny_model(tmp_path, dtype=element_type, **SHAPES["head of 64, 4 share"])
     eager = Both(directory, element_type)
-    graphs = Both(directory, element_type, graph_rows=(1, 2, 4, 8))
+    graphs = Both(directory, element_type, graphs_up_to=8)
     tokens, blocks = sequences(11, [90, 33, 5, 61, 17, 200, 64])
     prompts = [work(tokens[n][:-1], blocks[n]) for n in range(7)]
     assert (eager.logits(prompts) == graphs.logits(prompts)).all()
@@ -145,10 +142,10 @@ def test_graphs_give_what_eager_steps_give_padded_or_not(tmp_path: Path, element
 
 def test_a_graph_writes_to_nobody_elses_memory_after_a_longer_prefill(tmp_path: Path) -> None:
     shape = SHAPES["head of 64, 4 share"]
-    both = Both(write_tiny_model(tmp_path, dtype="bfloat16", **shape), "bfloat16", graph_rows=(1, 2))
+    both = Both(write_tiny_model(tmp_path, dtype="bfloat16", **shape), "bfloat16", graphs_up_to=2)
     tokens, blocks = sequences(13, [600, 40])
     prompts = [work(tokens[n][:-1], blocks[n]) for n in range(2)]
-    both.check(prompts)  # more rows than any graph's: the decoder goes on in larger buffers
+    both.check(prompts)  # more rows than any graph's
     with both.runner.stream:
         others = [cp.zeros(1 << power, cp.uint8) for power in range(9, 20) for _ in range(20)]
     both.check([work(tokens[n], blocks[n], start=len(tokens[n]) - 1) for n in range(2)])
@@ -164,9 +161,17 @@ def test_the_same_step_twice_gives_the_same_bits(tmp_path: Path, element_type: A
     assert (both.logits(works) == both.logits(works)).all()
 
 
+def drawing(directory: Path, settings: CudaConfig) -> Drawing:
+    """On the current stream, of 64 rows at most."""
+    kernels = compile_kernels(read_config(write_tiny_model(directory)), "bfloat16", BLOCK_SIZE)
+    return Drawing(kernels, cp.cuda.get_current_stream(), 64, settings)
+
+
+@pytest.mark.parametrize("waits", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("vocab", [5, 1000, 49152, 128256])
-def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int) -> None:
-    kernels = compile_kernels(read_config(write_tiny_model(tmp_path)), "bfloat16", BLOCK_SIZE)
+def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int, waits: tuple[bool, bool]) -> None:
+    busy_wait, copy_stream = waits
+    draws = drawing(tmp_path, CudaConfig(busy_wait_events=busy_wait, output_copy_stream=copy_stream))
     random = np.random.default_rng(vocab)
     logits = random.normal(0, 4, (64, vocab)).astype(np.float32)
     logits[3, :] = 1.0  # all equal: the lowest id
@@ -181,7 +186,7 @@ def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int)
     ]
     history = [1, 2, 3, 1]
     works = [work(history, [0], sampling=one, prompt_tokens=2) for one in settings]
-    expected, drawn = sample(np, logits, works), draw(kernels, cp.asarray(logits), works)
+    expected, drawn = sample(np, logits, works), draws.draw(cp.asarray(logits), works)
     assert [one.token for one in drawn] == [one.token for one in expected]
     assert drawn[-1].logprob is not None
     assert expected[-1].logprob is not None
@@ -191,16 +196,16 @@ def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int)
 def test_a_logit_that_is_no_number_is_an_error_and_no_token(tmp_path: Path) -> None:
     from shared.errors import ModelError
 
-    kernels = compile_kernels(read_config(write_tiny_model(tmp_path)), "bfloat16", BLOCK_SIZE)
+    draws = drawing(tmp_path, CudaConfig())
     for broken in (np.nan, np.inf):
         logits = np.zeros((2, 320), np.float32)
         logits[1, 317] = broken
         with pytest.raises(ModelError, match="not finite"):
-            draw(kernels, cp.asarray(logits), [work([1], [0])] * 2)
+            draws.draw(cp.asarray(logits), [work([1], [0])] * 2)
 
 
 def test_greedy_tokens_of_steps_are_the_numpy_decoders(tmp_path: Path) -> None:
-    both = Both(write_tiny_model(tmp_path, **SHAPES["head of 64, 4 share"]), "float32", graph_rows=(1, 2, 4))
+    both = Both(write_tiny_model(tmp_path, **SHAPES["head of 64, 4 share"]), "float32", graphs_up_to=4)
     tokens, blocks = sequences(2, [20, 45, 9])
     blocks = [[*own, *range(0)] for own in blocks]
     spare = [slot for slot in range(SLOTS) if slot not in {slot for own in blocks for slot in own}]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.native.config import read_config
+from services.worker.config import CudaConfig
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.works import work
@@ -19,8 +19,7 @@ cupy_on_a_device()
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from services.worker.native.cuda.runner import CudaRunner  # noqa: E402
-from services.worker.native.cuda.weights import load_cuda_weights  # noqa: E402
+from tests.gpu.models import cuda_runner  # noqa: E402
 
 LLAMA3_ROPE = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -44,9 +43,7 @@ def test_logits_of_prefill_and_decode_are_those_of_transformers(
     }
     write_tiny_model(tmp_path, architecture=architecture, dtype=element_type, rope_scaling=scaling, **shape)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    config = read_config(tmp_path)
-    weights = load_cuda_weights(tmp_path, config, element_type)
-    runner = CudaRunner(config, weights, capacity_blocks=100, element_type=element_type, graph_rows=(1, 2))
+    runner = cuda_runner(tmp_path, CudaConfig(dtype=element_type, graph_upper_bound=2), capacity_blocks=100)
     tokens = np.random.default_rng(1).integers(0, 320, 500).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0].numpy()

@@ -44,6 +44,15 @@ def test_a_float32_directory_is_used_in_place(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+def test_for_whoever_takes_any_type_a_directory_is_used_in_place_as_it_is(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="bfloat16")
+    assert prepare(source, tmp_path / "cache", Told(), as_stored=True) == source
+    assert not (tmp_path / "cache").exists()
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json: missing"):
+        prepare(source, tmp_path / "cache", Told(), as_stored=True)
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_sixteen_bit_weights_are_converted_once(tmp_path: Path, shards: int) -> None:
     source = write_tiny_model(tmp_path / "model", dtype="bfloat16", shards=shards)

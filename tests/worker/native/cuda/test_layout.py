@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from services.worker.native.cuda.layout import Counts, CudaStep, lay_out, sections
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.native.cuda.layout import Counts, CudaStep, lay_out, most_ints, sections
 from tests.worker.native.works import work
 
 
@@ -59,3 +62,14 @@ def test_padding_leaves_no_trace_and_every_section_lies_where_the_rows_decide() 
     }
     full = lay_out([work([5, 6], [3], start=1)] * 4, 4, 4, padded_rows=4)
     assert sections(full.counts) == sections(step.counts)
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.booleans()), min_size=1, max_size=6))
+def test_no_step_has_more_integers_than_are_reserved_for_it(chunks: list[tuple[int, int, bool]]) -> None:
+    works = [
+        work([*range(end)], [*range(-(-end // 4))], start=max(0, end - length), draws=draws)
+        for length, end, draws in chunks
+    ]
+    rows = sum(one.end - one.start for one in works)
+    step = lay_out(works, 4, 8)
+    assert len(step.ints) <= most_ints(rows, len(works), 8, 8)

@@ -1,0 +1,37 @@
+"""Models on the device, for the tests beside this file. Imports CuPy: behind `cupy_on_a_device` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cupy as cp  # pyright: ignore[reportMissingImports]
+import pytest
+
+from services.worker.config import CudaConfig
+from services.worker.native.config import read_config
+from services.worker.native.cuda.runner import CudaRunner
+from services.worker.native.cuda.weights import load_cuda_weights
+from services.worker.native.prepare import prepare
+from services.worker.transfer.device_memory import DeviceMemory
+
+MODELS = Path(__file__).parents[2] / ".headrace" / "models"
+SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cuda_runner(
+    directory: Path, settings: CudaConfig, *, memory: DeviceMemory | None = None, **rest: Any
+) -> CudaRunner:
+    """Of a prepared directory; its weights come from the memory, too."""
+    memory = memory or DeviceMemory(0, keep_bytes=1 << 30)
+    config = read_config(directory)
+    with cp.cuda.using_allocator(memory.allocator()):
+        weights = load_cuda_weights(directory, config, settings.dtype)
+    return CudaRunner(config, weights, memory, settings, **rest)
+
+
+def smollm2(cache: Path) -> Path:
+    """SmolLM2-135M-Instruct as a directory of float32 weights; skips the test where it was not fetched."""
+    if not SMOLLM2.is_file():
+        pytest.skip(f"{SMOLLM2} is not there")
+    return prepare(SMOLLM2, cache, lambda _loading: None)

@@ -1,0 +1,211 @@
+"""The memory of an engine on the device: taken at start, as computed beforehand, and never in a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from services.worker.config import CudaConfig, EngineConfig, WorkerConfig
+from services.worker.copies import Copy
+from services.worker.engine import Loading
+from services.worker.native.config import read_config
+from services.worker.native.cuda.capacity import step_bytes, weight_bytes
+from services.worker.native.weights import tensor_shapes
+from shared.errors import ConfigError, ModelError
+from shared.messages import Sampling
+from shared.pool_map import PoolMap
+from tests.gpu.device import cupy_on_a_device
+from tests.tiny_model import write_tiny_model
+from tests.worker.native.test_runner import ended
+from tests.worker.native.works import GREEDY, work
+from tests.worker.pool_file import make_pool
+
+pytestmark = pytest.mark.gpu
+cp = cupy_on_a_device()
+
+from services.worker.native.cuda.load import load_cuda  # noqa: E402
+from services.worker.native.cuda.runner import CudaRunner, step_limits  # noqa: E402
+from services.worker.transfer.device_memory import DeviceMemory  # noqa: E402
+from services.worker.transfer.errors import DeviceMemoryExhausted  # noqa: E402
+from tests.gpu.models import cuda_runner  # noqa: E402
+
+SHAPE: dict[str, Any] = {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 512}
+
+
+@contextmanager
+def everything_from(memory: DeviceMemory) -> Iterator[None]:
+    """As in an engine process: all of CuPy's arrays."""
+    cp.cuda.set_allocator(memory.allocator())
+    try:
+        yield
+    finally:
+        cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+
+
+def settings(model: Path, cache: Path, **changes: Any) -> EngineConfig:
+    """An engine's, on a GPU."""
+    cuda = CudaConfig(**changes.pop("cuda", {}))
+    config = WorkerConfig(model=str(model), cache=str(cache), device="cuda", cuda=cuda, **changes)
+    return EngineConfig.of(config, "tiny", "one", parent_pid=1)
+
+
+@contextmanager
+def loaded(config: EngineConfig) -> Iterator[tuple[CudaRunner, list[Loading]]]:
+    """As the engine process has it."""
+    told: list[Loading] = []
+    try:
+        runner = load_cuda(config)(told.append)
+        assert isinstance(runner, CudaRunner)
+        yield runner, told
+        runner.close()
+    finally:
+        cp.cuda.set_allocator(cp.get_default_memory_pool().malloc)
+
+
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+def test_steps_of_any_kind_allocate_nothing(tmp_path: Path, element_type: Any) -> None:
+    memory = DeviceMemory(0, keep_bytes=1 << 30)
+    with everything_from(memory):
+        directory = write_tiny_model(tmp_path, dtype=element_type, context_length=4096, **SHAPE)
+        cuda = CudaConfig(dtype=element_type, graph_upper_bound=4)
+        runner = cuda_runner(directory, cuda, memory=memory, capacity_blocks=400, max_running=8, max_rows=1024)
+        random = np.random.default_rng(1)
+        tokens = random.integers(0, 320, 3000).tolist()
+        sampled = Sampling(max_tokens=9, temperature=0.8, seed=4)
+        before = memory.statistics().allocated
+        for count in (1, 2, 3, 4, 5, 8):  # by graphs, and eagerly
+            slots = [list(range(number * 50, number * 50 + 50)) for number in range(count)]
+            runner.step([work(tokens[:600], slots[0], draws=False)])
+            runner.step([work(tokens[:1000], slots[0], start=600), *(work(tokens[:3], own) for own in slots[1:])])
+            for length in range(700, 706):
+                kinds = [GREEDY, sampled]
+                works = [
+                    work(tokens[:length], own, start=length - 1, sampling=kinds[number % 2])
+                    for number, own in enumerate(slots)
+                ]
+                runner.step(works)
+        [long] = [work(tokens, list(range(188)), start=2999)]
+        runner.step([long])
+        assert memory.statistics().allocated == before
+        runner.close()
+
+
+def test_what_a_runner_takes_is_what_was_computed_beforehand(tmp_path: Path) -> None:
+    memory = DeviceMemory(0, keep_bytes=1 << 30)
+    directory = write_tiny_model(tmp_path, dtype="bfloat16", context_length=4096, **SHAPE)
+    config = read_config(directory)
+    with everything_from(memory):
+        runner = cuda_runner(directory, CudaConfig(), memory=memory, capacity_blocks=100)
+        taken = memory.statistics().used_bytes
+        limits = step_limits(1600, 16, max_running=64, max_rows=8192)
+        expected = weight_bytes(tensor_shapes(config), 2) + step_bytes(config, limits, 2)
+        expected += 100 * runner.facts.kv_layout.block_bytes
+        assert expected <= taken < expected + (1 << 20)  # each array is rounded up to 512 bytes
+        runner.close()
+
+
+def test_without_a_setting_the_share_of_the_gpu_decides_how_many_blocks_there_are(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", layers=8, kv_heads=8, head_dim=128, hidden=1024, heads=8)
+    _, total_bytes = cp.cuda.runtime.memGetInfo()
+    with loaded(settings(model, tmp_path / "cache", cuda={"memory_share": 0.1, "dtype": "float16"})) as (runner, told):
+        facts = runner.facts
+        assert facts.kv_layout.dtype == "float16"
+        assert facts.weights.endswith("-float16")
+        kv_bytes = facts.capacity_blocks * facts.kv_layout.block_bytes
+        assert 0.05 * total_bytes < kv_bytes < 0.1 * total_bytes
+        assert [line.share for line in told if line.what == "copying weights to the GPU"][-1] == 1.0
+        assert [line.share for line in told if line.what == "capturing graphs"][-1] == 1.0
+
+
+def test_what_does_not_fit_is_named_with_what_to_change(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    for changes, words in (
+        ({"capacity_bytes": 1 << 50}, "no room for .* blocks of KV .* lower capacity_blocks or capacity_bytes"),
+        ({"cuda": {"memory_share": 0.005}}, "raise cuda.memory_share"),
+        ({"capacity_bytes": 100}, "holds no block of KV"),
+    ):
+        with pytest.raises(ModelError, match=words), loaded(settings(model, tmp_path / "cache", **changes)):
+            pass
+
+
+def test_memory_that_others_take_meanwhile_is_a_model_error_and_nothing_hangs(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path)
+    free_bytes, _ = cp.cuda.runtime.memGetInfo()
+    memory = DeviceMemory(0)
+    taken = memory.allocate(free_bytes - (200 << 20), cp.cuda.get_current_stream())
+    with pytest.raises(ModelError, match=r"no room for steps of 8208 tokens.*memory_share"):
+        cuda_runner(directory, CudaConfig(), memory=memory, capacity_blocks=100, max_rows=8208, max_running=2000)
+    memory.free(taken)
+    cp.cuda.get_current_stream().synchronize()
+    runner = cuda_runner(directory, CudaConfig(), memory=memory, capacity_blocks=100)
+    assert runner.step([work([1, 2, 3], [0])])[0] is not None
+    runner.close()
+
+
+def test_a_step_for_which_sampling_finds_no_memory_fails_by_name_and_a_later_one_goes_on(tmp_path: Path) -> None:
+    memory = DeviceMemory(0)
+    with everything_from(memory):
+        directory = write_tiny_model(tmp_path, vocab=32_000)
+        runner = cuda_runner(directory, CudaConfig(), memory=memory, capacity_blocks=10)
+        penalised = work([1, 2], [0], sampling=msgspec.structs.replace(GREEDY, repetition_penalty=1.5))
+        expected = runner.step([penalised])
+        taken = _all_of(memory)
+        with pytest.raises(ModelError, match="the GPU failed"):
+            runner.step([penalised] * 60)  # its logits are copied first: 8 MB
+        for address in taken:
+            memory.free(address)
+        assert runner.step([penalised]) == expected
+        runner.close()
+
+
+def _all_of(memory: DeviceMemory) -> list[int]:
+    """What the device has left, in ever smaller pieces."""
+    taken = []
+    for power in range(36, 19, -1):
+        while True:
+            try:
+                taken.append(memory.allocate(1 << power, cp.cuda.get_current_stream()))
+            except DeviceMemoryExhausted:
+                break
+    return taken
+
+
+def test_a_gpu_that_is_not_there_is_a_config_error_that_says_what_is(tmp_path: Path) -> None:
+    config = settings(write_tiny_model(tmp_path / "model"), tmp_path / "cache", cuda={"gpu": 99})
+    with pytest.raises(ConfigError, match=r"cuda\.gpu is 99, and CUDA shows"):
+        load_cuda(config)(lambda _loading: None)
+
+
+@pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])
+def test_blocks_that_went_through_a_pool_give_another_runner_the_same_tokens(tmp_path: Path, element_type: Any) -> None:
+    directory = write_tiny_model(tmp_path / "model", dtype=element_type, **SHAPE)
+    geometry = make_pool(tmp_path / "pool", 8 << 20)
+    cuda = CudaConfig(dtype=element_type)
+    one, other = (cuda_runner(directory, cuda, capacity_blocks=40, verify=True) for _ in range(2))
+    pool = PoolMap(tmp_path / "pool")
+    slots = pool.arena(geometry.arena(0, 1, one.facts.kv_layout.block_bytes))
+    tokens = list(range(40))
+    own = one.step([work(tokens, [0, 1, 2])])
+    saving, loading = one.mover(time.monotonic), other.mover(time.monotonic)
+    saving.attach(slots)
+    loading.attach(slots)
+    saving.save(1, [Copy(3, 0), Copy(1, 1)], float("inf"))
+    assert ended(saving).good == [True, True]
+    loading.load(2, [Copy(3, 20), Copy(1, 30)])
+    copied = ended(loading)
+    assert (copied.good, copied.differing) == ([True, True], 0)
+    assert sum(copied.paths.values()) == 2
+    assert (one.pages[0].get() == other.pages[20].get()).all()
+    given = other.step([work(tokens, [20, 30, 3], start=32)])
+    assert given == own
+    saving.close()
+    loading.close()
+    one.close()
+    other.close()

@@ -1,0 +1,134 @@
+"""A real model on the device: the tokens of the CPU engine, and the logits of transformers in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from services.worker.config import CudaConfig
+from services.worker.engine import Runner
+from services.worker.native.runner import NativeRunner
+from tests.gpu.device import cupy_on_a_device
+from tests.tiny_model import write_tiny_model
+from tests.worker.native.golden.cases import GOLDEN
+from tests.worker.native.works import work
+
+pytestmark = pytest.mark.gpu
+cp = cupy_on_a_device()
+
+from tests.gpu.models import cuda_runner, smollm2  # noqa: E402
+
+BLOCKS = 16
+"""Of each sequence."""
+OUTPUT = 48
+LOGIT_BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
+"""Of ‖difference‖ / ‖reference‖, each position's."""
+
+
+class Answer(Struct):
+    """Of what transformers said."""
+
+    prompt: list[int]
+    output: list[int]
+
+
+ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[Answer])
+
+
+def outputs(runner: Runner, prompts: Sequence[Sequence[int]], *, together: bool, chunk: int = 1 << 20) -> list[Any]:
+    """Greedy, OUTPUT tokens each; prompts are prefilled `chunk` tokens at a time."""
+    groups = [range(len(prompts))] if together else [[number] for number in range(len(prompts))]
+    histories = [list(prompt) for prompt in prompts]
+    starts = [0] * len(prompts)
+    slots = np.random.default_rng(5).permutation(BLOCKS * len(prompts)).reshape(len(prompts), BLOCKS).tolist()
+    for group in groups:
+        while any(len(histories[number]) - len(prompts[number]) < OUTPUT for number in group):
+            works = []
+            for number in group:
+                end = min(len(histories[number]), starts[number] + chunk)
+                one = work(histories[number], slots[number], start=starts[number], sequence=number)
+                one.end, starts[number] = end, end
+                works.append(one)
+            for number, drawn in zip(group, runner.step(works), strict=True):
+                if drawn is not None:
+                    histories[number].append(drawn.token)
+    return [history[len(prompt) :][:OUTPUT] for history, prompt in zip(histories, prompts, strict=True)]
+
+
+def check_tokens(directory: Path, prompts: Sequence[Sequence[int]]) -> None:
+    capacity = BLOCKS * len(prompts)
+    expected = outputs(NativeRunner(directory, capacity_blocks=capacity), prompts, together=True)
+    for graphs in (True, False):
+        runner = cuda_runner(directory, CudaConfig(dtype="float32", graphs=graphs), capacity_blocks=capacity)
+        for together, chunk in ((True, 1 << 20), (False, 1 << 20), (True, 16)):
+            assert outputs(runner, prompts, together=together, chunk=chunk) == expected, (graphs, together, chunk)
+        runner.close()
+
+
+def test_float32_tokens_of_a_small_model_are_the_cpu_engines(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 512, "layers": 4}
+    random = np.random.default_rng(9)
+    prompts = [random.integers(0, 320, length).tolist() for length in (5, 16, 33, 64, 100)]
+    check_tokens(write_tiny_model(tmp_path, **shape), prompts)
+
+
+def test_float32_tokens_of_smollm2_are_the_cpu_engines_and_transformers(tmp_path: Path) -> None:
+    directory = smollm2(tmp_path)
+    check_tokens(directory, [answer.prompt for answer in ANSWERS])
+    runner = cuda_runner(directory, CudaConfig(dtype="float32"), capacity_blocks=64)
+    told = outputs(runner, [answer.prompt for answer in ANSWERS], together=True)
+    assert told == [answer.output[:OUTPUT] for answer in ANSWERS]
+    runner.close()
+
+
+@pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])
+def test_smollm2_computes_the_logits_of_transformers_in_float64(tmp_path: Path, element_type: Any) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    directory = smollm2(tmp_path)
+    tokens = [token for answer in ANSWERS for token in (*answer.prompt, *answer.output)]
+
+    def theirs(dtype: Any, *, rounded: bool) -> NDArray[np.float64]:
+        """With weights as they are stored, or as they are on our device: matrices rounded to the element type."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        if rounded:
+            for weight in model.parameters():
+                if weight.dim() == 2:
+                    weight.data = weight.data.to(getattr(torch, element_type)).float()
+        model = model.to("cuda", dtype).eval()
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens], device="cuda")).logits[0].double().cpu().numpy()
+        return np.asarray(logits)
+
+    expected = theirs(torch.float64, rounded=True)
+    runner = cuda_runner(directory, CudaConfig(dtype=element_type), capacity_blocks=64)
+    slots = np.random.default_rng(2).permutation(64)[: -(-len(tokens) // 16)].tolist()
+    ends = [*range(40, len(tokens), 13), len(tokens)][-32:]
+    first = ends[0] - 1
+    with runner.stream:
+        prefilled = [runner.logits([work(tokens[:first], slots)]).get()[0]]
+        prefilled.append(runner.logits([work(tokens, slots, start=first)]).get()[0])
+        decoded = runner.logits([work(tokens[:end], slots, start=end - 1) for end in ends]).get()
+    runner.close()
+    errors = [
+        _error(logits, expected[end - 1])
+        for logits, end in zip([*prefilled, *decoded], [first, len(tokens), *ends], strict=True)
+    ]
+    own = _error(theirs(getattr(torch, element_type), rounded=True)[first - 1], expected[first - 1])
+    rounding = _error(expected[first - 1], theirs(torch.float64, rounded=False)[first - 1])
+    print(
+        f"\n{element_type}: prefill {errors[0]:.1e} {errors[1]:.1e}, decode mean {np.mean(errors[2:]):.1e} most"
+        f" {max(errors[2:]):.1e}; transformers in this type {own:.1e}; the weights' rounding alone {rounding:.1e}"
+    )
+    assert max(errors) < LOGIT_BOUNDS[element_type], errors
+
+
+def _error(logits: Any, expected: Any) -> float:
+    return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))

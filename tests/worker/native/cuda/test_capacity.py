@@ -1,0 +1,92 @@
+"""How a GPU's memory is shared out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.native.cuda.capacity import (
+    MARGIN_BYTES,
+    MOST_BLOCKS,
+    OUTSIDE_BYTES,
+    GpuRoom,
+    capacity,
+    weight_bytes,
+)
+from shared.errors import ModelError
+
+GIB = 1 << 30
+ROOM = GpuRoom(total_bytes=140 * GIB, free_bytes=139 * GIB, weight_bytes=16 * GIB, step_bytes=GIB)
+CROWDED = GpuRoom(140 * GIB, 10 * GIB, 16 * GIB, GIB)
+BLOCK_BYTES = 2 << 20
+
+
+def blocks(room: GpuRoom = ROOM, *, asked: int = 0, kv_bytes: int = 0, share: float = 0.9) -> int:
+    return capacity(room, blocks=asked, kv_bytes=kv_bytes, share=share, block_bytes=BLOCK_BYTES, model="a model")
+
+
+def test_what_is_asked_for_is_given_whatever_the_share() -> None:
+    assert blocks(asked=7, share=0.01) == 7
+    assert blocks(kv_bytes=3 * BLOCK_BYTES + 1, share=0.01) == 3
+    assert blocks(asked=7, kv_bytes=3 * BLOCK_BYTES) == 7
+
+
+def test_without_a_setting_the_share_is_used_up() -> None:
+    expected = (int(0.9 * 140 * GIB) - OUTSIDE_BYTES - 17 * GIB) // BLOCK_BYTES
+    assert blocks() == expected
+
+
+def test_two_halves_are_no_more_than_the_whole() -> None:
+    taken_bytes = blocks(share=0.5) * BLOCK_BYTES + OUTSIDE_BYTES + 17 * GIB
+    assert 2 * taken_bytes <= ROOM.total_bytes
+
+
+def test_what_others_have_is_left_to_them() -> None:
+    shared = GpuRoom(140 * GIB, 40 * GIB, 16 * GIB, GIB)
+    assert blocks(shared) == (40 * GIB - MARGIN_BYTES - 17 * GIB) // BLOCK_BYTES
+
+
+def test_a_tiny_models_blocks_are_bounded() -> None:
+    room = GpuRoom(140 * GIB, 139 * GIB, 1 << 20, GIB)
+    assert capacity(room, blocks=0, kv_bytes=0, share=0.9, block_bytes=4096, model="tiny") == MOST_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("room", "asked"),
+    [(ROOM, {"asked": 70_000}), (ROOM, {"kv_bytes": 200 * GIB}), (ROOM, {"share": 0.12}), (CROWDED, {})],
+)
+def test_what_does_not_fit_is_an_error_with_all_sizes(room: GpuRoom, asked: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"a model: the GPU has no room for [0-9]+ block") as wrong:
+        blocks(room, **asked)
+    sizes = re.findall("[0-9]+", str(wrong.value))
+    assert {str(BLOCK_BYTES), str(16 * GIB), str(GIB), str(140 * GIB), str(room.free_bytes)} <= set(sizes)
+
+
+def test_bytes_that_hold_no_block_are_an_error() -> None:
+    with pytest.raises(ModelError, match="capacity_bytes 100 holds no block"):
+        blocks(kv_bytes=100)
+
+
+@given(
+    st.integers(GIB, 200 * GIB), st.floats(0, 1), st.integers(0, 100 * GIB), st.integers(0, 4 * GIB), st.floats(0.01, 1)
+)
+def test_nothing_is_promised_that_is_not_there(
+    total_bytes: int, free: float, weights_bytes: int, steps_bytes: int, share: float
+) -> None:
+    room = GpuRoom(total_bytes, int(free * total_bytes), weights_bytes, steps_bytes)
+    try:
+        count = blocks(room, share=share)
+    except ModelError:
+        return
+    taken_bytes = count * BLOCK_BYTES + weights_bytes + steps_bytes
+    assert count >= 1
+    assert taken_bytes + MARGIN_BYTES <= room.free_bytes
+    assert taken_bytes + OUTSIDE_BYTES <= share * total_bytes
+
+
+def test_matrices_are_of_the_element_type_and_vectors_float32() -> None:
+    assert weight_bytes({"a": (10, 20), "b": (20,)}, 2) == 400 + 80
