@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -45,7 +46,7 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         with theirs:
             engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
-            process = _spawn(module, engine_config, theirs.fileno(), _child_environment(config.threads))
+            process = _spawn(module, engine_config, theirs.fileno(), engine_environment(config))
         return EngineClient(process, await ShellEnd.open(ours))
 
     @property
@@ -99,8 +100,11 @@ def _spawn(module: str, config: EngineConfig, channel: int, environ: dict[str, s
     return subprocess.Popen(command, pass_fds=(channel,), env=environ, stdin=subprocess.DEVNULL)
 
 
-def _child_environment(threads: int) -> dict[str, str]:
-    """Ours, with the number of arithmetic threads, which BLAS reads when it is loaded. Secrets stay here."""
-    count = str(threads or os.cpu_count() or 1)
+def engine_environment(config: WorkerConfig) -> dict[str, str]:
+    """Ours, with the number of arithmetic threads, which BLAS reads when it is loaded, and where CuPy keeps compiled
+    kernels, unless that is said: in a container its own choice, the home directory, cannot be written to. Secrets stay
+    here."""
+    count = str(config.threads or os.cpu_count() or 1)
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
-    return kept | dict.fromkeys(_THREAD_VARIABLES, count)
+    kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}
+    return kernels | kept | dict.fromkeys(_THREAD_VARIABLES, count)
