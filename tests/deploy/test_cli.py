@@ -1,4 +1,4 @@
-"""deploy/local/cli.py: wrong usage is told in one line, with status 2, before anything starts."""
+"""deploy/local/cli.py and usage.py: wrong usage is told in one line, with status 2, before anything starts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import get_args
 
 import pytest
 
-from deploy.local import cli
+from deploy.local import cli, usage
 from services.worker.config import EngineName
 
 
 @pytest.fixture(autouse=True)
 def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No `up` runs here."""
-    monkeypatch.setattr(cli, "DEFAULT_HOME", tmp_path / ".headrace")
+    monkeypatch.setattr(usage, "DEFAULT_HOME", tmp_path / ".headrace")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""What may be typed after `headrace`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deploy.local.stack import DEFAULT_HOME
+
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+DEFAULT_MODEL = "default"
+GPU_MEMORY_SHARE = 0.9
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of all commands."""
+    parser = argparse.ArgumentParser(prog="headrace", description="Serves language models from many workers as one.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    state = argparse.ArgumentParser(add_help=False)
+    state.add_argument(
+        "--state", type=Path, default=DEFAULT_HOME, metavar="DIR", help="where `up` keeps its files (.headrace)"
+    )
+
+    up = commands.add_parser(
+        "up", parents=[state], help="run everything on this machine", description="Run everything, until Ctrl-C."
+    )
+    up.add_argument("--port", type=int, default=8000, help="of the HTTP API, on 127.0.0.1 (%(default)s)")
+    up.add_argument("--workers", type=int, default=2, help="how many (%(default)s)")
+    up.add_argument("--frontends", type=int, default=1, help="how many, on one port (%(default)s)")
+    up.add_argument("--routers", type=int, default=1, help="how many (%(default)s)")
+    up.add_argument(
+        "--model", default=DEFAULT_MODEL, help="directory or GGUF file (SmolLM2-135M-Instruct, fetched once)"
+    )
+    up.add_argument("--model-name", default="", metavar="NAME", help="what clients call it (the file's name)")
+    up.add_argument(
+        "--policy", default="kv", help="kv, round-robin, random, least-loaded, power-of-two or module:attribute"
+    )
+    up.add_argument("--discovery", choices=("etcd", "file"), default="etcd", help="who is alive (%(default)s)")
+    up.add_argument(
+        "--engine",
+        choices=("native", "simulated", "echo"),
+        default="native",
+        help="%(default)s; simulated takes a GPU's time and needs none, echo says the prompt back",
+    )
+    up.add_argument(
+        "--simulated",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the simulated engine: speed=2, fixed_s=0.02, …",
+    )
+    up.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the native engine computes (%(default)s); cuda: workers take the GPUs that CUDA shows in turn",
+    )
+    up.add_argument(
+        "--gpu-memory-share",
+        type=float,
+        metavar="SHARE",
+        help=f"of each GPU's memory, for all of its workers together ({GPU_MEMORY_SHARE})",
+    )
+    up.add_argument(
+        "--cuda",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of workers on GPUs: dtype=float16, graphs=false, …",
+    )
+    up.add_argument(
+        "--kvbm-bytes",
+        default="",
+        metavar="SIZE",
+        help="of memory for KV blocks, shared by all workers: 512M, 2G; 0: none (a 16th of all, at most 1G; with GPUs"
+        " an 8th, at most 32G)",
+    )
+    up.add_argument("--kvbm-disk", type=Path, metavar="DIR", help="for blocks that this memory has no room for (none)")
+    up.add_argument("--kvbm-disk-bytes", default="", metavar="SIZE", help="of that directory (10G)")
+    up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
+    up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
+
+    fleet = argparse.ArgumentParser(add_help=False)
+    fleet.add_argument("--json", action="store_true", help="one JSON object")
+    fleet.add_argument("--nats", default="", metavar="URL", help="(those of `up`)")
+    fleet.add_argument("--etcd", default="", metavar="HOST:PORT", help="(that of `up`)")
+    fleet.add_argument("--namespace", default="default")
+    commands.add_parser("status", parents=[state, fleet], help="what is alive, and how busy")
+    explain = commands.add_parser("explain", parents=[state, fleet], help="why a request went where it went")
+    explain.add_argument(
+        "request", nargs="?", help="the `id` of its answer, or its X-Request-Id (the latest ones, a line each)"
+    )
+
+    chat = commands.add_parser("chat", parents=[state], help="ask one question")
+    chat.add_argument("question")
+    chat.add_argument("--url", default="", help=f"the API (that of `up`, or {DEFAULT_URL})")
+    chat.add_argument("--model", default="", help="(the first one served)")
+    chat.add_argument("--max-tokens", type=int, default=512, help="%(default)s")
+    chat.add_argument("--temperature", type=float, default=0.0, help="%(default)s: greedy")
+
+    bench = commands.add_parser(
+        "bench", parents=[state], help="measure an OpenAI endpoint", description="A sweep of loads; docs/bench.md."
+    )
+    bench.add_argument("--url", default="", help=f"any OpenAI endpoint (that of `up`, or {DEFAULT_URL})")
+    bench.add_argument("--model", default="", help="(the first one served)")
+    bench.add_argument("--concurrency", default="", metavar="N,…", help="requests in flight, one load after the other")
+    bench.add_argument("--rate", default="", metavar="R,…", help="or requests a second, sent at random times")
+    bench.add_argument(
+        "--requests", type=int, default=0, help="of each load (4 x concurrency, 20 s x rate; at least 32)"
+    )
+    bench.add_argument("--words", type=int, default=512, help="of each prompt (%(default)s)")
+    bench.add_argument("--shared-words", type=int, default=0, help="that all prompts begin with (%(default)s)")
+    bench.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line, instead of made-up ones")
+    bench.add_argument("--output-tokens", type=int, default=128, help="of each answer (%(default)s)")
+    bench.add_argument("--may-stop", action="store_true", help="answers may be shorter: `ignore_eos` is not sent")
+    bench.add_argument("--warmup", type=int, default=2, help="requests before each load, not measured (%(default)s)")
+    bench.add_argument("--timeout-s", type=float, default=120.0, help="of each request (%(default)s)")
+    bench.add_argument("--seed", type=int, default=0, help="of prompts and times (%(default)s)")
+    bench.add_argument("--api-key-file", type=Path, metavar="FILE", help="with the key alone in it")
+    bench.add_argument("--out", default="bench", metavar="PREFIX", help="of the .json and .png written (%(default)s)")
+    bench.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    bench.add_argument("--driver", choices=("own", "aiperf"), default="own", help="who sends (%(default)s)")
+    bench.add_argument("--tokenizer", default="", help="for aiperf: a directory, or a hub's name")
+    install_gpu = commands.add_parser(
+        "install-gpu",
+        help="fetch what --device cuda needs (0.6 GB)",
+        description="CuPy, cuBLAS and CUDA's compiler, into .venv; ./headrace keeps them there from then on.",
+    )
+    install_gpu.set_defaults(state=DEFAULT_HOME)
+    return parser
