@@ -1,0 +1,51 @@
+"""The formats that calls of tools are written in, and how a chat template shows which one its model writes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from msgspec import Struct
+
+from services.frontend.tools import llama3_json, mistral, pythonic, thinking
+from services.frontend.tools.found import Found
+from services.frontend.tools.hermes import hermes
+from services.frontend.tools.source import Reading, Source
+
+FormatName = Literal["hermes", "llama3_json", "mistral", "pythonic"]
+ReasoningName = Literal["think"]
+
+
+class Format(Struct, frozen=True):
+    """How one family of models writes calls."""
+
+    grammar: Callable[[Source, Found], Reading[None]]
+    look: re.Pattern[str]
+    """Found in the source of a chat template that asks for this format."""
+    marks: tuple[str, ...] = ()
+    """Special tokens of the model that the grammar reads; a text has none of them otherwise."""
+    id_prefix: str = "call_"
+    id_digits: int = 24
+
+
+FORMATS: Mapping[FormatName, Format] = {
+    "hermes": Format(hermes, re.compile(r'<tool_call>(?:\\n|\s)*\{\\?"name')),
+    "llama3_json": Format(
+        llama3_json.llama3_json, re.compile(r'\{\\?"name\\?": function name, \\?"parameters'), (llama3_json.TAG,)
+    ),
+    # Its templates raise an error on ids that are not nine letters or digits.
+    "mistral": Format(mistral.mistral, re.compile(r"\[TOOL_CALLS\]"), mistral.MARKS, id_prefix="", id_digits=9),
+    "pythonic": Format(pythonic.pythonic, re.compile(r"\[func_name1\("), pythonic.MARKS),
+}
+
+
+def format_of(template: str) -> FormatName | None:
+    """None: it does not show, or shows two."""
+    shown: list[FormatName] = [name for name, one in FORMATS.items() if one.look.search(template)]
+    return shown[0] if len(shown) == 1 else None
+
+
+def reasoning_of(template: str) -> ReasoningName | None:
+    """Whether the model thinks aloud: its template cuts thinking out of former turns, or opens it."""
+    return "think" if thinking.CLOSE in template or thinking.OPEN in template else None

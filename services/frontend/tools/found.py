@@ -1,0 +1,159 @@
+"""What was found in a model's text so far: thinking, content, calls. Pure.
+
+A call goes through, seen from the grammar that reads it:
+
+    attempt ── begin(name) ──▶ arguments … ── end ──▶ complete
+       │                          └── Malformed ──▶ broken: what has gone out stays, what has not is content
+       └── Malformed ──▶ its text is content: nothing of it has gone out
+
+White space before the first content is kept back, and dropped where a call comes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from services.frontend.tools.source import Malformed, Reading, Source
+
+WHITE_LIMIT_CHARACTERS = 64
+"""White space kept back at most; what is longer is meant."""
+
+
+class CallPiece(Struct, frozen=True):
+    """What a call grew by."""
+
+    index: int
+    """Which call of the answer, from 0."""
+    arguments: str
+    """The next characters of a JSON object."""
+    id: str = ""
+    name: str = ""
+    """Both in a call's first piece only."""
+
+
+class Enough(Exception):
+    """The answer has as many calls as it may."""
+
+
+class Found:
+    """Filled by a grammar, emptied by `take`."""
+
+    def __init__(
+        self,
+        names: frozenset[str] = frozenset(),
+        draw_id: Callable[[], str] = str,
+        *,
+        count: Callable[[str], None] = lambda _outcome: None,
+        parallel: bool = True,
+    ) -> None:
+        """`names` are the tools that there are; `count` is told how each attempt at a call ended: complete, broken,
+        unfinished (the text ended), unknown_tool, too_long or malformed. Not `parallel`: Enough is raised by the end
+        of the first call."""
+        self.source = Source()
+        """What grammars read."""
+        self.calls = 0
+        """Calls that have begun."""
+        self._names = names
+        self._draw_id = draw_id
+        self._count = count
+        self._parallel = parallel
+        self._open = False
+        """Whether a call has begun and not ended."""
+        self._white = ""
+        self._bare = True
+        """Whether there was no content yet."""
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._pieces: list[CallPiece] = []
+
+    # --- what grammars say
+
+    def text(self, text: str) -> None:
+        """Content."""
+        if self._bare and text:
+            text = self._white + text
+            self._bare = text.isspace() and len(text) <= WHITE_LIMIT_CHARACTERS
+            self._white = text if self._bare else ""
+            if self._bare:
+                return
+        self._content.append(text)
+
+    def reasoning(self, text: str) -> None:
+        """Thinking."""
+        self._reasoning.append(text)
+
+    def attempt(self, call: Callable[[Source, Found], Reading[None]]) -> Reading[bool]:
+        """Reads one call; or as much text as keeps it from being read again. Whether it was a call."""
+        source = self.source
+        source.mark()
+        try:
+            yield from call(source, self)
+        except Malformed as why:
+            reason = "unfinished" if source.exhausted and str(why) == "malformed" else str(why)
+            self._count("broken" if self._open else reason)
+            source.rewind()
+            if not self._open:
+                self.text(source.take())
+            self._open = False
+            return False
+        return True
+
+    def known(self, name: str) -> None:
+        """Raises Malformed where there is no tool of that name."""
+        if name not in self._names:
+            raise Malformed("unknown_tool")
+
+    def begin(self, name: str) -> None:
+        """It is a call, of a tool that is `known`; its arguments follow."""
+        self._white, self._open = "", True
+        self._pieces.append(CallPiece(self.calls, "", self._draw_id(), name))
+        self.calls += 1
+        self.source.mark()
+
+    def arguments(self, text: str) -> None:
+        """The next characters of its arguments."""
+        self.source.mark()
+        self._pieces.append(CallPiece(self.calls - 1, text))
+
+    def end(self) -> None:
+        """Its arguments are complete. May raise Enough."""
+        self.source.release()
+        self._open = False
+        self._count("complete")
+        if not self._parallel:
+            raise Enough
+
+    # --- what becomes of it
+
+    def finish(self) -> None:
+        """The text has ended: white space that was kept back is all there is, unless there are calls."""
+        if self._white:
+            self._content.append(self._white)
+            self._white = ""
+
+    def take(self) -> tuple[str, str, tuple[CallPiece, ...]]:
+        """What is new: content, reasoning, pieces of calls."""
+        new = "".join(self._content), "".join(self._reasoning), join_pieces(self._pieces)
+        self._content.clear()
+        self._reasoning.clear()
+        self._pieces.clear()
+        return new
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        assert self._bare or not self._white
+        assert len(self._white) <= WHITE_LIMIT_CHARACTERS
+        assert not self._open or self.calls
+
+
+def join_pieces(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
+    """Neighbours of one call as one piece."""
+    joined: list[CallPiece] = []
+    for piece in pieces:
+        if joined and joined[-1].index == piece.index:
+            before = joined.pop()
+            piece = CallPiece(piece.index, before.arguments + piece.arguments, before.id, before.name)
+        joined.append(piece)
+    return tuple(joined)

@@ -1,0 +1,24 @@
+"""Hermes 2 and later, Qwen 2.5, Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>, again and again. Pure."""
+
+from __future__ import annotations
+
+from services.frontend.tools.call_object import call_object
+from services.frontend.tools.found import Found
+from services.frontend.tools.source import Reading, Source
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def hermes(source: Source, found: Found) -> Reading[None]:
+    """A model that ends its turn without the closing tag has made its call all the same."""
+    while (yield from source.until(_OPEN, found.text)):
+        if (yield from found.attempt(_call)):
+            yield from source.white()
+            yield from source.optional(_CLOSE)
+            yield from source.white()
+
+
+def _call(source: Source, found: Found) -> Reading[None]:
+    yield from source.expect(_OPEN)
+    yield from source.white()
+    yield from call_object(source, found)

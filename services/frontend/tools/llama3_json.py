@@ -1,0 +1,36 @@
+"""Llama 3.1 to 3.3: the whole answer is {"name": …, "parameters": {…}}; several with `;` between them. Pure.
+
+`<|python_tag|>` may stand before it, then behind other text too.
+"""
+
+from __future__ import annotations
+
+from services.frontend.tools.call_object import call_object
+from services.frontend.tools.found import Found
+from services.frontend.tools.source import Reading, Source
+
+TAG = "<|python_tag|>"
+
+
+def llama3_json(source: Source, found: Found) -> Reading[None]:
+    """An answer that is JSON, and no call, is text; it is kept back until that shows."""
+    yield from source.white(found.text)
+    if (yield from source.peek()) == "{":
+        yield from _calls(source, found)
+    while (yield from source.until(TAG, found.text)):
+        yield from _calls(source, found)
+
+
+def _calls(source: Source, found: Found) -> Reading[None]:
+    while (yield from found.attempt(_call)):
+        yield from source.white()
+        if (yield from source.optional(";")):
+            yield from source.white()
+        if (yield from source.peek()) != "{":
+            return
+
+
+def _call(source: Source, found: Found) -> Reading[None]:
+    if (yield from source.optional(TAG)):
+        yield from source.white()
+    yield from call_object(source, found)

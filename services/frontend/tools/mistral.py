@@ -1,0 +1,60 @@
+"""Mistral's. Its marks are special tokens. Pure.
+
+to v7      [TOOL_CALLS] [{"name": …, "arguments": {…}}, …]
+from v11   [TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]…      also with [CALL_ID]id before [ARGS], or without [ARGS]
+"""
+
+from __future__ import annotations
+
+import re
+
+from services.frontend.tools import json_text
+from services.frontend.tools.call_object import call_object
+from services.frontend.tools.found import Found
+from services.frontend.tools.source import Malformed, Reading, Source
+
+MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+_CALLS, _ARGS, _ID = MARKS
+_NAME = re.compile(r"[0-9A-Za-z_-]+")
+_NAME_LIMIT_CHARACTERS = 64
+
+
+def mistral(source: Source, found: Found) -> Reading[None]:
+    """Calls may come behind text."""
+    while (yield from source.until(_CALLS, found.text)):
+        further = yield from found.attempt(_first)
+        while further:  # in a list
+            yield from source.white()
+            further = yield from source.optional(",")
+            if further:
+                yield from source.white()
+                further = yield from found.attempt(call_object)
+            else:
+                yield from source.optional("]")
+                yield from source.white()
+
+
+def _first(source: Source, found: Found) -> Reading[None]:
+    yield from source.expect(_CALLS)
+    yield from source.white()
+    if (yield from source.optional("[")):
+        yield from source.white()
+        yield from call_object(source, found)
+    elif (yield from source.peek()) == "{":
+        yield from call_object(source, found)
+    else:
+        yield from _named(source, found)
+
+
+def _named(source: Source, found: Found) -> Reading[None]:
+    name = yield from source.word(_NAME, _NAME_LIMIT_CHARACTERS)
+    found.known(name)
+    if (yield from source.optional(_ID)):
+        yield from source.word(_NAME, _NAME_LIMIT_CHARACTERS)
+    yield from source.optional(_ARGS)
+    yield from source.white()
+    if (yield from source.peek()) != "{":
+        raise Malformed("malformed")
+    found.begin(name)
+    yield from json_text.value(source, found.arguments)
+    found.end()

@@ -1,0 +1,65 @@
+"""One answer's text, taken apart as it grows: thinking, then content and calls. Pure."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from services.frontend.tools.formats import FORMATS, FormatName
+from services.frontend.tools.found import Enough, Found
+from services.frontend.tools.source import Reading, Source
+from services.frontend.tools.thinking import thinking
+
+
+class Plan(Struct, frozen=True):
+    """What may be in an answer beside content."""
+
+    calls: FormatName | None = None
+    """None: none."""
+    thinks: bool = False
+    begun: bool = False
+    """Whether the prompt ends within thinking."""
+
+
+class Parser:
+    """Grows by `push` until it is finished, or has enough; `found` is to be emptied after each."""
+
+    def __init__(self, plan: Plan, found: Found) -> None:
+        self.found = found
+        self.enough = False
+        """The answer ends here."""
+        self._source = found.source
+        self._reading = _answer(plan, found.source, found)
+        self._go_on()
+
+    def push(self, text: str) -> None:
+        """More text."""
+        assert not self.enough
+        self._source.feed(text)
+        self._go_on()
+
+    def finish(self) -> None:
+        """There is no more."""
+        assert not self.enough
+        self._source.end()
+        self._go_on()
+        self.found.finish()
+
+    def _go_on(self) -> None:
+        try:
+            next(self._reading, None)
+        except Enough:
+            self.enough = True
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        self._source.validate()
+        self.found.validate()
+
+
+def _answer(plan: Plan, source: Source, found: Found) -> Reading[None]:
+    if plan.thinks:
+        yield from thinking(source, found, inside=plan.begun)
+    if plan.calls is not None:
+        yield from FORMATS[plan.calls].grammar(source, found)
+    else:
+        yield from source.rest(found.text)
