@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from msgspec import Struct
@@ -61,9 +61,11 @@ class Cost(Struct, frozen=True):
 class Running:
     """A stack that answers."""
 
-    def __init__(self, port: int, kinds: Mapping[int, str]) -> None:
-        """`kinds`: process → what it is. A child counts as its parent does, but a worker's child is its engine."""
+    def __init__(self, port: int, kinds: Mapping[int, str], observed: Mapping[str, str] | None = None) -> None:
+        """`kinds`: process → what it is. A child counts as its parent does, but a worker's child is its engine.
+        `observed`: by the program's name the base URL of its /metrics."""
         self.port = port
+        self.observed = {} if observed is None else dict(observed)
         self._kinds = dict(kinds)
 
     def costs(self) -> dict[str, Cost]:
@@ -107,14 +109,13 @@ def _processes() -> tuple[dict[int, int], dict[int, Cost]]:
     return parents, costs
 
 
-@contextmanager
 def ours(
     model: Path,
     directory: Path,
     *,
     worker: Mapping[str, str],
     profile: str = "",
-) -> Iterator[Running]:
+) -> AbstractContextManager[Running]:
     """Our stack. `worker`: its settings, by the names of their environment variables.
 
     `profile`: frontend, router or worker (the shell of the first); cProfile's table is printed at the end.
@@ -122,6 +123,24 @@ def ours(
     options = Options(
         model=str(model), model_name=NAME, port=servers.free_ports(1)[0], workers=WORKERS, engine="simulated"
     )
+    settings = {
+        "worker": {"HEADRACE_CAPACITY_BLOCKS": str(CAPACITY_BLOCKS), "HEADRACE_BLOCK_SIZE": str(BLOCK_SIZE), **worker},
+        "router": {"HEADRACE_LOAD_RAMP_S": "0"},  # both workers are new
+    }
+    return launched(options, directory, settings, profile=profile)
+
+
+@contextmanager
+def launched(
+    options: Options,
+    directory: Path,
+    settings: Mapping[str, Mapping[str, str]],
+    *,
+    profile: str = "",
+    start_limit_s: float = START_LIMIT_S,
+) -> Iterator[Running]:
+    """What `up` would run with these options. `settings`: of each service, by its name, more of them, by the names of
+    their environment variables."""
     place = Place(directory)
     ports = servers.free_ports(stack.ports_needed(options))
     plan = stack.plan(options, place, ports, python=sys.executable, cores=os.cpu_count() or 1)
@@ -129,13 +148,10 @@ def ours(
         part.mkdir(parents=True, exist_ok=True)
     for file, text in plan.files.items():
         file.write_text(text, encoding="utf-8")
-    settings = {
-        "worker": {"HEADRACE_CAPACITY_BLOCKS": str(CAPACITY_BLOCKS), "HEADRACE_BLOCK_SIZE": str(BLOCK_SIZE), **worker},
-        "router": {"HEADRACE_LOAD_RAMP_S": "0"},  # both workers are new
-    }
     table = directory / "profile"
     kinds: dict[int, str] = {}
     started: list[subprocess.Popen[bytes]] = []
+    observed = {launch.program.name: launch.observe for launch in plan.launches if launch.observe}
     with ExitStack() as children:
         for launch in plan.launches:
             name = launch.program.name
@@ -146,9 +162,9 @@ def ours(
             child = children.enter_context(_child(name, command, place.logs, settings.get(service, {})))
             kinds[child.pid] = "shell" if service == "worker" else service
             started.append(child)
-        for url in [f"{launch.observe}/health" for launch in plan.launches if launch.observe]:
-            _wait_healthy(url, started, place.logs)
-        yield Running(options.port, kinds)
+        for url in observed.values():
+            _wait_healthy(f"{url}/health", started, place.logs, start_limit_s)
+        yield Running(options.port, kinds, observed)
     if profile:
         pstats.Stats(str(table)).sort_stats("tottime").print_stats(40)
 
@@ -173,9 +189,9 @@ def _child(name: str, command: list[str], logs: Path, settings: Mapping[str, str
             child.wait()
 
 
-def _wait_healthy(url: str, children: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+def _wait_healthy(url: str, children: Sequence[subprocess.Popen[bytes]], logs: Path, limit_s: float) -> None:
     """Raises SystemExit with the logs' ends, at the latest when time is over."""
-    deadline_s = time.monotonic() + START_LIMIT_S
+    deadline_s = time.monotonic() + limit_s
     while True:
         try:
             with urllib.request.urlopen(url, timeout=1.0):

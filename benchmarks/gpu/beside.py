@@ -1,0 +1,158 @@
+"""How much longer does a decode step take while blocks are copied beside it as fast as they go?
+
+    python -m benchmarks.gpu.beside [--memory TMPFS] [--quick] [--json]
+
+A batch of 32 of an 8B Llama shape decodes at 2,048 positions, by graphs, which reads memory nearly all of the time;
+the runner's own mover saves blocks of other pages to a pool, loads others from it, or both. Between steps the engine's
+thread sees what has ended and asks for more, as in an engine, so that no copy ever waits for it. `step_ms` is a host
+clock around the Runner's whole step; the ways take turns, ten steps each.
+
+What could mislead: the mover's threads hold the GIL now and then, which is in the step's time; asking for more is not.
+An engine asks for less than this most of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from benchmarks.gpu import llama, part
+from benchmarks.gpu.moving import Asked, arena, pool, scattered
+from services.worker.config import CudaConfig
+from services.worker.copies import Copy
+from services.worker.engine import Work
+
+if TYPE_CHECKING:
+    from services.worker.native.cuda.runner import CudaRunner
+
+BATCH = 32
+BATCH_BLOCKS = 64
+IN_LINE = 12
+"""Batches under way in each direction: 28 ms of copies, more than a step takes."""
+STEPS = 10
+ROUNDS = 20
+SPARE_BYTES = 4 << 30
+WAYS: dict[str, tuple[bool, ...]] = {"alone": (), "offload": (False,), "onboard": (True,), "both": (False, True)}
+"""Which directions copy; True loads."""
+
+
+class Row(Struct, frozen=True):
+    """Steps beside one kind of copies."""
+
+    beside: str
+    step_ms: float
+    times: float
+    """Of the step alone."""
+    saved_gb_per_s: float
+    loaded_gb_per_s: float
+
+
+class Saturation:
+    """Keeps a mover busy."""
+
+    def __init__(self, asked: Asked, copies: Sequence[Copy]) -> None:
+        """The first half of the copies is saved again and again, the second loaded."""
+        self._asked = asked
+        batches = [copies[first : first + BATCH_BLOCKS] for first in range(0, len(copies), BATCH_BLOCKS)]
+        half = len(batches) // 2
+        self._batches = {False: cycle(batches[:half]), True: cycle(batches[half:])}
+
+    def turn(self, directions: Sequence[bool]) -> None:
+        """What has ended is asked for anew."""
+        self._asked.hear()
+        for loads in directions:
+            for _ in range(self._asked.under_way(loads=loads), IN_LINE):
+                self._asked.ask(next(self._batches[loads]), loads=loads)
+
+
+def main() -> int:
+    """See the module."""
+    return part.main("beside", __doc__, measure, _flags)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for the pool")
+
+
+def measure(flags: argparse.Namespace) -> part.Measured:
+    """All ways."""
+    from services.worker.native.cuda.runner import CudaRunner
+
+    config = llama.shape(quick=flags.quick)
+    memory = llama.device_memory()
+    block_bytes = llama.block_bytes(config)
+    used, spare = llama.blocks(BATCH), SPARE_BYTES // block_bytes
+    runner = CudaRunner(
+        config,
+        llama.random_weights(config),
+        memory,
+        CudaConfig(graph_upper_bound=BATCH),
+        capacity_blocks=used + spare,
+        max_running=BATCH,
+        max_rows=BATCH,
+    )
+    llama.Random(1.0).fill(runner.pages)
+    with pool(flags.memory, SPARE_BYTES + (256 << 20)) as (path, geometry), arena(path, geometry, block_bytes) as slots:
+        mover = runner.mover(time.perf_counter)
+        mover.attach(slots)
+        asked = Asked(mover)
+        copies = scattered(slots, range(used, used + spare))
+        asked.move(copies, (), BATCH_BLOCKS)  # pins what is not pinned yet
+        rows = _rows(runner, asked, Saturation(asked, copies), rounds=4 if flags.quick else ROUNDS)
+        paths = dict(asked.paths)
+        mover.detach()
+        mover.close()
+    times = {row.beside: row.times for row in rows}
+    figures = {
+        "decode step beside a saturating offload": times["offload"],
+        "decode step beside a saturating onboard": times["onboard"],
+        "decode step beside both": times["both"],
+    }
+    return part.Measured(figures, rows, {"paths": paths})
+
+
+def _rows(runner: CudaRunner, asked: Asked, saturation: Saturation, *, rounds: int) -> list[Row]:
+    works = llama.decoding(BATCH, BATCH)
+    step_ms: dict[str, list[float]] = {way: [] for way in WAYS}
+    rates: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way, directions in WAYS.items():
+            saturation.turn(directions)
+            runner.step(works)  # the first after the others' copies have ended
+            before, begun_s = dict(asked.moved_bytes), time.perf_counter()
+            for _ in range(STEPS):
+                saturation.turn(directions)
+                step_ms[way].append(_step_ms(runner, works))
+            asked.hear()
+            took_s = time.perf_counter() - begun_s
+            saved, loaded = ((asked.moved_bytes[loads] - before[loads]) / 1e9 / took_s for loads in (False, True))
+            rates[way].append((saved, loaded))
+            asked.wait()
+    alone_ms = median(step_ms["alone"])
+    return [
+        Row(
+            way,
+            median(step_ms[way]),
+            median(step_ms[way]) / alone_ms,
+            *(median(each) for each in zip(*rates[way], strict=True)),
+        )
+        for way in WAYS
+    ]
+
+
+def _step_ms(runner: CudaRunner, works: list[Work]) -> float:
+    begun_s = time.perf_counter()
+    runner.step(works)
+    return (time.perf_counter() - begun_s) * 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

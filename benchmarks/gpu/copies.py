@@ -1,0 +1,256 @@
+"""How fast do blocks go between a GPU and a kvbm's pool, against plain copies over the same link?
+
+    python -m benchmarks.gpu.copies [--path NAME] [--memory TMPFS] [--quick] [--json]
+
+Blocks lie scattered on both sides and are copied by what an engine has: a mover over a CudaCopier, on the path that
+calibration chose (or --path), in batches of 8, 64 and 512. `in a row`: batches are asked for all at once, so that the
+link never waits for who asks. `alone`: a batch is asked for when the one before it was told, so that thread to thread
+and back counts, the median of several. `both`: loads and saves in a row at once. Yardsticks of the same run and pool:
+one plain cudaMemcpyAsync of 1 GiB each way, two at once, and two rows of bare copies of 2 MiB from places as scattered
+as the blocks.
+
+What could mislead: all of the pool is touched and pinned before anything is timed, which takes 0.6 s a GiB once;
+nothing computes beside the copies (that is benchmarks.gpu.beside). Goals are those of blocks of 2 MiB, in one piece or
+in up to 512 fragments; the smaller blocks are there to see. CPU time is that of all the process's threads, so Python's
+share of what a copy costs an engine is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+from msgspec import Struct
+
+from benchmarks.gpu import part
+from benchmarks.gpu.moving import Asked, arena, pool, scattered
+from services.worker.config import CopyPath
+from services.worker.copies import Copy
+from services.worker.transfer.block_shape import BlockShape
+from shared.pool_map import ArenaMap
+
+if TYPE_CHECKING:
+    from services.worker.transfer.device_memory import DeviceMemory
+
+GIB = 1 << 30
+PIECE_BYTES = 2 << 20
+FRAGMENTS = {  # how many, bytes of each
+    "2 MiB x 1": (1, 2 << 20),
+    "128 KiB x 16": (16, 128 << 10),
+    "32 KiB x 64": (64, 32 << 10),
+    "4 KiB x 512": (512, 4 << 10),
+    "256 KiB x 1": (1, 256 << 10),
+    "4 KiB x 64": (64, 4 << 10),
+}
+BATCHES = (8, 64, 512)
+ONE_WAY = ("save", "load")
+DEVICE_BYTES = 2 * GIB
+TRIES = 5
+MOST_ALONE = 20
+
+
+class Row(Struct, frozen=True):
+    """One way to copy."""
+
+    fragments: str
+    blocks: int
+    """Of a batch."""
+    how: str
+    direction: str
+    gb_per_s: float
+    share: float
+    """Of the yardstick for this direction."""
+    cpu_ms_per_gb: float
+    bytes: int
+    """Of a block."""
+
+
+def main() -> int:
+    """See the module."""
+    return part.main("copies", __doc__, measure, _flags)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for the pool")
+    parser.add_argument("--path", choices=get_args(CopyPath), default="auto", help="the way that blocks take")
+
+
+def measure(flags: argparse.Namespace) -> part.Measured:
+    """All shapes of blocks."""
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    memory = DeviceMemory(0, reserve_bytes=256 << 20)
+    rows: list[Row] = []
+    chosen: dict[str, Any] = {}
+    with pool(flags.memory, (3 if flags.quick else 4) * GIB) as (path, geometry):
+        with arena(path, geometry, PIECE_BYTES) as slots:
+            rates = _yardsticks(slots)
+        for name, (fragments, fragment_bytes) in FRAGMENTS.items():
+            with arena(path, geometry, fragments * fragment_bytes) as slots:
+                rows += _shape(name, slots, memory, rates, chosen, flags)
+    return part.Measured(_figures(rows, rates), rows, {"gb_per_s": rates, "chosen": chosen})
+
+
+def _figures(rows: Sequence[Row], rates: Mapping[str, float]) -> dict[str, float]:
+    """The worst of what the goals are of."""
+
+    def worst(how: str, batches: Sequence[int], directions: Sequence[str]) -> float:
+        large = [row for row in rows if row.bytes == PIECE_BYTES and row.how == how]
+        return min(row.share for row in large if row.blocks in batches and row.direction in directions)
+
+    return {
+        "64 and 512 blocks of 2 MiB, in a row, at worst": worst("in a row", BATCHES[1:], ONE_WAY),
+        "64 and 512 blocks of 2 MiB, one batch alone, at worst": worst("alone", BATCHES[1:], ONE_WAY),
+        "8 blocks of 2 MiB, in a row, at worst": worst("in a row", BATCHES[:1], ONE_WAY),
+        "8 blocks of 2 MiB, one batch alone, at worst": worst("alone", BATCHES[:1], ONE_WAY),
+        "both directions at once, at worst": worst("in a row", BATCHES[1:], ("both",)),
+        "the same, of pieces of 2 MiB copied bare": worst("in a row", BATCHES[1:], ("both",))
+        * rates["both"]
+        / rates["both, bare pieces"],
+    }
+
+
+# --- yardsticks
+
+
+def _yardsticks(slots: ArenaMap) -> dict[str, float]:
+    """GB/s of plain copies of pinned memory: of 1 GiB each way, of two at once, and of bare pieces."""
+    import cupy  # pyright: ignore[reportMissingImports]
+    from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+    from services.worker.transfer.cuda import register, sleeping_event, stream, unregister
+
+    size_bytes = 2 * GIB
+    host = np.frombuffer(slots.bytes, np.uint8)[:size_bytes].ctypes.data
+    register(host, size_bytes)
+    blocks = cupy.empty(size_bytes, cupy.uint8)
+    device = blocks.data.ptr
+    to_host, to_device = runtime.memcpyDeviceToHost, runtime.memcpyHostToDevice
+    saves, loads = stream(), stream()
+    draw = np.random.default_rng(2)
+    places = [draw.permutation(GIB // PIECE_BYTES).tolist() for _ in range(4)]
+
+    def save() -> None:
+        runtime.memcpyAsync(host, device, GIB, to_host, saves.ptr)
+
+    def load() -> None:
+        runtime.memcpyAsync(device + GIB, host + GIB, GIB, to_device, loads.ptr)
+
+    def both() -> None:
+        save()
+        load()
+
+    def pieces() -> None:
+        for to, source, onto, origin in zip(*places, strict=True):
+            size = PIECE_BYTES
+            runtime.memcpyAsync(host + to * size, device + source * size, size, to_host, saves.ptr)
+            runtime.memcpyAsync(device + GIB + onto * size, host + GIB + origin * size, size, to_device, loads.ptr)
+
+    def rate(work: Callable[[], None], moved_bytes: int) -> float:
+        best_s = inf
+        for _ in range(TRIES):
+            begun_s = time.perf_counter()
+            work()
+            for on in (saves, loads):
+                done = sleeping_event()
+                done.record(on)
+                done.synchronize()
+            best_s = min(best_s, time.perf_counter() - begun_s)
+        return moved_bytes / 1e9 / best_s
+
+    rates = {
+        "save": rate(save, GIB),
+        "load": rate(load, GIB),
+        "both": rate(both, 2 * GIB),
+        "both, bare pieces": rate(pieces, 2 * GIB),
+    }
+    unregister(host)
+    return rates
+
+
+# --- what an engine has
+
+
+def _shape(
+    name: str,
+    slots: ArenaMap,
+    memory: DeviceMemory,
+    rates: Mapping[str, float],
+    chosen: dict[str, Any],
+    flags: argparse.Namespace,
+) -> list[Row]:
+    """All rows of one shape of blocks; `chosen` is told which ways they took."""
+    import cupy  # pyright: ignore[reportMissingImports]
+
+    from services.worker.transfer.cuda_copier import CudaCopier
+    from services.worker.transfer.mover import TransferMover
+
+    fragments, fragment_bytes = FRAGMENTS[name]
+    device_slots = DEVICE_BYTES // (fragments * fragment_bytes)
+    blocks = cupy.arange(DEVICE_BYTES // 8, dtype=cupy.uint64)
+    shape = BlockShape.layer_major(blocks.data.ptr, fragments, fragment_bytes, device_slots)
+    begun_s = time.perf_counter()
+    copier = CudaCopier(shape, memory, time.perf_counter, path=flags.path)
+    calibration_s = time.perf_counter() - begun_s
+    mover = TransferMover(copier, time.perf_counter)
+    mover.attach(slots)
+    asked = Asked(mover)
+    copies = scattered(slots, range(device_slots))
+    asked.move(copies, (), len(copies))  # pins what is not pinned yet
+    asked.paths.clear()
+    half, moved = len(copies) // 2, (1 if flags.quick else 4) * GIB // shape.block_bytes
+    saves, loads = ([each[index % half] for index in range(moved)] for each in (copies[:half], copies[half:]))
+    ways: dict[str, tuple[list[Copy], list[Copy]]] = {"save": (saves, []), "load": ([], loads), "both": (saves, loads)}
+    rows: list[Row] = []
+    for batch in BATCHES:
+        for direction, (save, load) in ways.items():
+            took = _used(lambda: asked.move(save, load, batch))  # noqa: B023
+            moved_bytes = (len(save) + len(load)) * shape.block_bytes
+            rows.append(_row(name, batch, "in a row", direction, moved_bytes, took, rates, shape))
+        for direction in ONE_WAY:
+            save, load = ways[direction]
+            alone = [
+                _used(lambda: asked.move(save[first : first + batch], load[first : first + batch], batch))  # noqa: B023
+                for first in range(0, min(moved - batch + 1, MOST_ALONE * batch), batch)
+            ]
+            took = (median(seconds for seconds, _ in alone), median(cpu_s for _, cpu_s in alone))
+            rows.append(_row(name, batch, "alone", direction, batch * shape.block_bytes, took, rates, shape))
+    chosen[name] = {"calibration_s": calibration_s, "paths": asked.paths}
+    mover.detach()
+    mover.close()
+    del blocks
+    cupy.get_default_memory_pool().free_all_blocks()
+    return rows
+
+
+def _used(work: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and those of CPU."""
+    cpu_s, begun_s = time.process_time(), time.perf_counter()
+    work()
+    return time.perf_counter() - begun_s, time.process_time() - cpu_s
+
+
+def _row(
+    name: str,
+    batch: int,
+    how: str,
+    direction: str,
+    moved_bytes: int,
+    took: tuple[float, float],
+    rates: Mapping[str, float],
+    shape: BlockShape,
+) -> Row:
+    rate = moved_bytes / 1e9 / took[0]
+    cpu_ms = took[1] * 1e3 / (moved_bytes / 1e9)
+    return Row(name, batch, how, direction, rate, rate / rates[direction], cpu_ms, shape.block_bytes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

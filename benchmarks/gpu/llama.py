@@ -1,0 +1,128 @@
+"""The 8B shape on the device without any file: random weights, works, a runner. Needs CuPy and a GPU to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from benchmarks.gpu.model import LLAMA_8B, random_tile
+from services.worker.engine import Drawn, Work
+from services.worker.native.config import ModelConfig
+from services.worker.native.linear import Array
+from shared.messages import Sampling
+
+if TYPE_CHECKING:
+    from services.worker.native.cuda.weights import CudaWeights
+    from services.worker.transfer.device_memory import DeviceMemory
+
+BLOCK_SIZE = 16
+CONTEXT = 2048
+GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0)
+
+
+def shape(*, quick: bool) -> ModelConfig:
+    """Llama 8B's; a quarter of its layers where it must be quick."""
+    return msgspec.structs.replace(LLAMA_8B, layers=8) if quick else LLAMA_8B
+
+
+def block_bytes(config: ModelConfig) -> int:
+    """Keys and values of BLOCK_SIZE positions, 16 bits each."""
+    return 2 * 2 * config.layers * config.keys * BLOCK_SIZE
+
+
+def work(sequence: int, start: int, end: int, blocks: list[int]) -> Work:
+    """Random tokens from `start` to `end`, and one drawn."""
+    tokens = np.random.default_rng(sequence).integers(0, LLAMA_8B.vocab, end).tolist()
+    return Work(sequence, tokens, start, end, blocks, GREEDY, end)
+
+
+def blocks(sequences: int) -> int:
+    """Of so many sequences of CONTEXT."""
+    return sequences * CONTEXT // BLOCK_SIZE
+
+
+def go_on(works: list[Work], drawn: Sequence[Drawn | None]) -> None:
+    """One position further, with what was drawn."""
+    for each, token in zip(works, drawn, strict=True):
+        assert token is not None
+        each.history = [*each.history, token.token]
+        each.start, each.end = each.end, each.end + 1
+
+
+def decoding(batch: int, sequences: int, *, end: int = CONTEXT) -> list[Work]:
+    """Each at one position, on pages scattered over those of so many sequences of CONTEXT."""
+    each = CONTEXT // BLOCK_SIZE
+    slots = np.random.default_rng(0).permutation(sequences * each).tolist()
+    return [work(n, end - 1, end, slots[n * each : (n + 1) * each]) for n in range(batch)]
+
+
+def device_memory() -> DeviceMemory:
+    """Of the first GPU; CuPy's arrays of this process come from it from now on."""
+    import cupy as cp  # pyright: ignore[reportMissingImports]
+
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    memory = DeviceMemory(0, reserve_bytes=256 << 20)
+    cp.cuda.set_allocator(memory.allocator())
+    return memory
+
+
+def random_weights(config: ModelConfig) -> CudaWeights:
+    """bfloat16; products of rows of numbers near one are near one."""
+    import cupy as cp  # pyright: ignore[reportMissingImports]
+
+    from services.worker.native.cuda.weights import CudaLayer, CudaWeights
+
+    random = Random(config.hidden**-0.5)
+    ones = cp.ones(config.hidden, cp.float32)
+    return CudaWeights(
+        embedding=random.array(config.vocab, config.hidden),
+        layers=tuple(
+            CudaLayer(
+                input_norm=ones,
+                qkv=random.array(config.queries + 2 * config.keys, config.hidden),
+                qkv_bias=None,
+                output=random.array(config.hidden, config.queries),
+                output_bias=None,
+                output_norm=ones,
+                gate_up=random.array(2 * config.intermediate, config.hidden),
+                down=random.array(config.hidden, config.intermediate),
+            )
+            for _ in range(config.layers)
+        ),
+        norm=ones,
+        head=random.array(config.vocab, config.hidden),
+    )
+
+
+class Random:
+    """bfloat16 numbers on the device, run after run through one tile of them: no two rows are alike. (CuPy's own would
+    need cuRAND, which the engine does without.)"""
+
+    def __init__(self, scale: float) -> None:
+        import cupy as cp  # pyright: ignore[reportMissingImports]
+
+        self._tile: Array = cp.asarray(random_tile(scale))
+        self._at = 0
+
+    def array(self, *shape: int) -> Array:
+        """A new one."""
+        import cupy as cp  # pyright: ignore[reportMissingImports]
+
+        made = cp.empty(shape, cp.uint16)
+        self.fill(made)
+        return made
+
+    def fill(self, array: Array) -> None:
+        """All of a contiguous array of 16-bit numbers; they are there when this returns."""
+        import cupy as cp  # pyright: ignore[reportMissingImports]
+
+        flat, done = array.reshape(-1), 0
+        while done < flat.size:
+            count = min(flat.size - done, self._tile.size - self._at)
+            flat[done : done + count] = self._tile[self._at : self._at + count]
+            done, self._at = done + count, (self._at + count) % self._tile.size
+        cp.cuda.get_current_stream().synchronize()

@@ -1,0 +1,128 @@
+"""What does an allocation from the pool of device memory cost, and how many does a decode step make?
+
+    python -m benchmarks.gpu.memory [--quick] [--json]
+
+`pair`: allocate and free through DeviceMemory on one stream, of several sizes, the best of several runs of thousands;
+`driver` is the same two calls of CUDA's without DeviceMemory around them. `steps` counts DeviceMemory's allocations
+while a batch of 32 decodes for 200 steps, by graphs and without, each step one position further.
+
+What could mislead: the pool has room, and one thread allocates, as in an engine; an allocation that must go to the
+driver costs a hundred times as much, which is what the reserve is for. CuPy's arrays come from the same pool in an
+engine, so they are counted too; what CUDA itself takes for a graph or a kernel is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.gpu import llama, part
+from benchmarks.gpu.model import LLAMA_8B
+from services.worker.config import CudaConfig
+
+SIZES_BYTES = (4 << 10, 64 << 10, 1 << 20, 64 << 20)
+RESERVE_BYTES = 1 << 30
+BATCH = 32
+STEPS = 200
+WARM = 3
+"""Steps before those that are counted."""
+RUNS = 5
+
+
+class Pair(Struct, frozen=True):
+    """Microseconds to allocate and free."""
+
+    size_bytes: int
+    pair_us: float
+    driver_us: float
+
+
+class Steps(Struct, frozen=True):
+    """Allocations."""
+
+    steps: str
+    allocations: int
+
+
+def main() -> int:
+    """See the module."""
+    return part.main("memory", __doc__, measure)
+
+
+def measure(flags: argparse.Namespace) -> part.Measured:
+    """Allocations by themselves, then those of steps."""
+    pairs = _pairs(2_000 if flags.quick else 20_000)
+    steps = _steps()
+    figures = {
+        "allocate and free, slowest size": max(row.pair_us for row in pairs),
+        "allocations in 200 decode steps": float(max(row.allocations for row in steps)),
+    }
+    return part.Measured(figures, [*pairs, *steps])
+
+
+def _pairs(times: int) -> list[Pair]:
+    from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    memory, on = DeviceMemory(0, reserve_bytes=RESERVE_BYTES), stream()
+
+    def ours(size_bytes: int) -> Callable[[], None]:
+        return lambda: memory.free(memory.allocate(size_bytes, on))
+
+    def driver(size_bytes: int) -> Callable[[], None]:
+        return lambda: runtime.freeAsync(runtime.mallocAsync(size_bytes, on.ptr), on.ptr)
+
+    def best_us(pair: Callable[[], None]) -> float:
+        took: list[float] = []
+        for _ in range(RUNS):
+            begun_s = time.perf_counter()
+            for _ in range(times):
+                pair()
+            took.append((time.perf_counter() - begun_s) / times * 1e6)
+            on.synchronize()
+        return min(took)
+
+    # CUDA's own pool keeps what is freed only while something is, so that it, too, need not go to the device.
+    held = [runtime.mallocAsync(RESERVE_BYTES, on.ptr)]
+    rows = [Pair(size, best_us(ours(size)), best_us(driver(size))) for size in SIZES_BYTES]
+    for address in held:
+        runtime.freeAsync(address, on.ptr)
+    on.synchronize()
+    memory.close()
+    return rows
+
+
+def _steps() -> list[Steps]:
+    """Of a model of few layers: their number changes no allocation."""
+    from services.worker.native.cuda.runner import CudaRunner
+
+    config = msgspec.structs.replace(LLAMA_8B, layers=4)
+    memory = llama.device_memory()
+    weights = llama.random_weights(config)
+    settings = CudaConfig(graph_upper_bound=BATCH)
+    runner = CudaRunner(
+        config, weights, memory, settings, capacity_blocks=llama.blocks(BATCH), max_running=BATCH, max_rows=BATCH
+    )
+    rows: list[Steps] = []
+    for how in ("graph", "eager"):
+        runner.use_graphs = how == "graph"
+        works = llama.decoding(BATCH, BATCH, end=llama.CONTEXT - STEPS - WARM)
+        for number in range(WARM + STEPS):
+            if number == WARM:
+                before = memory.statistics().allocated
+            drawn = runner.step(works)
+            llama.go_on(works, drawn)
+        rows.append(Steps(how, memory.statistics().allocated - before))
+    runner.close()
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Everything on one GPU: NATS, etcd, a frontend, a router, two workers and kvbm, asked over HTTP by 64 streams.
+
+    python -m benchmarks.gpu.serving [--model DIRECTORY] [--memory TMPFS] [--tokenizer DIRECTORY] [--quick] [--json]
+
+`stack` is what `headrace up --device cuda --workers 2` runs, each worker with half of the GPU's memory, over a closed
+loop of 64 streams of 512 tokens in and 128 out (`benchmarks.sse_load`); no two prompts share anything, and every block
+is stored in kvbm. `engines` are two engines at once in processes of their own with half of the load each, and `engine`
+is one with all of it and all of the GPU, both without a network and without kvbm (`benchmarks.gpu.engine`): what the
+same runner gives by itself.
+
+What could mislead: two processes that share a GPU take turns on it, so that two of anything are slower than one; the
+load generator, the servers and the frontend have cores of the same machine. Weights are random, and so is the text:
+answers end by their length alone. Streams of the stack are counted by their events, engines' by their tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.gpu import part
+from benchmarks.gpu.engine import INPUT_TOKENS, OUTPUT_TOKENS, Spent
+from benchmarks.gpu.model import add_model, model_in
+from benchmarks.report import ROOT
+from benchmarks.serving_stacks import Running, launched
+from deploy.local import servers
+from deploy.local.stack import Gpus, Options, Store
+from services.worker.config import Device
+
+NAME = "llama"
+STREAMS = 64
+WORKERS = 2
+MEMORY_SHARE = 0.9
+POOL_BYTES = 8 << 30
+START_LIMIT_S = 240.0
+LIMIT_S = 600.0
+WHOLE, HALVES = "one engine, no network", "two engines, no network"
+STACK = "two workers, kvbm, HTTP"
+
+
+class Row(Struct, frozen=True):
+    """One closed loop."""
+
+    what: str
+    streams: int
+    requests: int
+    failed: int
+    out_tok_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+
+
+class _Load(Struct, frozen=True):
+    """What is read of the load generator's report."""
+
+    n: int
+    elapsed_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    client_cpu_s: float
+    cut: int
+    errors: dict[str, int]
+
+
+def main() -> int:
+    """See the module."""
+    return part.main("serving", __doc__, measure, _flags)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--device", choices=get_args(Device), default="cuda", help="cpu: to try this out")
+    parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES)
+    add_model(parser)
+
+
+def measure(flags: argparse.Namespace) -> part.Measured:
+    """The engines, then the stack."""
+    requests = flags.requests // 4 if flags.quick else flags.requests
+    with model_in(flags) as model:
+        whole = _engines(flags, model, 1, requests)
+        halves = _engines(flags, model, WORKERS, requests)
+        stack, more = _stack(flags, model, requests)
+    figures = {
+        "two workers, 64 streams: requests that failed": float(stack.failed),
+        "two workers, 64 streams: output": stack.out_tok_s,
+        "two engines without a network: output": halves.out_tok_s,
+        "one engine without a network: output": whole.out_tok_s,
+        "two workers: first token p50": stack.ttft_p50_ms,
+        "two workers: first token p99": stack.ttft_p99_ms,
+        "two workers: between tokens p50": stack.gap_p50_ms,
+        "two workers: between tokens p99": stack.gap_p99_ms,
+    }
+    return part.Measured(figures, [stack, halves, whole], more)
+
+
+def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) -> Row:
+    """So many engines at once, which share streams and requests; of each percentile the worst."""
+    command = [sys.executable, "-m", "benchmarks.gpu.engine", "--together", "--model", str(model)]
+    command += ["--device", flags.device, "--memory-share", str(MEMORY_SHARE / count)]
+    command += ["--streams", str(STREAMS // count), "--requests", str(requests // count)]
+    children = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            if child.stdout.readline() != "ready\n":
+                raise SystemExit(f"an engine did not start: status {child.wait(LIMIT_S)}")
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        spent = [msgspec.json.decode(child.communicate(timeout=LIMIT_S)[0], type=Spent) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    tokens = sum(each.requests - each.failed for each in spent) * OUTPUT_TOKENS
+    return Row(
+        what=WHOLE if count == 1 else HALVES,
+        streams=STREAMS,
+        requests=sum(each.requests for each in spent),
+        failed=sum(each.failed for each in spent),
+        out_tok_s=tokens / max(each.elapsed_s for each in spent),
+        ttft_p50_ms=max(each.ttft_p50_ms for each in spent),
+        ttft_p99_ms=max(each.ttft_p99_ms for each in spent),
+        gap_p50_ms=max(each.gap_p50_ms for each in spent),
+        gap_p99_ms=max(each.gap_p99_ms for each in spent),
+    )
+
+
+def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[Row, dict[str, float]]:
+    """Its row, and what it spent and stored."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-serving-", dir=flags.memory) as pool,
+        tempfile.TemporaryDirectory(prefix="gpu-serving-") as directory,
+    ):
+        options = Options(
+            model=str(model),
+            model_name=NAME,
+            port=servers.free_ports(1)[0],
+            workers=WORKERS,
+            gpus=Gpus(1, MEMORY_SHARE) if flags.device == "cuda" else None,
+            store=Store(pool, flags.pool_bytes),
+        )
+        settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}}  # both workers are new
+        with launched(options, Path(directory), settings, start_limit_s=START_LIMIT_S) as running:
+            _load(running, model, STREAMS, seed=1)
+            before = running.costs()
+            load = _load(running, model, requests, seed=2)
+            spent = {f"cpu_s of {kind}": cost.cpu_s - before[kind].cpu_s for kind, cost in running.costs().items()}
+            spent["cpu_s of the load generator"] = load.client_cpu_s
+            spent["blocks saved in kvbm"] = _saved_blocks(running)
+    row = Row(
+        what=STACK,
+        streams=STREAMS,
+        requests=requests,
+        failed=requests - load.n + load.cut,
+        out_tok_s=(load.n - load.cut) * OUTPUT_TOKENS / load.elapsed_s,
+        ttft_p50_ms=load.ttft_p50_ms,
+        ttft_p99_ms=load.ttft_p99_ms,
+        gap_p50_ms=load.gap_p50_ms,
+        gap_p99_ms=load.gap_p99_ms,
+    )
+    return row, spent
+
+
+def _load(running: Running, model: Path, requests: int, *, seed: int) -> _Load:
+    extra = {"ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True}}
+    asked = {
+        "--port": running.port,
+        "--model": NAME,
+        "--tokenizer": model / "tokenizer.json",
+        "-c": STREAMS,
+        "-n": requests,
+        "--isl": INPUT_TOKENS,
+        "--osl": OUTPUT_TOKENS,
+        "--seed": seed,
+        "--extra": msgspec.json.encode(extra).decode(),
+    }
+    words = [str(word) for pair in asked.items() for word in pair]
+    command = [sys.executable, "-m", "benchmarks.sse_load", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    try:
+        load = msgspec.json.decode(done.stdout, type=_Load)
+    except msgspec.DecodeError:  # it failed, or not one stream ended well and its figures are null
+        raise SystemExit(f"the load generator: {done.stdout}{done.stderr[-2000:]}") from None
+    if load.errors:
+        print(f"the load generator: {load.errors}", file=sys.stderr)
+    return load
+
+
+def _saved_blocks(running: Running) -> float:
+    """By all workers, as their metrics tell."""
+    saved = 0.0
+    for name, url in running.observed.items():
+        if name.startswith("worker"):
+            with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+                lines = answer.read().decode().splitlines()
+            own = [line for line in lines if line.startswith('headrace_kvbm_copied_blocks_total{outcome="saved"')]
+            saved += sum(float(line.rpartition(" ")[2]) for line in own)
+    return saved
+
+
+if __name__ == "__main__":
+    sys.exit(main())

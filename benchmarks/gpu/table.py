@@ -1,0 +1,116 @@
+"""What was promised of a GPU, part by part, and the table that says whether it is so. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from benchmarks.report import Goal
+
+MET: dict[bool | None, str] = {True: "met", False: "NOT MET", None: ""}
+
+
+class Promise(Struct, frozen=True):
+    """One line of the table."""
+
+    part: str
+    name: str
+    unit: str
+    least: float | None = None
+    most: float | None = None
+    """Neither: it is told beside the others, and nothing was promised."""
+
+    @property
+    def bound(self) -> str:
+        """As people read it."""
+        if self.least is not None:
+            return f"≥ {self.least:g}"
+        return "" if self.most is None else f"≤ {self.most:g}"
+
+    def met(self, value: float | None) -> bool | None:
+        """None: nothing was promised. A figure that is missing misses its goal."""
+        if self.least is None and self.most is None:
+            return None
+        if value is None:
+            return False
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+PINNED, ALONE, RATE = "of the pinned rate", "of the step alone", "of the memory's rate"
+PROMISES = (
+    Promise("copies", "64 and 512 blocks of 2 MiB, in a row, at worst", PINNED, least=0.95),
+    Promise("copies", "64 and 512 blocks of 2 MiB, one batch alone, at worst", PINNED, least=0.95),
+    Promise("copies", "8 blocks of 2 MiB, in a row, at worst", PINNED, least=0.85),
+    Promise("copies", "8 blocks of 2 MiB, one batch alone, at worst", PINNED, least=0.85),
+    Promise("copies", "both directions at once, at worst", "of the duplex rate", least=0.93),
+    Promise("copies", "the same, of pieces of 2 MiB copied bare", "of their duplex rate"),
+    Promise("beside", "decode step beside a saturating offload", ALONE, most=1.05),
+    Promise("beside", "decode step beside a saturating onboard", ALONE, most=1.10),
+    Promise("beside", "decode step beside both", ALONE),
+    Promise("memory", "allocate and free, slowest size", "µs", most=3.0),
+    Promise("memory", "allocations in 200 decode steps", "allocations", most=0.0),
+    Promise("decode", "decode, batch 1, graph", RATE, least=0.75),
+    Promise("decode", "decode, batch 1, eager", RATE),
+    Promise("decode", "decode, batch 32, graph", RATE, least=0.65),
+    Promise("decode", "decode, batch 32, eager", RATE),
+    Promise("decode", "decode, batch 128, graph", RATE, least=0.60),
+    Promise("decode", "decode, batch 128, eager", RATE),
+    Promise("decode", "whole step of batch 32, with busy_wait_events", "of that without"),
+    Promise("decode", "whole step of batch 32, with output_copy_stream", "of that without"),
+    Promise("decode", "prefill of 8,192 tokens", "of the matrix rate", least=0.50),
+    Promise("first", "first token of 8,192 from memory, less a step", "of its bytes' time", most=1.25),
+    Promise("first", "first token of 8,192 from memory, a step and all", "ms"),
+    Promise("first", "first token of 8,192, computed", "ms"),
+    Promise("serving", "two workers, 64 streams: requests that failed", "requests", most=0.0),
+    Promise("serving", "two workers, 64 streams: output", "tokens/s"),
+    Promise("serving", "two engines without a network: output", "tokens/s"),
+    Promise("serving", "one engine without a network: output", "tokens/s"),
+    Promise("serving", "two workers: first token p50", "ms"),
+    Promise("serving", "two workers: first token p99", "ms"),
+    Promise("serving", "two workers: between tokens p50", "ms"),
+    Promise("serving", "two workers: between tokens p99", "ms"),
+)
+PARTS = tuple(dict.fromkeys(promise.part for promise in PROMISES))
+
+Figures = Mapping[str, float]
+"""By the promise's name."""
+
+
+def goals(part: str, figures: Figures) -> list[Goal]:
+    """Of one part, those with a bound."""
+    found: list[Goal] = []
+    for promise in PROMISES:
+        bound = promise.most if promise.least is None else promise.least
+        value = figures.get(promise.name)
+        if promise.part == part and bound is not None:
+            found.append(Goal(promise.name, value, promise.unit, bound, bool(promise.met(value))))
+    return found
+
+
+def lines(parts: Sequence[str], figures: Mapping[str, Figures]) -> list[str]:
+    """The table of these parts: what, goal, figure, whether it is met. `figures`: part → its own."""
+    cells = [("what", "goal", "figure", "", "")]
+    for promise in PROMISES:
+        if promise.part in parts:
+            value = figures.get(promise.part, {}).get(promise.name)
+            said = "not measured" if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+            cells.append((promise.name, promise.bound, said, promise.unit, MET[promise.met(value)]))
+    widths = [max(len(row[column]) for row in cells) for column in range(5)]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:<{widths[3]}}  {row[4]}".rstrip()
+        for row in cells
+    ]
+
+
+def unknown(part: str, figures: Figures) -> list[str]:
+    """Names that no promise of the part has: a spelling mistake."""
+    known = {promise.name for promise in PROMISES if promise.part == part}
+    return [name for name in figures if name not in known]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of the values, in any order, that so many percent of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

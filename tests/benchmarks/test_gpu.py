@@ -1,0 +1,84 @@
+"""What of the GPU's benchmarks needs no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.gpu import table
+from benchmarks.gpu.model import LLAMA_8B, TOKENIZER_FILES, write_model
+from benchmarks.report import ROOT
+from services.worker.native.config import read_config
+from services.worker.native.weights import Checkpoint
+from tests.gpu.device import missing
+from tests.tiny_model import write_tiny_model
+
+AT_LEAST = next(promise for promise in table.PROMISES if promise.least is not None)
+AT_MOST = next(promise for promise in table.PROMISES if promise.most is not None)
+TOLD = next(promise for promise in table.PROMISES if not promise.bound)
+
+
+def test_a_figure_on_its_bound_is_met_and_one_beyond_is_not() -> None:
+    assert AT_LEAST.least is not None is not AT_MOST.most
+    assert [AT_LEAST.met(AT_LEAST.least + more) for more in (0, -0.01)] == [True, False]
+    assert [AT_MOST.met(AT_MOST.most + more) for more in (0, 0.01)] == [True, False]
+    assert TOLD.met(1e9) is TOLD.met(None) is None
+
+
+def test_a_figure_that_was_not_measured_misses_its_goal_and_stands_in_the_table() -> None:
+    [goal, *_] = table.goals(AT_LEAST.part, {})
+    assert (goal.value, goal.met) == (None, False)
+    [_, line, *_] = table.lines((AT_LEAST.part,), {})
+    assert AT_LEAST.name in line
+    assert "not measured" in line
+    assert line.endswith("NOT MET")
+
+
+def test_the_table_has_a_line_for_each_promise_of_the_parts_asked_for() -> None:
+    figures = {part: {p.name: 0.5 for p in table.PROMISES if p.part == part} for part in table.PARTS}
+    _, *lines = table.lines(table.PARTS, figures)
+    assert [line[: len(p.name)] for line, p in zip(lines, table.PROMISES, strict=True)] == [
+        promise.name for promise in table.PROMISES
+    ]
+    assert len(table.lines(("memory",), figures)) == 3
+
+
+def test_names_of_promises_are_unique_and_others_are_noticed() -> None:
+    names = [(promise.part, promise.name) for promise in table.PROMISES]
+    assert len(set(names)) == len(names)
+    assert table.unknown("memory", {"allocate and free, slowest size": 1.0, "alocate": 1.0}) == ["alocate"]
+
+
+@pytest.mark.parametrize(("percent", "value"), [(0, 1.0), (50, 2.0), (75, 3.0), (76, 4.0), (99, 4.0), (100, 4.0)])
+def test_a_percentile_is_one_of_the_values(percent: float, value: float) -> None:
+    assert table.percentile([4.0, 1.0, 3.0, 2.0], percent) == value
+
+
+def test_the_model_that_is_written_is_one_that_the_engine_reads(tmp_path: Path) -> None:
+    tokenizer = write_tiny_model(tmp_path / "tokenizer")
+    small = msgspec.structs.replace(LLAMA_8B, layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16)
+    written = write_model(tmp_path / "model", small, tokenizer)
+    config = read_config(written)
+    assert msgspec.structs.replace(config, vocab=small.vocab, eos_token_ids=()) == small
+    checkpoint = Checkpoint(written, config)
+    assert {checkpoint.entry(name).dtype for name in checkpoint.shapes} == {"BF16"}
+    assert set(checkpoint.floats("model.norm.weight").tolist()) == {1.0}
+    head = checkpoint.floats("lm_head.weight")
+    assert len({row.tobytes() for row in head}) == len(head), "no two rows alike"
+    assert 0.9 < (head**2).sum(axis=1).mean() < 1.1
+    assert all((written / name).exists() for name in TOKENIZER_FILES)
+
+
+@pytest.mark.skipif(not missing(), reason="there is a GPU")
+@pytest.mark.parametrize("module", ["", *(f".{part}" for part in table.PARTS)])
+def test_without_a_gpu_each_part_says_so_in_one_line(module: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.gpu{module}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("error: this needs an NVIDIA GPU: ")
