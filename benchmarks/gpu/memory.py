@@ -114,12 +114,11 @@ def _steps() -> list[Steps]:
     for how in ("graph", "eager"):
         runner.use_graphs = how == "graph"
         works = llama.decoding(BATCH, BATCH, end=llama.CONTEXT - STEPS - WARM)
-        for number in range(WARM + STEPS):
-            if number == WARM:
-                before = memory.statistics().allocated
-            drawn = runner.step(works)
-            llama.go_on(works, drawn)
-        rows.append(Steps(how, memory.statistics().allocated - before))
+        allocated: list[int] = []
+        for _ in range(WARM + STEPS):
+            allocated.append(memory.statistics().allocated)
+            llama.go_on(works, runner.step(works))
+        rows.append(Steps(how, memory.statistics().allocated - allocated[WARM]))
     runner.close()
     return rows
 
