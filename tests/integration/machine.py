@@ -81,7 +81,7 @@ def full_blocks(tokens: Sequence[int]) -> int:
     return (len(tokens) - 1) // BLOCK_TOKENS
 
 
-async def eventually(seen: Callable[[], Awaitable[T | None]], what: str) -> T:
+async def eventually(seen: Callable[[], Awaitable[T | None]], what: str, *, pause_s: float = 0.02) -> T:
     """The first truthy answer of `seen`, which asks another process."""
     last: object = None
     try:
@@ -90,7 +90,7 @@ async def eventually(seen: Callable[[], Awaitable[T | None]], what: str) -> T:
                 last = answer = await seen()
                 if answer:
                     return answer
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(pause_s)
     except TimeoutError:
         raise AssertionError(f"not within {LIMIT_S} s: {what}; last: {last}") from None
 

@@ -1,0 +1,57 @@
+"""The worker's own engine process, whose device fails in the middle of a step when a prompt begins with FATAL:
+`python -m tests.gpu.breaking_engine …`.
+
+On a GPU a kernel runs into a trap: that is a fault of the device like an address that is nobody's, and the process's
+context is lost for good. A CPU has no such thing; there the step raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from services.worker import engine_process
+from services.worker.config import EngineConfig
+from services.worker.copies import Mover
+from services.worker.engine import Drawn, Loading, Ready, Runner, Work
+
+FATAL = [7, 77, 7, 77]
+
+
+class Breaking:
+    """A Runner on a device that fails."""
+
+    def __init__(self, runner: Runner, device: str) -> None:
+        self._runner = runner
+        self._device = device
+
+    @property
+    def facts(self) -> Ready:
+        return self._runner.facts
+
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        if any(list(work.history[: len(FATAL)]) == FATAL for work in works):
+            if self._device == "cpu":
+                raise RuntimeError("the device has failed")
+            import cupy  # pyright: ignore[reportMissingImports]
+
+            cupy.RawKernel('extern "C" __global__ void fail() { asm("trap;"); }', "fail")((1,), (1,), ())
+        return self._runner.step(works)
+
+    def mover(self, clock: Callable[[], float]) -> Mover:
+        return self._runner.mover(clock)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+_load = engine_process._load
+
+
+def _load_breaking(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
+    return Breaking(_load(config, tell), config.device)
+
+
+if __name__ == "__main__":
+    engine_process._load = _load_breaking
+    sys.exit(engine_process.main(sys.argv[1:]))

@@ -1,0 +1,20 @@
+"""The worker's own process with an engine whose device fails: `python -m tests.gpu.breaking_worker --config …`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from services.worker.__main__ import _process
+from services.worker.config import WorkerConfig
+from services.worker.engine_client import EngineClient
+from services.worker.service import Worker
+from shared.lifecycle import Runtime, run
+
+
+async def serve(runtime: Runtime, config: WorkerConfig) -> None:
+    """Until `runtime.stopping`."""
+    await Worker(runtime, config, partial(EngineClient.start, module="tests.gpu.breaking_engine")).run()
+
+
+if __name__ == "__main__":
+    run("worker", WorkerConfig, _process, serve)
