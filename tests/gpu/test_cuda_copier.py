@@ -1,9 +1,16 @@
-"""CudaCopier over a pool whose slots CUDA will not pin, or only some; the rest of it is tested with the mover."""
+"""CudaCopier: which way blocks take, and what becomes of them where one fails; bytes are looked at each time.
+
+Memory that CUDA refuses to pin is memory that was pinned before, by the test.
+"""
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -12,70 +19,121 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.worker.config import CopyPath
 from services.worker.copies import Copy
-from services.worker.transfer import pinned_slots
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.errors import DeviceFailed, PinRefused
+from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
+from services.worker.transfer.fallbacks import MOST_IN_A_ROW
+from shared.errors import ConfigError
 from shared.pool_format import Geometry
-from shared.pool_map import PoolMap
+from shared.pool_map import ArenaMap, PoolMap
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS, CudaDevice, need_gpu
 
 pytestmark = pytest.mark.gpu
+ARENA = Geometry.of(4 << 20).arena(0, 1, BLOCK_BYTES)
+FORCED: tuple[CopyPath, ...] = ("rows", "batch", "staged", "zero_copy")
+LIMIT_S = 60.0
 
 
-@pytest.fixture
-def pool_directory() -> Iterator[Path]:
-    """In memory: Linux pins no file of a disk's file system for as long as CUDA would."""
+class Rig:
+    """Every slot of a device, and a pool, in chunks of three slots; filled with random bytes."""
+
+    def __init__(self, slots: ArenaMap, path: CopyPath) -> None:
+        self.device = CudaDevice(path, chunk_bytes=3 * ARENA.slot_bytes)
+        self.slots = slots
+        self.copier = self.device.copier
+        self.copier.attach(slots)
+        self.draw = Random(5)
+        self.blocks = [self.draw.randbytes(BLOCK_BYTES) for _ in range(SLOTS)]
+        for slot, block in enumerate(self.blocks):
+            self.device.write(slot, block)
+
+    def there_and_back(self, places: Sequence[int]) -> list[Any]:
+        """Saves each device slot to the place in the pool, and loads it into another; returns both Pendings."""
+        for place in places:
+            with self.slots.slot(place) as memory:
+                memory[:] = bytes(len(memory))
+        saves = self.copier.begin([Copy(place, slot) for slot, place in enumerate(places)], loads=False)
+        saves.wait()
+        for slot, place in enumerate(places):
+            with self.slots.slot(place) as memory:
+                assert bytes(memory[:BLOCK_BYTES]) == self.blocks[slot]
+                assert not any(memory[BLOCK_BYTES:])
+        loads = self.copier.begin([Copy(place, SLOTS - 1 - slot) for slot, place in enumerate(places)], loads=True)
+        loads.wait()
+        self.blocks[SLOTS - len(places) :] = self.blocks[: len(places)][::-1]
+        assert [self.device.read(slot) for slot in range(SLOTS)] == self.blocks
+        return [saves, loads]
+
+    def close(self) -> None:
+        self.copier.close()
+        self.device.memory.close()
+
+
+@contextmanager
+def opened(path: CopyPath = "rows") -> Iterator[Rig]:
+    need_gpu()
+    # In memory: Linux pins no file of a disk's file system for as long as CUDA would.
     with TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
+        make_pool(Path(directory) / "pool", 4 << 20)
+        pool = PoolMap(Path(directory) / "pool")
+        slots = pool.arena(ARENA)
+        rig = Rig(slots, path)
+        yield rig
+        rig.close()
+        slots.close()
+        pool.close()
 
 
 @pytest.mark.parametrize("refused", ["none", "all", "every second"])
-def test_blocks_are_saved_and_loaded_whatever_can_be_pinned(
-    refused: str, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_saved_and_loaded_whatever_can_be_pinned(refused: str, caplog: pytest.LogCaptureFixture) -> None:
     need_gpu()
-    from services.worker.transfer import cuda, cuda_copier
+    from services.worker.transfer.cuda import register, unregister
 
-    asked = 0
-
-    def register(address: int, size_bytes: int) -> None:
-        nonlocal asked
-        asked += 1
-        if refused == "all" or (refused == "every second" and asked % 2):
-            raise PinRefused("not this one")
-        cuda.register(address, size_bytes)
-
-    monkeypatch.setattr(cuda_copier, "register", register)
-    monkeypatch.setattr(cuda_copier, "PinnedSlots", _small_chunks)
-    device = CudaDevice()
-    copier = device.copier
-    make_pool(pool_directory / "pool", 4 << 20)
-    pool = PoolMap(pool_directory / "pool")
-    slots = pool.arena(Geometry.of(4 << 20).arena(0, 1, BLOCK_BYTES))
-    copier.attach(slots)
-    blocks = [Random(slot).randbytes(BLOCK_BYTES) for slot in range(SLOTS)]
-    for slot, block in enumerate(blocks):
-        device.write(slot, block)
-    copier.begin([Copy(3 * slot, slot) for slot in range(SLOTS)], loads=False).wait()
-    for slot, block in enumerate(blocks):
-        with slots.slot(3 * slot) as memory:
-            assert bytes(memory[:BLOCK_BYTES]) == block
-    copier.begin([Copy(3 * slot, SLOTS - 1 - slot) for slot in range(SLOTS)], loads=True).wait()
-    assert [device.read(SLOTS - 1 - slot) for slot in range(SLOTS)] == blocks
-    told = copier.statistics()
-    pageable = {"none": 0, "all": SLOTS, "every second": SLOTS // 2}[refused]
-    assert told.saved.get("pageable", 0) == told.loaded.get("pageable", 0) == pageable
-    assert sum(told.saved.values()) == sum(told.loaded.values()) == SLOTS
-    assert (told.chunks_refused > 0) == (refused != "none")
-    copier.close()
-    slots.close()
-    pool.close()
-    device.memory.close()
+    with opened() as rig:
+        at = np.frombuffer(rig.slots.bytes, np.uint8).ctypes.data
+        chunk_bytes = 3 * ARENA.slot_bytes
+        taken = {"none": [], "all": range(SLOTS), "every second": range(0, SLOTS, 2)}[refused]
+        for chunk in taken:
+            register(at + chunk * chunk_bytes, chunk_bytes)
+        with caplog.at_level(logging.WARNING):
+            told = rig.there_and_back([3 * slot for slot in range(SLOTS)])
+        pageable = {"none": 0, "all": SLOTS, "every second": SLOTS // 2}[refused]
+        paths = {path: blocks for path, blocks in (("rows", SLOTS - pageable), ("pageable", pageable)) if blocks}
+        assert [pending.paths for pending in told] == [paths, paths]
+        statistics = rig.copier.statistics()
+        assert statistics.saved == statistics.loaded == paths
+        assert statistics.chunks_refused == pageable
+        assert len(caplog.records) == (pageable > 0)
+        rig.copier.detach()
+        for chunk in taken:
+            unregister(at + chunk * chunk_bytes)
 
 
-def test_calibration_changes_no_block_and_measures_each_path() -> None:
+@pytest.mark.parametrize("path", FORCED)
+def test_a_group_over_the_borders_of_what_was_pinned_at_once_comes_over_on_every_path(path: CopyPath) -> None:
+    with opened(path) as rig:
+        for pending in rig.there_and_back(range(7, 7 + SLOTS)):
+            assert (pending.paths, pending.fallbacks) == ({path: SLOTS}, {})
+
+
+def test_a_path_that_these_blocks_do_not_have_is_refused_with_those_there_are() -> None:
+    cupy = need_gpu()
+    from services.worker.transfer.cuda_copier import CudaCopier
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    array: Any = cupy.zeros((20, 4096), cupy.uint8)
+    memory = DeviceMemory(0)
+    shape = BlockShape.contiguous(array.data.ptr, 4096, 20)
+    with pytest.raises(ConfigError, match=r"copy_path is staged; .* there are: auto, rows, batch$"):
+        CudaCopier(shape, memory, time.perf_counter, path="staged")
+    memory.close()
+
+
+def test_calibration_changes_no_block_measures_each_path_and_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cupy = need_gpu()
     from services.worker.transfer.cuda_copier import CudaCopier
     from services.worker.transfer.device_memory import DeviceMemory
@@ -83,41 +141,192 @@ def test_calibration_changes_no_block_and_measures_each_path() -> None:
     before = np.random.default_rng(1).integers(0, 256, (8, 200, 4096), np.uint8)
     array: Any = cupy.asarray(before)
     memory = DeviceMemory(0)
-    copier = CudaCopier(BlockShape.layer_major(array.data.ptr, 8, 4096, 200), memory, time.perf_counter)
+    shape = BlockShape.layer_major(array.data.ptr, 8, 4096, 200)
+
+    def started() -> tuple[Any, str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            copier = CudaCopier(shape, memory, time.perf_counter, cache=tmp_path)
+        copier.close()
+        return copier.choice.measured, caplog.records[-1].message
+
+    measured, told = started()
     np.testing.assert_array_equal(array.get(), before)
-    measured = copier.choice.measured
     assert {(row.path, row.loads, row.blocks) for row in measured} == {
-        (path, loads, blocks)
-        for path in ("rows", "batch", "staged", "zero_copy")
-        for loads in (False, True)
-        for blocks in (1, 8, 200)
+        (path, loads, blocks) for path in FORCED for loads in (False, True) for blocks in (1, 8, 200)
     }
     assert all(row.took_s > 0 for row in measured)
-    copier.close()
+    assert any(row.taken_s > 0 for row in measured)
+    assert "(measured now)" in told
+    assert "\nload 200: " in told
+    again, told = started()
+    assert again == measured
+    assert f"(as kept in {tmp_path})" in told
+    [file] = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-20])
+    assert "(measured now)" in started()[1]
+    assert "(as kept in" in started()[1]
     memory.close()
 
 
 class Broken:
-    """A Path that no driver offers."""
+    """A Path that hands the first half over, and then fails as CUDA does."""
 
-    def issue(self, copies: Sequence[Copy], host: object, *, loads: bool, on: Any) -> Any:
-        raise DeviceFailed("not here")
+    def __init__(self, path: Any) -> None:
+        self.path = path
+        self.works = False
+
+    def issue(self, copies: Sequence[Copy], pool: Any, *, loads: bool, on: Any) -> Any:
+        from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+        last = self.path.issue(copies if self.works else copies[: len(copies) // 2], pool, loads=loads, on=on)
+        if not self.works:
+            runtime.memcpyAsync(pool.at, pool.at, 1, 77, on.ptr)
+        return last
 
 
-def test_a_path_that_fails_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+INVALID = "cudaErrorInvalidMemcpyDirection"
+
+
+def test_a_path_that_fails_when_it_is_measured_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
     cupy = need_gpu()
     from services.worker.transfer.calibration import calibrate
     from services.worker.transfer.paths import Rows
 
     array: Any = cupy.zeros((2, 20, 4096), cupy.uint8)
     shape = BlockShape.layer_major(array.data.ptr, 2, 4096, 20)
-    measured = calibrate({"broken": Broken(), "rows": Rows(shape)}, shape, time.perf_counter)
+    measured = calibrate({"broken": Broken(Rows(shape)), "rows": Rows(shape)}, shape, 0, time.perf_counter)
     assert {row.path for row in measured} == {"rows"}
-    assert [record.message for record in caplog.records] == ["copies do not take the path broken: not here"]
+    [record] = caplog.records
+    assert record.message.startswith(f"copies do not take the path broken: {INVALID}")
+    with pytest.raises(DeviceFailed, match="blocks go on none of broken"):
+        calibrate({"broken": Broken(Rows(shape))}, shape, 0, time.perf_counter)
 
 
-def _small_chunks(
-    at: int, slot_bytes: int, slots: int, register: Callable[[int, int], None], unregister: Callable[[int], None]
-) -> pinned_slots.PinnedSlots:
-    """Three slots a chunk, so that every block of the test lies in another."""
-    return pinned_slots.PinnedSlots(at, slot_bytes, slots, register, unregister, 3 * slot_bytes)
+@pytest.mark.parametrize("path", FORCED)
+def test_blocks_of_a_path_that_fails_go_on_the_next_and_it_is_left_out_in_the_end(
+    path: CopyPath, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(path) as rig:
+        for direction in rig.copier.directions.values():
+            direction.paths[path] = Broken(direction.paths[path])
+        following = rig.copier.choice.order(SLOTS, loads=True)[1]
+        for turn in range(MOST_IN_A_ROW + 2):
+            fell = {f"{path}: {INVALID}": SLOTS} if turn < MOST_IN_A_ROW else {}
+            for pending in rig.there_and_back(rig.draw.sample(range(ARENA.slots), SLOTS)):
+                assert (pending.paths, pending.fallbacks) == ({following: SLOTS}, fell)
+        assert rig.copier.statistics().fallbacks == {f"{path}: {INVALID}": 2 * MOST_IN_A_ROW * SLOTS}
+        told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(told) == 2, "once a direction"
+        assert all(message.startswith(f"blocks are not copied by {path} any more") for message in told)
+
+
+def test_where_no_path_works_it_is_an_error_and_the_copier_goes_on_when_one_does() -> None:
+    with opened() as rig:
+        last = []
+        for direction in rig.copier.directions.values():
+            direction.paths |= {name: Broken(path) for name, path in direction.paths.items()}
+            broken = Broken(direction.pageable)
+            last.append(broken)
+            direction.pageable = broken
+        for _ in range(2 * MOST_IN_A_ROW):
+            for loads in (False, True):
+                with pytest.raises(DeviceFailed, match=INVALID):
+                    rig.copier.begin([Copy(slot, slot) for slot in range(SLOTS)], loads=loads)
+        for broken in last:
+            broken.works = True
+        for slot, block in enumerate(rig.blocks):  # of the loads some half went out
+            rig.device.write(slot, block)
+        for pending in rig.there_and_back(range(SLOTS)):
+            assert pending.paths == {"pageable": SLOTS}
+
+
+def test_what_differs_from_the_pool_is_told_of_each_copy() -> None:
+    with opened() as rig:
+        rig.there_and_back(range(SLOTS))
+        copies = [Copy(place, SLOTS - 1 - place) for place in range(SLOTS)]
+        assert rig.copier.differs(copies) == [False] * SLOTS
+        rig.device.write(SLOTS - 1 - 3, rig.blocks[SLOTS - 1 - 3][:-1] + b"?")
+        with rig.slots.slot(5) as memory:
+            memory[0] ^= 1
+            memory[BLOCK_BYTES] ^= 1
+        with rig.slots.slot(6) as memory:
+            memory[BLOCK_BYTES] ^= 1  # behind the block
+        assert [place for place, differs in enumerate(rig.copier.differs(copies)) if differs] == [3, 5]
+
+
+@pytest.mark.parametrize("left_mib", [32, 72])
+def test_without_room_for_both_staging_rings_blocks_go_without_them(
+    left_mib: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cupy = need_gpu()
+    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.cuda_copier import CudaCopier
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    before = np.random.default_rng(1).integers(0, 256, (8, 200, 4096), np.uint8)
+    array: Any = cupy.asarray(before)
+    shape = BlockShape.layer_major(array.data.ptr, 8, 4096, 200)
+    memory = DeviceMemory(0)
+    CudaCopier(shape, memory, time.perf_counter, path="zero_copy").close()  # kernels are loaded
+    hog, on = DeviceMemory(0), stream()
+    held: list[int] = []
+    room = cupy.cuda.runtime.memGetInfo()[0] - (left_mib << 20)
+    while room >= 2 << 20:
+        try:
+            held.append(hog.allocate(room, on))
+        except DeviceMemoryExhausted:
+            room //= 2
+        room = min(room, cupy.cuda.runtime.memGetInfo()[0] - (left_mib << 20))
+    copier = CudaCopier(shape, memory, time.perf_counter)
+    assert any("has no room" in record.message for record in caplog.records)
+    assert {row.path for row in copier.choice.measured} == {"rows", "batch", "zero_copy"}
+    np.testing.assert_array_equal(array.get(), before)
+    with pytest.raises(ConfigError, match="there are: auto, rows, batch, zero_copy"):
+        CudaCopier(shape, memory, time.perf_counter, path="staged")
+    copier.close()
+    for address in held:
+        hog.free(address)
+    on.synchronize()
+    CudaCopier(shape, memory, time.perf_counter, path="staged").close()
+    hog.close()
+    memory.close()
+
+
+LOST = """
+import cupy, time
+from services.worker.copies import Copy
+from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.copier import group_blocks
+from services.worker.transfer.cuda_copier import Direction, InFlight
+from services.worker.transfer.device_memory import DeviceMemory
+from services.worker.transfer.errors import DeviceFailed
+from services.worker.transfer.paths import SlotArray
+
+class Wild:
+    kernel = cupy.RawKernel('extern "C" __global__ void wild(int* at) { *at = 1; }', "wild")
+    def issue(self, copies, pool, *, loads, on):
+        with on:
+            self.kernel((1,), (1,), (cupy.uintp(16),))
+        return on
+
+array = cupy.zeros((20, 4096), cupy.uint8)
+pool = cupy.cuda.alloc_pinned_memory(20 * 4096)
+direction = Direction(BlockShape.contiguous(array.data.ptr, 4096, 20), DeviceMemory(0))
+direction.paths["wild"] = Wild()
+for order in (("wild", "rows", "pageable"), ("rows", "pageable"), ("batch", "rows", "pageable")):
+    try:
+        flight = InFlight()
+        direction.hand_over([Copy(1, 1)], SlotArray(pool.ptr, 4096), order, flight, loads=False)
+        flight.wait()
+    except DeviceFailed as wrong:
+        print(wrong.reason, dict(direction.fallbacks.blocks), flush=True)
+import os
+os._exit(0)  # nothing of CUDA's ends well any more
+"""
+
+
+def test_a_lost_device_stays_an_error_and_falls_back_to_nothing() -> None:
+    need_gpu()
+    ended = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ended.stdout.splitlines() == ["cudaErrorIllegalAddress {}"] * 3, ended.stderr

@@ -80,6 +80,24 @@ def test_memory_that_another_size_left_unused_makes_room_after_a_trim(cupy: Any)
         pool.close()
 
 
+def test_a_raw_handle_does_as_a_stream_and_all_allocations_are_counted(cupy: Any) -> None:
+    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    memory, on = DeviceMemory(0, reserve_bytes=8 * MIB), stream()
+    before = memory.statistics().allocated
+    for handle in (on, on.ptr, 0):
+        address = memory.allocate(MIB, handle)
+        cupy.cuda.runtime.memsetAsync(address, 1, MIB, on.ptr)
+        on.synchronize()
+        memory.free(address)
+    on.synchronize()
+    cupy.cuda.runtime.streamSynchronize(0)
+    told = memory.statistics()
+    assert (told.allocated, told.allocations) == (before + 3, 0)
+    memory.close()
+
+
 def test_cupy_arrays_come_from_it(cupy: Any) -> None:
     from services.worker.transfer.cuda import stream
     from services.worker.transfer.device_memory import DeviceMemory

@@ -52,10 +52,10 @@ class Rig:
         self.pool = np.frombuffer(self.memory, np.uint8).reshape(self.pool_slots, slot_bytes)
         self.pool[:] = draw.integers(0, 256, self.pool.shape, np.uint8)
         self.expected_pool = self.pool.copy()
-        self.host = paths.Host(self.pool.ctypes.data, slot_bytes)
+        self.array = paths.SlotArray(self.pool.ctypes.data, slot_bytes)
         self.pinned = pinned
         if pinned:
-            register(self.host.at, self.pool.nbytes)
+            register(self.array.at, self.pool.nbytes)
         self.on = stream()
         self.device_memory = DeviceMemory(0)
         self.ring = StagingRing(self.device_memory, self.shape.block_bytes)
@@ -72,7 +72,7 @@ class Rig:
         cupy.cuda.get_current_stream().synchronize()
 
     def copy(self, path: str, copies: list[Copy], *, loads: bool) -> None:
-        self.paths[path].issue(copies, self.host, loads=loads, on=self.on).synchronize()
+        self.paths[path].issue(copies, self.array, loads=loads, on=self.on).synchronize()
         used = self.shape.block_bytes
         for copy in copies:
             ours = self.blocks[self.order, copy.device_slot]
@@ -93,7 +93,7 @@ class Rig:
 
         self.on.synchronize()
         if self.pinned:
-            unregister(self.host.at)
+            unregister(self.pool.ctypes.data)
         self.ring.close()
         self.device_memory.close()
 
@@ -145,4 +145,35 @@ def test_rows_copy_memory_that_is_not_pinned(cupy: Any, uneven: bool) -> None:
     rig.copy("rows", [Copy(3, 30), Copy(2, 31)], loads=False)
     rig.copy("rows", [Copy(9, 30), Copy(8, 1)], loads=True)
     rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", ["wide words", "single bytes"])
+def test_blocks_go_between_two_layouts_on_the_device(cupy: Any, shape: str, path: str) -> None:
+    """From a tensor a layer to super-blocks, and back to other places."""
+    rig = Rig(cupy, SHAPES[shape])
+    super_blocks = cupy.asarray(rig.pool)
+    cupy.cuda.get_current_stream().synchronize()
+    rig.array = type(rig.array)(super_blocks.data.ptr, rig.array.slot_bytes)
+    draw = np.random.default_rng(9)
+    for loads in (False, True, False):
+        slots = draw.permutation(rig.slots)[:30].tolist()
+        rig.copy(path, [Copy(int(draw.integers(0, 9)) * 30 + n, slot) for n, slot in enumerate(slots)], loads=loads)
+    np.testing.assert_array_equal(super_blocks.get(), rig.expected_pool)
+    np.testing.assert_array_equal(rig.device.get(), rig.blocks)
+    rig.close()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_blocks_checksum_on_the_device_is_numpys(cupy: Any, shape: str, uneven: bool) -> None:
+    from services.worker.transfer.block_checksum import block_checksum
+    from services.worker.transfer.checksum_kernel import ChecksumKernel
+
+    rig = Rig(cupy, SHAPES[shape], uneven=uneven and SHAPES[shape][0] > 2)
+    slots = list(range(rig.slots))[::-1] * (200 // rig.slots if rig.slots > 3 else 1)  # more than a launch takes
+    blocks = [rig.blocks[rig.order, slot].tobytes() for slot in range(rig.slots)]
+    expected = [block_checksum(memoryview(block)) for block in blocks]
+    assert ChecksumKernel(rig.shape).checksums(slots, rig.on) == [expected[slot] for slot in slots]
     rig.close()

@@ -1,4 +1,4 @@
-"""Measures each path, on this machine and with these blocks, before the engine runs: 0.1 to 0.8 s.
+"""Measures each path, on this machine and with these blocks, before the engine runs; about a second.
 
 Blocks are saved into scratch memory and loaded back where they came from, so that nothing changes.
 """
@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from statistics import median
 
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.copies import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import group_blocks
-from services.worker.transfer.cuda import our_errors, sleeping_event, stream
-from services.worker.transfer.errors import DeviceFailed
+from services.worker.transfer.cuda import Event, our_errors, sleeping_event, stream
+from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
+from services.worker.transfer.memory_step import STEP_S, MemoryStep
 from services.worker.transfer.path_choice import Measured
-from services.worker.transfer.paths import Host, Path
+from services.worker.transfer.paths import Path, SlotArray
 
 COUNTS = (1, 8)
 """Blocks in a group, beside as many as a mover hands over in one go."""
@@ -25,61 +27,90 @@ GROUPS = 8
 """One behind the other, as a lane hands them over: the 100 µs before the first byte must not decide. Of a single block
 it counts how soon it is there, so only one."""
 TRIES = 3
+MOST_GROUPS_BESIDE = 200
 
 _log = logging.getLogger(__name__)
 
 
-def calibrate(paths: Mapping[str, Path], shape: BlockShape, clock: Callable[[], float]) -> list[Measured]:
-    """The best of TRIES, after one that does not count, of each path, direction and number of blocks. A path that fails
-    is left out, and said. Raises DeviceFailed where nothing goes."""
+def counts(shape: BlockShape) -> tuple[int, ...]:
+    """Blocks in the groups that are measured."""
     most = min(group_blocks(shape.block_bytes), shape.slots)
-    counts = sorted({min(count, most) for count in (*COUNTS, most)})
+    return tuple(sorted({min(count, most) for count in (*COUNTS, most)}))
+
+
+def calibrate(paths: Mapping[str, Path], shape: BlockShape, device: int, clock: Callable[[], float]) -> list[Measured]:
+    """Each path, direction and number of blocks. A path that fails is left out, and said. Raises DeviceFailed where
+    nothing goes, or the device is lost."""
+    sizes = counts(shape)
     measured: list[Measured] = []
-    with our_errors(), _scratch(most * shape.block_bytes) as at:
+    with our_errors(), _scratch(sizes[-1] * shape.block_bytes) as at, _step(device) as step:
+        alone_s = median(step.took_s() for _ in range(TRIES)) if step is not None else 0.0
         for name, path in paths.items():
-            times = _Stopwatch(path, shape, Host(at, shape.block_bytes), clock)
+            trial = _Trial(path, shape, SlotArray(at, shape.block_bytes), clock)
             try:
-                rows = [
-                    Measured(name, loads, blocks, times.best_s(blocks, loads=loads))
-                    for blocks in counts
-                    for loads in (False, True)  # what is loaded was saved by the same path
-                ]
+                rows = []
+                for blocks in sizes:
+                    for loads in (False, True):  # what is loaded was saved by the same path
+                        took_s = trial.took_s(blocks, loads=loads)
+                        taken_s = 0.0 if step is None else trial.taken_s(blocks, took_s, step, alone_s, loads=loads)
+                        rows.append(Measured(name, loads, blocks, took_s, taken_s))
             except DeviceFailed as wrong:
+                trial.settle()
                 _log.warning("copies do not take the path %s: %s", name, wrong)
             else:
                 measured += rows
     if not measured:
-        raise DeviceFailed("blocks go on none of the paths: " + ", ".join(paths))
+        raise DeviceFailed("no path: blocks go on none of " + ", ".join(paths))
     return measured
 
 
-class _Stopwatch:
+class _Trial:
     """One path's."""
 
-    def __init__(self, path: Path, shape: BlockShape, host: Host, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, shape: BlockShape, pool: SlotArray, clock: Callable[[], float]) -> None:
         self._path = path
         self._shape = shape
-        self._host = host
+        self._pool = pool
         self._clock = clock
         self._on = stream()
 
-    def best_s(self, blocks: int, *, loads: bool) -> float:
-        """A group's time, of device slots that lie apart."""
+    def took_s(self, blocks: int, *, loads: bool) -> float:
+        """A group's time: the best of TRIES, after one that does not count."""
+        groups = GROUPS if blocks > 1 else 1
+        took_s = []
+        for _ in range(1 + TRIES):
+            begun_s = self._clock()
+            with our_errors():
+                self._issued(blocks, groups, loads=loads).synchronize()
+            took_s.append((self._clock() - begun_s) / groups)
+        return min(took_s[1:])
+
+    def taken_s(self, blocks: int, took_s: float, step: MemoryStep, alone_s: float, *, loads: bool) -> float:
+        """What a group takes from the step beside it, of as many groups as half of the step has room for."""
+        groups = max(1, min(round(STEP_S / 2 / took_s), MOST_GROUPS_BESIDE))
+        beside_s = []
+        for _ in range(TRIES):
+            events: list[Event] = []
+            beside_s.append(step.took_s(lambda: events.append(self._issued(blocks, groups, loads=loads))))  # noqa: B023
+            with our_errors():
+                events[0].synchronize()
+        return max(0.0, median(beside_s) - alone_s) / groups
+
+    def settle(self) -> None:
+        """Nothing of it is under way when this returns. Raises DeviceFailed where the device is lost."""
+        with our_errors():
+            runtime.deviceSynchronize()  # no engine runs yet, and some of a path's streams are its own
+
+    def _issued(self, blocks: int, groups: int, *, loads: bool) -> Event:
+        """Of device slots that lie apart. Happens when all were copied."""
         spread = self._shape.slots // blocks
         copies = [Copy(index, index * spread) for index in range(blocks)]
-        self._took_s(copies, loads=loads)
-        return min(self._took_s(copies, loads=loads) for _ in range(TRIES))
-
-    def _took_s(self, copies: list[Copy], *, loads: bool) -> float:
-        groups = GROUPS if len(copies) > 1 else 1
-        begun_s = self._clock()
         with our_errors():
             for _ in range(groups - 1):
-                self._path.issue(copies, self._host, loads=loads, on=self._on)
+                self._path.issue(copies, self._pool, loads=loads, on=self._on)
             done = sleeping_event()
-            done.record(self._path.issue(copies, self._host, loads=loads, on=self._on))
-            done.synchronize()
-        return (self._clock() - begun_s) / groups
+            done.record(self._path.issue(copies, self._pool, loads=loads, on=self._on))
+            return done
 
 
 @contextmanager
@@ -89,3 +120,18 @@ def _scratch(size_bytes: int) -> Iterator[int]:
         yield at
     finally:
         runtime.freeHost(at)
+
+
+@contextmanager
+def _step(device: int) -> Iterator[MemoryStep | None]:
+    """None: the device has no room for one."""
+    step: MemoryStep | None = None
+    try:
+        step = MemoryStep(device)
+    except DeviceMemoryExhausted as wrong:
+        _log.warning("what copies take from a step beside them is not measured: %s", wrong)
+    try:
+        yield step
+    finally:
+        if step is not None:
+            step.close()

@@ -18,23 +18,32 @@ Event = Any
 Error: type[Exception] = runtime.CUDARuntimeError
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
-HOST_TO_DEVICE: int = runtime.memcpyHostToDevice
-DEVICE_TO_HOST: int = runtime.memcpyDeviceToHost
+ANYWHERE: int = runtime.memcpyDefault
+"""Of a copy: the addresses say where its ends lie."""
 
 
 @contextmanager
 def our_errors() -> Iterator[None]:
-    """Raises DeviceFailed where CUDA or its driver complains."""
+    """Raises DeviceFailed where CUDA or its driver complains, or CuPy finds no room."""
     try:
         yield
     except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as wrong:
         raise DeviceFailed(str(wrong)) from wrong
+    except cupy.cuda.memory.OutOfMemoryError as wrong:
+        raise DeviceFailed(f"cudaErrorMemoryAllocation: {wrong}") from wrong
 
 
 def use(device: int) -> None:
     """This thread's device; each thread says so itself."""
     with our_errors():
         cupy.cuda.Device(device).use()
+
+
+def names(device: int) -> tuple[str, str, str]:
+    """Of the GPU, of the newest CUDA that its driver knows, of CuPy."""
+    with our_errors():
+        properties = runtime.getDeviceProperties(device)
+        return properties["name"].decode(), str(runtime.driverGetVersion()), str(cupy.__version__)
 
 
 def stream() -> Stream:

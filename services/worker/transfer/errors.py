@@ -10,9 +10,16 @@ from __future__ import annotations
 
 from shared.errors import HeadraceError
 
+REASON_CHARS = 60
+
 
 class DeviceFailed(HeadraceError):
-    """The message is CUDA's."""
+    """The message is CUDA's: the error's name, a colon, and what it says."""
+
+    @property
+    def reason(self) -> str:
+        """The error's name."""
+        return str(self).partition(":")[0][:REASON_CHARS]
 
 
 class DeviceMemoryExhausted(HeadraceError):

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) move_fragments(
 
 
 class FragmentKernel:
-    """For one shape of blocks."""
+    """For one shape of blocks; belongs to one thread."""
 
     def __init__(self, shape: BlockShape, alignment: int) -> None:
         """`alignment`: of blocks' other ends, in bytes. Compiles, if CuPy has not cached it; waits for the device."""
@@ -63,19 +63,19 @@ class FragmentKernel:
             self._kernel = cupy.RawKernel(_SOURCE, "move_fragments", options=options)
             self._regions = cupy.asarray(np.array(shape.regions, np.int64))
             cupy.cuda.get_current_stream().synchronize()
+        self._places = np.zeros((), _PLACES)
 
     def launch(self, linear: np.ndarray, slots: np.ndarray, *, loads: bool, on: Stream, multiprocessors: int) -> None:
-        """Both int64 (blocks,), at most MOST_BLOCKS: addresses of the pieces, and the device's slots. `multiprocessors`
-        are kept busy at most."""
+        """Both int64 (blocks,), at most MOST_BLOCKS: addresses of the pieces, and the device's slots; free again when
+        this returns. `multiprocessors` are kept busy at most."""
         blocks = len(slots)
-        places = np.zeros((), _PLACES)
-        places["linear"][:blocks] = linear
-        places["slot"][:blocks] = slots
+        self._places["linear"][:blocks] = linear
+        self._places["slot"][:blocks] = slots
         wide = -(-self._shape.fragments * self._words // (4 * THREADS))
         across = min(wide, max(1, multiprocessors // blocks))
         grid = (across, min(blocks, max(1, multiprocessors // across)))
         arguments = (
-            places,
+            self._places,
             np.int32(blocks),
             self._regions,
             np.uint32(self._shape.fragments),

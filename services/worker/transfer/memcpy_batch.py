@@ -30,8 +30,8 @@ class MemcpyBatch:
 
     def __init__(self) -> None:
         """Raises OSError, AttributeError where the driver has none."""
-        driver = ctypes.CDLL("libcuda.so.1")
-        self._call = driver.cuMemcpyBatchAsync_v2
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._call = self._driver.cuMemcpyBatchAsync_v2
         self._call.argtypes = [
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
             ctypes.POINTER(_Attributes), ctypes.POINTER(ctypes.c_size_t), ctypes.c_size_t, ctypes.c_void_p,
@@ -41,13 +41,20 @@ class MemcpyBatch:
         self._first = ctypes.c_size_t(0)
 
     def copy(self, to: np.ndarray, source: np.ndarray, sizes: np.ndarray, on: Stream) -> None:
-        """Each uint64 (copies,), contiguous; in no order among themselves. Raises DeviceFailed."""
+        """Addresses int64 (copies,), contiguous, and sizes uint64, of which the first count; in no order among
+        themselves. The arrays are free again when this returns. Raises DeviceFailed."""
+        assert to.size == source.size <= sizes.size
         code = self._call(
-            to.ctypes.data, source.ctypes.data, sizes.ctypes.data, len(sizes),
+            to.ctypes.data, source.ctypes.data, sizes.ctypes.data, to.size,
             ctypes.byref(self._attributes), ctypes.byref(self._first), 1, on.ptr,
         )  # fmt: skip
         if code:
-            raise DeviceFailed(f"cuMemcpyBatchAsync of {len(sizes)} copies: CUDA error {code}")
+            raise DeviceFailed(f"{self._name(code)}: cuMemcpyBatchAsync of {to.size} copies")
+
+    def _name(self, code: int) -> str:
+        name = ctypes.c_char_p()
+        self._driver.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
+        return name.value.decode() if name.value is not None else f"CUDA error {code}"
 
 
 def offered() -> MemcpyBatch | None:

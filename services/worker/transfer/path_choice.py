@@ -1,53 +1,87 @@
-"""Which path a group of blocks takes, by what was measured. Pure.
+"""Which paths a group of blocks may take, best first, by what was measured. Pure.
 
-A kernel that touches host memory slows what computes beside it 1.4 to 5.4 times (H200), copies by DMA by 1 to 9 %: so
-it must be KERNEL_MARGIN times as fast as the best of those to be taken.
+A path costs its own time, and the time by which a step that computes beside it ends later: seconds for which somebody
+waits, both. So a kernel that touches host memory, beside which a step on an H200 takes 2.4 times as long, must be about
+1.6 times as fast as a copy by DMA, beside which it takes 1.01 to 1.09 times as long.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-KERNEL_MARGIN = 2.0
-KERNEL = "zero_copy"
+Step = tuple[int, tuple[str, ...]]
+"""From so many blocks on: the paths, best first."""
 
 
-class Measured(Struct, frozen=True):
-    """One path, one direction: a group of `blocks` takes `took_s`."""
+class Measured(Struct, frozen=True, forbid_unknown_fields=True):
+    """One path, one direction: a group of `blocks`."""
 
     path: str
     loads: bool
     blocks: int
     took_s: float
+    """Alone."""
+    taken_s: float = 0.0
+    """From a step beside it that reads memory all the time."""
+
+    @property
+    def cost_s(self) -> float:
+        return self.took_s + self.taken_s
 
 
 class PathChoice:
     """By the direction and the number of blocks."""
 
-    def __init__(self, measured: list[Measured]) -> None:
-        """At least one path for each direction."""
+    def __init__(self, steps: Mapping[bool, Sequence[Step]], measured: Sequence[Measured] = ()) -> None:
+        """`steps` of both directions, ascending."""
         self.measured = measured
-        self._steps = {loads: _steps(measured, loads) for loads in (False, True)}
+        self._steps = steps
 
-    def path(self, blocks: int, *, loads: bool) -> str:
+    @staticmethod
+    def cheapest(measured: Sequence[Measured]) -> PathChoice:
+        """At least one path for each direction."""
+        return PathChoice({loads: _steps(measured, loads) for loads in (False, True)}, measured)
+
+    @staticmethod
+    def forced(path: str, offered: Sequence[str]) -> PathChoice:
+        """Always `path`, and where it fails the others in their order."""
+        order = (path, *(other for other in offered if other != path))
+        return PathChoice({loads: [(1, order)] for loads in (False, True)})
+
+    def order(self, blocks: int, *, loads: bool) -> tuple[str, ...]:
         """As for the largest measured group that has no more blocks; the smallest, if none has."""
         assert blocks > 0
         steps = self._steps[loads]
         return steps[max(0, bisect_right(steps, blocks, key=lambda step: step[0]) - 1)][1]
 
+    def path(self, blocks: int, *, loads: bool) -> str:
+        return self.order(blocks, loads=loads)[0]
 
-def _steps(measured: list[Measured], loads: bool) -> list[tuple[int, str]]:
+    def table(self) -> list[str]:
+        """What was measured, a line for each direction and size, best first: µs + µs taken from a step beside."""
+        return [
+            f"{'load' if loads else 'save'} {blocks}: "
+            + ", ".join(f"{row.path} {row.took_s * 1e6:.1f} + {row.taken_s * 1e6:.1f}" for row in rows)
+            for loads in (False, True)
+            for blocks, rows in _ranked(self.measured, loads)
+        ]
+
+
+def _steps(measured: Sequence[Measured], loads: bool) -> list[Step]:
+    steps = [(blocks, tuple(row.path for row in rows)) for blocks, rows in _ranked(measured, loads)]
+    assert steps
+    return steps
+
+
+def _ranked(measured: Sequence[Measured], loads: bool) -> list[tuple[int, list[Measured]]]:
     sizes = sorted({row.blocks for row in measured if row.loads == loads})
-    assert sizes
     return [
-        (blocks, _best([row for row in measured if (row.loads, row.blocks) == (loads, blocks)])) for blocks in sizes
+        (
+            blocks,
+            sorted((row for row in measured if (row.loads, row.blocks) == (loads, blocks)), key=lambda row: row.cost_s),
+        )
+        for blocks in sizes
     ]
-
-
-def _best(rows: list[Measured]) -> str:
-    copies = [row for row in rows if row.path != KERNEL] or rows
-    best = min(copies, key=lambda row: row.took_s)
-    kernels = [row for row in rows if row.path == KERNEL and row.took_s * KERNEL_MARGIN < best.took_s]
-    return kernels[0].path if kernels else best.path

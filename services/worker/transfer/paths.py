@@ -1,4 +1,4 @@
-"""The ways a group of blocks can take between the device's slots and the pool's.
+"""The ways a group of blocks can take between the device's slots and others, one piece each: the pool's, or a device's.
 
     rows        a copy a block, 2-D where it has fragments               DMA; fragments evenly spaced
     batch       all fragments of a group in one call                     DMA; any spacing
@@ -7,7 +7,8 @@
     zero_copy   a kernel reads or writes the pool itself                 slows what computes beside it 1.4 to 5.4 times
     pageable    like rows, fragment by fragment if need be               slots that cannot be pinned
 
-All give the same bytes.
+All give the same bytes. What a path tells CUDA (addresses, slots) it has in arrays that are made once: CUDA reads them
+during the call, and no copy allocates anything.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from msgspec import Struct
 
 from services.worker.copies import Copy
 from services.worker.transfer.block_shape import BlockShape
-from services.worker.transfer.cuda import DEVICE_TO_HOST, HOST_TO_DEVICE, Stream
+from services.worker.transfer.copier import group_blocks
+from services.worker.transfer.cuda import ANYWHERE, Stream
 from services.worker.transfer.fragment_kernel import MOST_BLOCKS, FragmentKernel
 from services.worker.transfer.memcpy_batch import MemcpyBatch
 from services.worker.transfer.staging_ring import StagingRing
@@ -30,8 +32,8 @@ ZERO_COPY_MULTIPROCESSORS = 8
 """Enough for the link; more slow others for nothing."""
 
 
-class Host(Struct, frozen=True):
-    """Slots in host memory."""
+class SlotArray(Struct, frozen=True):
+    """Slots one behind the other, in pinned host memory or on a device; `pageable` also takes what is not pinned."""
 
     at: int
     slot_bytes: int
@@ -40,8 +42,9 @@ class Host(Struct, frozen=True):
 class Path(Protocol):
     """Belongs to one direction's thread."""
 
-    def issue(self, copies: Sequence[Copy], host: Host, *, loads: bool, on: Stream) -> Stream:
-        """Hands them over. They are made when the stream that is returned has come so far."""
+    def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
+        """Hands them over. They are made when the stream that is returned has come so far. Raises DeviceFailed or
+        CUDA's errors; some of them may be under way then."""
         ...
 
 
@@ -51,24 +54,23 @@ class Rows:
     def __init__(self, shape: BlockShape) -> None:
         self._shape = shape
 
-    def issue(self, copies: Sequence[Copy], host: Host, *, loads: bool, on: Stream) -> Stream:
+    def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
         shape, stream = self._shape, on.ptr
-        kind = HOST_TO_DEVICE if loads else DEVICE_TO_HOST
         size_bytes, pitch = shape.fragment_bytes, shape.pitch_bytes
         for copy in copies:
-            in_pool = host.at + copy.pool_slot * host.slot_bytes
+            in_pool = pool.at + copy.pool_slot * pool.slot_bytes
             offset = copy.device_slot * shape.stride_bytes
             if pitch is None or shape.fragments == 1:
                 for region in shape.regions:
                     to, source = (region + offset, in_pool) if loads else (in_pool, region + offset)
-                    runtime.memcpyAsync(to, source, size_bytes, kind, stream)
+                    runtime.memcpyAsync(to, source, size_bytes, ANYWHERE, stream)
                     in_pool += size_bytes
             elif loads:
-                on_device = shape.regions[0] + offset
-                runtime.memcpy2DAsync(on_device, pitch, in_pool, size_bytes, size_bytes, shape.fragments, kind, stream)
+                at = shape.regions[0] + offset
+                runtime.memcpy2DAsync(at, pitch, in_pool, size_bytes, size_bytes, shape.fragments, ANYWHERE, stream)
             else:
-                on_device = shape.regions[0] + offset
-                runtime.memcpy2DAsync(in_pool, size_bytes, on_device, pitch, size_bytes, shape.fragments, kind, stream)
+                at = shape.regions[0] + offset
+                runtime.memcpy2DAsync(in_pool, size_bytes, at, pitch, size_bytes, shape.fragments, ANYWHERE, stream)
         return on
 
 
@@ -78,17 +80,23 @@ class Batched:
     def __init__(self, shape: BlockShape, memcpy: MemcpyBatch) -> None:
         self._shape = shape
         self._memcpy = memcpy
-        self._regions = np.array(shape.regions, np.uint64)
-        self._steps = np.arange(shape.fragments, dtype=np.uint64) * np.uint64(shape.fragment_bytes)
+        self._most = group_blocks(shape.block_bytes)
+        self._places = _Places(self._most)
+        self._regions = np.array(shape.regions, np.int64)
+        self._steps = np.arange(shape.fragments, dtype=np.int64) * shape.fragment_bytes
+        self._in_pool = np.empty((self._most, shape.fragments), np.int64)
+        self._on_device = np.empty((self._most, shape.fragments), np.int64)
+        self._sizes = np.full(self._most * shape.fragments, shape.fragment_bytes, np.uint64)
 
-    def issue(self, copies: Sequence[Copy], host: Host, *, loads: bool, on: Stream) -> Stream:
-        pool, slots = places(copies, host)
-        in_pool = (pool.astype(np.uint64)[:, None] + self._steps).reshape(-1)
-        offsets = slots.astype(np.uint64) * np.uint64(self._shape.stride_bytes)
-        on_device = (offsets[:, None] + self._regions).reshape(-1)
-        sizes = np.full(len(in_pool), self._shape.fragment_bytes, np.uint64)
-        to, source = (on_device, in_pool) if loads else (in_pool, on_device)
-        self._memcpy.copy(to, source, sizes, on)
+    def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
+        for first in range(0, len(copies), self._most):
+            blocks, slots = self._places.of(copies[first : first + self._most], pool)
+            in_pool, on_device = self._in_pool[: len(slots)], self._on_device[: len(slots)]
+            np.add(blocks[:, None], self._steps, out=in_pool)
+            slots *= self._shape.stride_bytes
+            np.add(slots[:, None], self._regions, out=on_device)
+            to, source = (on_device, in_pool) if loads else (in_pool, on_device)
+            self._memcpy.copy(to, source, self._sizes, on)
         return on
 
 
@@ -99,36 +107,38 @@ class Staged:
         self, shape: BlockShape, kernel: FragmentKernel, ring: StagingRing, memcpy: MemcpyBatch | None
     ) -> None:
         """`memcpy`: copies of 256 KiB go at 53 GB/s in one call, at 34 in one call each."""
-        self._shape = shape
+        self._block_bytes = shape.block_bytes
         self._kernel = kernel
         self._ring = ring
         self._memcpy = memcpy
+        self._most = min(ring.segment_blocks, MOST_BLOCKS)
+        self._places = _Places(self._most)
+        self._steps = np.arange(self._most, dtype=np.int64) * shape.block_bytes
+        self._staged = np.empty(self._most, np.int64)
+        self._sizes = np.full(self._most, shape.block_bytes, np.uint64)
 
-    def issue(self, copies: Sequence[Copy], host: Host, *, loads: bool, on: Stream) -> Stream:
+    def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
         ring = self._ring
-        most = min(ring.segment_blocks, MOST_BLOCKS)
-        for first in range(0, len(copies), most):
-            pool, slots = places(copies[first : first + most], host)
+        for first in range(0, len(copies), self._most):
+            blocks, slots = self._places.of(copies[first : first + self._most], pool)
             segment = ring.next(copying_first=loads, on=on)
-            staged = segment.at + np.arange(len(slots), dtype=np.int64) * self._shape.block_bytes
+            staged = np.add(self._steps[: len(slots)], segment.at, out=self._staged[: len(slots)])
             if loads:
-                self._copy(staged, pool, HOST_TO_DEVICE, on)
+                self._copy(staged, blocks, on)
                 segment.hand_over(on, ring.kernels)
             self._kernel.launch(staged, slots, loads=loads, on=ring.kernels, multiprocessors=ring.multiprocessors)
             if not loads:
                 segment.hand_over(ring.kernels, on)
-                self._copy(pool, staged, DEVICE_TO_HOST, on)
+                self._copy(blocks, staged, on)
             segment.free(ring.kernels if loads else on)
         return ring.kernels if loads else on
 
-    def _copy(self, to: np.ndarray, source: np.ndarray, kind: int, on: Stream) -> None:
-        size_bytes, stream = self._shape.block_bytes, on.ptr
+    def _copy(self, to: np.ndarray, source: np.ndarray, on: Stream) -> None:
         if self._memcpy is not None:
-            sizes = np.full(len(to), size_bytes, np.uint64)
-            self._memcpy.copy(to.astype(np.uint64), source.astype(np.uint64), sizes, on)
+            self._memcpy.copy(to, source, self._sizes, on)
             return
         for at, begin in zip(to.tolist(), source.tolist(), strict=True):
-            runtime.memcpyAsync(at, begin, size_bytes, kind, stream)
+            runtime.memcpyAsync(at, begin, self._block_bytes, ANYWHERE, on.ptr)
 
 
 class ZeroCopy:
@@ -136,15 +146,27 @@ class ZeroCopy:
 
     def __init__(self, kernel: FragmentKernel) -> None:
         self._kernel = kernel
+        self._places = _Places(MOST_BLOCKS)
 
-    def issue(self, copies: Sequence[Copy], host: Host, *, loads: bool, on: Stream) -> Stream:
+    def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
         for first in range(0, len(copies), MOST_BLOCKS):
-            pool, slots = places(copies[first : first + MOST_BLOCKS], host)
-            self._kernel.launch(pool, slots, loads=loads, on=on, multiprocessors=ZERO_COPY_MULTIPROCESSORS)
+            blocks, slots = self._places.of(copies[first : first + MOST_BLOCKS], pool)
+            self._kernel.launch(blocks, slots, loads=loads, on=on, multiprocessors=ZERO_COPY_MULTIPROCESSORS)
         return on
 
 
-def places(copies: Sequence[Copy], host: Host) -> tuple[np.ndarray, np.ndarray]:
-    """Both int64 (copies,): the addresses in host memory, and the device's slots."""
-    pool = np.array([copy.pool_slot for copy in copies], np.int64) * host.slot_bytes + host.at
-    return pool, np.array([copy.device_slot for copy in copies], np.int64)
+class _Places:
+    """Where a group's blocks lie."""
+
+    def __init__(self, most: int) -> None:
+        self._blocks = np.empty(most, np.int64)
+        self._slots = np.empty(most, np.int64)
+
+    def of(self, copies: Sequence[Copy], pool: SlotArray) -> tuple[np.ndarray, np.ndarray]:
+        """Both int64 (copies,): addresses in the pool, and the device's slots; good until the next call."""
+        blocks, slots = self._blocks[: len(copies)], self._slots[: len(copies)]
+        blocks[:] = [copy.pool_slot for copy in copies]
+        blocks *= pool.slot_bytes
+        blocks += pool.at
+        slots[:] = [copy.device_slot for copy in copies]
+        return blocks, slots

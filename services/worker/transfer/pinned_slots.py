@@ -18,6 +18,11 @@ from services.worker.transfer.errors import PinRefused
 
 CHUNK_BYTES = 256 << 20
 """Pinned in one go: a copy waits 10 ms for it, or 130 ms where nobody has touched the pool yet."""
+ADVICE = (
+    "its blocks are copied the slow way. Let the worker lock memory (ulimit -l unlimited; LimitMEMLOCK=infinity;"
+    " docker run --ulimit memlock=-1), and let the pool lie in memory, such as /dev/shm or hugetlbfs: Linux pins no"
+    " file that lies on a disk"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -32,14 +37,18 @@ class PinnedSlots:
         slots: int,
         register: Callable[[int, int], None],
         unregister: Callable[[int], None],
+        clock: Callable[[], float],
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """`register(address, size_bytes)` raises PinRefused; slots are whole pages."""
+        self.whole = False
+        """Whether all of them are pinned; once, it stays so until they are released."""
         self._at = at
         self._slot_bytes = slot_bytes
         self._slots = slots
         self._register = register
         self._unregister = unregister
+        self._clock = clock
         self._per_chunk = max(1, chunk_bytes // slot_bytes)
         self._lock = threading.Lock()
         """Guards all below."""
@@ -47,6 +56,8 @@ class PinnedSlots:
         """Chunks that are not untouched; False: refused."""
         self._next = 0
         """Chunks before it are not untouched."""
+        self._took_s = 0.0
+        """For pinning, so far."""
 
     @property
     def chunks(self) -> int:
@@ -83,24 +94,40 @@ class PinnedSlots:
                 self._unregister(self._at + chunk * self._per_chunk * self._slot_bytes)
             self._pinned.clear()
             self._next = 0
+            self._took_s = 0.0
+            self.whole = False
 
     def validate(self) -> None:
         """Raises AssertionError where it contradicts itself."""
         assert all(0 <= chunk < self.chunks for chunk in self._pinned)
         assert all(chunk in self._pinned for chunk in range(self._next))
+        assert self.whole == (len(self._pinned) == self.chunks and all(self._pinned.values()))
 
     def _pin(self, chunk: int) -> bool:
         """With the lock held."""
         if chunk in self._pinned:
             return self._pinned[chunk]
+        if not self._pinned:
+            _log.info("pinning %d bytes of the pool, in %d pieces", self._slots * self._slot_bytes, self.chunks)
         first = chunk * self._per_chunk
-        slots = min(self._per_chunk, self._slots - first)
+        size_bytes = min(self._per_chunk, self._slots - first) * self._slot_bytes
+        begun_s = self._clock()
         try:
-            self._register(self._at + first * self._slot_bytes, slots * self._slot_bytes)
+            self._register(self._at + first * self._slot_bytes, size_bytes)
         except PinRefused as wrong:
             if all(self._pinned.values()):
-                _log.warning("a chunk of the pool cannot be pinned, its copies will be slower: %s", wrong)
+                _log.warning("%d bytes of the pool cannot be pinned (%s): %s", size_bytes, wrong, ADVICE)
             self._pinned[chunk] = False
         else:
             self._pinned[chunk] = True
+        self._took_s += self._clock() - begun_s
+        if len(self._pinned) == self.chunks:
+            self.whole = not self.refused
+            _log.info("pinned %d bytes of the pool in %.2f s", self._pinned_bytes, self._took_s)
         return self._pinned[chunk]
+
+    @property
+    def _pinned_bytes(self) -> int:
+        whole = sum(self._pinned.values()) * self._per_chunk
+        short = self.chunks * self._per_chunk - self._slots if self._pinned.get(self.chunks - 1) else 0
+        return (whole - short) * self._slot_bytes

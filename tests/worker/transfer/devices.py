@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
+from services.worker.config import CopyPath
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.host_copier import HostCopier
+from services.worker.transfer.pinned_slots import CHUNK_BYTES
 
 FRAGMENTS = 6
 FRAGMENT_BYTES = 832
@@ -47,9 +49,9 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A Device."""
+    """A Device. `path`: set, so that nothing is measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: CopyPath = "staged", chunk_bytes: int = CHUNK_BYTES) -> None:
         import cupy  # pyright: ignore[reportMissingImports]
 
         from services.worker.transfer.cuda_copier import CudaCopier
@@ -59,7 +61,7 @@ class CudaDevice:
         self._asarray = cupy.asarray
         self.memory = DeviceMemory(0)
         shape = BlockShape.layer_major(self._array.data.ptr, FRAGMENTS, FRAGMENT_BYTES, SLOTS)
-        self.copier = CudaCopier(shape, self.memory, time.perf_counter)
+        self.copier = CudaCopier(shape, self.memory, time.perf_counter, path=path, chunk_bytes=chunk_bytes)
 
     def write(self, slot: int, block: bytes) -> None:
         self._array[:, slot] = self._asarray(np.frombuffer(block, np.uint8).reshape(FRAGMENTS, FRAGMENT_BYTES))

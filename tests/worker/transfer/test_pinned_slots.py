@@ -16,6 +16,7 @@ class Registry:
     def __init__(self, *refused: int) -> None:
         self.registered: dict[int, int] = {}
         self._refused = refused
+        self._now_s = 0.0
 
     def register(self, address: int, size_bytes: int) -> None:
         if address in self._refused:
@@ -26,9 +27,14 @@ class Registry:
     def unregister(self, address: int) -> None:
         del self.registered[address]
 
+    def clock(self) -> float:
+        """A second passes each time."""
+        self._now_s += 1.0
+        return self._now_s
+
     def slots(self) -> PinnedSlots:
         """Four a chunk."""
-        return PinnedSlots(AT, SLOT_BYTES, SLOTS, self.register, self.unregister, 4 * SLOT_BYTES + 5000)
+        return PinnedSlots(AT, SLOT_BYTES, SLOTS, self.register, self.unregister, self.clock, 4 * SLOT_BYTES + 5000)
 
 
 def test_chunks_are_whole_slots_and_the_last_one_is_shorter() -> None:
@@ -44,7 +50,7 @@ def test_chunks_are_whole_slots_and_the_last_one_is_shorter() -> None:
 
 def test_slots_larger_than_a_chunk_are_pinned_one_by_one() -> None:
     registry = Registry()
-    slots = PinnedSlots(AT, SLOT_BYTES, 2, registry.register, registry.unregister, 4096)
+    slots = PinnedSlots(AT, SLOT_BYTES, 2, registry.register, registry.unregister, registry.clock, 4096)
     assert slots.chunks == 2
     assert slots.ensure(1)
     assert registry.registered == {AT + SLOT_BYTES: SLOT_BYTES}
@@ -67,7 +73,29 @@ def test_a_chunk_that_is_refused_is_said_once_and_not_asked_for_again(caplog: py
     with caplog.at_level(logging.WARNING):
         assert [slots.ensure(slot) for slot in (0, 1, 4, 8)] == [False, False, False, True]
     assert slots.refused == 2
-    assert len(caplog.records) == 1
+    assert not slots.whole
+    [record] = caplog.records
+    assert "32768 bytes of the pool cannot be pinned (no)" in record.message
+    assert "ulimit -l" in record.message
+    assert "/dev/shm" in record.message
+
+
+@pytest.mark.parametrize(("refused", "pinned"), [((), 10), ((AT,), 6), ((AT + 8 * SLOT_BYTES,), 8)])
+def test_pinning_says_when_it_begins_and_how_it_ended(
+    refused: tuple[int, ...], pinned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    slots = Registry(*refused).slots()
+    with caplog.at_level(logging.INFO):
+        while slots.prepare():
+            assert not slots.whole
+            slots.validate()
+    slots.validate()
+    assert slots.whole == (not refused)
+    messages = [record.message for record in caplog.records if record.levelno == logging.INFO]
+    assert messages == [
+        f"pinning {10 * SLOT_BYTES} bytes of the pool, in 3 pieces",
+        f"pinned {pinned * SLOT_BYTES} bytes of the pool in 3.00 s",
+    ]
 
 
 def test_releasing_unpins_what_was_pinned() -> None:
@@ -78,3 +106,4 @@ def test_releasing_unpins_what_was_pinned() -> None:
     slots.release()
     slots.validate()
     assert registry.registered == {}
+    assert not slots.whole

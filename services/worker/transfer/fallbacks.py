@@ -1,0 +1,50 @@
+"""Which of a direction's paths have failed, why, and for how many blocks. Pure.
+
+works ──fails──▶ failing ──MOST_IN_A_ROW──▶ left out, for good
+  ▲─────works────────┘
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+MOST_IN_A_ROW = 3
+MOST_REASONS = 16
+"""Distinct ones that are told apart; the rest count as OTHER."""
+OTHER = "other: more reasons than are told apart"
+
+
+class Fallbacks:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.blocks: Counter[str] = Counter()
+        """That had to go another way, by "path: reason"."""
+        self.left_out: set[str] = set()
+        self._in_a_row: Counter[str] = Counter()
+
+    def usable(self, order: Sequence[str]) -> list[str]:
+        """Without those that are left out."""
+        return [path for path in order if path not in self.left_out]
+
+    def worked(self, path: str) -> None:
+        if self._in_a_row:
+            self._in_a_row.pop(path, None)
+
+    def failed(self, path: str, reason: str, blocks: int) -> str:
+        """Returns what it counts as."""
+        self._in_a_row[path] += 1
+        if self._in_a_row[path] == MOST_IN_A_ROW:
+            self.left_out.add(path)
+        name = f"{path}: {reason}"
+        if name not in self.blocks and len(self.blocks) >= MOST_REASONS:
+            name = OTHER
+        self.blocks[name] += blocks
+        return name
+
+    def validate(self) -> None:
+        """Raises AssertionError where it contradicts itself."""
+        assert len(self.blocks) <= MOST_REASONS + 1
+        assert self.left_out == {path for path, count in self._in_a_row.items() if count >= MOST_IN_A_ROW}
+        assert all(self._in_a_row.values())

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.transfer.block_checksum import FACTOR, STEP, block_checksum
+
+MASK = (1 << 64) - 1
+BOUNDARY = 32768 * 8
+"""Bytes in one go."""
+
+
+def slow(block: bytes) -> int:
+    """As the module's docstring has it."""
+    total = 0
+    for index in range(0, len(block), 8):
+        word = int.from_bytes(block[index : index + 8].ljust(8, b"\0"), "little")
+        term = ((word ^ (index // 8 + 1) * STEP & MASK) * FACTOR) & MASK
+        total += term ^ term >> 32
+    return total & MASK
+
+
+@given(st.binary(max_size=200))
+def test_it_is_what_the_slow_one_gives(block: bytes) -> None:
+    assert block_checksum(memoryview(block)) == slow(block)
+
+
+@pytest.mark.parametrize("size", [BOUNDARY - 8, BOUNDARY, BOUNDARY + 1, 2 * BOUNDARY + 13])
+def test_it_is_what_the_slow_one_gives_for_blocks_taken_in_several_goes(size: int) -> None:
+    block = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
+    assert block_checksum(memoryview(block)) == slow(block)
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_any_bit_that_differs_is_seen(block: bytes, data: st.DataObject) -> None:
+    bit = data.draw(st.integers(0, 8 * len(block) - 1))
+    other = bytearray(block)
+    other[bit // 8] ^= 1 << bit % 8
+    assert block_checksum(memoryview(block)) != block_checksum(memoryview(other))
+
+
+@given(st.lists(st.binary(min_size=8, max_size=8), min_size=2, max_size=12, unique=True), st.data())
+def test_words_in_another_order_are_seen(words: list[bytes], data: st.DataObject) -> None:
+    other = data.draw(st.permutations(words))
+    same = block_checksum(memoryview(b"".join(words))) == block_checksum(memoryview(b"".join(other)))
+    assert same == (words == other)
