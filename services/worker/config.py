@@ -85,10 +85,11 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fewer sequences run eagerly, rather than padded to a captured batch."""
     graph_upper_bound: Positive = 256
     """The largest batch that is captured, unless `max_running` is less; larger ones run eagerly."""
-    busy_wait_events: bool = False
-    """Wait for a step by spinning on a core, instead of sleeping: some µs sooner."""
+    busy_wait_events: bool = True
+    """Wait for a step by spinning on a core, instead of sleeping: on an H200 0.2 to 0.4 ms a step sooner, 2 to 7 % of an
+    8B model's. Off where cores are scarcer than that."""
     output_copy_stream: bool = False
-    """Sampled tokens leave the GPU on a stream of their own."""
+    """Sampled tokens leave the GPU on a stream of their own; on an H200 a step takes as long, within 1 %."""
     copy_path: CopyPath = "auto"
     """How blocks go between GPU and pool; auto: as measured at start."""
 

@@ -83,7 +83,7 @@ def test_steps_of_any_kind_allocate_nothing(tmp_path: Path, element_type: Any) -
         for count in (1, 2, 3, 4, 5, 8):  # by graphs, and eagerly
             slots = [list(range(number * 50, number * 50 + 50)) for number in range(count)]
             runner.step([work(tokens[:600], slots[0], draws=False)])
-            runner.step([work(tokens[:1000], slots[0], start=600), *(work(tokens[:3], own) for own in slots[1:])])
+            runner.step([work(tokens[:790], slots[0], start=600), *(work(tokens[:3], own) for own in slots[1:])])
             for length in range(700, 706):
                 kinds = [GREEDY, sampled]
                 works = [

@@ -66,7 +66,7 @@ class CudaDecoder:
         """Enqueue a step on the current stream: its KV is stored, and its logits (drawing, vocab) float32, which are
         returned, are written where those of every step are.
 
-        The buffers' `ints` are what layout.lay_out made. `longest`: the positions that attention of single rows is cut
+        The buffers' `ints` are what `Layout` made. `longest`: the positions that attention of single rows is cut
         for; more are as right, and slower than they could be.
         """
         config, weights, kernels = self._config, self._weights, self._kernels

@@ -17,6 +17,8 @@ from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from shared.errors import ModelError
 
 CUDA_ERRORS: tuple[type[Exception], ...] = (cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError)
+_NO_ROOM: tuple[type[Exception], ...] = (*CUDA_ERRORS, DeviceMemoryExhausted)
+_FAILURES: tuple[type[Exception], ...] = (*_NO_ROOM, DeviceFailed)
 
 
 @contextmanager
@@ -24,7 +26,7 @@ def naming_no_room(model: str, what: str) -> Iterator[None]:
     """Raises ModelError where the device has no room for `what`."""
     try:
         yield
-    except (*CUDA_ERRORS, DeviceMemoryExhausted) as wrong:
+    except _NO_ROOM as wrong:
         if not isinstance(wrong, DeviceMemoryExhausted) and getattr(wrong, "status", None) != OUT_OF_MEMORY:
             raise
         raise ModelError(
@@ -38,5 +40,5 @@ def failing_the_step() -> Iterator[None]:
     """Raises ModelError where the device fails."""
     try:
         yield
-    except (*CUDA_ERRORS, DeviceFailed, DeviceMemoryExhausted) as wrong:
+    except _FAILURES as wrong:
         raise ModelError(f"the GPU failed: {wrong}") from wrong

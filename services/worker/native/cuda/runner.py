@@ -30,7 +30,7 @@ from services.worker.native.cuda.faults import CUDA_ERRORS, failing_the_step, na
 from services.worker.native.cuda.graph_rows import graph_rows
 from services.worker.native.cuda.graphs import Graphs
 from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
-from services.worker.native.cuda.layout import lay_out, most_ints
+from services.worker.native.cuda.layout import Layout, most_ints
 from services.worker.native.cuda.pinned import pinned
 from services.worker.native.cuda.weights import DTYPES, CudaWeights
 from services.worker.native.linear import Array
@@ -84,6 +84,7 @@ class CudaRunner:
         self._settings = settings
         self._cache = cache
         self._verify = verify
+        self._layout = Layout(block_size, PREFILL_ROWS)
         self.use_graphs = True
         """Off: every step runs eagerly."""
         self.stream = cp.cuda.Stream(non_blocking=True)
@@ -138,7 +139,7 @@ class CudaRunner:
     def logits(self, works: Sequence[Work]) -> Array:
         """Enqueue a step on the runner's stream; (drawing works, vocab) float32 on the device, until the next step."""
         padded_rows = self._graphs.rows_for(works) if self.use_graphs else 0
-        step = lay_out(works, self._facts.block_size, PREFILL_ROWS, padded_rows=padded_rows)
+        step = self._layout.of(works, padded_rows=padded_rows)
         ints = step.ints
         self._ints_left.synchronize()
         self._staged_ints[: len(ints)] = ints
