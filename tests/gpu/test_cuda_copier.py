@@ -153,7 +153,7 @@ def test_calibration_changes_no_block_measures_each_path_and_is_kept(
     measured, told = started()
     np.testing.assert_array_equal(array.get(), before)
     assert {(row.path, row.loads, row.blocks) for row in measured} == {
-        (path, loads, blocks) for path in FORCED for loads in (False, True) for blocks in (1, 8, 200)
+        (path, loads, blocks) for path in FORCED for loads in (False, True) for blocks in (1, 8, 64, 200)
     }
     assert all(row.took_s > 0 for row in measured)
     assert any(row.taken_s > 0 for row in measured)

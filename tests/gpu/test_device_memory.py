@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -95,6 +96,21 @@ def test_a_raw_handle_does_as_a_stream_and_all_allocations_are_counted(cupy: Any
     cupy.cuda.runtime.streamSynchronize(0)
     told = memory.statistics()
     assert (told.allocated, told.allocations) == (before + 3, 0)
+    memory.close()
+
+
+def test_a_stream_outlives_the_arrays_that_were_made_for_it(cupy: Any) -> None:
+    from services.worker.transfer.cuda import stream
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    memory, on = DeviceMemory(0), stream()
+    with cupy.cuda.using_allocator(memory.allocator()), on:
+        array = cupy.arange(1 << 20)
+    del on
+    gc.collect()
+    del array  # freed on a stream that is gone, CUDA would crash
+    assert memory.statistics().allocations == 0
+    cupy.cuda.runtime.deviceSynchronize()
     memory.close()
 
 

@@ -1,4 +1,4 @@
-"""Measures each path, on this machine and with these blocks, before the engine runs; about a second.
+"""Measures each path, on this machine and with these blocks, before the engine runs; a second or two.
 
 Blocks are saved into scratch memory and loaded back where they came from, so that nothing changes.
 """
@@ -21,13 +21,14 @@ from services.worker.transfer.memory_step import STEP_S, MemoryStep
 from services.worker.transfer.path_choice import Measured
 from services.worker.transfer.paths import Path, SlotArray
 
-COUNTS = (1, 8)
+COUNTS = (1, 8, 64)
 """Blocks in a group, beside as many as a mover hands over in one go."""
-GROUPS = 8
-"""One behind the other, as a lane hands them over: the 100 µs before the first byte must not decide. Of a single block
-it counts how soon it is there, so only one."""
+LONG_S = 10e-3
+"""For so long groups go one behind the other, as a lane hands them over: what passes before the first byte, 50 to
+300 µs, must not decide. Of a single block it counts how soon it is there."""
+MOST_GROUPS = 200
 TRIES = 3
-MOST_GROUPS_BESIDE = 200
+SINGLE_TRIES = 9
 
 _log = logging.getLogger(__name__)
 
@@ -75,19 +76,15 @@ class _Trial:
         self._on = stream()
 
     def took_s(self, blocks: int, *, loads: bool) -> float:
-        """A group's time: the best of TRIES, after one that does not count."""
-        groups = GROUPS if blocks > 1 else 1
-        took_s = []
-        for _ in range(1 + TRIES):
-            begun_s = self._clock()
-            with our_errors():
-                self._issued(blocks, groups, loads=loads).synchronize()
-            took_s.append((self._clock() - begun_s) / groups)
-        return min(took_s[1:])
+        """A group's time: the best of some tries, after one that does not count."""
+        first_s = self._tried_s(blocks, 1, loads=loads)
+        groups = _fitting(LONG_S, first_s) if blocks > 1 else 1
+        tries = TRIES if blocks > 1 else SINGLE_TRIES
+        return min(self._tried_s(blocks, groups, loads=loads) for _ in range(tries)) / groups
 
     def taken_s(self, blocks: int, took_s: float, step: MemoryStep, alone_s: float, *, loads: bool) -> float:
         """What a group takes from the step beside it, of as many groups as half of the step has room for."""
-        groups = max(1, min(round(STEP_S / 2 / took_s), MOST_GROUPS_BESIDE))
+        groups = _fitting(STEP_S / 2, took_s)
         beside_s = []
         for _ in range(TRIES):
             events: list[Event] = []
@@ -95,6 +92,12 @@ class _Trial:
             with our_errors():
                 events[0].synchronize()
         return max(0.0, median(beside_s) - alone_s) / groups
+
+    def _tried_s(self, blocks: int, groups: int, *, loads: bool) -> float:
+        begun_s = self._clock()
+        with our_errors():
+            self._issued(blocks, groups, loads=loads).synchronize()
+        return self._clock() - begun_s
 
     def settle(self) -> None:
         """Nothing of it is under way when this returns. Raises DeviceFailed where the device is lost."""
@@ -111,6 +114,11 @@ class _Trial:
             done = sleeping_event()
             done.record(self._path.issue(copies, self._pool, loads=loads, on=self._on))
             return done
+
+
+def _fitting(long_s: float, group_s: float) -> int:
+    """How many groups take so long."""
+    return max(1, min(round(long_s / group_s), MOST_GROUPS))
 
 
 @contextmanager
