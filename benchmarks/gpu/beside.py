@@ -5,7 +5,8 @@
 A batch of 32 of an 8B Llama shape decodes at 2,048 positions, by graphs, which reads memory nearly all of the time;
 the runner's own mover saves blocks of other pages to a pool, loads others from it, or both. Between steps the engine's
 thread sees what has ended and asks for more, as in an engine, so that no copy ever waits for it. `step_ms` is a host
-clock around the Runner's whole step; the ways take turns, ten steps each.
+clock around the Runner's whole step, `device_ms` is the time between CUDA events around its computing, without the
+draw; the ways take turns, ten steps of each.
 
 What could mislead: the mover's threads hold the GIL now and then, which is in the step's time; asking for more is not.
 An engine asks for less than this most of the time.
@@ -28,7 +29,6 @@ from benchmarks.gpu import llama, part
 from benchmarks.gpu.moving import Asked, arena, pool, scattered
 from services.worker.config import CudaConfig
 from services.worker.copies import Copy
-from services.worker.engine import Work
 
 if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner
@@ -51,6 +51,8 @@ class Row(Struct, frozen=True):
     step_ms: float
     times: float
     """Of the step alone."""
+    device_ms: float
+    device_times: float
     saved_gb_per_s: float
     loaded_gb_per_s: float
 
@@ -122,6 +124,7 @@ def measure(flags: argparse.Namespace) -> part.Measured:
 def _rows(runner: CudaRunner, asked: Asked, saturation: Saturation, *, rounds: int) -> list[Row]:
     works = llama.decoding(BATCH, BATCH)
     step_ms: dict[str, list[float]] = {way: [] for way in WAYS}
+    device_ms: dict[str, list[float]] = {way: [] for way in WAYS}
     rates: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, directions in WAYS.items():
@@ -130,28 +133,28 @@ def _rows(runner: CudaRunner, asked: Asked, saturation: Saturation, *, rounds: i
             before, begun_s = dict(asked.moved_bytes), time.perf_counter()
             for _ in range(STEPS):
                 saturation.turn(directions)
-                step_ms[way].append(_step_ms(runner, works))
+                step_ms[way].append(llama.step_ms(runner, works))
+                saturation.turn(directions)
+                device_ms[way].append(llama.device_ms(runner, works))
             asked.hear()
             took_s = time.perf_counter() - begun_s
             saved, loaded = ((asked.moved_bytes[loads] - before[loads]) / 1e9 / took_s for loads in (False, True))
             rates[way].append((saved, loaded))
             asked.wait()
-    alone_ms = median(step_ms["alone"])
+    steps = {way: (median(step_ms[way]), median(device_ms[way])) for way in WAYS}
+    step_alone_ms, device_alone_ms = steps["alone"]
     return [
         Row(
-            way,
-            median(step_ms[way]),
-            median(step_ms[way]) / alone_ms,
-            *(median(each) for each in zip(*rates[way], strict=True)),
+            beside=way,
+            step_ms=step,
+            times=step / step_alone_ms,
+            device_ms=device,
+            device_times=device / device_alone_ms,
+            saved_gb_per_s=median(saved for saved, _ in rates[way]),
+            loaded_gb_per_s=median(loaded for _, loaded in rates[way]),
         )
-        for way in WAYS
+        for way, (step, device) in steps.items()
     ]
-
-
-def _step_ms(runner: CudaRunner, works: list[Work]) -> float:
-    begun_s = time.perf_counter()
-    runner.step(works)
-    return (time.perf_counter() - begun_s) * 1e3
 
 
 if __name__ == "__main__":

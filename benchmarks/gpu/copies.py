@@ -3,11 +3,15 @@
     python -m benchmarks.gpu.copies [--path NAME] [--memory TMPFS] [--quick] [--json]
 
 Blocks lie scattered on both sides and are copied by what an engine has: a mover over a CudaCopier, on the path that
-calibration chose (or --path), in batches of 8, 64 and 512. `in a row`: batches are asked for all at once, so that the
-link never waits for who asks. `alone`: a batch is asked for when the one before it was told, so that thread to thread
-and back counts, the median of several. `both`: loads and saves in a row at once. Yardsticks of the same run and pool:
-one plain cudaMemcpyAsync of 1 GiB each way, two at once, and two rows of bare copies of 2 MiB from places as scattered
-as the blocks.
+calibration chose (or --path), in batches of 8, 64 and 512.
+
+    in a row    batches are asked of the mover all at once, so that the link never waits for who asks
+    copied      one batch at a time by the copier itself, from handing it over to its end
+    told        one batch at a time by the mover, from asking to being told: with the trips from thread to thread
+
+The last two are medians. `both`: loads and saves at once. Yardsticks of the same run and pool: one plain
+cudaMemcpyAsync of 1 GiB each way, two at once, and two rows of bare copies of 2 MiB from places as scattered as the
+blocks.
 
 What could mislead: all of the pool is touched and pinned before anything is timed, which takes 0.6 s a GiB once;
 nothing computes beside the copies (that is benchmarks.gpu.beside). Goals are those of blocks of 2 MiB, in one piece or
@@ -20,7 +24,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -34,9 +40,11 @@ from benchmarks.gpu.moving import Asked, arena, pool, scattered
 from services.worker.config import CopyPath
 from services.worker.copies import Copy
 from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.lane import DEPTH
 from shared.pool_map import ArenaMap
 
 if TYPE_CHECKING:
+    from services.worker.transfer.cuda_copier import CudaCopier, InFlight
     from services.worker.transfer.device_memory import DeviceMemory
 
 GIB = 1 << 30
@@ -107,9 +115,11 @@ def _figures(rows: Sequence[Row], rates: Mapping[str, float]) -> dict[str, float
 
     return {
         "64 and 512 blocks of 2 MiB, in a row, at worst": worst("in a row", BATCHES[1:], ONE_WAY),
-        "64 and 512 blocks of 2 MiB, one batch alone, at worst": worst("alone", BATCHES[1:], ONE_WAY),
+        "64 and 512 blocks of 2 MiB, one batch copied, at worst": worst("copied", BATCHES[1:], ONE_WAY),
+        "64 and 512 blocks of 2 MiB, one batch asked for and told, at worst": worst("told", BATCHES[1:], ONE_WAY),
         "8 blocks of 2 MiB, in a row, at worst": worst("in a row", BATCHES[:1], ONE_WAY),
-        "8 blocks of 2 MiB, one batch alone, at worst": worst("alone", BATCHES[:1], ONE_WAY),
+        "8 blocks of 2 MiB, one batch copied, at worst": worst("copied", BATCHES[:1], ONE_WAY),
+        "8 blocks of 2 MiB, one batch asked for and told, at worst": worst("told", BATCHES[:1], ONE_WAY),
         "both directions at once, at worst": worst("in a row", BATCHES[1:], ("both",)),
         "the same, of pieces of 2 MiB copied bare": worst("in a row", BATCHES[1:], ("both",))
         * rates["both"]
@@ -216,18 +226,33 @@ def _shape(
             rows.append(_row(name, batch, "in a row", direction, moved_bytes, took, rates, shape))
         for direction in ONE_WAY:
             save, load = ways[direction]
-            alone = [
-                _used(lambda: asked.move(save[first : first + batch], load[first : first + batch], batch))  # noqa: B023
-                for first in range(0, min(moved - batch + 1, MOST_ALONE * batch), batch)
-            ]
-            took = (median(seconds for seconds, _ in alone), median(cpu_s for _, cpu_s in alone))
-            rows.append(_row(name, batch, "alone", direction, batch * shape.block_bytes, took, rates, shape))
-    chosen[name] = {"calibration_s": calibration_s, "paths": asked.paths}
+            firsts = range(0, min(moved - batch + 1, MOST_ALONE * batch), batch)
+            ones = [(save[first : first + batch], load[first : first + batch]) for first in firsts]
+            for how, one in (("copied", partial(_copied, copier)), ("told", partial(asked.move, batch=batch))):
+                took = _middle([_used(lambda: one(*each)) for each in ones])  # noqa: B023
+                rows.append(_row(name, batch, how, direction, batch * shape.block_bytes, took, rates, shape))
+    chosen[name] = {"calibration_s": calibration_s, "table": copier.choice.table(), "paths": asked.paths}
     mover.detach()
     mover.close()
     del blocks
     cupy.get_default_memory_pool().free_all_blocks()
     return rows
+
+
+def _copied(copier: CudaCopier, saves: Sequence[Copy], loads: Sequence[Copy]) -> None:
+    """In groups, as a mover's lane hands them over: DEPTH of them at a time. Of one direction."""
+    copies, under_way = saves or loads, deque[InFlight]()
+    for first in range(0, len(copies), copier.group_blocks):
+        if len(under_way) == DEPTH:
+            under_way.popleft().wait()
+        under_way.append(copier.begin(copies[first : first + copier.group_blocks], loads=bool(loads)))
+    for pending in under_way:
+        pending.wait()
+
+
+def _middle(took: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of each kind of seconds the median."""
+    return median(seconds for seconds, _ in took), median(cpu_s for _, cpu_s in took)
 
 
 def _used(work: Callable[[], None]) -> tuple[float, float]:

@@ -16,11 +16,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
@@ -144,9 +143,8 @@ def _figures(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str, floa
 
 
 def _measured(what: str, runner: CudaRunner, works: list[Work], rounds: int, floor_s: float) -> Row:
-    stream = runner.stream
-    device_ms = median([_timed_ms(stream, lambda: runner.logits(works)) for _ in range(rounds + 2)][2:])
-    step_ms = median([_step_ms(runner, works) for _ in range(rounds + 2)][2:])
+    device_ms = median([llama.device_ms(runner, works) for _ in range(rounds + 2)][2:])
+    step_ms = median([llama.step_ms(runner, works) for _ in range(rounds + 2)][2:])
     return Row(what, len(works), works[0].end, device_ms, step_ms, floor_s * 1e3, floor_s * 1e3 / device_ms)
 
 
@@ -156,25 +154,8 @@ def _settings(runners: dict[str, CudaRunner], rounds: int) -> list[Setting]:
     took: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(rounds):
         for name, runner in runners.items():
-            took[name].append(_step_ms(runner, works))
+            took[name].append(llama.step_ms(runner, works))
     return [Setting(name, SETTINGS_BATCH, median(each)) for name, each in took.items()]
-
-
-def _step_ms(runner: CudaRunner, works: list[Work]) -> float:
-    begun_s = time.perf_counter()
-    runner.step(works)
-    return (time.perf_counter() - begun_s) * 1e3
-
-
-def _timed_ms(stream: Any, enqueue: Callable[[], object]) -> float:
-    import cupy as cp  # pyright: ignore[reportMissingImports]
-
-    begin, end = cp.cuda.Event(), cp.cuda.Event()
-    begin.record(stream)
-    enqueue()
-    end.record(stream)
-    end.synchronize()
-    return float(cp.cuda.get_elapsed_time(begin, end))
 
 
 def _weight_bytes(config: ModelConfig) -> int:
@@ -205,7 +186,7 @@ def _read_rate() -> float:
     arguments = (memory, np.int64(memory.nbytes // 16), sink)
     for blocks in (132 * 4, 132 * 8, 132 * 16):
         launch = partial(kernel, (blocks,), (512,), arguments)
-        best_ms = min([best_ms, *(_timed_ms(stream, launch) for _ in range(6))])
+        best_ms = min([best_ms, *(llama.timed_ms(stream, launch) for _ in range(6))])
     return float(memory.nbytes / best_ms * 1e3)
 
 
@@ -222,7 +203,7 @@ def _matrix_rate() -> float:
     cp.cuda.Device().synchronize()
     with stream:
         blas = Blas("bfloat16", stream)
-        times = [_timed_ms(stream, lambda: blas.product(out, x, weight)) for _ in range(12)]
+        times = [llama.timed_ms(stream, lambda: blas.product(out, x, weight)) for _ in range(12)]
         blas.close()
     return 2.0 * size**3 / median(times[2:]) * 1e3
 

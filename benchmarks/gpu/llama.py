@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from services.worker.native.linear import Array
 from shared.messages import Sampling
 
 if TYPE_CHECKING:
+    from services.worker.native.cuda.runner import CudaRunner
     from services.worker.native.cuda.weights import CudaWeights
     from services.worker.transfer.device_memory import DeviceMemory
 
@@ -57,6 +59,30 @@ def decoding(batch: int, sequences: int, *, end: int = CONTEXT) -> list[Work]:
     each = CONTEXT // BLOCK_SIZE
     slots = np.random.default_rng(0).permutation(sequences * each).tolist()
     return [work(n, end - 1, end, slots[n * each : (n + 1) * each]) for n in range(batch)]
+
+
+def step_ms(runner: CudaRunner, works: list[Work]) -> float:
+    """Of a whole step, by a host clock."""
+    begun_s = time.perf_counter()
+    runner.step(works)
+    return (time.perf_counter() - begun_s) * 1e3
+
+
+def device_ms(runner: CudaRunner, works: list[Work]) -> float:
+    """Of a step without its draw, between events."""
+    return timed_ms(runner.stream, lambda: runner.logits(works))
+
+
+def timed_ms(stream: Any, enqueue: Callable[[], object]) -> float:
+    """What is enqueued on a stream takes, between events."""
+    import cupy as cp  # pyright: ignore[reportMissingImports]
+
+    begin, end = cp.cuda.Event(), cp.cuda.Event()
+    begin.record(stream)
+    enqueue()
+    end.record(stream)
+    end.synchronize()
+    return float(cp.cuda.get_elapsed_time(begin, end))
 
 
 def device_memory() -> DeviceMemory:

@@ -211,8 +211,8 @@ def _saved_blocks(running: Running) -> float:
         if name.startswith("worker"):
             with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
                 lines = answer.read().decode().splitlines()
-            own = [line for line in lines if line.startswith('headrace_kvbm_copied_blocks_total{outcome="saved"')]
-            saved += sum(float(line.rpartition(" ")[2]) for line in own)
+            own = [line for line in lines if line.startswith("headrace_kvbm_copied_blocks_total{")]
+            saved += sum(float(line.rpartition(" ")[2]) for line in own if 'outcome="saved"' in line)
     return saved
 
 
