@@ -1,0 +1,126 @@
+"""`headrace up` on a GPU, with the real default model and its block store: asked over HTTP, its engine killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.local import model
+from tests.integration.kinds import GPU, Kind, params
+from tests.integration.stack import ROOT, Up, eventually, running, with_models
+
+LIMIT_S = 60.0
+QUESTION = "What is the capital of France?"
+POEM = "Write a poem about the sea."
+WORKERS = ("worker-0", "worker-1")
+
+
+@pytest.fixture(scope="module", params=params(GPU[:1]))
+def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Afterwards Ctrl-C leaves nothing."""
+    kind: Kind = request.param
+    if not (ROOT / ".headrace" / "models" / model.FILE).exists():
+        pytest.skip("the default model is not there; `headrace up` fetches it")
+    flags = ("--device", "cuda", "--cuda", f"dtype={kind.dtype}") if kind.device == "cuda" else ()
+    with running(with_models(tmp_path_factory.mktemp("up")), *flags) as stack:
+        for worker in WORKERS:
+            eventually(partial(attached, stack, worker), limit_s=LIMIT_S, what=f"{worker} has attached")
+        yield stack
+        pids = [stack.pid(program) for program in stack.record["programs"]]
+        pids += [engine for worker in WORKERS for engine in children(stack.pid(worker))]
+        (pool,) = {store["pool"] for store in status(stack)["stores"]}
+        assert stack.stop() == 0
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not Path(pool).exists()
+    assert not (stack.state / "run" / "up.json").exists()
+
+
+def gauge(up: Up, worker: str, name: str) -> float:
+    with urllib.request.urlopen(f"{up.record['programs'][worker]['observe']}/metrics", timeout=LIMIT_S) as metrics:
+        lines = metrics.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+
+
+def attached(up: Up, worker: str) -> bool:
+    return gauge(up, worker, "headrace_kvbm_attached") == 1
+
+
+def inflight(up: Up, worker: str) -> float:
+    """Requests that it computes, as it told last."""
+    return gauge(up, worker, "headrace_inflight_requests")
+
+
+def status(up: Up) -> dict[str, Any]:
+    command = [sys.executable, "-m", "deploy.local.cli", "status", "--json", "--state", str(up.state)]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    answer: dict[str, Any] = json.loads(told)
+    return answer
+
+
+def children(pid: int) -> list[int]:
+    """Its engine."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")]
+
+
+def _words(file: Path) -> list[str]:
+    return file.read_text().split()
+
+
+def pieces(up: Up, question: str, tokens: int) -> Iterator[str]:
+    """Of a streamed answer, as they come."""
+    body = {
+        **{"model": model.NAME, "messages": [{"role": "user", "content": question}], "temperature": 0},
+        **{"stream": True, "max_tokens": tokens, "ignore_eos": tokens > 50},
+    }
+    asked = urllib.request.Request(
+        f"{up.url}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
+        for line in answer:
+            event = line.decode().strip().removeprefix("data: ")
+            if event and event != "[DONE]":
+                chunk = json.loads(event)
+                assert "error" not in chunk, chunk
+                yield "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+
+
+def test_a_streamed_answer_knows_the_capital_of_france(up: Up) -> None:
+    answer = "".join(pieces(up, QUESTION, 32))
+    print(answer)
+    assert "Paris" in answer
+
+
+def test_status_shows_both_workers_and_their_blocks(up: Up) -> None:
+    told = status(up)
+    print(json.dumps(told, indent=1))
+    assert len([one for one in told["instances"] if one["service"] == "worker"]) == len(WORKERS)
+    (store,) = told["stores"]
+    assert sum(layout["owners"] for layout in store["layouts"]) == len(WORKERS)
+
+
+def test_an_answer_goes_on_when_the_engine_that_makes_it_is_killed(up: Up) -> None:
+    undisturbed = "".join(pieces(up, POEM, 1500))
+    answer = pieces(up, POEM, 1500)
+    text = "".join(next(answer) for _ in range(20))
+    busy = eventually(
+        lambda: next((each for each in WORKERS if inflight(up, each)), None), limit_s=LIMIT_S, what="told"
+    )
+    [engine] = children(up.pid(busy))
+    os.kill(engine, signal.SIGKILL)
+    assert text + "".join(answer) == undisturbed
+
+    def restarted() -> bool:
+        return children(up.pid(busy)) not in ([], [engine]) and attached(up, busy)
+
+    eventually(restarted, limit_s=LIMIT_S, what="another engine serves")
+    assert "Paris" in "".join(pieces(up, QUESTION, 32))
