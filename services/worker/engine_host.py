@@ -6,7 +6,8 @@
        │ after a back-off   │ Failed, the process died, or it stood still and was killed
        └────── lost ◀───────┘ (told once; from starting too)
 
-An engine that says that the model cannot be served is not started again: `run` raises ModelError.
+An engine that says that the model cannot be served is not started again: `run` raises ModelError. Where one of before
+has served it, it is: what is wrong then, such as a GPU that is lost or taken, may pass.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class EngineHost:
         self._heard = 0
         """Reports of all engines so far."""
         self._engine: Engine | None = None
+        self._served = False
+        """Whether any engine got ready."""
         self._tickets = 0
         self._snapshots: dict[int, asyncio.Future[Snapshot]] = {}
         self.facts: Ready | None = None
@@ -96,7 +99,7 @@ class EngineHost:
         while True:
             began_s = loop.time()
             failed = await self._live()
-            if failed.model:
+            if failed.model and not self._served:
                 raise ModelError(failed.reason)
             if loop.time() - began_s >= STABLE_AFTER_S:
                 delay_s = BACK_OFF_FIRST_S
@@ -170,6 +173,7 @@ class EngineHost:
                     self._loading(report)
                 case Ready():
                     self.facts = report
+                    self._served = True
                     self._ready(report)
                 case Stepped():
                     self._stepped(report)

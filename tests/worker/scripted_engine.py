@@ -20,16 +20,16 @@ FACTS = Ready(
 
 
 class ScriptedEngine:
-    """Ready at once."""
+    """Ready at once, or what else it reports first."""
 
     pid = 1
 
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, first: EngineReport = FACTS) -> None:
         self.instance = instance
         """The worker that started it."""
         self.told: list[EngineOrder] = []
         self._reports: asyncio.Queue[EngineReport | None] = asyncio.Queue()
-        self.report(FACTS)
+        self.report(first)
 
     def report(self, report: EngineReport) -> None:
         self._reports.put_nowait(report)
