@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -108,6 +109,14 @@ def test_every_runtime_pin_is_a_pin_of_the_larger_locks(name: str) -> None:
     )
     assert runtime
     assert runtime <= larger
+
+
+def test_an_installed_package_has_every_source_that_is_compiled_for_a_gpu() -> None:
+    package = "services.worker.native.cuda"
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][package]
+    files = {file for file in (ROOT / package.replace(".", "/")).rglob("*") if file.suffix.startswith(".cu")}
+    assert files
+    assert files == {file for pattern in patterns for file in (ROOT / package.replace(".", "/")).glob(pattern)}
 
 
 def test_the_first_start_installs_and_the_next_ones_do_not(checkout: Checkout, tmp_path: Path) -> None:
