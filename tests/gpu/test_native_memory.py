@@ -32,6 +32,7 @@ cp = cupy_on_a_device()
 
 from services.worker.native.cuda.load import load_cuda  # noqa: E402
 from services.worker.native.cuda.runner import CudaRunner, step_limits  # noqa: E402
+from services.worker.native.cuda.weights import load_cuda_weights  # noqa: E402
 from services.worker.transfer.device_memory import DeviceMemory  # noqa: E402
 from services.worker.transfer.errors import DeviceMemoryExhausted  # noqa: E402
 from tests.gpu.models import cuda_runner  # noqa: E402
@@ -136,17 +137,18 @@ def test_what_does_not_fit_is_named_with_what_to_change(tmp_path: Path) -> None:
 
 
 def test_memory_that_others_take_meanwhile_is_a_model_error_and_nothing_hangs(tmp_path: Path) -> None:
-    directory = write_tiny_model(tmp_path)
-    free_bytes, _ = cp.cuda.runtime.memGetInfo()
-    memory = DeviceMemory(0)
-    taken = memory.allocate(free_bytes - (200 << 20), cp.cuda.get_current_stream())
-    with pytest.raises(ModelError, match=r"no room for steps of 8208 tokens.*memory_share"):
-        cuda_runner(directory, CudaConfig(), memory=memory, capacity_blocks=100, max_rows=8208, max_running=2000)
-    memory.free(taken)
-    cp.cuda.get_current_stream().synchronize()
-    runner = cuda_runner(directory, CudaConfig(), memory=memory, capacity_blocks=100)
-    assert runner.step([work([1, 2, 3], [0])])[0] is not None
-    runner.close()
+    directory, memory = write_tiny_model(tmp_path), DeviceMemory(0)
+    config = read_config(directory)
+    with everything_from(memory):
+        weights = load_cuda_weights(directory, config, "bfloat16")
+        taken = _all_of(memory)
+        with pytest.raises(ModelError, match=r"the GPU has no room for .*memory_share"):
+            CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
+        for address in taken:
+            memory.free(address)
+        runner = CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
+        assert runner.step([work([1, 2, 3], [0])])[0] is not None
+        runner.close()
 
 
 def test_a_step_for_which_sampling_finds_no_memory_fails_by_name_and_a_later_one_goes_on(tmp_path: Path) -> None:

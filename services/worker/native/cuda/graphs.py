@@ -64,10 +64,6 @@ class Graphs:
         graph.launch(self._stream)
         return logits
 
-    def close(self) -> None:
-        self._graphs = {}
-        self._rows = ()
-
     def _captured(self, rows: int) -> tuple[Any, Array]:
         """The graph of a decode step of so many rows, of any lengths, and where its logits are."""
         counts = Counts(rows, rows, rows, 0, self._longest)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import cupy as cp  # pyright: ignore[reportMissingImports]
 
 from services.worker.native.config import ModelConfig
+from services.worker.native.cuda.faults import CUDA_ERRORS
+from shared.errors import ConfigError
 
 Kernel = Any
 """A cupy.RawKernel."""
@@ -45,7 +47,20 @@ class Kernels:
 
 
 def compile_kernels(config: ModelConfig, element_type: ElementType, block_size: int) -> Kernels:
-    """On the current device; some seconds the first time."""
+    """On the current device; some seconds the first time. Raises ConfigError where the compiler is not there or not
+    content, CUDA's errors as they are."""
+    try:
+        return _compiled(config, element_type, block_size)
+    except CUDA_ERRORS:
+        raise
+    except (cp.cuda.compiler.CompileException, RuntimeError, OSError) as wrong:  # RuntimeError: no NVRTC
+        raise ConfigError(
+            "the GPU's kernels do not compile; `pip install 'headrace[gpu]'` brings the compiler and CUDA's headers:"
+            f" {wrong}"
+        ) from wrong
+
+
+def _compiled(config: ModelConfig, element_type: ElementType, block_size: int) -> Kernels:
     pack = 4 if element_type == "float32" else 8
     while config.hidden % pack or config.intermediate % pack or config.queries % pack:
         pack //= 2

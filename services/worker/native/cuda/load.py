@@ -45,6 +45,7 @@ def load_cuda(settings: EngineConfig) -> LoadRunner:
                 directory, config, cuda.dtype, lambda share: progress(Loading("copying weights to the GPU", share))
             )
         digest = weights_digest(directory, config)
+        progress(Loading("compiling kernels, where they are not on disk", 0.0))
         return CudaRunner(
             config,
             weights,

@@ -169,9 +169,9 @@ class CudaRunner:
         except CUDA_ERRORS as wrong:
             _log.warning("the GPU is lost: %s", wrong)
             return
-        self._graphs.close()
         self._blas.close()
-        self.pages = None
+        # Nothing is left for the interpreter's end to free: by then CUDA may be gone.
+        del self._graphs, self._drawing, self._decoder, self._buffers, self._blas, self.pages
 
 
 def step_limits(context_length: int, block_size: int, *, max_running: int, max_rows: int) -> StepLimits:
