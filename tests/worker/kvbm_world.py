@@ -83,6 +83,7 @@ class Engine:
         for report in reports:
             if report.exchanged is not None:
                 self.exchanged = report.exchanged
+                assert self.world.damages or not report.exchanged.differing_blocks, "found where there was none"
             for part in report.parts.get("f", []):
                 self.part(part)
 
@@ -234,6 +235,8 @@ class World:
         """What a step takes, as engines are told: where it is long, asking the kvbm is always worth it."""
         self.answer_s = 1.0
         """How long they wait for an answer."""
+        self.damages = False
+        """Whether copies change bytes."""
 
     def right(self, content: Content) -> bytes:
         """The bytes of a block."""

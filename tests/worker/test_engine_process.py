@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,8 @@ import pytest
 
 from services.kvbm.answers import Bounds
 from services.worker.channel import PeerGone
-from services.worker.config import Dtype, KvbmConfig, SimulatedConfig, WorkerConfig
+from services.worker.config import Dtype, EngineConfig, KvbmConfig, SimulatedConfig, WorkerConfig
+from services.worker.copies import Copy
 from services.worker.engine import (
     EngineReport,
     Exchanged,
@@ -30,12 +32,16 @@ from services.worker.engine import (
     Submit,
 )
 from services.worker.engine_client import EngineClient
+from services.worker.engine_process import _load
+from services.worker.transfer.host_copier import HostCopier
 from shared.blocks import Content
 from shared.hashing import ContentKey, pack_tokens, unpack_tokens
 from shared.kvbm_messages import StoreLayout
 from shared.messages import Part, Sampling
+from shared.pool_map import PoolMap
 from tests.tiny_model import write_tiny_model
 from tests.worker.kvbm_drawer import Drawer
+from tests.worker.pool_file import make_pool
 from tests.worker.shell import LIMIT_S, write_model
 
 
@@ -291,6 +297,30 @@ async def test_a_prompt_that_one_engine_computed_is_loaded_by_another_and_answer
     assert (from_disk[-1].cached_tokens, from_disk[-1].cached_disk_tokens) == (96, 96)
     assert await third.end(LIMIT_S) == 0
     store.drawer.close()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_blocks_are_compared_where_the_settings_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    monkeypatch.setattr(HostCopier, "differs", lambda _copier, copies: [True for _ in copies])  # the worst machine
+    config = WorkerConfig(
+        model=str(write_tiny_model(tmp_path / "tiny")),
+        cache=str(tmp_path / "cache"),
+        capacity_blocks=8,
+        kvbm=KvbmConfig(verify=verify),
+    )
+    runner = _load(EngineConfig.of(config, "tiny", "w1", parent_pid=os.getpid()), lambda _progress: None)
+    geometry = make_pool(tmp_path / "pool", 1 << 20)
+    slots = PoolMap(tmp_path / "pool").arena(geometry.arena(0, 1, runner.facts.kv_layout.block_bytes))
+    mover = runner.mover(time.monotonic)
+    mover.attach(slots)
+    mover.load(1, [Copy(0, 0), Copy(1, 1)])
+    assert select.select([mover], [], [], LIMIT_S)[0]
+    [copied] = mover.ended()
+    assert (copied.good, copied.differing) == (([False, False], 2) if verify else ([True, True], 0))
+    mover.close()
+    runner.close()
 
 
 async def test_an_engine_without_kv_to_exchange_says_so(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -11,8 +12,10 @@ import msgspec
 import pytest
 
 from services.worker import fetching
+from services.worker.copies import Copy
 from services.worker.engine import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeSnapshot
 from services.worker.exchange import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
+from services.worker.transfer.host_copier import Done, HostCopier
 from shared import kvbm_messages as wire
 from shared.hashing import pack_tokens
 from shared.messages import BlockRemoved
@@ -25,8 +28,16 @@ REUSABLE_TOKENS = 6
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
+    yield from lived(World(tmp_path / "pool", Random(0)))
+
+
+@pytest.fixture
+def threaded(tmp_path: Path) -> Iterator[World]:
+    yield from lived(World(tmp_path / "pool", Random(0), threads=True))
+
+
+def lived(world: World) -> Iterator[World]:
     """A kvbm and two engines that are attached to it; asking is always worth it."""
-    world = World(tmp_path / "pool", Random(0))
     world.step_s = 3.0
     world.waits_s, world.offloads = (100.0,), ("filled",)
     world.open_kvbm()
@@ -192,6 +203,30 @@ def test_a_slot_that_is_granted_anew_while_it_is_copied_from_is_not_used(world: 
     world.settle()
     assert second.exchanged.bad_blocks > 0
     assert second.host_tokens < REUSABLE_TOKENS
+
+
+def test_a_block_that_changes_on_its_way_to_the_device_is_found_and_computed_with_those_behind_it(
+    threaded: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = 1  # slots are granted in order: the prompt's second block
+    begin = HostCopier.begin
+
+    def damaging(copier: HostCopier, copies: Sequence[Copy], *, loads: bool) -> Done:
+        pending = begin(copier, copies, loads=loads)
+        for copy in copies:
+            if loads and copy.pool_slot == damaged:
+                at = copier.shape.regions[0] + copy.device_slot * copier.shape.stride_bytes
+                ctypes.c_ubyte.from_address(at).value ^= 1
+        return pending
+
+    monkeypatch.setattr(HostCopier, "begin", damaging)
+    threaded.damages = True
+    first, second = threaded.engines
+    compute(threaded, first)
+    second.submit("again", PROMPT, 1)
+    threaded.settle()
+    assert second.exchanged.differing_blocks == 1
+    assert second.host_tokens == 2
 
 
 def test_a_cancelled_request_copies_no_further_and_its_ticket_is_released(world: World) -> None:
