@@ -19,9 +19,11 @@ from shared.pool_map import ArenaMap, PoolMap
 class PoolAttachment:
     """An `exchange.Attachment` to the pool in `directory`, of the worker `instance`."""
 
-    def __init__(self, directory: Path, instance: str) -> None:
+    def __init__(self, directory: Path, instance: str, number: int | None = None) -> None:
+        """`number`: an open descriptor that the lock takes the place of; `shared.pool_lock` says why one would."""
         self._directory = directory
         self._instance = instance
+        self._number = number
         self._lock: HeldLock | None = None
         self._pool: PoolMap | None = None
         self._slots: ArenaMap | None = None
@@ -33,6 +35,8 @@ class PoolAttachment:
             if self._lock is None or not self._lock.held:
                 # A name of its own each time: what the kvbm knows of the former owner ends with the former lock.
                 lock = hold_owner(self._directory, f"{self._instance}-{os.urandom(4).hex()}")
+                if self._number is not None:
+                    lock.move(self._number)
                 if self._lock is not None:
                     self._lock.close()
                 self._lock = lock

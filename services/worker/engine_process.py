@@ -51,6 +51,10 @@ def main(arguments: list[str]) -> int:
 
 def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     """The engine's life; why it failed, or None after Shutdown. Raises PeerGone."""
+    attachment = None
+    if config.kvbm.pool:  # before CUDA opens its files: `shared.pool_lock` says why
+        number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        attachment = PoolAttachment(Path(config.kvbm.pool), config.instance, number)
     try:
         runner = _load(config, channel.send)
     except (ModelError, ConfigError) as wrong:
@@ -62,7 +66,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
         return Failed(reason=f"{type(wrong).__name__}: {wrong}")
     with closing(runner):
         try:
-            _serve(config, channel, runner)
+            _serve(config, channel, runner, attachment)
         except PeerGone:
             raise
         except ConfigError as wrong:
@@ -122,12 +126,11 @@ def _facts(config: EngineConfig, tell: Callable[[Loading], None]) -> Ready:
     return facts_of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
 
 
-def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner) -> None:
+def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
     """Raises ConfigError, and what the runner raises."""
-    mover = attachment = None
-    if config.kvbm.pool:
+    mover = None
+    if attachment is not None:
         mover = runner.mover(time.monotonic)
-        attachment = PoolAttachment(Path(config.kvbm.pool), config.instance)
         if mover.fileno() >= 0:
             channel.watch(mover.fileno())
     with closing(EngineCore.of(config, runner.facts, mover, attachment)) as core:

@@ -42,6 +42,23 @@ def test_a_lock_is_taken_once_and_names_its_holder(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_lock_moves_to_another_descriptor_and_the_lock_that_was_there_is_let_go(directory: Path) -> None:
+    number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    former, latter = hold_owner(directory, "a"), hold_owner(directory, "b")
+    former.move(number)
+    assert not free(former.path)
+    latter.move(number)
+    assert os.path.samestat(os.fstat(number), latter.path.stat())
+    assert not os.get_inheritable(number)
+    assert free(former.path)
+    former.close()
+    assert not free(latter.path)
+    latter.close()
+    assert free(latter.path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
 def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="lock"):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -50,6 +52,19 @@ def test_one_name_is_held_until_it_is_closed(pool: HostPool, attachment: PoolAtt
     attachment.close()
     assert not pool.owners.alive(owner)
     assert not list((pool.path.parent / "owners").iterdir())
+
+
+def test_the_lock_stays_at_the_descriptor_it_was_given_also_when_its_file_was_deleted(pool: HostPool) -> None:
+    number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    with closing(PoolAttachment(pool.path.parent, "w1", number)) as attachment:
+        first = attachment.hold()
+        file = pool.path.parent / "owners" / first
+        assert pool.owners.alive(first)
+        file.unlink()
+        second = attachment.hold()
+        assert not pool.owners.alive(first)
+        assert pool.owners.alive(second)
+        assert os.path.samestat(os.fstat(number), (file.parent / second).stat())
 
 
 def test_two_engine_processes_of_one_worker_have_two_names(pool: HostPool, attachment: PoolAttachment) -> None:
