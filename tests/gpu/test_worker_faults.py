@@ -206,11 +206,12 @@ def test_a_capacity_that_no_gpu_has_is_refused(tmp_path: Path, nats_url: str, ki
     assert "capacity_bytes" in told
 
 
+@pytest.mark.parametrize("left_bytes", [0, 100 << 20, 700 << 20])
 @pytest.mark.parametrize("kind", params(GPU[:1]))
-def test_a_gpu_that_others_have_filled_is_refused(tmp_path: Path, nats_url: str, kind: Kind) -> None:
+def test_a_gpu_that_others_have_filled_is_refused(tmp_path: Path, nats_url: str, kind: Kind, left_bytes: int) -> None:
     model = str(write_tiny_model(tmp_path / "tiny", **SHAPE))
     with subprocess.Popen(
-        [sys.executable, "-c", _FILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _FILL, str(left_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdin is not None
         assert other.stdout is not None
@@ -225,13 +226,14 @@ def test_a_gpu_that_others_have_filled_is_refused(tmp_path: Path, nats_url: str,
 _FILL = """
 import sys
 from cupy.cuda import runtime
-runtime.malloc(runtime.memGetInfo()[0] - (600 << 20))
-taken = 600 << 20
-while taken > 1 << 20:
+left_bytes = int(sys.argv[1])
+piece_bytes = 1 << 40
+while piece_bytes > 1 << 20:
     try:
-        runtime.malloc(taken)
+        piece_bytes = min(piece_bytes, runtime.memGetInfo()[0] - left_bytes)
+        runtime.malloc(max(piece_bytes, 0))
     except runtime.CUDARuntimeError:
-        taken //= 2
+        piece_bytes //= 2
 print("filled", flush=True)
 sys.stdin.read()
 """

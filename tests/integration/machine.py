@@ -272,18 +272,21 @@ class Wire:
 def refusal(service: ServiceName, nats_url: str, folder: Path, *flags: str) -> str:
     """The one line that a service prints which cannot start."""
     common = ("--nats-url", nats_url, *Machine.where(folder))
-    ended = subprocess.run(
+    ended = subprocess.Popen(
         [sys.executable, "-m", f"services.{service}", *common, *flags],
         cwd=ROOT,
         env=environment(),
-        capture_output=True,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=LIMIT_S,
-        check=False,
     )
-    assert ended.returncode == 2, ended.stderr
-    assert "Traceback" not in ended.stderr
-    return ended.stderr.splitlines()[-1]
+    try:
+        _, errors = ended.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        ended.kill()
+        raise AssertionError(f"it did not end:\n{ended.communicate()[1]}") from None
+    assert ended.returncode == 2, errors
+    assert "Traceback" not in errors
+    return errors.splitlines()[-1]
 
 
 @asynccontextmanager
