@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from services.worker.engine import EngineLoad, Exchanged, Stepped
+from services.worker.tally import MOST_NAMES, OTHER
 from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram
 
 
@@ -52,11 +53,12 @@ class KvbmMetrics:
             "Blocks copied after a better way had failed, by its name and the reason",
             ["reason"],
         )
+        self._reasons: set[str] = set()
+        """Of all engines, one after the other: each of them bounds its own."""
         self._differing = counter(
             registry,
             "headrace_kvbm_differing_blocks",
-            "Blocks that were loaded, compared with the pool's and not the same: a fault; counted where kvbm.verify is "
-            "set",
+            "Blocks that were loaded and are not what the pool has: a fault, looked for where kvbm.verify is set",
         )
         self._load = self._shown_load = EngineLoad()
         """The engine's counts since it started, and those of them that are shown."""
@@ -109,5 +111,7 @@ class KvbmMetrics:
         for path, blocks in now.loaded_by.items():
             self._by_path.labels("load", path).inc(blocks - before.loaded_by.get(path, 0))
         for reason, blocks in now.fallbacks.items():
-            self._fallbacks.labels(reason).inc(blocks - before.fallbacks.get(reason, 0))
+            shown = reason if reason in self._reasons or len(self._reasons) < MOST_NAMES else OTHER
+            self._reasons.add(shown)
+            self._fallbacks.labels(shown).inc(blocks - before.fallbacks.get(reason, 0))
         self._differing.inc(now.differing_blocks - before.differing_blocks)

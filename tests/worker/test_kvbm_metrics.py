@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.engine import EngineLoad, Exchanged, Stepped
 from services.worker.kvbm_metrics import KvbmMetrics
+from services.worker.tally import MOST_NAMES
 
 
 def stepped(load: EngineLoad, exchanged: Exchanged | None = None) -> Stepped:
@@ -55,3 +56,15 @@ def test_ways_and_reasons_add_up_over_engines() -> None:
     assert value("path_blocks", direction="load", path="batch") == 6
     assert value("copy_fallbacks", reason="staged: no") == 2
     assert value("differing_blocks") == 1
+
+
+def test_however_many_reasons_engines_have_few_are_shown_and_all_are_counted() -> None:
+    registry = CollectorRegistry()
+    metrics = KvbmMetrics(registry)
+    for engine in range(5):
+        metrics.stepped(stepped(EngineLoad(), Exchanged(fallbacks={f"{engine}: {reason}": 1 for reason in range(20)})))
+        metrics.engine_lost()
+    [family] = [family for family in registry.collect() if family.name == "headrace_kvbm_copy_fallbacks"]
+    counts = [sample.value for sample in family.samples if sample.name.endswith("_total")]
+    assert len(counts) == MOST_NAMES + 1
+    assert sum(counts) == 100
