@@ -19,6 +19,7 @@ SHAPES = {  # fragments, bytes of each, slots
     "wide words": (6, 832, 40),
     "words of 4": (5, 836, 40),
     "single bytes": (3, 833, 40),
+    "a segment in pieces": (8, 131072, 12),
     "larger than a segment": (96, 196608, 3),
 }
 PATHS = ("rows", "batch", "staged", "staged, one by one", "zero_copy")

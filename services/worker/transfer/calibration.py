@@ -15,7 +15,7 @@ from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 from services.worker.copies import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import group_blocks
-from services.worker.transfer.cuda import Event, our_errors, sleeping_event, stream
+from services.worker.transfer.cuda import Event, end_event, our_errors, stream
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from services.worker.transfer.memory_step import STEP_S, MemoryStep
 from services.worker.transfer.path_choice import Measured
@@ -24,11 +24,12 @@ from services.worker.transfer.paths import Path, SlotArray
 COUNTS = (1, 8, 64)
 """Blocks in a group, beside as many as a mover hands over in one go."""
 LONG_S = 10e-3
-"""For so long groups go one behind the other, as a lane hands them over: what passes before the first byte, 50 to
-300 µs, must not decide. Of a single block it counts how soon it is there."""
+"""For so long the largest groups go one behind the other, as a lane hands them over: what passes before the first
+byte, 50 to 300 µs, must not decide. A smaller group comes alone, or it would be larger: of it counts how soon it is
+there."""
 MOST_GROUPS = 200
 TRIES = 3
-SINGLE_TRIES = 9
+TRIES_ALONE = 9
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def calibrate(paths: Mapping[str, Path], shape: BlockShape, device: int, clock: 
     with our_errors(), _scratch(sizes[-1] * shape.block_bytes) as at, _step(device) as step:
         alone_s = median(step.took_s() for _ in range(TRIES)) if step is not None else 0.0
         for name, path in paths.items():
-            trial = _Trial(path, shape, SlotArray(at, shape.block_bytes), clock)
+            trial = _Trial(path, shape, SlotArray(at, shape.block_bytes), clock, sizes[-1])
             try:
                 rows = []
                 for blocks in sizes:
@@ -68,18 +69,19 @@ def calibrate(paths: Mapping[str, Path], shape: BlockShape, device: int, clock: 
 class _Trial:
     """One path's."""
 
-    def __init__(self, path: Path, shape: BlockShape, pool: SlotArray, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, shape: BlockShape, pool: SlotArray, clock: Callable[[], float], most: int) -> None:
+        """`most`: blocks in the largest group."""
         self._path = path
         self._shape = shape
         self._pool = pool
         self._clock = clock
+        self._most = most
         self._on = stream()
 
     def took_s(self, blocks: int, *, loads: bool) -> float:
         """A group's time: the best of some tries, after one that does not count."""
         first_s = self._tried_s(blocks, 1, loads=loads)
-        groups = _fitting(LONG_S, first_s) if blocks > 1 else 1
-        tries = TRIES if blocks > 1 else SINGLE_TRIES
+        groups, tries = (_fitting(LONG_S, first_s), TRIES) if blocks == self._most else (1, TRIES_ALONE)
         return min(self._tried_s(blocks, groups, loads=loads) for _ in range(tries)) / groups
 
     def taken_s(self, blocks: int, took_s: float, step: MemoryStep, alone_s: float, *, loads: bool) -> float:
@@ -111,7 +113,7 @@ class _Trial:
         with our_errors():
             for _ in range(groups - 1):
                 self._path.issue(copies, self._pool, loads=loads, on=self._on)
-            done = sleeping_event()
+            done = end_event(groups * blocks * self._shape.block_bytes)
             done.record(self._path.issue(copies, self._pool, loads=loads, on=self._on))
             return done
 

@@ -18,6 +18,8 @@ Event = Any
 Error: type[Exception] = runtime.CUDARuntimeError
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
+SPIN_BYTES = 16 << 20
+"""0.3 ms of an H200's link."""
 ANYWHERE: int = runtime.memcpyDefault
 """Of a copy: the addresses say where its ends lie."""
 
@@ -54,6 +56,12 @@ def stream() -> Stream:
 def sleeping_event() -> Event:
     """Whoever waits for it sleeps, and lets other threads run."""
     return cupy.cuda.Event(block=True, disable_timing=True)
+
+
+def end_event(size_bytes: int) -> Event:
+    """Of so many bytes' copies. Whoever waits for it sleeps; where they are few, spins, without Python's lock: to be
+    woken takes 35 to 80 µs, and a block of 2 MiB takes 38."""
+    return cupy.cuda.Event(block=size_bytes > SPIN_BYTES, disable_timing=True)
 
 
 def order_event() -> Event:

@@ -27,7 +27,7 @@ from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.calibration import calibrate, counts
 from services.worker.transfer.checksum_kernel import ChecksumKernel
 from services.worker.transfer.copier import group_blocks
-from services.worker.transfer.cuda import Event, names, our_errors, register, sleeping_event, stream, unregister, use
+from services.worker.transfer.cuda import Event, end_event, names, our_errors, register, stream, unregister, use
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from services.worker.transfer.fallbacks import Fallbacks
@@ -204,6 +204,7 @@ class Direction:
     def __init__(self, shape: BlockShape, memory: DeviceMemory) -> None:
         """Without room for a staging ring there is no path `staged`."""
         self.stream = stream()
+        self._block_bytes = shape.block_bytes
         self.blocks: Counter[str] = Counter()
         self.fallbacks = Fallbacks()
         rows = Rows(shape)
@@ -234,7 +235,7 @@ class Direction:
             path = self.pageable if name == PAGEABLE else self.paths[name]
             try:
                 with our_errors():
-                    done = sleeping_event()
+                    done = end_event(len(copies) * self._block_bytes)
                     done.record(path.issue(copies, pool, loads=loads, on=self.stream))
             except DeviceFailed as wrong:
                 self.settle()  # before they are made again

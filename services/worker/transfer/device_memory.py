@@ -55,8 +55,6 @@ class DeviceMemory:
         self._refused = 0
         self._streams: dict[int, Stream | int] = {}
         """Of each address in use, on which it is freed: so a stream outlives what was allocated for it."""
-        self._kept: dict[int, Stream] = {}
-        """Those of CuPy's arrays: they outlive whoever made them, as an array may be collected later."""
         with cupy.cuda.Device(device), our_errors():
             own = stream()
             self._pool: int = runtime.memPoolCreate(runtime.MemPoolProps(_PINNED, _NO_HANDLE, _ON_DEVICE, device))
@@ -97,9 +95,7 @@ class DeviceMemory:
         made."""
 
         def allocate(size_bytes: int, _device: int) -> int:
-            on = cupy.cuda.get_current_stream()
-            self._kept[on.ptr] = on
-            return self.allocate(size_bytes, on) if size_bytes else 0
+            return self.allocate(size_bytes, cupy.cuda.get_current_stream()) if size_bytes else 0
 
         def free(address: int, _device: int) -> None:
             if address:

@@ -28,6 +28,9 @@ from services.worker.transfer.fragment_kernel import MOST_BLOCKS, FragmentKernel
 from services.worker.transfer.memcpy_batch import MemcpyBatch
 from services.worker.transfer.staging_ring import StagingRing
 
+PIECES, PIECE_BYTES = 4, 2 << 20
+"""Of a group that fits one segment: the kernel has one ready, or empties it, while the next is copied. Smaller ones
+would cost more than that saves."""
 ZERO_COPY_MULTIPROCESSORS = 8
 """Enough for the link; more slow others for nothing."""
 
@@ -112,6 +115,7 @@ class Staged:
         self._ring = ring
         self._memcpy = memcpy
         self._most = min(ring.segment_blocks, MOST_BLOCKS)
+        self._least = -(-PIECE_BYTES // shape.block_bytes)
         self._places = _Places(self._most)
         self._steps = np.arange(self._most, dtype=np.int64) * shape.block_bytes
         self._staged = np.empty(self._most, np.int64)
@@ -119,8 +123,10 @@ class Staged:
 
     def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
         ring = self._ring
-        for first in range(0, len(copies), self._most):
-            blocks, slots = self._places.of(copies[first : first + self._most], pool)
+        few = len(copies) <= self._most
+        most = min(self._most, max(self._least, -(-len(copies) // PIECES))) if few else self._most
+        for first in range(0, len(copies), most):
+            blocks, slots = self._places.of(copies[first : first + most], pool)
             segment = ring.next(copying_first=loads, on=on)
             staged = np.add(self._steps[: len(slots)], segment.at, out=self._staged[: len(slots)])
             if loads:

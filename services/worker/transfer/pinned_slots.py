@@ -19,9 +19,9 @@ from services.worker.transfer.errors import PinRefused
 CHUNK_BYTES = 256 << 20
 """Pinned in one go: a copy waits 10 ms for it, or 130 ms where nobody has touched the pool yet."""
 ADVICE = (
-    "its blocks are copied the slow way. Let the worker lock memory (ulimit -l unlimited; LimitMEMLOCK=infinity;"
-    " docker run --ulimit memlock=-1), and let the pool lie in memory, such as /dev/shm or hugetlbfs: Linux pins no"
-    " file that lies on a disk"
+    "its blocks are copied the slow way. Let the pool lie in memory, such as /dev/shm or hugetlbfs, as Linux pins no"
+    " file that lies on a disk; and let the worker lock memory if a limit keeps it from that (ulimit -l, LimitMEMLOCK,"
+    " docker run --ulimit memlock=-1)"
 )
 
 _log = logging.getLogger(__name__)
