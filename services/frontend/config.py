@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from services.frontend.tools.formats import FormatName, ReasoningName
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -95,3 +96,8 @@ class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     models: dict[str, str] = {}
     """Model name → directory with its tokenizer, where the path in the worker's card is not valid on this machine."""
+    tool_parser: dict[str, FormatName | Literal["auto", "none"]] = {}
+    """Model name → the format that it writes calls of tools in, where its chat template does not show it; none: no
+    requests with tools."""
+    reasoning_parser: dict[str, ReasoningName | Literal["auto", "none"]] = {}
+    """Model name → whether its thinking is told from its answer; auto: where its chat template knows of thinking."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -40,6 +40,14 @@ class TokenBytes(Struct, frozen=True):
     def of(self, token: int) -> bytes:
         """The bytes of `token`; empty for ids beyond the table (padding rows of the embedding)."""
         return self.table[token] if token < len(self.table) else b""
+
+    def showing(self, marks: Collection[str]) -> TokenBytes:
+        """The same, but for special tokens of these written forms, which stand for them."""
+        shown = {mark.encode() for mark in marks}
+        table = [
+            name if not text and name in shown else text for text, name in zip(self.table, self.names, strict=True)
+        ]
+        return msgspec.structs.replace(self, table=table)
 
     def name(self, token: int) -> bytes:
         """The bytes that name `token` to people."""

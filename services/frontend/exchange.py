@@ -21,9 +21,11 @@ from services.frontend import openai
 from services.frontend.admission import Place
 from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.deadline import allowed_s
+from services.frontend.metrics import Metrics
 from services.frontend.models import Models
 from services.frontend.openai import ChatRequest, CompletionRequest
 from services.frontend.output import Output
+from services.frontend.parsed_output import ParsedOutput
 from services.frontend.preprocess import (
     Limits,
     Model,
@@ -33,9 +35,14 @@ from services.frontend.preprocess import (
     encode_chat,
     encode_text,
     fit,
+    render_chat,
 )
 from services.frontend.service import Frontend
 from services.frontend.stream import Job, Stream, join
+from services.frontend.tools import thinking
+from services.frontend.tools.formats import FORMATS
+from services.frontend.tools.found import Found
+from services.frontend.tools.parser import Parser, Plan
 from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 
@@ -109,8 +116,9 @@ class Reply:
 class Exchange:
     """Turns bodies into replies."""
 
-    def __init__(self, frontend: Frontend, models: Models, pool: Executor) -> None:
+    def __init__(self, frontend: Frontend, models: Models, pool: Executor, metrics: Metrics) -> None:
         self._frontend = frontend
+        self._metrics = metrics
         self._models = models
         self._pool = pool
 
@@ -125,22 +133,29 @@ class Exchange:
         model, limits = self._models.find(request.model)
         try:
             async with asyncio.timeout_at(deadline):
-                prompt = await self._prompt(request, model, limits)
+                prompt, plan = await self._prompt(request, model, limits)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         job = _job(named, request, model, prompt)
         place.weigh(job.prompt_tokens + job.sampling.max_tokens)
-        output = Output(model.token_bytes, openai.stops(request))
-        shape, streams, with_usage = _shape(request, job), bool(request.stream), _with_usage(request)
+        output = self._output(request, model, plan)
+        shape = _shape(request, job, parsed=isinstance(output, ParsedOutput))
+        streams, with_usage = bool(request.stream), _with_usage(request)
         del body, request, prompt  # a megabyte of a long prompt, that nobody needs while its answer streams
         async with self._frontend.open(job, output, deadline) as stream:
             yield Reply(shape, stream, streams=streams, with_usage=with_usage)
 
-    async def _prompt(self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits) -> Prompt:
-        """Raises InvalidRequest."""
+    async def _prompt(
+        self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits
+    ) -> tuple[Prompt, Plan]:
+        """With what may be in the answer. Raises InvalidRequest."""
+        plan = Plan()
         if isinstance(request, ChatRequest):
             default, param = None, "messages"
-            tokens = await encode_chat(model, openai.turns(request), self._pool)
+            tools = openai.offered(request)
+            text = await render_chat(model, openai.turns(request), self._pool, tools)
+            plan = Plan(model.tool_format if tools else None, model.thinks, thinking.begun(text))
+            tokens = await encode_chat(model, text, self._pool)
             check_encoded(model, tokens, limits, param=param)
         else:
             default, param = openai.DEFAULT_COMPLETION_TOKENS, "prompt"
@@ -157,7 +172,24 @@ class Exchange:
                     f"token id {token} is outside the vocabulary of {limits.vocab_size}", param=f"stop_token_ids[{at}]"
                 )
         max_tokens, limit_param = openai.token_limit(request)
-        return fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
+        fitted = fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
+        return fitted, plan
+
+    def _output(self, request: ChatRequest | CompletionRequest, model: Model, plan: Plan) -> Output | ParsedOutput:
+        """Nothing more than an Output, where the answer can only be content."""
+        stops = openai.stops(request)
+        if isinstance(request, CompletionRequest) or not (plan.thinks or plan.calls):
+            return Output(model.token_bytes, stops)
+        if plan.calls is None:
+            return ParsedOutput(Output(model.token_bytes, stops), Parser(plan, Found()))
+        count, form = self._metrics.tool_calls, FORMATS[plan.calls]
+        found = Found(
+            frozenset(tool.function.name for tool in request.tools or ()),
+            lambda: f"{form.id_prefix}{random.getrandbits(4 * form.id_digits):0{form.id_digits}x}",
+            count=lambda outcome: count.labels(plan.calls, outcome).inc(),
+            parallel=request.parallel_tool_calls is not False,
+        )
+        return ParsedOutput(Output(model.token_bytes_of_calls, stops), Parser(plan, found))
 
     def models(self) -> bytes:
         """The body of /v1/models."""
@@ -197,15 +229,12 @@ def _job(named: RequestId, request: ChatRequest | CompletionRequest, model: Mode
     )
 
 
-def _shape(request: ChatRequest | CompletionRequest, job: Job) -> Shape:
-    shape = ChatShape if isinstance(request, ChatRequest) else CompletionShape
-    return shape(
-        job.request,
-        int(time.time()),
-        job.model,
-        with_logprobs=openai.logprobs(request) >= 0,
-        with_usage=_with_usage(request),
-    )
+def _shape(request: ChatRequest | CompletionRequest, job: Job, *, parsed: bool) -> Shape:
+    identity = (job.request, int(time.time()), job.model)
+    with_logprobs, with_usage = openai.logprobs(request) >= 0, _with_usage(request)
+    if isinstance(request, ChatRequest):
+        return ChatShape(*identity, with_logprobs=with_logprobs, with_usage=with_usage, parsed=parsed)
+    return CompletionShape(*identity, with_logprobs=with_logprobs, with_usage=with_usage)
 
 
 def _with_usage(request: ChatRequest | CompletionRequest) -> bool:

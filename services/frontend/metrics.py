@@ -37,6 +37,13 @@ class Metrics:
         self.cached_tokens = counter(
             registry, "headrace_cached_tokens", "Prompt tokens that a prefix cache had, by tier", ["tier"]
         )
+        self.tool_calls = counter(
+            registry,
+            "headrace_tool_calls",
+            "What came of texts that began like a call of a tool, by format and outcome: complete; broken (some of it "
+            "had gone out); or text after all: malformed, unfinished, unknown_tool, too_long",
+            ["format", "outcome"],
+        )
         self.disconnected = counter(
             registry, "headrace_disconnected_clients", "Clients that went before their answer was complete"
         )

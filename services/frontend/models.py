@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.frontend.preprocess import Limits, Model, limits_of, load_model
+from services.frontend.preprocess import BY_TEMPLATE, Limits, Model, Parsers, limits_of, load_model
 from shared.directory import CardDown, CardUp, Directory, DirectoryChange
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages import ModelCard
@@ -55,10 +55,17 @@ class Models:
     """The models by name."""
 
     def __init__(
-        self, directory: Directory, directories: Mapping[str, str], tasks: asyncio.TaskGroup, pool: Executor
+        self,
+        directory: Directory,
+        directories: Mapping[str, str],
+        tasks: asyncio.TaskGroup,
+        pool: Executor,
+        parsers: Callable[[str], Parsers] = lambda _name: BY_TEMPLATE,
     ) -> None:
-        """`directories` say where a model's tokenizer lies, where the cards' path is not valid here."""
+        """`directories` say where a model's tokenizer lies, where the cards' path is not valid here; `parsers` how what
+        it writes is taken apart."""
         self._directories = directories
+        self._parsers = parsers
         self._tasks = tasks
         self._pool = pool
         self._entries: dict[str, _Entry] = {}
@@ -140,7 +147,7 @@ class Models:
                 break
             directory = Path(self._directories.get(name, card.path))
             try:
-                loaded = await loop.run_in_executor(self._pool, load_model, card, directory)
+                loaded = await loop.run_in_executor(self._pool, load_model, card, directory, self._parsers(name))
             except ModelError as wrong:
                 if entry.reason != str(wrong):
                     _log.error("model %s is not ready: %s", name, wrong)

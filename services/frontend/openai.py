@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from services.frontend.tool_fields import Calls, Tools, calls_as_rendered, check_tools, tools_as_rendered
 from shared.errors import InvalidRequest
 from shared.messages import Sampling
 
@@ -69,15 +70,20 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One turn."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: Calls | None = None
+    """An assistant's."""
+    reasoning_content: str | None = None
+    """An assistant's; what is made of it, if anything, is the template's choice."""
+    tool_call_id: Label | None = None
+    """Which call a tool's message answers."""
     # What clients send back of an answer they got, always empty here.
     refusal: Unset = None
     annotations: Unset = None
     audio: Unset = None
     function_call: Unset = None
-    tool_calls: Unset = None
 
 
 class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -121,6 +127,11 @@ class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True
     top_logprobs: TopLogprobs | None = None
     prompt_cache_key: Label | None = None
     """Requests of one key prefer one worker."""
+    tools: Tools | None = None
+    tool_choice: Unset = None
+    """"none" and "auto" are built."""
+    parallel_tool_calls: bool | None = None
+    """False: the answer ends with its first call."""
     # harmless
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -132,13 +143,11 @@ class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True
     functions: Unset = None
     modalities: Unset = None
     moderation: Unset = None
-    parallel_tool_calls: Unset = None
     prediction: Unset = None
     prompt_cache_retention: Unset = None
     reasoning_effort: Unset = None
     response_format: Unset = None
-    tool_choice: Unset = None
-    tools: Unset = None
+    thinking_token_budget: Unset = None
     verbosity: Unset = None
     web_search_options: Unset = None
 
@@ -165,13 +174,12 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "thinking_token_budget": (),  # vLLM's; the engine would have to force the end of thinking
+    "tool_choice": ("none", "auto"),  # the others need an engine that is held to a grammar
     "verbosity": (),
     "web_search_options": (),
     "best_of": (1,),
@@ -180,7 +188,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 }
 """Field → the values, beside null, that ask for nothing."""
 
-_NOT_BUILT_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+_NOT_BUILT_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call")
 
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
@@ -219,14 +227,25 @@ def decode_chat(body: bytes) -> ChatRequest:
     request = _decode(_CHAT, body)
     _check_common(request)
     for at, message in enumerate(request.messages):
-        for field in _NOT_BUILT_IN_MESSAGE:
-            if getattr(message, field) not in (None, []):
-                raise _not_supported(f"messages[{at}].{field}")
-        if message.content is None:
-            raise InvalidRequest("a message without content", param=f"messages[{at}].content")
+        _check_message(message, f"messages[{at}]")
+    check_tools(request.tools or ())
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     return request
+
+
+def _check_message(message: ChatMessage, where: str) -> None:
+    """Raises InvalidRequest."""
+    for field in _NOT_BUILT_IN_MESSAGE:
+        if getattr(message, field) not in (None, []):
+            raise _not_supported(f"{where}.{field}")
+    for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, field) and message.role != role:
+            raise InvalidRequest(f"{where}.{field}: only a message of role {role} has it", param=f"{where}.{field}")
+    if message.role == "tool" and not message.tool_call_id:
+        raise InvalidRequest("a tool's message that names no call", param=f"{where}.tool_call_id")
+    if message.content is None and not message.tool_calls and not message.reasoning_content:
+        raise InvalidRequest("a message without content", param=f"{where}.content")
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
@@ -254,16 +273,29 @@ def prompt_of(request: CompletionRequest) -> str | list[int]:
     return only
 
 
-def turns(request: ChatRequest) -> list[dict[str, str]]:
-    """The messages as templates read them."""
-    return [_turn(message) for message in request.messages]
+def turns(request: ChatRequest) -> list[dict[str, Any]]:
+    """The messages as templates read them. Raises InvalidRequest."""
+    return [_turn(message, f"messages[{at}]") for at, message in enumerate(request.messages)]
 
 
-def _turn(message: ChatMessage) -> dict[str, str]:
+def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
     content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    turn = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    return turn if message.name is None else {**turn, "name": message.name}
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.tool_calls:
+        turn["tool_calls"] = calls_as_rendered(message.tool_calls, f"{where}.tool_calls")
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
+    return turn
+
+
+def offered(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools as templates read them; with `tool_choice` none the model is told of none."""
+    return [] if request.tool_choice == "none" else tools_as_rendered(request.tools or ())
 
 
 def stops(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:

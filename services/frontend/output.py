@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from services.frontend.detokenize import Detokenizer, TokenBytes
 from services.frontend.stop import StopScanner
+from services.frontend.tools.found import CallPiece
 from shared.hashing import unpack_tokens
 from shared.messages import TokenLogprob
 
@@ -46,10 +47,16 @@ class Delta(Struct, frozen=True):
     entries: tuple[Entry, ...] = ()
     stopped: bool = False
     """A stop string was found: the output ends here."""
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    """Both only where the text was taken apart, by ParsedOutput."""
 
 
 class Output:
     """Grows by `push` until it is stopped or finished."""
+
+    calls = 0
+    """Of tools: a text as such has none."""
 
     def __init__(self, tokens: TokenBytes, stops: Sequence[str]) -> None:
         self._tokens = tokens

@@ -18,14 +18,17 @@ import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 from tokenizers import Tokenizer
 
 from services.frontend.detokenize import TokenBytes, read_token_bytes
-from services.frontend.template import STEPS_LIMIT, ChatTemplate, Unfinished, pick_template
+from services.frontend.template import STEPS_LIMIT, ChatTemplate, Unfinished, pick_templates
+from services.frontend.tools.formats import FORMATS, FormatName, ReasoningName, format_of, reasoning_of
 from services.frontend.words import Words, read_words
 from shared.errors import InvalidRequest, ModelError
 from shared.hashing import pack_tokens, token_array
@@ -37,6 +40,16 @@ TURN_CHARACTERS = 8192
 """Encoded from the table of words before others have a turn: 0.5 ms."""
 INLINE_STEPS = 256
 """Of a template, on the event loop: 1 ms or so."""
+
+
+class Parsers(Struct, frozen=True):
+    """How what a model writes is taken apart; auto: as its chat template shows."""
+
+    tools: FormatName | Literal["auto", "none"] = "auto"
+    reasoning: ReasoningName | Literal["auto", "none"] = "auto"
+
+
+BY_TEMPLATE = Parsers()
 
 
 class Model(Struct, frozen=True):
@@ -53,6 +66,14 @@ class Model(Struct, frozen=True):
     token_bytes: TokenBytes
     template: ChatTemplate | None
     """None: the model has none, and no chat."""
+    tool_template: ChatTemplate | None
+    """For requests with tools; None: the model's template has no place for them."""
+    tool_format: FormatName | None
+    """What its calls are written in; None: nobody knows."""
+    token_bytes_of_calls: TokenBytes
+    """With the special tokens that calls are written with."""
+    thinks: bool
+    """Its answers may begin with thinking."""
     tokenizer_digest: str
     block_size: int
 
@@ -81,7 +102,7 @@ def limits_of(cards: Sequence[ModelCard]) -> Limits:
     return Limits(min(card.context_length for card in cards), min(card.vocab_size for card in cards))
 
 
-def load_model(card: ModelCard, directory: Path) -> Model:
+def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE) -> Model:
     """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raises ModelError."""
     content = _read(directory / "tokenizer.json")
     digest = hashlib.sha256(content).hexdigest()
@@ -96,14 +117,23 @@ def load_model(card: ModelCard, directory: Path) -> Model:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     words, around = _read_words(tokenizer, content)
+    token_bytes = read_token_bytes(content)
+    template, tool_template = _load_templates(directory)
+    source = "" if tool_template is None else tool_template.source
+    tool_format = format_of(source) if parsers.tools == "auto" else None if parsers.tools == "none" else parsers.tools
+    marks = () if tool_format is None else FORMATS[tool_format].marks
     return Model(
         name=card.model,
         tokenizer=tokenizer,
         words=words,
         around=around,
         largest_token=max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
-        token_bytes=read_token_bytes(content),
-        template=_load_template(directory),
+        token_bytes=token_bytes,
+        template=template,
+        tool_template=tool_template if tool_template is not None and tool_template.takes_tools else None,
+        tool_format=tool_format,
+        token_bytes_of_calls=token_bytes.showing(marks) if marks else token_bytes,
+        thinks=parsers.reasoning == "think" or (parsers.reasoning == "auto" and reasoning_of(source) is not None),
         tokenizer_digest=digest,
         block_size=card.block_size,
     )
@@ -134,7 +164,8 @@ def _around(tokenizer: Tokenizer, words: Words, probe: str) -> tuple[bytes, byte
     return None
 
 
-def _load_template(directory: Path) -> ChatTemplate | None:
+def _load_templates(directory: Path) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """The one for requests without tools, and the one for those with tools: mostly the same."""
     path = directory / "tokenizer_config.json"
     config: dict[str, object] = {}
     if path.exists():
@@ -145,12 +176,16 @@ def _load_template(directory: Path) -> ChatTemplate | None:
     own_file = directory / "chat_template.jinja"
     if own_file.exists():  # wins, as in transformers
         try:
-            source = _read(own_file).decode()
+            sources = pick_templates(_read(own_file).decode(), str(own_file))
         except UnicodeDecodeError as wrong:
             raise ModelError(f"{own_file}: {wrong}") from None
     else:
-        source = pick_template(config.get("chat_template"), str(path))
-    return ChatTemplate(source, _named_tokens(config)) if source else None
+        sources = pick_templates(config.get("chat_template"), str(path))
+    if not sources.chat:
+        return None, None
+    named = _named_tokens(config)
+    chat = ChatTemplate(sources.chat, named)
+    return chat, chat if sources.tools == sources.chat else ChatTemplate(sources.tools, named)
 
 
 def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
@@ -176,20 +211,50 @@ def _read(path: Path) -> bytes:
 # --- requests
 
 
-async def encode_chat(model: Model, messages: Sequence[Mapping[str, str]], pool: Executor) -> bytes:
-    """The packed tokens of a conversation, up to where its answer begins. Raises InvalidRequest."""
-    template = model.template
-    if template is None:
-        raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", param="model")
+async def render_chat(
+    model: Model, messages: Sequence[Mapping[str, Any]], pool: Executor, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The text of a conversation, up to where its answer begins. Raises InvalidRequest."""
+    template = _template(model, messages, with_tools=bool(tools))
     try:
-        text = template.render(messages, INLINE_STEPS)
+        return template.render(messages, INLINE_STEPS, tools=tools)
     except Unfinished:
-        try:
-            text = await asyncio.get_running_loop().run_in_executor(pool, template.render, messages)
-        except Unfinished:
-            wrong = f"the chat template is not done after {STEPS_LIMIT} steps"
-            raise InvalidRequest(wrong, param="messages") from None
-    return await _encode(model, text, pool, special=False, param="messages")
+        pass
+    render = partial(template.render, messages, tools=tools)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, render)
+    except Unfinished:
+        wrong = f"the chat template is not done after {STEPS_LIMIT} steps"
+        raise InvalidRequest(wrong, param="messages") from None
+
+
+def _template(model: Model, messages: Sequence[Mapping[str, Any]], *, with_tools: bool) -> ChatTemplate:
+    """One that has a place for all that is said."""
+    if model.template is None:
+        raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", param="model")
+    template = model.template
+    if with_tools:
+        if model.tool_template is None:
+            raise _no_tools(f"the chat template of {model.name!r} has no place for tools", "tools")
+        if model.tool_format is None:
+            wrong = f"how {model.name!r} writes calls does not show in its chat template, and no `tool_parser` is set"
+            raise _no_tools(wrong, "tools")
+        template = model.tool_template
+    if not template.takes_calls:
+        for at, message in enumerate(messages):
+            if "tool_calls" in message:
+                wrong = f"the chat template of {model.name!r} has no place for calls of tools"
+                raise _no_tools(wrong, f"messages[{at}].tool_calls")
+    return template
+
+
+def _no_tools(wrong: str, param: str) -> InvalidRequest:
+    return InvalidRequest(wrong, param=param, code="unsupported_parameter")
+
+
+async def encode_chat(model: Model, rendered: str, pool: Executor) -> bytes:
+    """The packed tokens of a rendered conversation. Raises InvalidRequest."""
+    return await _encode(model, rendered, pool, special=False, param="messages")
 
 
 async def encode_text(model: Model, text: str, pool: Executor) -> bytes:

@@ -14,6 +14,7 @@ import resource
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import msgspec
 
@@ -24,6 +25,7 @@ from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
 from services.frontend.models import Models
 from services.frontend.nats_api import NatsDoor
+from services.frontend.preprocess import Parsers
 from services.frontend.readiness import Readiness
 from services.frontend.service import Frontend
 from shared import subjects
@@ -50,9 +52,9 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
     """A frontend that serves while the context is open, and drains when it is left."""
     metrics = Metrics(runtime.registry)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as pool:
-        models = Models(runtime.directory, config.models, runtime.tasks, pool)
+        models = Models(runtime.directory, config.models, runtime.tasks, pool, partial(_parsers, config))
         requests = Frontend(runtime, config.limits, metrics)
-        exchange = Exchange(requests, models, pool)
+        exchange = Exchange(requests, models, pool, metrics)
         port = Port(with_files(config.http), metrics)
         http = HttpDoor(exchange, requests, metrics, config.http, port)
         nats = NatsDoor(runtime, exchange, requests, metrics)
@@ -87,6 +89,10 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                     await registering.result().close()
                 else:
                     registering.cancel()
+
+
+def _parsers(config: FrontendConfig, model: str) -> Parsers:
+    return Parsers(config.tool_parser.get(model, "auto"), config.reasoning_parser.get(model, "auto"))
 
 
 async def _informed(runtime: Runtime, models: Models) -> None:

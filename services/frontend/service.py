@@ -20,6 +20,7 @@ from services.frontend.answers import CachedTokensByTier
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.output import Output
+from services.frontend.parsed_output import ParsedOutput
 from services.frontend.questions import Questions
 from services.frontend.running import Running
 from services.frontend.sessions import (
@@ -120,7 +121,7 @@ class Frontend:
             one.stream.end(Fail(Unavailable("this frontend has ended before the answer was complete")))
 
     @asynccontextmanager
-    async def open(self, job: Job, output: Output, deadline: float) -> AsyncIterator[Stream]:
+    async def open(self, job: Job, output: Output | ParsedOutput, deadline: float) -> AsyncIterator[Stream]:
         """Compute a request until `deadline`, on the loop's clock; leaving before its end cancels it. Raises
         Unavailable once this process gives up what runs."""
         if self._abandoned:

@@ -16,7 +16,9 @@ from msgspec import Struct
 
 from services.frontend.answers import Usage, usage_of
 from services.frontend.output import Delta, Output
+from services.frontend.parsed_output import ParsedOutput
 from services.frontend.sessions import Fail, Finish, Session
+from services.frontend.tools.found import join_pieces
 from shared.errors import HeadraceError
 from shared.messages import Sampling, TokenLogprob
 
@@ -40,7 +42,7 @@ class Job(Struct, frozen=True):
 class Stream:
     """The reader's end, and the service's."""
 
-    def __init__(self, job: Job, session: Session, output: Output) -> None:
+    def __init__(self, job: Job, session: Session, output: Output | ParsedOutput) -> None:
         self.job = job
         self.session = session
         self.finish = ""
@@ -72,12 +74,14 @@ class Stream:
         else:
             self._add(self._output.finish())
             self.finish = "stop" if self._stopped else last.reason
+        if self.finish == "stop" and self._output.calls:
+            self.finish = "tool_calls"
         self._ended = True
         self._call()
 
     def _add(self, delta: Delta) -> None:
         self._stopped = delta.stopped
-        if not (delta.text or delta.entries):
+        if not (delta.text or delta.entries or delta.calls or delta.reasoning):
             return
         if self._idle and self._send is not None and self._encode is not None and self._send(self._encode(delta)):
             return
@@ -120,4 +124,9 @@ class Stream:
 
 def join(deltas: Sequence[Delta]) -> Delta:
     """Several deltas as one."""
-    return Delta("".join(delta.text for delta in deltas), tuple(entry for delta in deltas for entry in delta.entries))
+    return Delta(
+        "".join(delta.text for delta in deltas),
+        tuple(entry for delta in deltas for entry in delta.entries),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        calls=join_pieces([piece for delta in deltas for piece in delta.calls]),
+    )

@@ -46,6 +46,29 @@ _NOT_BUILT = "unsupported_parameter"
 _TOO_LONG = "context_length_exceeded"
 _GOOD = json.dumps({"model": MODEL, "messages": _MESSAGES}).encode()
 
+_CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+
+
+def _called(call: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": "x", "tool_calls": [call]}]
+
+
+def _called_with(**function: str) -> list[dict[str, Any]]:
+    return _called({**_CALL, "function": {"name": "a", "arguments": "{}", **function}})
+
+
+def _tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def _schema(schema: dict[str, Any], name: str = "a") -> dict[str, Any]:
+    return _tool(name, parameters=schema)
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    return {"x": _nested(levels - 1)} if levels else {}
+
+
 BAD_BODIES = [
     Bad("nothing", "chat", b"", 400),
     Bad("not JSON", "chat", b"{model: 1}", 400),
@@ -55,7 +78,7 @@ BAD_BODIES = [
     Bad("invalid UTF-8", "chat", _GOOD.replace(b"hello", b"h\xff\xfe"), 400),
     Bad("half a surrogate pair", "chat", _GOOD.replace(b"hello", b"\\ud800"), 400),
     Bad("an integer of 5,000 digits", "chat", _GOOD[:-1] + b', "n": ' + b"9" * 5000 + b"}", 400, "n"),
-    Bad("nested deeply", "chat", _GOOD[:-1] + b', "tools": ' + b"[" * 100_000, 400),
+    Bad("nested deeply", "chat", _GOOD[:-1] + b', "audio": ' + b"[" * 100_000, 400),
     Bad("NaN", "chat", _GOOD[:-1] + b', "temperature": NaN}', 400),
     Bad("infinite", "chat", _GOOD[:-1] + b', "temperature": 1e999}', 400, "temperature"),
     Bad("10 MB", "chat", _GOOD[:-1] + b', "user": "' + b"x" * 10_000_000 + b'"}', 413, code="request_too_large"),
@@ -68,7 +91,10 @@ BAD_BODIES = [
     _chat("messages no list", "messages", messages="hello"),
     _chat("unknown role", "messages[1].role", messages=[*_MESSAGES, {"role": "oracle", "content": "x"}]),
     _chat("no role", "messages[0].role", messages=[{"content": "x"}]),
-    _chat("role tool", "messages[0].role", messages=[{"role": "tool", "content": "x"}]),
+    _chat("a tool that names no call", "messages[0].tool_call_id", messages=[{"role": "tool", "content": "x"}]),
+    _chat("a user's tool_call_id", "messages[0].tool_call_id", messages=[{**_MESSAGES[0], "tool_call_id": "x"}]),
+    _chat("a user's calls", "messages[0].tool_calls", messages=[{**_MESSAGES[0], "tool_calls": [_CALL]}]),
+    _chat("a user's thinking", "messages[0].reasoning_content", messages=[{**_MESSAGES[0], "reasoning_content": "x"}]),
     _chat("content a number", "messages[0].content", messages=[{"role": "user", "content": 3}]),
     _chat("no content", "messages[0].content", messages=[{"role": "assistant"}]),
     _chat(
@@ -77,15 +103,56 @@ BAD_BODIES = [
         messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     ),
     _chat(
-        "tool calls",
-        "messages[0].tool_calls",
-        code=_NOT_BUILT,
-        messages=[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
+        "a call without type",
+        "messages[0].tool_calls[0].type",
+        messages=_called({"id": "1", "function": _CALL["function"]}),
     ),
+    _chat("a custom call", "messages[0].tool_calls[0].type", messages=_called({**_CALL, "type": "custom"})),
+    _chat("a call's bad name", "messages[0].tool_calls[0].function.name", messages=_called_with(name="a b")),
+    _chat("a call's index", "messages[0].tool_calls[0].index", messages=_called({**_CALL, "index": 0})),
+    *(
+        _chat(
+            "a call's arguments", "messages[0].tool_calls[0].function.arguments", messages=_called_with(arguments=bad)
+        )
+        for bad in ('{"a": ', "[]", '"a"', '{"a":' * 50_000)
+    ),
+    _chat("calls, and the template takes none", "messages[0].tool_calls", code=_NOT_BUILT, messages=_called(_CALL)),
     _chat("unknown field", "frobnicate", frobnicate=1),
     _chat("unknown field in a message", "messages[0].x", messages=[{"role": "user", "content": "", "x": 1}]),
     _chat("n of 2", "n", code=_NOT_BUILT, n=2),
-    _chat("tools", "tools", code=_NOT_BUILT, tools=[{"type": "function"}]),
+    _chat("tools, and the template takes none", "tools", code=_NOT_BUILT, tools=[_tool("a")]),
+    _chat("tools no list", "tools", tools={"type": "function"}),
+    _chat("129 tools", "tools", tools=[_tool(f"a{at}") for at in range(129)]),
+    _chat("a tool without a function", "tools[0].function", tools=[{"type": "function"}]),
+    _chat("a tool without a type", "tools[0].type", tools=[{"function": {"name": "a"}}]),
+    _chat("a custom tool", "tools[0].type", tools=[{"type": "custom", "custom": {"name": "a"}}]),
+    _chat("a tool without a name", "tools[1].function.name", tools=[_tool("a"), {"type": "function", "function": {}}]),
+    *(
+        _chat(f"the name {name[:9]!r}", "tools[3].function.name", tools=[*map(_tool, "abc"), _tool(name)])
+        for name in ("", "a b", "a.b", "a\n", "ä", "x" * 65, "a")
+    ),
+    _chat("a long description", "tools[0].function.description", tools=[_tool("a", description="x" * 17_000)]),
+    _chat("unknown in a tool", "tools[0].function.x", tools=[_tool("a", x=1)]),
+    _chat("a strict tool", "tools[0].function.strict", code=_NOT_BUILT, tools=[_tool("a", strict=True)]),
+    _chat("a list as schema", "tools[0].function.parameters", tools=[_tool("a", parameters=[])]),
+    _chat("a schema of no object", "tools[0].function.parameters.type", tools=[_schema({"type": "string"})]),
+    _chat("a megabyte of schema", "tools[0].function.parameters", tools=[_schema({"enum": ["x" * 1_000_000]})]),
+    _chat("thousands of enums", "tools[0].function.parameters", tools=[_schema({"enum": [*range(20_000)]})]),
+    _chat("a schema nested deeply", "tools[0].function.parameters", tools=[_schema(_nested(65))]),
+    _chat(
+        "schemas of much more together", "tools", tools=[_schema({"enum": ["x" * 60_000]}, f"a{at}") for at in range(9)]
+    ),
+    _chat("tool_choice required", "tool_choice", code=_NOT_BUILT, tools=[_tool("a")], tool_choice="required"),
+    _chat(
+        *("a named tool_choice", "tool_choice"),
+        code=_NOT_BUILT,
+        tools=[_tool("a")],
+        tool_choice={"type": "function", "function": {"name": "a"}},
+    ),
+    _chat("an unknown tool_choice", "tool_choice", code=_NOT_BUILT, tool_choice="perhaps"),
+    _chat("parallel_tool_calls no flag", "parallel_tool_calls", parallel_tool_calls=2),
+    _chat("thinking_token_budget", "thinking_token_budget", code=_NOT_BUILT, thinking_token_budget=100),
+    _chat("reasoning_effort", "reasoning_effort", code=_NOT_BUILT, reasoning_effort="low"),
     _chat("response_format", "response_format", code=_NOT_BUILT, response_format={"type": "json_object"}),
     _chat("logit_bias", "logit_bias", code=_NOT_BUILT, logit_bias={"5": 1}),
     _chat("audio", "audio", code=_NOT_BUILT, audio={"voice": "x"}),

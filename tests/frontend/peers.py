@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from services.frontend.config import FrontendConfig, HttpConfig, LimitsConfig
 from services.frontend.serve import frontend
+from services.frontend.tools.formats import FormatName
 from shared import subjects
 from shared.directory import Directory
 from shared.discovery import Registration
@@ -336,6 +337,7 @@ async def world(
     announced: bool = True,
     ready: bool = True,
     more: dict[str, bytes] | None = None,
+    tool_parser: dict[str, FormatName | Literal["auto", "none"]] | None = None,
     limits: LimitsConfig | None = None,
     http: HttpConfig | None = None,
 ) -> AsyncIterator[World]:
@@ -353,6 +355,7 @@ async def world(
         await w.announce("more", more)
     config = FrontendConfig(
         namespace=NAMESPACE,
+        tool_parser=tool_parser or {},
         http=msgspec.structs.replace(http or HttpConfig(), port=0),
         limits=limits or LimitsConfig(drain_s=0.0, deadline_s=60.0),
     )

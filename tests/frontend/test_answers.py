@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.answers import CachedTokensByTier, usage_of
+from services.frontend.answers import CachedTokensByTier, ChatShape, usage_of
+from services.frontend.output import Delta, Entry
+from services.frontend.tools.found import CallPiece
 
 COUNTS = st.integers(min_value=-3, max_value=40)
 
@@ -22,3 +27,56 @@ def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
     assert usage.prompt_tokens_details.cached_tokens == 10
     assert usage.prompt_tokens_details.cached_tokens_by_tier == CachedTokensByTier(device=0, host=9, disk=1)
     assert usage.total_tokens == 13
+
+
+def shape(*, parsed: bool, with_logprobs: bool = False) -> ChatShape:
+    return ChatShape("r", 7, "m", with_logprobs=with_logprobs, with_usage=False, parsed=parsed)
+
+
+def choice(payload: bytes) -> Any:
+    [only] = json.loads(payload)["choices"]
+    return only
+
+
+BOTH = Delta("so", reasoning="hm", calls=(CallPiece(0, "{", "c0", "f"), CallPiece(1, "", "c1", "g")))
+
+
+def test_a_chunk_has_what_is_new_and_nothing_else() -> None:
+    told = shape(parsed=True)
+    assert choice(told.opening())["delta"] == {"role": "assistant", "content": None}
+    assert choice(told.chunk(Delta("so"))) == {
+        "index": 0,
+        "delta": {"content": "so"},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert choice(told.chunk(BOTH))["delta"] == {
+        "content": "so",
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"index": 0, "id": "c0", "type": "function", "function": {"name": "f", "arguments": "{"}},
+            {"index": 1, "id": "c1", "type": "function", "function": {"name": "g", "arguments": ""}},
+        ],
+    }
+    further = Delta("", calls=(CallPiece(1, "}"),))
+    assert choice(told.chunk(further))["delta"] == {"tool_calls": [{"index": 1, "function": {"arguments": "}"}}]}
+    assert choice(told.chunk(Delta("")))["delta"] == {"content": ""}, "a chunk that only asks whether somebody listens"
+
+
+def test_log_probabilities_stand_beside_whatever_came() -> None:
+    entry = Entry(b"{", -0.5, (), 0)
+    told = choice(shape(parsed=True, with_logprobs=True).chunk(Delta("", (entry,), reasoning="hm")))
+    assert told["delta"] == {"reasoning_content": "hm"}
+    assert [one["token"] for one in told["logprobs"]["content"]] == ["{"]
+
+
+def test_a_whole_message_has_calls_and_thinking_only_where_there_are_some() -> None:
+    usage = usage_of(1, 1, 0)
+    message = choice(shape(parsed=True).whole(BOTH, "tool_calls", usage))["message"]
+    assert (message["content"], message["reasoning_content"]) == ("so", "hm")
+    first = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    assert message["tool_calls"][0] == first
+    plain = {"content": "so", "role": "assistant", "refusal": None}
+    for parsed in (False, True):
+        assert choice(shape(parsed=parsed).whole(Delta("so"), "stop", usage))["message"] == plain
+    assert choice(shape(parsed=True).whole(Delta(""), "stop", usage))["message"]["content"] is None

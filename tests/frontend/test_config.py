@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.frontend.config import FrontendConfig
@@ -37,3 +39,15 @@ def test_all_limits_are_on_by_default() -> None:
 def test_limits_that_cannot_be_are_refused_by_name(flags: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         configured(*flags)
+
+
+def test_parsers_are_named_by_model_and_an_unknown_one_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "frontend.toml"
+    file.write_text('[tool_parser]\n"a/b" = "hermes"\nc = "none"\n[reasoning_parser]\n"a/b" = "think"\n')
+    config = load(FrontendConfig, file=file, flags=(), environ={})
+    assert config.tool_parser == {"a/b": "hermes", "c": "none"}
+    assert config.reasoning_parser == {"a/b": "think"}
+    for field in ("tool_parser", "reasoning_parser"):
+        file.write_text(f'[{field}]\n"a/b" = "hermès"\n')
+        with pytest.raises(ConfigError, match=f"hermès.*{field}|{field}.*hermès"):
+            load(FrontendConfig, file=file, flags=(), environ={})

@@ -99,6 +99,13 @@ def test_special_tokens_are_silent_but_have_names() -> None:
     assert LEVEL_BYTES.of(1 << 20) == b""
 
 
+def test_special_tokens_can_be_shown() -> None:
+    shown = LEVEL_BYTES.showing(["<s>", "not there"])
+    assert shown.of(0) == b"<s>"
+    assert LEVEL_BYTES.of(0) == b""
+    assert [*shown.table[1:]] == [*LEVEL_BYTES.table[1:]]
+
+
 def test_the_tiny_model_decodes_like_its_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokens = read_token_bytes((directory / "tokenizer.json").read_bytes())

@@ -61,7 +61,7 @@ async def test_usage_tells_where_the_cached_tokens_were_as_of_the_attempt_that_b
         details = usage.prompt_tokens_details.model_dump()
         assert details["cached_tokens"] == 14
         assert details["cached_tokens_by_tier"] == {"device": 7, "host": 5, "disk": 2}
-        [prefilled] = [event for event in told if isinstance(event, Prefilled)]
+        prefilled = next(event for event in told if isinstance(event, Prefilled))
         assert (prefilled.cached_host_tokens, prefilled.cached_disk_tokens) == (5, 2)
         by_tier = {tier: w.metric("headrace_cached_tokens_total", tier=tier) for tier in ("device", "host", "disk")}
         assert by_tier == {"device": 7, "host": 17, "disk": 2}, "both attempts were spared work"

@@ -47,7 +47,7 @@ def test_every_field_is_read_or_refused() -> None:
         *("model", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "logprobs"),
         *("top_logprobs", "prompt_cache_key", "cache_salt", "messages", "prompt", "temperature", "top_p", "top_k"),
         *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
-        *("stop_token_ids", "deadline_s"),
+        *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls"),
     }
     fields = {*openai.ChatRequest.__struct_fields__, *openai.CompletionRequest.__struct_fields__}
     assert fields == read | harmless | openai._NOT_BUILT.keys()
@@ -86,6 +86,42 @@ def test_text_parts_are_joined_and_names_are_kept() -> None:
 def test_an_answer_can_be_sent_back_with_its_empty_fields() -> None:
     answer: Any = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
     chat(messages=[answer])
+
+
+def test_calls_are_rendered_with_their_arguments_as_objects() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"b": [1.5], "a": "ä"}'}}
+    bare = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}}
+    request = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call, bare], "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "7"}]},
+            {"role": "assistant", "content": None, "reasoning_content": "hm"},
+        ]
+    )
+    called, answered, thought = openai.turns(request)
+    assert called == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"b": [1.5], "a": "ä"}}},
+            {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {}}},
+        ],
+    }
+    assert list(called["tool_calls"][0]["function"]["arguments"]) == ["b", "a"]
+    assert answered == {"role": "tool", "tool_call_id": "c1", "content": "7"}
+    assert thought == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+
+
+def test_tools_are_rendered_as_they_were_given_and_not_at_all_with_tool_choice_none() -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": [1, None]}}, "required": ["a"]}
+    full = {"type": "function", "function": {"name": "f", "description": "does", "parameters": schema}}
+    bare = {"type": "function", "function": {"name": "g-2_X", "strict": False}}
+    request = chat(tools=[full, bare], tool_choice="auto", parallel_tool_calls=False)
+    empty = {"type": "object", "properties": {}}
+    assert openai.offered(request) == [full, {"type": "function", "function": {"name": "g-2_X", "parameters": empty}}]
+    assert json.dumps(openai.offered(request)[0]) == json.dumps(full), "in the order of its keys"
+    assert openai.offered(chat(tools=[full], tool_choice="none")) == openai.offered(chat()) == []
 
 
 def test_one_prompt_in_a_list_is_that_prompt() -> None:

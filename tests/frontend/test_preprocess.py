@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from services.frontend.preprocess import (
     TURN_CHARACTERS,
     Limits,
     Model,
+    Parsers,
     check_encoded,
     check_vocabulary,
     encode_chat,
@@ -21,6 +23,7 @@ from services.frontend.preprocess import (
     fit,
     limits_of,
     load_model,
+    render_chat,
 )
 from services.frontend.template import ChatTemplate
 from shared.errors import InvalidRequest, ModelError
@@ -79,14 +82,12 @@ async def test_texts_of_any_length_and_script_are_encoded_as_the_tokenizer_does(
     assert model.words is not None
     if not with_words:
         model = msgspec.structs.replace(model, words=None)
-    assert model.template is not None
     texts = ["", "water ", "water is wet. ", "水", "<|im_end|>water", "water 水 " * 2, "eau \u0301 "]
     with ThreadPoolExecutor(1) as pool:
         for text in [*texts, *(text * INLINE_CHARACTERS for text in texts)]:
             assert await encode_text(model, text, pool) == by_tokenizer(model, text, special=True)
-            chat = [{"role": "user", "content": text}]
-            rendered = model.template.render(chat)
-            assert await encode_chat(model, chat, pool) == by_tokenizer(model, rendered, special=False)
+            rendered = await render_chat(model, [{"role": "user", "content": text}], pool)
+            assert await encode_chat(model, rendered, pool) == by_tokenizer(model, rendered, special=False)
 
 
 async def test_special_tokens_that_the_tokenizer_puts_around_a_text_are_there(copy: Path) -> None:
@@ -172,14 +173,14 @@ async def test_a_template_that_takes_many_steps_goes_to_the_pool_and_ends_there(
     messages = [{"role": "user", "content": "water"}]
     used: list[bool] = []
     with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
-        await encode_chat(model, messages * INLINE_STEPS, pool)
+        await render_chat(model, messages * INLINE_STEPS, pool)
         assert not used
-        await encode_chat(model, messages * (INLINE_STEPS + 1), pool)
+        await render_chat(model, messages * (INLINE_STEPS + 1), pool)
         assert used
         for_ever = "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
         looping = msgspec.structs.replace(model, template=ChatTemplate(for_ever, {}))
         with pytest.raises(InvalidRequest, match="not done after") as refusal:
-            await encode_chat(looping, messages, pool)
+            await render_chat(looping, messages, pool)
         assert refusal.value.param == "messages"
 
 
@@ -208,7 +209,7 @@ async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Pat
             await encode_text(model, "水", pool)
         assert refusal.value.param == "prompt"
         with pytest.raises(InvalidRequest) as refusal:
-            await encode_chat(model, [{"role": "user", "content": "水"}], pool)
+            await encode_chat(model, "水", pool)
         assert refusal.value.param == "messages"
 
 
@@ -216,7 +217,71 @@ async def test_a_model_without_a_template_has_no_chat(copy: Path) -> None:
     (copy / "tokenizer_config.json").unlink()
     model = load_model(card_of(copy), copy)
     with ThreadPoolExecutor(1) as pool, pytest.raises(InvalidRequest, match="no chat template"):
-        await encode_chat(model, [{"role": "user", "content": "x"}], pool)
+        await render_chat(model, [{"role": "user", "content": "x"}], pool)
+
+
+HERMES = '{{ tools }}<tool_call>{"name": <name>}{{ messages[0].tool_calls }}</think>'
+
+
+def with_template(copy: Path, template: object) -> Path:
+    (copy / "tokenizer_config.json").write_bytes(msgspec.json.encode({"chat_template": template}))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("parsers", "tool_format", "thinks"),
+    [
+        (Parsers(), "hermes", True),
+        (Parsers("none", "none"), None, False),
+        (Parsers("mistral", "think"), "mistral", True),
+    ],
+)
+def test_how_a_model_writes_shows_in_its_template_unless_it_is_set(
+    copy: Path, parsers: Parsers, tool_format: str | None, thinks: bool
+) -> None:
+    model = load_model(card_of(copy), with_template(copy, HERMES), parsers)
+    assert (model.tool_format, model.thinks) == (tool_format, thinks)
+    assert model.tool_template is model.template
+    plain = load_model(card_of(copy), with_template(copy, "{{ messages }}"))
+    assert (plain.tool_format, plain.thinks, plain.tool_template) == (None, False, None)
+    assert plain.token_bytes_of_calls is plain.token_bytes
+
+
+async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> None:
+    named = [{"name": "default", "template": "chat"}, {"name": "tool_use", "template": HERMES}]
+    model = load_model(card_of(copy), with_template(copy, named))
+    assert model.tool_format == "hermes"
+    with ThreadPoolExecutor(1) as pool:
+        assert await render_chat(model, [{"role": "user", "content": "x"}], pool) == "chat"
+        assert "<tool_call>" in await render_chat(
+            model, [{"role": "user", "content": "x"}], pool, [{"type": "function"}]
+        )
+
+
+def test_special_tokens_that_calls_are_written_with_are_part_of_the_text_of_calls(copy: Path) -> None:
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    file["added_tokens"][0]["content"] = "[TOOL_CALLS]"
+    file["model"]["vocab"]["[TOOL_CALLS]"] = file["model"]["vocab"].pop("<|endoftext|>")
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    model = load_model(card_of(copy), with_template(copy, "{{ tools }}[TOOL_CALLS]"))
+    assert model.tool_format == "mistral"
+    assert (model.token_bytes.of(0), model.token_bytes_of_calls.of(0)) == (b"", b"[TOOL_CALLS]")
+
+
+async def test_what_the_template_has_no_place_for_is_refused_by_name(copy: Path) -> None:
+    hello: dict[str, Any] = {"role": "user", "content": "x"}
+    called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    silent = load_model(card_of(copy), with_template(copy, "{{ messages[0].content }}"))
+    unclear = load_model(card_of(copy), with_template(copy, "{{ tools }}"))
+    with ThreadPoolExecutor(1) as pool:
+        for model, messages, tools, param in (
+            (silent, [hello], 1, "tools"),
+            (unclear, [hello], 1, "tools"),
+            (silent, [hello, called], 0, "messages[1].tool_calls"),
+        ):
+            with pytest.raises(InvalidRequest) as refusal:
+                await render_chat(model, messages, pool, [{"type": "function"}] * tools)
+            assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")
 
 
 def test_a_template_file_wins_and_tokens_may_be_objects(copy: Path) -> None:

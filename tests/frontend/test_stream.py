@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,11 @@ from hypothesis import strategies as st
 
 from services.frontend.detokenize import TokenBytes
 from services.frontend.output import Delta, Output
+from services.frontend.parsed_output import ParsedOutput
 from services.frontend.sessions import Fail, Finish, Session
 from services.frontend.stream import Job, Stream
+from services.frontend.tools.found import CallPiece, Found
+from services.frontend.tools.parser import Parser, Plan
 from shared.errors import Unavailable
 from shared.messages import Sampling
 
@@ -136,3 +140,18 @@ async def test_a_stop_string_goes_before_the_workers_end_and_its_error() -> None
         assert [delta.text async for delta in stream] == ["a"]
         assert stream.finish == "stop"
         assert stream.usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(("reason", "told"), [("stop", "tool_calls"), ("length", "length")])
+async def test_a_turn_with_calls_ends_for_them_and_what_piled_up_is_joined(
+    reason: Literal["stop", "length"], told: str
+) -> None:
+    table = [bytes([byte]) for byte in range(256)]
+    found = Found(frozenset({"f"}), lambda: "id")
+    output = ParsedOutput(Output(TokenBytes(table, table, False), ()), Parser(Plan("mistral"), found))
+    stream = Stream(Job("r", "m", b"", 3, b"", Sampling(99), "", ""), Session("r", 99), output)
+    for token in b"[TOOL_CALLS]f{}":
+        stream.take([token], None)
+    stream.end(Finish(reason))
+    assert [delta async for delta in stream] == [Delta("", calls=(CallPiece(0, "{}", "id", "f"),))]
+    assert stream.finish == told

@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from services.frontend import template
-from services.frontend.template import ChatTemplate, Unfinished, pick_template
+from services.frontend.template import ChatTemplate, Unfinished, pick_templates
 from shared.errors import InvalidRequest, ModelError
 
 HELLO = [{"role": "user", "content": "<hello> & 'you'"}]
@@ -75,13 +75,15 @@ def test_a_template_that_does_not_parse_names_its_line() -> None:
         ChatTemplate("fine\n{% if %}", {})
 
 
-def test_of_named_templates_the_default_is_taken() -> None:
-    assert pick_template([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "file") == "d"
-    assert pick_template("text", "file") == "text"
-    assert pick_template(None, "file") == ""
+def test_of_named_templates_the_default_is_taken_and_one_for_tools_where_there_is_one() -> None:
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert pick_templates(named, "file") == ("d", "t")
+    assert pick_templates(named[1:], "file") == ("d", "d")
+    assert pick_templates("text", "file") == ("text", "text")
+    assert pick_templates(None, "file") == ("", "")
     for wrong in (7, [], [{"name": "tool_use", "template": "t"}]):
         with pytest.raises(ModelError, match="file"):
-            pick_template(wrong, "file")
+            pick_templates(wrong, "file")
 
 
 @pytest.mark.parametrize(
@@ -90,3 +92,25 @@ def test_of_named_templates_the_default_is_taken() -> None:
 def test_a_template_that_does_not_compile_is_the_models_error(source: str) -> None:
     with pytest.raises(ModelError, match="the chat template"):
         ChatTemplate(source, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "takes_tools", "takes_calls"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].tool_calls }}", True, True),
+        ("{%- if not tools is defined %}{% set tools = none %}{% endif %}", True, False),
+        ("{% set tools = [] %}tools", False, False),
+        ("{% for message in messages if message['tool_calls'] %}{% endfor %}", False, True),
+    ],
+)
+def test_a_template_tells_whether_it_has_a_place_for_tools_and_for_calls(
+    source: str, takes_tools: bool, takes_calls: bool
+) -> None:
+    template = ChatTemplate(source, {})
+    assert (template.takes_tools, template.takes_calls) == (takes_tools, takes_calls)
+
+
+def test_tools_are_none_where_there_are_none() -> None:
+    template = ChatTemplate("{{ tools is none }} {{ tools | tojson }}", {})
+    assert template.render(HELLO) == "True null"
+    assert template.render(HELLO, tools=[{"type": "function"}]) == 'False [{"type": "function"}]'

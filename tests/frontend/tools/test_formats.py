@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from services.frontend.tools.formats import FORMATS, FormatName, format_of, reasoning_of
@@ -33,3 +36,9 @@ def test_a_template_shows_whether_its_model_thinks() -> None:
 
 def test_ids_are_as_the_formats_templates_take_them() -> None:
     assert (FORMATS["mistral"].id_prefix, FORMATS["mistral"].id_digits) == ("", 9)
+
+
+def test_the_document_has_every_format_and_no_other() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "tools.md").read_text(encoding="utf-8")
+    table = document.partition("## What models write")[2].partition("Thinking is")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ["tool_parser", *FORMATS]

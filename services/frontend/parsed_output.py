@@ -1,0 +1,58 @@
+"""An output whose text is taken apart into thinking, content and calls of tools. Pure.
+
+    tokens ─▶ Output ─▶ text ─▶ tools.Parser ─▶ Delta(text, reasoning, calls)
+
+Only where a model thinks, or a request offers tools; else an Output alone is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.frontend.output import Delta, Output
+from services.frontend.tools.parser import Parser
+from shared.messages import TokenLogprob
+
+
+class ParsedOutput:
+    """As Output. Log-probabilities, of all tokens, go out with the text that came with them, whatever it is."""
+
+    def __init__(self, output: Output, parser: Parser) -> None:
+        self._output = output
+        self._parser = parser
+
+    @property
+    def calls(self) -> int:
+        """Of tools that have begun."""
+        return self._parser.found.calls
+
+    @property
+    def counted(self) -> int:
+        """As Output's; with the tokens that completed the last call, where that ended it."""
+        return self._output.counted
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
+        """As Output's."""
+        delta = self._output.push(tokens, logprobs)
+        if delta.text:
+            self._parser.push(delta.text)
+        return self._taken(delta, last=delta.stopped)
+
+    def finish(self) -> Delta:
+        """As Output's."""
+        delta = self._output.finish()
+        if delta.text:
+            self._parser.push(delta.text)
+        return self._taken(delta, last=True)
+
+    def _taken(self, delta: Delta, *, last: bool) -> Delta:
+        parser = self._parser
+        if last and not parser.enough:
+            parser.finish()
+        content, reasoning, calls = parser.found.take()
+        return Delta(content, delta.entries, delta.stopped or parser.enough, reasoning, calls)
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        self._output.validate()
+        self._parser.validate()

@@ -1,0 +1,329 @@
+"""Tools and thinking, from a client's request to what it gets, through a running frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionChunk
+
+from shared import subjects
+from shared.hashing import unpack_tokens
+from shared.memory_bus import MemoryBus
+from shared.messages import TokenLogprob
+from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TIME: Any = {"type": "function", "function": {"name": "get_time"}}
+TOOLS: Any = [WEATHER, TIME]
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer <tool_call>\n{"name": <name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🚰"}}\n</tool_call>'
+ARGUMENTS = '{"city": "Zürich 🚰"}'
+TWO = "I look.\n" + CALL + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+
+Templated = Callable[[str], Path]
+
+
+@pytest.fixture
+def templated(directory: Path, tmp_path: Path) -> Templated:
+    """The model's directory with another template."""
+
+    def write(template: str) -> Path:
+        shutil.copytree(directory, tmp_path / "templated")
+        (tmp_path / "templated" / "chat_template.jinja").write_text(template)
+        return tmp_path / "templated"
+
+    return write
+
+
+async def chunks_of(client: AsyncOpenAI, **fields: Any) -> list[ChatCompletionChunk]:
+    stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **fields)
+    return [chunk async for chunk in stream]
+
+
+def added_up(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The message that deltas make, as clients add them up; and why it ended."""
+    message: dict[str, Any] = {"content": None, "reasoning_content": None, "tool_calls": [], "finish_reason": None}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            message["finish_reason"] = choice["finish_reason"] or message["finish_reason"]
+            for field in ("content", "reasoning_content"):
+                if (piece := choice["delta"].get(field)) is not None:
+                    message[field] = (message[field] or "") + piece
+            for piece in choice["delta"].get("tool_calls") or ():
+                if piece.get("id"):
+                    assert piece["index"] == len(message["tool_calls"])
+                    assert piece["type"] == "function"
+                    message["tool_calls"].append((piece["function"]["name"], ""))
+                else:
+                    assert (set(piece), set(piece["function"])) == ({"index", "function"}, {"arguments"})
+                name, arguments = message["tool_calls"].pop(piece["index"])
+                message["tool_calls"].append((name, arguments + piece["function"]["arguments"]))
+    return message
+
+
+def dumped(chunks: Iterable[ChatCompletionChunk]) -> list[dict[str, Any]]:
+    return [chunk.model_dump(exclude_unset=True) for chunk in chunks]
+
+
+async def test_calls_are_in_the_message_and_the_turn_ends_for_them(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        said = w.say(TWO)
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
+        [choice] = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look.\n"
+        assert choice.message.tool_calls is not None
+        called = [call.model_dump() for call in choice.message.tool_calls]
+        first, second = called
+        assert first.pop("id") != second.pop("id")
+        assert first == {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+        assert second == {"type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(said) + 1
+        assert w.metric("headrace_tool_calls_total", format="hermes", outcome="complete") == 2
+        w.say(CALL)
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
+        assert answer.choices[0].message.content is None
+        w.say("It is warm.")
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].message.content == "It is warm."
+        assert answer.choices[0].message.tool_calls is None
+
+
+async def test_calls_stream_in_openais_chunks(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        w.say(TWO)
+        chunks = dumped(await chunks_of(client, tools=TOOLS))
+        assert chunks[0]["choices"] == [
+            {"index": 0, "delta": {"role": "assistant", "content": None}, "logprobs": None, "finish_reason": None}
+        ]
+        assert chunks[-1]["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}]
+        assert all(chunk["choices"][0]["delta"] for chunk in chunks[:-1]), "no chunk that says nothing"
+        assert added_up(chunks) == {
+            "content": "I look.\n",
+            "reasoning_content": None,
+            "tool_calls": [("weather", ARGUMENTS), ("get_time", "{}")],
+            "finish_reason": "tool_calls",
+        }
+        pieces = [piece for chunk in chunks for piece in chunk["choices"][0]["delta"].get("tool_calls") or ()]
+        assert len(pieces) > 5, "arguments come as they are written"
+        async with client.chat.completions.stream(model=MODEL, messages=HELLO, tools=TOOLS) as stream:
+            final = await stream.get_final_completion()
+        [choice] = final.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look.\n"
+        calls = choice.message.tool_calls or []
+        assert [(call.function.name, call.function.arguments) for call in calls] == added_up(chunks)["tool_calls"]
+
+
+async def test_a_conversation_with_calls_and_results_goes_through_the_template(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        w.say(CALL)
+        asked = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
+        w.say("It is warm.")
+        message: Any = asked.choices[0].message.model_dump(exclude_unset=True)
+        result: Any = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "21 °C"}
+        await client.chat.completions.create(model=MODEL, messages=[*HELLO, message, result], tools=TOOLS)
+        prompt = w.tokenizer.decode(unpack_tokens(w.workers[0].generates.all[-1].tokens), skip_special_tokens=False)
+        assert prompt == (
+            f"<|im_start|>system\n{json.dumps(WEATHER)}\n"
+            '{"type": "function", "function": {"name": "get_time", '
+            '"parameters": {"type": "object", "properties": {}}}}\n'
+            'Answer <tool_call>\n{"name": <name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+            "<|im_start|>user\nhello<|im_end|>\n"
+            "<|im_start|>assistant\n"
+            '<tool_call>{"name": "weather", "arguments": {"city": "Zürich 🚰"}}</tool_call><|im_end|>\n'
+            "<|im_start|>tool\n21 °C<|im_end|>\n<|im_start|>assistant"
+        )
+
+
+async def test_with_tool_choice_none_the_model_is_told_of_no_tools_and_a_text_is_a_text(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        w.say(CALL)
+        fields: Any = {"model": MODEL, "messages": HELLO}
+        answer = await client.chat.completions.create(**fields, tools=TOOLS, tool_choice="none")
+        assert answer.choices[0].message.content == CALL
+        assert answer.choices[0].finish_reason == "stop"
+        await client.chat.completions.create(**fields)
+        with_none, without = w.workers[0].generates.all
+        assert with_none.tokens == without.tokens
+
+
+async def test_without_parallel_calls_the_answer_ends_with_its_first_and_the_worker_is_told(
+    templated: Templated,
+) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        worker = w.workers[0]
+        for count, stream in enumerate((False, True), 1):
+            worker.output = None
+            fields: Any = {"model": MODEL, "messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
+            asking: Any = (
+                chunks_of(client, tools=TOOLS, parallel_tool_calls=False)
+                if stream
+                else client.chat.completions.create(**fields)
+            )
+            answering = asyncio.create_task(asking)
+            generate = (await worker.generates.at_least(count))[-1]
+            await worker.send(generate, 0, w.ids(CALL.removesuffix("\n</tool_call>")))
+            answer = await answering
+            cancelled = await worker.cancels.at_least(count)
+            assert cancelled[-1].request == generate.request
+            if stream:
+                message = added_up(dumped(answer))
+                assert message["tool_calls"] == [("weather", ARGUMENTS)]
+                assert message["finish_reason"] == "tool_calls"
+            else:
+                assert len(answer.choices[0].message.tool_calls) == 1
+                assert answer.choices[0].finish_reason == "tool_calls"
+                assert answer.usage.completion_tokens == len(w.ids(CALL.removesuffix("\n</tool_call>")))
+
+
+async def test_what_is_no_call_is_text_and_counted_and_the_stream_goes_on(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        said = '<tool_call>{"name": "wether", "arguments": {}}</tool_call> <tool_call>weather()</tool_call>'
+        w.say(said)
+        message = added_up(dumped(await chunks_of(client, tools=TOOLS)))
+        assert message == {"content": said, "reasoning_content": None, "tool_calls": [], "finish_reason": "stop"}
+        for outcome in ("unknown_tool", "malformed"):
+            assert w.metric("headrace_tool_calls_total", format="hermes", outcome=outcome) == 1
+
+
+async def test_a_call_that_is_cut_off_by_max_tokens_ends_for_length(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        w.say(CALL)
+        most = len(w.ids(CALL)) - 12
+        message = added_up(dumped(await chunks_of(client, tools=TOOLS, max_tokens=most)))
+        assert message["finish_reason"] == "length"
+        [(name, arguments)] = message["tool_calls"]
+        assert name == "weather"
+        assert ARGUMENTS.startswith(arguments)
+
+
+async def test_stop_strings_and_logprobs_hold_beside_calls(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        said = w.say("Hm. " + CALL + "\nand more")
+        for worker in w.workers:
+            worker.logprobs = [TokenLogprob(-0.5)] * (len(said) + 1)
+        chunks = dumped(await chunks_of(client, tools=TOOLS, stop="and", logprobs=True))
+        message = added_up(chunks)
+        assert (message["content"], message["tool_calls"]) == ("Hm. ", [("weather", ARGUMENTS)])
+        entries = [
+            entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        written = b"".join(bytes(entry["bytes"]) for entry in entries).decode()
+        assert written == "Hm. " + CALL + "\n", "of all tokens, up to the stop string"
+
+
+async def test_over_nats_it_is_the_same(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w:
+        w.say(TWO)
+        subject = subjects.client(NAMESPACE, "chat")
+        body = {"model": MODEL, "messages": HELLO, "tools": TOOLS}
+        async with MemoryBus(w.broker).stream(
+            subject, json.dumps({**body, "stream": True}).encode(), idle_timeout_s=DEADLINE_S
+        ) as messages:
+            chunks = [json.loads(message.payload) async for message in messages]
+        streamed = added_up(chunks)
+        assert streamed["tool_calls"] == [("weather", ARGUMENTS), ("get_time", "{}")]
+        assert (streamed["content"], streamed["finish_reason"]) == ("I look.\n", "tool_calls")
+        answer = await MemoryBus(w.broker).request(subject, json.dumps(body).encode(), timeout_s=DEADLINE_S)
+        [choice] = json.loads(answer.payload)["choices"]
+        called = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+        assert called == streamed["tool_calls"]
+
+
+async def test_a_worker_lost_at_any_token_of_a_call_is_replaced_and_the_calls_add_up_to_the_same(
+    templated: Templated,
+) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        first, second = w.workers
+        said = w.ids(TWO)
+        first.output, second.output = None, [*said, 2]
+        for count, lost_at in enumerate(range(1, len(said), 5), 1):
+            answering = asyncio.create_task(chunks_of(client, tools=TOOLS))
+            generate = (await first.generates.at_least(count))[-1]
+            for at in range(lost_at):
+                await first.send(generate, at, [said[at]])
+            await first.send(generate, lost_at, [], "error", "it broke")
+            message = added_up(dumped(await answering))
+            assert message["tool_calls"] == [("weather", ARGUMENTS), ("get_time", "{}")], lost_at
+            assert (message["content"], message["finish_reason"]) == ("I look.\n", "tool_calls")
+            again = second.generates.all[-1]
+            assert unpack_tokens(again.tokens) == unpack_tokens(generate.tokens) + said[:lost_at]
+
+
+async def refused(w: World, http: aiohttp.ClientSession, **fields: Any) -> tuple[int, str, str]:
+    async with http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, **fields}) as response:
+        error = (await response.json())["error"]
+        return response.status, error["param"], error["message"]
+
+
+async def test_a_model_whose_format_does_not_show_takes_tools_once_it_is_set(templated: Templated) -> None:
+    unclear = templated("{{ tools | tojson }}{% for message in messages %}{{ message.content }}{% endfor %}")
+    async with world(unclear) as w, clients(w) as (_, http):
+        status, param, message = await refused(w, http, tools=TOOLS)
+        assert (status, param) == (400, "tools")
+        assert "tool_parser" in message
+    async with world(unclear, tool_parser={MODEL: "pythonic"}) as w, clients(w) as (client, _):
+        w.say("[weather(city='Rome')]")
+        answer = added_up(dumped(await chunks_of(client, tools=TOOLS)))
+        assert answer["tool_calls"] == [("weather", '{"city": "Rome"}')]
+
+
+async def test_tools_can_be_switched_off_for_a_model(templated: Templated) -> None:
+    async with world(templated(TEMPLATE), tool_parser={MODEL: "none"}) as w, clients(w) as (client, _):
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await client.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
+        assert refusal.value.param == "tools"
+
+
+THINKING = TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n") + "{# </think> #}"
+
+
+async def test_thinking_is_told_from_the_answer_and_the_calls(templated: Templated) -> None:
+    async with world(templated(THINKING)) as w, clients(w) as (client, _):
+        w.say("Hm. <tool_call>?\n</think>\n\n" + TWO)
+        message = added_up(dumped(await chunks_of(client, tools=TOOLS)))
+        assert message == {
+            "content": "I look.\n",
+            "reasoning_content": "Hm. <tool_call>?\n",
+            "tool_calls": [("weather", ARGUMENTS), ("get_time", "{}")],
+            "finish_reason": "tool_calls",
+        }
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
+        whole = answer.choices[0].message.model_dump()
+        assert (whole["content"], whole["reasoning_content"]) == ("I look.\n", "Hm. <tool_call>?\n")
+        w.say("Hm.</think>\n\nYes.")
+        message = added_up(dumped(await chunks_of(client)))
+        assert (message["content"], message["reasoning_content"], message["finish_reason"]) == ("Yes.", "Hm.", "stop")
+        w.say("Never done")
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        whole = answer.choices[0].message.model_dump()
+        assert (whole["content"], whole["reasoning_content"]) == (None, "Never done")
+        completion = await client.completions.create(model=MODEL, prompt="x")
+        assert completion.choices[0].text == "Never done", "a completion is its text"
