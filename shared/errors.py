@@ -12,6 +12,7 @@ HeadraceError
     ├── RequestTimeout     no answer in time
     ├── DiscoveryDown      etcd cannot be reached
     └── Overloaded         a bound was reached (429)
+        └── RateLimited    the client's own one; carries kind
 """
 
 from __future__ import annotations
@@ -78,3 +79,11 @@ class DiscoveryDown(Unavailable):
 
 class Overloaded(Unavailable):
     """A bound was reached before any work was done."""
+
+
+class RateLimited(Overloaded):
+    """A key has had what it may have for now. `kind` says of what, as OpenAI does: requests or tokens."""
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.kind = kind

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -61,23 +62,27 @@ class Vitals:
         self._reasons = list(reasons)
 
 
-def add_routes(app: web.Application, vitals: Vitals, registry: CollectorRegistry) -> None:
-    """The three paths on an application of the service's own."""
+def add_routes(app: web.Application, vitals: Vitals, registry: CollectorRegistry | None) -> None:
+    """The three paths on an application of the service's own; without a registry only what strangers may know: whether
+    it lives and is ready."""
 
     async def live(_request: web.Request) -> web.Response:
         return web.Response(text="live\n")
 
     async def health(_request: web.Request) -> web.Response:
         reasons = list(vitals.reasons)
-        body = {"ready": not reasons, "reasons": reasons, **vitals.also()}
+        told = {} if registry is None else {"reasons": reasons, **vitals.also()}
+        body = {"ready": not reasons, **told}
         return web.json_response(body, status=503 if reasons else 200)
-
-    async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app.router.add_get("/live", live)
     app.router.add_get("/health", health)
-    app.router.add_get("/metrics", metrics)
+    if registry is not None:
+        app.router.add_get("/metrics", partial(_metrics, registry))
+
+
+async def _metrics(registry: CollectorRegistry, _request: web.Request) -> web.Response:
+    return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 def advertised(host: str) -> str:

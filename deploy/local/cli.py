@@ -39,6 +39,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 return _chat(flags, place)
             case "bench":
                 return _bench(flags, place, sys.argv[1:] if words is None else words)
+            case "key":
+                return _key(flags)
             case "install-gpu":
                 return _install_gpu()
             case other:
@@ -229,6 +231,13 @@ def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int
         tokenizer=flags.tokenizer,
     )
     return bench_aiperf.run(options) if flags.driver == "aiperf" else bench.bench(options, as_json=flags.json)
+
+
+def _key(flags: argparse.Namespace) -> int:
+    from deploy.local import key
+
+    key.new(flags.name, {limit: getattr(flags, limit) for limit in key.LIMITS})
+    return 0
 
 
 def _text(file: Path) -> str:

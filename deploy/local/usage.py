@@ -127,4 +127,11 @@ def parser() -> argparse.ArgumentParser:
         description="CuPy, cuBLAS and CUDA's compiler, into .venv; ./headrace keeps them there from then on.",
     )
     install_gpu.set_defaults(state=DEFAULT_HOME)
+
+    key = commands.add_parser("key", help="API keys, for frontends that ask for one: docs/access.md")
+    new = key.add_subparsers(dest="verb", required=True, metavar="VERB").add_parser("new", help="make and print one")
+    new.add_argument("name", metavar="NAME", help="whose it is, of a-z, 0-9, - and _")
+    for limit in ("requests-per-minute", "tokens-per-minute", "concurrency"):
+        new.add_argument(f"--{limit}", type=int, metavar="N", help="(no limit)")
+    new.set_defaults(state=DEFAULT_HOME)
     return parser

@@ -1,4 +1,4 @@
-"""What one frontend takes on at once, against its bounds. Pure.
+"""What one frontend takes on at once, against its bounds, and how keys share it. Pure.
 
     enter ──▶ arriving ──body there──▶ begin ──▶ tokenising ──weigh──▶ running ──▶ leave
        │         │                       │                       │
@@ -6,18 +6,30 @@
 
 A request whose body is still on its way takes none of the places: else slow senders would keep all others out. What it
 has sent counts, and connections are bounded elsewhere. A request that is alone is never refused for its size.
+
+Where requests have keys, no bound is one key's alone (fair.py); what fits is all that a key's first request is asked.
+What a key may have by itself is its Account's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
+from services.frontend.accounts import NOTHING, Account
 from services.frontend.config import LimitsConfig
+from services.frontend.fair import may_have
 from shared.errors import Overloaded, Unavailable
 
 Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens"]
 """Named as in the settings."""
+BOUNDS: tuple[Bound, ...] = get_args(Bound)
+Sums = dict[Bound, int]
+"""What counts against each bound."""
+
+
+def _none() -> Sums:
+    return dict.fromkeys(BOUNDS, 0)
 
 
 class Admission:
@@ -25,99 +37,128 @@ class Admission:
 
     def __init__(self, limits: LimitsConfig, refused: Callable[[Bound], None]) -> None:
         """`refused` is told of each refusal."""
-        self._limits = limits
+        self._limits: Sums = {bound: getattr(limits, bound) for bound in BOUNDS}
         self._refused = refused
         self.closed = False
         """No new requests: this process is about to end."""
         self.places: dict[Place, None] = {}
         """Arriving, tokenising and running; the first come first."""
-        self.begun = 0
-        self.body_bytes = 0
-        self.tokenising_bytes = 0
-        self.tokens = 0
+        self.all = _none()
+        self.by_key: dict[str, Sums] = {}
+        """Of keys that have taken something."""
 
-    def enter(self) -> Place:
+    def enter(self, account: Account | None = None) -> Place:
         """A request has come, its body perhaps not. Raises Overloaded, or Unavailable once closed."""
         if self.closed:
             raise Unavailable("this frontend is about to end")
-        self._check_requests()
-        place = Place(self)
+        place = Place(self, account)
+        self._check(place, "requests", 1)
         self.places[place] = None
         return place
 
     def grow(self, place: Place, size_bytes: int) -> None:
         """So much more of its body is there. Raises Overloaded."""
-        if self.body_bytes > place.body_bytes and self.body_bytes + size_bytes > self._limits.body_bytes:
-            self._refuse("body_bytes", f"the bodies of other requests fill {self.body_bytes} bytes already")
-        place.body_bytes += size_bytes
-        self.body_bytes += size_bytes
+        self._check(place, "body_bytes", size_bytes)
+        self._count(place, "body_bytes", size_bytes)
 
     def begin(self, place: Place) -> None:
         """Its body is there: it takes one of the places, and waits to be tokenised. Raises Overloaded."""
         assert not place.begun
-        self._check_requests()
-        if self.tokenising_bytes and self.tokenising_bytes + place.body_bytes > self._limits.tokenising_bytes:
-            self._refuse("tokenising_bytes", f"{self.tokenising_bytes} bytes of other requests wait to be tokenised")
-        place.begun = place.tokenising = True
-        self.begun += 1
-        self.tokenising_bytes += place.body_bytes
+        self._check(place, "requests", 1)
+        self._check(place, "tokenising_bytes", place.taken["body_bytes"])
+        self._count(place, "requests", 1)
+        self._count(place, "tokenising_bytes", place.taken["body_bytes"])
+        place.tokenising = True
 
     def weigh(self, place: Place, tokens: int) -> None:
         """It is tokenised: its prompt, and what may follow, are so many tokens. Raises Overloaded."""
         assert place.tokenising
-        self._tokenised(place)
-        if self.tokens and self.tokens + tokens > self._limits.tokens:
-            self._refuse("tokens", f"running requests may come to {self.tokens} tokens already; this one has {tokens}")
-        place.tokens = tokens
-        self.tokens += tokens
+        place.tokenising = False
+        self._count(place, "tokenising_bytes", -place.taken["tokenising_bytes"])
+        self._check(place, "tokens", tokens)
+        self._count(place, "tokens", tokens)
 
     def leave(self, place: Place) -> None:
         """It has ended, however far it came."""
         del self.places[place]
-        if place.tokenising:
-            self._tokenised(place)
-        self.begun -= place.begun
-        self.body_bytes -= place.body_bytes
-        self.tokens -= place.tokens
+        for bound, taken in place.taken.items():
+            self._count(place, bound, -taken)
 
-    def _tokenised(self, place: Place) -> None:
-        place.tokenising = False
-        self.tokenising_bytes -= place.body_bytes
-
-    def _check_requests(self) -> None:
-        if self.begun >= self._limits.requests:
-            self._refuse("requests", f"{self.begun} requests are running already")
+    def _check(self, place: Place, bound: Bound, more: int) -> None:
+        """Raises Overloaded where it may not take so much more."""
+        own, limit = place.taken[bound], self._limits[bound]
+        others = self.all[bound] - own
+        if others + own + more > limit and (others or bound == "requests"):
+            self._refuse(bound, _full(bound, self.all[bound], more))
+        if place.account is not None:
+            account = place.account
+            held = self.by_key[account.name][bound] if account.name in self.by_key else 0
+            if not may_have(held - own, own + more, others, limit):
+                account.refused["share"] += 1
+                self._refuse(bound, f"the key {account.name} has its share of limits.{bound}: {held} of {limit}")
 
     def _refuse(self, bound: Bound, why: str) -> None:
         self._refused(bound)
         raise Overloaded(why)
 
+    def _count(self, place: Place, bound: Bound, more: int) -> None:
+        place.taken[bound] += more
+        self.all[bound] += more
+        if place.account is not None and more:
+            held = self.by_key.setdefault(place.account.name, _none())
+            held[bound] += more
+            if not any(held.values()):
+                del self.by_key[place.account.name]
+
     def validate(self) -> None:
         """Assert every invariant."""
-        places = self.places
-        assert self.begun == sum(place.begun for place in places) <= self._limits.requests
-        assert self.body_bytes == sum(place.body_bytes for place in places)
-        assert self.tokenising_bytes == sum(place.body_bytes for place in places if place.tokenising)
-        assert self.tokens == sum(place.tokens for place in places)
-        assert all(place.begun or not place.tokens for place in places)
-        for total, limit, sizes in (
-            (self.body_bytes, self._limits.body_bytes, [place.body_bytes for place in places]),
-            (self.tokens, self._limits.tokens, [place.tokens for place in places]),
-        ):
-            assert total <= limit or sum(map(bool, sizes)) == 1
+        by_key: dict[str, Sums] = {}
+        for bound in BOUNDS:
+            shares = [place.taken[bound] for place in self.places]
+            assert self.all[bound] == sum(shares)
+            alone = bound != "requests" and sum(map(bool, shares)) == 1
+            assert self.all[bound] <= self._limits[bound] or alone
+        for place in self.places:
+            assert place.taken["requests"] == place.begun
+            assert place.taken["tokenising_bytes"] == (place.taken["body_bytes"] if place.tokenising else 0)
+            assert place.begun or not place.taken["tokens"]
+            if place.account is not None:
+                held = by_key.setdefault(place.account.name, _none())
+                for bound, taken in place.taken.items():
+                    held[bound] += taken
+        assert self.by_key == {name: held for name, held in by_key.items() if any(held.values())}
+
+
+def _full(bound: Bound, taken: int, more: int) -> str:
+    match bound:
+        case "requests":
+            return f"{taken} requests are running already"
+        case "body_bytes":
+            return f"the bodies of other requests fill {taken} bytes already"
+        case "tokenising_bytes":
+            return f"{taken} bytes of other requests wait to be tokenised"
+        case "tokens":
+            return f"running requests may come to {taken} tokens already; this one has {more}"
 
 
 class Place:
-    """One request's share; changed by `Admission` alone."""
+    """One request's share; changed by `Admission` alone, but for `spent`."""
 
-    __slots__ = ("_admission", "begun", "body_bytes", "tokenising", "tokens")
+    __slots__ = ("_admission", "account", "spent", "taken", "tokenising")
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, account: Account | None) -> None:
         self._admission = admission
-        self.body_bytes = 0
-        self.begun = False
+        self.account = account
+        """None: it came without a key."""
+        self.taken = _none()
         self.tokenising = False
-        self.tokens = 0
+        self.spent = NOTHING
+        """What its key is to pay."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has one of the places."""
+        return bool(self.taken["requests"])
 
     def grow(self, size_bytes: int) -> None:
         """See `Admission.grow`."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from services.frontend.cors import check_origin
 from services.frontend.tools.formats import FormatName, ReasoningName
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
@@ -35,6 +36,19 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How long a client may take to send its request's body; then 408."""
     unread_s: SomeSeconds = 30.0
     """How long a client may leave waiting what it should read of its answer; then its connection is ended."""
+    tls_cert: str = ""
+    """A PEM file, with the chain: then the port speaks TLS (1.2 or newer) alone. Read again when it changes."""
+    tls_key: str = ""
+    """The PEM file of its key, without a passphrase."""
+    cors_origins: tuple[str, ...] = ()
+    """Whose pages a browser may let ask, as `https://example.org`; `*`: any. Empty: no page of another origin."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which becomes a ConfigError."""
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key need each other")
+        for origin in self.cors_origins:
+            check_origin(origin)
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,6 +97,13 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{less} of {getattr(self, less):g} is more than {more} of {getattr(self, more):g}")
 
 
+class AccessConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may ask, at both doors."""
+
+    keys_file: str = ""
+    """Names of keys, their hashes and limits (keys.py), read again when it changes. Empty: no key is asked for."""
+
+
 class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One frontend process."""
 
@@ -93,6 +114,7 @@ class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Its own /live, /health and /metrics: they answer however many connections clients hold, and where processes share
     a port these are one process's."""
     http: HttpConfig = HttpConfig()
+    access: AccessConfig = AccessConfig()
     limits: LimitsConfig = LimitsConfig()
     models: dict[str, str] = {}
     """Model name → directory with its tokenizer, where the path in the worker's card is not valid on this machine."""

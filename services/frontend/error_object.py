@@ -7,7 +7,15 @@ import math
 import msgspec
 from msgspec import Struct
 
-from shared.errors import HeadraceError, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout, Unavailable
+from shared.errors import (
+    HeadraceError,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    RateLimited,
+    RequestTimeout,
+    Unavailable,
+)
 
 
 class _Error(Struct, frozen=True):
@@ -33,7 +41,8 @@ class Failure(Struct, frozen=True):
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers beside the content type."""
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return headers if self.retry_after_s is None else {**headers, "Retry-After": str(self.retry_after_s)}
 
 
 def failure(status: int, message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Failure:
@@ -51,6 +60,8 @@ def failure_of(error: HeadraceError) -> Failure:
             return failure(413, text, "invalid_request_error", code="request_too_large")
         case RequestTimeout():
             return failure(504, text, "timeout_error", code="deadline_exceeded")
+        case RateLimited():
+            wrong = failure(429, text, error.kind, code="rate_limit_exceeded")
         case Overloaded():
             wrong = failure(429, text, "rate_limit_error", code="overloaded")
         case Unavailable():

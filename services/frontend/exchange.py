@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend import openai
+from services.frontend.accounts import Spent
 from services.frontend.admission import Place
 from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.deadline import allowed_s
@@ -126,7 +127,8 @@ class Exchange:
     async def answer(
         self, operation: Operation, body: bytes, named: RequestId, place: Place, *, deadline_header: str | None = None
     ) -> AsyncIterator[Reply]:
-        """Leaving it cancels what is still running. Raises InvalidRequest, Unavailable and RequestTimeout."""
+        """Leaving it cancels what is still running, and says what it has cost its key. Raises InvalidRequest,
+        Unavailable and RequestTimeout."""
         started = asyncio.get_running_loop().time()
         request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
         deadline = started + allowed_s(request.deadline_s, deadline_header, self._frontend.limits)
@@ -138,12 +140,19 @@ class Exchange:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         job = _job(named, request, model, prompt)
         place.weigh(job.prompt_tokens + job.sampling.max_tokens)
+        charged = job.prompt_tokens + (openai.token_limit(request)[0] or 0)
+        if place.account is not None:
+            place.account.charge(charged, asyncio.get_running_loop().time())
+            place.spent = Spent(charged)
         output = self._output(request, model, plan)
         shape = _shape(request, job, parsed=isinstance(output, ParsedOutput))
         streams, with_usage = bool(request.stream), _with_usage(request)
         del body, request, prompt  # a megabyte of a long prompt, that nobody needs while its answer streams
         async with self._frontend.open(job, output, deadline) as stream:
-            yield Reply(shape, stream, streams=streams, with_usage=with_usage)
+            try:
+                yield Reply(shape, stream, streams=streams, with_usage=with_usage)
+            finally:
+                place.spent = _spent(charged, stream)
 
     async def _prompt(
         self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits
@@ -213,6 +222,14 @@ def _card(name: str, context_length: int) -> dict[str, str | int]:
         "owned_by": "headrace",
         "max_model_len": context_length,
     }
+
+
+def _spent(charged: int, stream: Stream) -> Spent:
+    """Nothing, where it failed before its first token; a client that goes before it has had its prompt computed."""
+    usage = stream.usage
+    if stream.failed and not usage.completion_tokens:
+        return Spent(charged)
+    return Spent(charged, usage.prompt_tokens, usage.completion_tokens)
 
 
 def _job(named: RequestId, request: ChatRequest | CompletionRequest, model: Model, prompt: Prompt) -> Job:

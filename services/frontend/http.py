@@ -6,6 +6,7 @@ waits in `Body.write` when its client does not read, while what comes meanwhile 
 An error before the first text is an HTTP status with OpenAI's error object; later it is an SSE event, and no [DONE].
 
 Every response names its request in X-Request-Id: as the client did, where that name is short and plain, or as we do.
+Who may ask, and what every answer says beside, is gate.py's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from services.frontend import deadline
 from services.frontend.admission import Place
 from services.frontend.body import Body
 from services.frontend.config import HttpConfig
-from services.frontend.error_object import Failure, failure, failure_of
-from services.frontend.exchange import Exchange, Operation, Reply, RequestId, request_id
+from services.frontend.error_object import failure, failure_of
+from services.frontend.exchange import Exchange, Operation, Reply
+from services.frontend.gate import Gate, account_of, failed, named
 from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
 from services.frontend.openai import BODY_LIMIT_BYTES, body_too_large
@@ -29,11 +31,8 @@ from shared.errors import HeadraceError, InvalidRequest
 
 _JSON = "application/json"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_REQUEST_ID = "X-Request-Id"
-_NAMED = web.RequestKey("named", RequestId)
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect chunks
 }
 CLIENT_GONE = 499
@@ -50,20 +49,23 @@ class HttpDoor:
         metrics: Metrics,
         config: HttpConfig,
         port: Port,
+        gate: Gate,
     ) -> None:
         self._exchange = exchange
         self._frontend = frontend
         self._metrics = metrics
         self._config = config
         self._port = port
+        self._gate = gate
         self.url = ""
         """Where the application listens, once it does."""
 
     def app(self) -> web.Application:
         """The routes. Bodies over the limit are 413."""
-        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[self._port.middleware, _openai_errors])
+        middlewares = [self._port.middleware, _openai_errors, self._gate.middleware]
+        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(self._port.prepare)
-        app.on_response_prepare.append(_show_request_id)
+        app.on_response_prepare.append(self._gate.prepare)
         app.router.add_post("/v1/chat/completions", self._chat, expect_handler=_continue_later)
         app.router.add_post("/v1/completions", self._completions, expect_handler=_continue_later)
         app.router.add_get("/v1/models", self._list_models)
@@ -91,11 +93,11 @@ class HttpDoor:
     async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
         """The response, and the status that its outcome amounts to."""
         try:
-            with self._frontend.arriving() as place:
+            with self._frontend.arriving(account_of(request)) as place:
                 sent = await self._body(request, place)
                 place.begin()
                 answer = self._exchange.answer(
-                    operation, sent, _named(request), place, deadline_header=request.headers.get(deadline.HEADER)
+                    operation, sent, named(request), place, deadline_header=request.headers.get(deadline.HEADER)
                 )
                 del sent  # the answer drops it too, once it is read
                 async with answer as reply:
@@ -106,7 +108,7 @@ class HttpDoor:
                     return await body.whole(payload), 200
         except HeadraceError as error:
             wrong = failure_of(error)
-            return _failed(wrong), wrong.status
+            return failed(wrong), wrong.status
 
     async def _body(self, request: web.Request, place: Place) -> bytes:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
@@ -147,23 +149,13 @@ class HttpDoor:
         try:
             return _respond(200, self._exchange.model(request.match_info["model"]))
         except HeadraceError as error:
-            return _failed(failure_of(error))
+            return failed(failure_of(error))
 
 
 async def _continue_later(request: web.Request) -> None:
     """For `Expect: 100-continue`: aiohttp would ask for the body at once; it is asked for when there is a place."""
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
-
-
-def _named(request: web.Request) -> RequestId:
-    if _NAMED not in request:
-        request[_NAMED] = request_id(request.headers.get(_REQUEST_ID, ""))
-    return request[_NAMED]
-
-
-async def _show_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[_REQUEST_ID] = _named(request).shown
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -178,7 +170,7 @@ async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamR
         if refusal.status < 400:
             raise
         message = f"{request.method} {request.path}: {refusal.text or refusal.reason}"
-        response = _failed(failure(refusal.status, message, "invalid_request_error"))
+        response = failed(failure(refusal.status, message, "invalid_request_error"))
         if "Allow" in refusal.headers:
             response.headers["Allow"] = refusal.headers["Allow"]
         return response
@@ -186,7 +178,3 @@ async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamR
 
 def _respond(status: int, payload: bytes) -> web.Response:
     return web.Response(status=status, body=payload, content_type=_JSON)
-
-
-def _failed(wrong: Failure) -> web.Response:
-    return web.Response(status=wrong.status, body=wrong.payload, content_type=_JSON, headers=wrong.headers)

@@ -27,6 +27,7 @@ from services.frontend.config import HttpConfig
 from services.frontend.connections import Connections, Ended
 from services.frontend.error_object import Failure, failure, failure_of
 from services.frontend.metrics import Metrics
+from services.frontend.tls import Acceptor, Certificate, Handshake
 from shared.errors import ConfigError, Unavailable
 from shared.observe import advertised
 
@@ -65,11 +66,16 @@ class Port:
         self._config = config
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
-        self.connections: Connections[web.RequestHandler] = Connections(
+        self.connections: Connections[Connected] = Connections(
             limit=config.connections, idle_s=config.idle_s, header_s=config.header_s
         )
         self._server: asyncio.Server | None = None
-        self._connect: Callable[[], _Connection]
+        self._acceptor: Acceptor | None = None
+        """Where it speaks TLS."""
+        self._connect: Callable[[Handshake | None], _Connection]
+        self._certificate = Certificate(config, metrics) if config.tls_cert else None
+        self._tasks: asyncio.TaskGroup
+        """Of handshakes."""
         self._sweeping: asyncio.TimerHandle
         self._swept_s = self._now()
         self._spared = False
@@ -98,7 +104,7 @@ class Port:
             response.force_close()
             response.headers["Connection"] = "close"
 
-    def takes(self, connection: web.RequestHandler) -> bool:
+    def takes(self, connection: Connected) -> bool:
         """Whether a new connection may stay; at the limit one that is idle makes room for it."""
         now = self._now()
         if (longest := self.connections.room(now)) is not None:
@@ -110,11 +116,15 @@ class Port:
         self._metrics.connections.set(len(self.connections))
         return True
 
-    def heard(self, connection: web.RequestHandler) -> None:
+    def upgraded(self, connection: Handshake) -> None:
+        """Its hands are shaken; what it becomes is counted at once."""
+        self.connections.gone(connection)
+
+    def heard(self, connection: Connected) -> None:
         """Bytes came on it."""
         self.connections.heard(connection, self._now())
 
-    def gone(self, connection: web.RequestHandler) -> None:
+    def gone(self, connection: Connected) -> None:
         """It is closed."""
         self.connections.gone(connection)
         self._metrics.connections.set(len(self.connections))
@@ -122,6 +132,12 @@ class Port:
             self._empty.set()
 
     # --- its life
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Where it speaks TLS: read the certificate, and follow it. Raises ConfigError."""
+        if self._certificate is not None:
+            self._tasks = tasks
+            await self._certificate.follow(tasks)
 
     @asynccontextmanager
     async def open(self, app: web.Application) -> AsyncIterator[str]:
@@ -131,22 +147,35 @@ class Port:
         await runner.setup()
         assert runner.server is not None
         self._connect = partial(_Connection, self, runner.server, loop)
+        tls = self._certificate is not None
         self._sweep()
         try:
             try:
                 self._server = await loop.create_server(
-                    self._connect, config.host, config.port, reuse_port=config.reuse_port, backlog=BACKLOG
+                    *(partial(self._connect, None), config.host, config.port),
+                    reuse_port=config.reuse_port,
+                    backlog=BACKLOG,
+                    start_serving=not tls,
                 )
+                if tls:
+                    self._acceptor = Acceptor(self._server, BACKLOG, self._shake)
             except OSError as wrong:
                 raise ConfigError(f"http: cannot listen on {config.host}:{config.port}: {wrong.strerror}") from None
             host, port = advertised(config.host), self._server.sockets[0].getsockname()[1]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            scheme = "https" if tls else "http"
+            url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
             _log.info("listening on %s", url)
             yield url
         finally:
             self._sweeping.cancel()
             await self._stop_accepting()
             await runner.cleanup()
+
+    def _shake(self, accepted: socket.socket) -> None:
+        assert self._certificate is not None
+        handshake = Handshake(accepted)
+        plain = partial(self._connect, handshake)
+        handshake.begin(self, self._certificate.context, plain, self._config.header_s, self._tasks)
 
     async def last_call(self) -> None:
         """Accepts no more, and returns when those who keep a connection have had their time to ask on it once more."""
@@ -164,6 +193,8 @@ class Port:
         server, self._server = self._server, None
         if server is None:
             return
+        if self._acceptor is not None:
+            self._acceptor.close()
         accepted: list[socket.socket] = []
         for each in server.sockets:
             with socket.socket(fileno=os.dup(each.fileno())) as listener:  # uvloop's own has no `accept`
@@ -174,7 +205,11 @@ class Port:
                 listener.shutdown(socket.SHUT_RD)  # now: uvloop may close its own a turn later
         server.close()
         for connection in accepted:
-            await asyncio.get_running_loop().connect_accepted_socket(self._connect, connection)
+            if self._certificate is None:
+                await asyncio.get_running_loop().connect_accepted_socket(partial(self._connect, None), connection)
+            else:
+                connection.setblocking(False)
+                self._shake(connection)
         await asyncio.sleep(0)  # those that uvloop accepted just before come in the loop's next turn
 
     def _sweep(self) -> None:
@@ -186,7 +221,7 @@ class Port:
                 self._close(connection, why)
         self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
-    def _close(self, connection: web.RequestHandler, why: Ended) -> None:
+    def _close(self, connection: Connected, why: Ended) -> None:
         self.connections.gone(connection)
         self._metrics.closed_connections.labels(why).inc()
         transport = connection.transport
@@ -200,9 +235,12 @@ class Port:
 class _Connection(web.RequestHandler):
     """aiohttp's protocol of one connection, which tells the port what happens. The port bounds its idle time."""
 
-    __slots__ = ("_port",)
+    __slots__ = ("_handshake", "_port")
 
-    def __init__(self, port: Port, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, port: Port, server: web.Server, loop: asyncio.AbstractEventLoop, handshake: Handshake | None
+    ) -> None:
+        """`handshake` is what was counted as this connection until it is made."""
         super().__init__(
             server,
             loop=loop,
@@ -212,13 +250,32 @@ class _Connection(web.RequestHandler):
             logger=_aiohttp_log,
         )
         self._port = port
+        self._handshake = handshake
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._handshake is not None:
+            self._port.upgraded(self._handshake)
         if self._port.takes(self):
             super().connection_made(transport)
         else:
             cast(asyncio.Transport, transport).write(_FULL)  # uvloop's is not made from the class
             transport.close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """aiohttp's, which it logs, in OpenAI's shape."""
+        plain = super().handle_error(request, status, exc, message)
+        said = plain.text if isinstance(plain, web.Response) and status < 500 else None
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        wrong = failure(status, said or "the server has failed", kind)
+        response = _Nameless(status=status, body=wrong.payload, content_type="application/json")
+        response.force_close()
+        return response
 
     def data_received(self, data: bytes) -> None:
         if data:  # aiohttp calls it itself with none
@@ -228,6 +285,17 @@ class _Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._port.gone(self)
         super().connection_lost(exc)
+
+
+Connected = web.RequestHandler | Handshake
+
+
+class _Nameless(web.Response):
+    """Does not say what server this is, where no application is asked for its headers."""
+
+    async def _prepare_headers(self) -> None:
+        await super()._prepare_headers()
+        self.headers.pop("Server", None)
 
 
 def _response(reason: str, wrong: Failure) -> bytes:

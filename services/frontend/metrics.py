@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
+from collections.abc import Iterator
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.frontend.accounts import Accounts
 from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, distribution, gauge, histogram
 
 
@@ -11,6 +16,7 @@ class Metrics:
     """One set a process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self.requests = counter(
             registry,
             "headrace_requests",
@@ -107,3 +113,54 @@ class Metrics:
         self.unanswerable = counter(
             registry, "headrace_unanswerable_requests", "Requests over NATS without a usable reply subject"
         )
+        self.unauthorized = counter(
+            registry,
+            "headrace_unauthorized_requests",
+            "Requests refused with 401: missing (no key), unknown (one that the keys' file does not have)",
+            ["reason"],
+        )
+        self.stale_files = gauge(
+            registry,
+            "headrace_stale_files",
+            "1: the file (keys, tls) cannot be read, and what it held before is in force",
+            ["file"],
+        )
+
+    def show_accounts(self, accounts: Accounts) -> None:
+        """From now on."""
+        self._registry.register(_ByKey(accounts))
+
+
+class _ByKey(Collector):
+    """Of the keys that their file names at the scrape: as many series, and no more."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+
+    def describe(self) -> Iterator[Metric]:
+        """So that a second one of the same name is refused."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "headrace_key_requests", "Requests let in, by the name of their key", None, ["key"]
+        )
+        running = GaugeMetricFamily("headrace_key_running_requests", "Those between arrival and end", None, ["key"])
+        tokens = CounterMetricFamily(
+            "headrace_key_tokens", "Tokens of requests that ended: prompt, output", None, ["key", "kind"]
+        )
+        refused = CounterMetricFamily(
+            "headrace_key_refused_requests",
+            "Requests refused with 429 for what their key has: requests and tokens (a minute), concurrency, share (of "
+            "what all keys have together)",
+            None,
+            ["key", "reason"],
+        )
+        for name, account in self._accounts.by_name.items():
+            requests.add_metric([name], account.requests)
+            running.add_metric([name], account.running)
+            tokens.add_metric([name, "prompt"], account.prompt_tokens)
+            tokens.add_metric([name, "output"], account.output_tokens)
+            for reason, count in account.refused.items():
+                refused.add_metric([name, reason], count)
+        yield from (requests, running, tokens, refused)

@@ -4,6 +4,9 @@
     replies   one JSON object a message          a whole answer, or one chunk a message with `stream: true`
     last      header Headrace-Last: true         a failure also has Headrace-Status: its HTTP status
 
+Where keys are asked for, the request shows its own in the header Authorization, as over HTTP, and the last message says
+what is left of its limits. A request may name itself in X-Request-Id, and the last message does.
+
 A client that vanishes is noticed by its inbox, as inboxes.py says; a stream that has nothing to say meanwhile asks by
 chunks without text. A request without `stream` has one message to send and nothing to ask with (its deadline ends it),
 unless it carries the header Headrace-Probe: then empty messages may come before its answer.
@@ -14,15 +17,20 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from msgspec import Struct
+
 from services.frontend import deadline
+from services.frontend.access import HEADER, Access
+from services.frontend.accounts import Account
 from services.frontend.error_object import failure_of
-from services.frontend.exchange import Exchange, Operation, request_id
+from services.frontend.exchange import Exchange, Operation, RequestId, request_id
+from services.frontend.gate import REQUEST_ID_HEADER
 from services.frontend.http import CLIENT_GONE
 from services.frontend.inboxes import Gone, Inbox, Inboxes
 from services.frontend.metrics import Metrics
 from services.frontend.service import Frontend
 from shared import subjects
-from shared.errors import BusDown, HeadraceError, ProtocolError, Unavailable
+from shared.errors import BusDown, HeadraceError, InvalidRequest, ProtocolError, Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import JSON_HEADER
 from shared.messaging import LAST_HEADER, Message, Subscription
@@ -38,14 +46,31 @@ _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
 _log = logging.getLogger(__name__)
 
 
+class _Asked(Struct, frozen=True):
+    """One request."""
+
+    message: Message
+    named: RequestId
+    account: Account | None
+    """None: no key is asked for, or it has shown none."""
+
+    def last(self) -> dict[str, str]:
+        """The headers of the last message."""
+        left = {} if self.account is None else self.account.headers(asyncio.get_running_loop().time())
+        return {**_LAST, REQUEST_ID_HEADER: self.named.shown, **left}
+
+
 class NatsDoor:
     """Answers on the clients' subjects."""
 
-    def __init__(self, runtime: Runtime, exchange: Exchange, frontend: Frontend, metrics: Metrics) -> None:
+    def __init__(
+        self, runtime: Runtime, exchange: Exchange, frontend: Frontend, metrics: Metrics, access: Access
+    ) -> None:
         self._runtime = runtime
         self._exchange = exchange
         self._frontend = frontend
         self._metrics = metrics
+        self._access = access
         self._publish = runtime.bus.publish
         self._inboxes = Inboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
@@ -55,10 +80,10 @@ class NatsDoor:
         self._runtime.tasks.create_task(self._inboxes.run(), name="ask whether NATS clients listen")
 
         async def chat(message: Message) -> None:
-            self._begin("chat", message)
+            await self._begin("chat", message)
 
         async def completions(message: Message) -> None:
-            self._begin("completions", message)
+            await self._begin("completions", message)
 
         for operation, receive in (("chat", chat), ("completions", completions), ("models", self._models)):
             subject = subjects.client(self._runtime.namespace, operation)
@@ -68,14 +93,24 @@ class NatsDoor:
         """No new requests; those that run go on."""
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
 
-    def _begin(self, operation: Operation, message: Message) -> None:
-        if not self._answerable(message):
-            return
-        self._runtime.tasks.create_task(self._serve(operation, message), name=f"nats {operation}")
+    async def _begin(self, operation: Operation, message: Message) -> None:
+        if (asked := await self._asked(message)) is not None:
+            self._runtime.tasks.create_task(self._serve(operation, asked), name=f"nats {operation}")
 
     async def _models(self, message: Message) -> None:
-        if self._answerable(message):
-            await self._publish(message.reply, self._exchange.models(), headers=_LAST)
+        if (asked := await self._asked(message)) is not None:
+            await self._publish(message.reply, self._exchange.models(), headers=asked.last())
+
+    async def _asked(self, message: Message) -> _Asked | None:
+        """None: it is not to be answered, or was, that its key is not good."""
+        if not self._answerable(message):
+            return None
+        named = request_id(message.headers.get(REQUEST_ID_HEADER, ""))
+        try:
+            return _Asked(message, named, self._access.account(message.headers.get(HEADER)))
+        except InvalidRequest as wrong:
+            await self._fail(_Asked(message, named, None), wrong, tries=1)  # once: strangers leave nothing behind
+            return None
 
     def _answerable(self, message: Message) -> bool:
         """We may publish where a client may not: it must not make us say something to a service in its place."""
@@ -89,49 +124,50 @@ class NatsDoor:
         _log.warning("a request on %s has no inbox as its reply subject: %r", message.subject, message.reply)
         return False
 
-    async def _serve(self, operation: Operation, message: Message) -> None:
-        status = CLIENT_GONE
+    async def _serve(self, operation: Operation, asked: _Asked) -> None:
+        status, message = CLIENT_GONE, asked.message
         try:
             async with self._inboxes.served(message.reply) as inbox:
-                status = await self._answer(operation, message, inbox)
+                status = await self._answer(operation, asked, inbox)
         except Gone:
             self._metrics.disconnected.inc()
         except BusDown as why:
             _log.warning("an answer on %s is lost: %s", message.subject, why)
-            await self._fail(message, Unavailable("NATS was away, and a part of the answer may be lost"))
+            await self._fail(asked, Unavailable("NATS was away, and a part of the answer may be lost"))
         except asyncio.CancelledError:
-            await self._fail(message, Unavailable("this frontend has ended"), tries=1)
+            await self._fail(asked, Unavailable("this frontend has ended"), tries=1)
             raise
         finally:
             self._metrics.requests.labels(operation, str(status)).inc()
 
-    async def _answer(self, operation: Operation, message: Message, inbox: Inbox) -> int:
+    async def _answer(self, operation: Operation, asked: _Asked, inbox: Inbox) -> int:
         """The status it amounts to. Raises BusDown."""
+        message = asked.message
         if PROBE_HEADER in message.headers:
             inbox.nothing = b""
         try:
-            with self._frontend.admitted(len(message.payload)) as place:
+            with self._frontend.admitted(len(message.payload), asked.account) as place:
                 async with self._exchange.answer(
-                    *(operation, message.payload, request_id(), place),
+                    *(operation, message.payload, asked.named, place),
                     deadline_header=message.headers.get(deadline.HEADER),
                 ) as reply:
                     if not reply.streams:
-                        await inbox.send(await reply.whole(), _LAST)
+                        await inbox.send(await reply.whole(), asked.last())
                         return 200
                     if inbox.nothing is None:
                         inbox.nothing = reply.nothing()
                     async for chunk in reply.chunks():
-                        await inbox.send(chunk.payload, _LAST if chunk.last else JSON_HEADER)
+                        await inbox.send(chunk.payload, asked.last() if chunk.last else JSON_HEADER)
                     return 200
         except BusDown:
             raise
         except HeadraceError as error:
-            return await self._fail(message, error)
+            return await self._fail(asked, error)
 
-    async def _fail(self, message: Message, error: HeadraceError, tries: int = TRIES) -> int:
+    async def _fail(self, asked: _Asked, error: HeadraceError, tries: int = TRIES) -> int:
         """Its status. A client that listens is owed an end: it is told again and again, until NATS has it."""
-        wrong = failure_of(error)
-        headers = {**_LAST, STATUS_HEADER: str(wrong.status), **wrong.headers}
+        message, wrong = asked.message, failure_of(error)
+        headers = {**asked.last(), STATUS_HEADER: str(wrong.status), **wrong.headers}
         for left in reversed(range(tries)):
             connections = self._runtime.bus.connections
             try:

@@ -18,8 +18,10 @@ from functools import partial
 
 import msgspec
 
+from services.frontend.access import Access
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.exchange import Exchange
+from services.frontend.gate import Gate
 from services.frontend.http import HttpDoor
 from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
@@ -54,12 +56,16 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as pool:
         models = Models(runtime.directory, config.models, runtime.tasks, pool, partial(_parsers, config))
         requests = Frontend(runtime, config.limits, metrics)
+        access = Access(config.access, metrics)
         exchange = Exchange(requests, models, pool, metrics)
         port = Port(with_files(config.http), metrics)
-        http = HttpDoor(exchange, requests, metrics, config.http, port)
-        nats = NatsDoor(runtime, exchange, requests, metrics)
+        http = HttpDoor(exchange, requests, metrics, config.http, port, Gate(access, config.http))
+        nats = NatsDoor(runtime, exchange, requests, metrics, access)
         app = http.app()
-        add_routes(app, runtime.vitals, runtime.registry)
+        # Who has no key is told whether all is well; metrics, and why it is not, are [observe]'s.
+        add_routes(app, runtime.vitals, None if access.asks else runtime.registry)
+        await access.start(runtime.tasks)
+        await port.start(runtime.tasks)
         await requests.start()
         Readiness(runtime, models).start()
         await _informed(runtime, models)

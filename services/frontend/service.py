@@ -15,6 +15,7 @@ from typing import assert_never
 
 import msgspec
 
+from services.frontend.accounts import Account
 from services.frontend.admission import Admission, Place
 from services.frontend.answers import CachedTokensByTier
 from services.frontend.config import LimitsConfig
@@ -48,7 +49,7 @@ from services.frontend.watch import Watch
 from services.frontend.withdrawals import Withdrawals
 from shared import subjects
 from shared.complaint import Complaint
-from shared.errors import Unavailable
+from shared.errors import RateLimited, Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled
 from shared.messaging import Message
@@ -88,23 +89,33 @@ class Frontend:
         runtime.tasks.create_task(self._outbox.run(), name="outbox")
 
     @contextmanager
-    def arriving(self) -> Iterator[Place]:
-        """A request whose body is on its way. Raises Overloaded, or Unavailable once this process is about to end."""
-        place = self.admission.enter()
+    def arriving(self, account: Account | None = None) -> Iterator[Place]:
+        """A request whose body is on its way, and whose it is, where keys are asked for. Raises Overloaded, or
+        Unavailable once this process is about to end."""
+        clock = asyncio.get_running_loop().time
+        place = self.admission.enter(account)
+        if account is not None:
+            try:
+                account.enter(clock())
+            except RateLimited:
+                self.admission.leave(place)
+                raise
         self._metrics.inflight.inc()
         self._idle.clear()
         try:
             yield place
         finally:
             self.admission.leave(place)
+            if account is not None:
+                account.leave(place.spent, clock())
             self._metrics.inflight.dec()
             if not self.admission.places:
                 self._idle.set()
 
     @contextmanager
-    def admitted(self, body_bytes: int) -> Iterator[Place]:
+    def admitted(self, body_bytes: int, account: Account | None = None) -> Iterator[Place]:
         """A request whose body is there. Raises as `arriving` does."""
-        with self.arriving() as place:
+        with self.arriving(account) as place:
             place.grow(body_bytes)
             place.begin()
             yield place

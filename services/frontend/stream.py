@@ -114,6 +114,11 @@ class Stream:
                 await self._wake.wait()
 
     @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self._error is not None
+
+    @property
     def usage(self) -> Usage:
         """Tokens counted so far; a stop string's own tokens count, what came behind it does not."""
         produced = self._output.counted if self._stopped else len(self.session.tokens)

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
-from services.frontend.config import FrontendConfig, HttpConfig, LimitsConfig
+from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
 from services.frontend.serve import frontend
 from services.frontend.tools.formats import FormatName
 from shared import subjects
@@ -320,7 +320,7 @@ class World:
 
     async def ready(self, model: str = MODEL) -> None:
         """Until the frontend would serve `model`."""
-        await self.until("/health", lambda health: health["ready"] and model in health["models"])
+        await self.until("/health", lambda health: health["ready"] and model in health.get("models", (model,)))
 
     async def counted(self, name: str, value: float) -> None:
         """Until a metric without labels has that value; each look is a turn of the frontend's loop."""
@@ -340,6 +340,7 @@ async def world(
     tool_parser: dict[str, FormatName | Literal["auto", "none"]] | None = None,
     limits: LimitsConfig | None = None,
     http: HttpConfig | None = None,
+    access: AccessConfig | None = None,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
     `more` is in the address book from the start."""
@@ -357,6 +358,7 @@ async def world(
         namespace=NAMESPACE,
         tool_parser=tool_parser or {},
         http=msgspec.structs.replace(http or HttpConfig(), port=0),
+        access=access or AccessConfig(),
         limits=limits or LimitsConfig(drain_s=0.0, deadline_s=60.0),
     )
     async with _tasks() as tasks:
@@ -408,10 +410,10 @@ async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 @asynccontextmanager
-async def clients(w: World) -> AsyncIterator[tuple[AsyncOpenAI, aiohttp.ClientSession]]:
-    """The official client and a bare one."""
+async def clients(w: World, key: str = "none") -> AsyncIterator[tuple[AsyncOpenAI, aiohttp.ClientSession]]:
+    """The official client, with that API key, and a bare one."""
     async with AsyncExitStack() as stack:
-        openai = AsyncOpenAI(base_url=f"{w.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        openai = AsyncOpenAI(base_url=f"{w.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S)
         await stack.enter_async_context(openai)
         session = aiohttp.ClientSession(w.url, timeout=aiohttp.ClientTimeout(DEADLINE_S))
         yield openai, await stack.enter_async_context(session)

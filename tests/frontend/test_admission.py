@@ -6,8 +6,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from services.frontend.accounts import Account
 from services.frontend.admission import Admission, Place
 from services.frontend.config import LimitsConfig
+from services.frontend.keys import KeyEntry
 from shared.errors import Overloaded, Unavailable
 
 LIMITS = LimitsConfig(requests=3, body_bytes=100, tokenising_bytes=50, tokens=1000)
@@ -18,8 +20,12 @@ def admission(refused: Counter[str] | None = None, limits: LimitsConfig = LIMITS
     return Admission(limits, lambda bound: counts.update([bound]))
 
 
-def begun(to: Admission, body_bytes: int = 0) -> Place:
-    place = to.enter()
+def key(name: str) -> Account:
+    return Account(name, KeyEntry("0" * 64), 0.0)
+
+
+def begun(to: Admission, body_bytes: int = 0, account: Account | None = None) -> Place:
+    place = to.enter(account)
     place.grow(body_bytes)
     place.begin()
     return place
@@ -96,12 +102,71 @@ def test_once_closed_nobody_enters_and_who_is_there_goes_on() -> None:
     there.weigh(5)
 
 
+@pytest.mark.parametrize("others", [1, 5])
+def test_a_key_that_takes_all_it_can_get_keeps_no_other_key_out(others: int) -> None:
+    refused: Counter[str] = Counter()
+    shared = admission(refused, LimitsConfig(requests=90, tokens=9000))
+    greedy = key("greedy")
+    places = [begun(shared, account=greedy) for _ in range(80)]
+    with pytest.raises(Overloaded, match=r"the key greedy has its share of limits\.requests: 80 of 90"):
+        begun(shared, account=greedy)
+    assert greedy.refused["share"] == 1
+    assert refused == {"requests": 1}
+    for number in range(others):
+        begun(shared, account=key(f"other {number}"))
+    with pytest.raises(Overloaded):
+        begun(shared, account=greedy)
+    begun(shared, account=key("other 0"))
+    for place in places[:20]:
+        shared.leave(place)
+    begun(shared, account=greedy)
+    shared.validate()
+
+
+def test_no_bound_is_one_keys_alone() -> None:
+    limits = LimitsConfig(requests=100, body_bytes=900, tokenising_bytes=90, tokens=9000)
+    for bound in ("body_bytes", "tokenising_bytes", "tokens"):
+        refused: Counter[str] = Counter()
+        shared, greedy = admission(refused, limits), key("greedy")
+        for _ in range(80 if bound != "tokenising_bytes" else 8):
+            take(shared, bound, greedy)
+        with pytest.raises(Overloaded, match=f"the key greedy has its share of limits.{bound}"):
+            take(shared, bound, greedy)
+        take(shared, bound, key("other"))
+        assert refused == {bound: 1}
+
+
+def take(of: Admission, bound: str, account: Account) -> None:
+    """A hundredth or so of what the bound allows, a tenth of bytes to be tokenised."""
+    place = of.enter(account)
+    place.grow(10 if bound != "tokens" else 0)
+    if bound != "body_bytes":
+        place.begin()
+    if bound == "tokens":
+        place.weigh(100)
+
+
+def test_a_keys_first_request_is_asked_only_whether_it_fits_however_large() -> None:
+    shared = admission(limits=LimitsConfig(requests=2, body_bytes=100, tokens=1000))
+    begun(shared, account=key("a")).weigh(10)
+    begun(shared, body_bytes=100, account=key("b")).weigh(990)
+
+
+def test_a_large_body_of_one_key_is_not_refused_halfway_because_of_its_own_first_half() -> None:
+    shared = admission(limits=LimitsConfig(body_bytes=100))
+    large, small = shared.enter(key("a")), shared.enter(key("b"))
+    small.grow(1)
+    for _ in range(9):
+        large.grow(11)
+
+
 class AdmissionMachine(RuleBasedStateMachine):
-    """Requests at every stage, of any size."""
+    """Requests at every stage, of any size, without a key or with one of two."""
 
     def __init__(self) -> None:
         super().__init__()
         self.admission = admission()
+        self.accounts = [None, key("a"), key("b")]
 
     def some(self, at: int, *, begun: bool, tokenising: bool = False) -> Place | None:
         those = [one for one in self.admission.places if (one.begun, one.tokenising) == (begun, tokenising)]
@@ -115,10 +180,15 @@ class AdmissionMachine(RuleBasedStateMachine):
         except Overloaded:
             self.admission.leave(place)
 
-    @rule()
-    def enter(self) -> None:
-        if self.admission.begun < LIMITS.requests and len(self.admission.places) < 8:
-            self.admission.enter()
+    @rule(at=st.integers(0, 2))
+    def enter(self, at: int) -> None:
+        if self.admission.all["requests"] < LIMITS.requests and len(self.admission.places) < 8:
+            account = self.accounts[at]
+            try:
+                self.admission.enter(account)
+            except Overloaded:
+                assert account is not None
+                assert self.admission.by_key[account.name]["requests"], "its first is asked only whether it fits"
 
     @rule(at=st.integers(0, 7), size=st.integers(0, 120))
     def grow(self, at: int, size: int) -> None:

@@ -1,0 +1,35 @@
+"""`headrace key new NAME`: an API key, and its line for the file that `access.keys_file` names (docs/access.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+
+from shared.errors import ConfigError
+
+PREFIX = "hr-"
+"""By which scanners for secrets, and people, know one."""
+KEY_BYTES = 32
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+"""As the frontend reads it."""
+
+
+def new(name: str, limits: dict[str, int | None]) -> None:
+    """Make one and print both. Raises ConfigError."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name}: a name is 1 to 64 of a-z, 0-9, - and _, and begins with a letter or digit")
+    for limit, value in limits.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{limit.replace('_', '-')} is at least 1")
+    key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    print(f"The key of {name}, shown this once:\n\n    {key}\n")
+    print(f"For the frontends' access.keys_file:\n\n{line(name, key, limits)}")
+
+
+def line(name: str, key: str, limits: dict[str, int | None]) -> str:
+    """What the file says of it."""
+    said = [f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"']
+    said += [f"{limit} = {value}" for limit, value in limits.items() if value is not None]
+    return f"{name} = {{ {', '.join(said)} }}"

@@ -1,0 +1,93 @@
+"""What every answer at the HTTP door says, and what browsers are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from services.frontend.config import AccessConfig, HttpConfig
+from tests.frontend.peers import DEADLINE_S, MODEL, clients, world
+
+BODY = {"model": MODEL, "prompt": "x"}
+PAGE = "https://chat.example.org"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+async def test_no_answer_is_kept_or_guessed_at_or_tells_what_server_this_is(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("x")
+        for method, path, body in (
+            ("POST", "/v1/completions", json.dumps(BODY)),
+            ("POST", "/v1/completions", json.dumps({**BODY, "stream": True})),
+            ("POST", "/v1/completions", "{"),
+            ("GET", "/v1/models", ""),
+            ("GET", "/v1/models/nobody", ""),
+            ("GET", "/nothing", ""),
+            ("GET", "/health", ""),
+        ):
+            async with http.request(method, path, data=body) as response:
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+                assert response.headers.getall("Cache-Control") == ["no-store"]
+                assert "Server" not in response.headers
+                assert not [name for name in response.headers if name.startswith("Access-Control")]
+
+
+@pytest.mark.parametrize("sent", [b"no HTTP at all\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n"])
+async def test_who_speaks_no_http_is_told_so_in_openais_shape_and_not_by_whom(directory: Path, sent: bytes) -> None:
+    async with world(directory) as w, asyncio.timeout(DEADLINE_S):
+        url = urlsplit(w.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert b" 400 " in head.splitlines()[0]
+        assert b"server:" not in head.lower()
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_page_of_an_origin_that_is_set_may_ask_and_read(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("")
+    access = AccessConfig(keys_file=str(tmp_path / "keys"))
+    async with world(directory, http=HttpConfig(cors_origins=(PAGE,)), access=access) as w, clients(w) as (_, http):
+        async with http.options("/v1/chat/completions", headers=PREFLIGHT) as response:
+            assert response.status == 204, "no key is needed to ask what may be asked"
+            assert response.headers["Access-Control-Allow-Origin"] == PAGE
+            assert response.headers["Access-Control-Allow-Methods"] == "GET, POST"
+            assert response.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+            assert response.headers["Vary"] == "Origin"
+            assert "Access-Control-Allow-Credentials" not in response.headers
+        async with http.options("/v1/models", headers={**PREFLIGHT, "Origin": "https://evil.example"}) as response:
+            assert response.status == 403
+            assert "Access-Control-Allow-Origin" not in response.headers
+        async with http.get("/v1/models", headers={"Origin": PAGE}) as response:
+            assert (response.status, response.headers["Access-Control-Allow-Origin"]) == (401, PAGE)
+        async with http.get("/v1/models", headers={"Origin": "https://evil.example"}) as response:
+            assert "Access-Control-Allow-Origin" not in response.headers
+            assert response.headers["Vary"] == "Origin"
+
+
+async def test_streams_may_be_read_by_pages_too(directory: Path) -> None:
+    async with world(directory, http=HttpConfig(cors_origins=("*",))) as w, clients(w) as (_, http):
+        w.say("x")
+        async with http.post("/v1/completions", json={**BODY, "stream": True}, headers={"Origin": PAGE}) as response:
+            assert response.headers["Access-Control-Allow-Origin"] == "*"
+            assert "X-Request-Id" in response.headers["Access-Control-Expose-Headers"]
+            await response.read()
+
+
+async def test_where_no_origin_is_set_options_is_refused_as_any_method_that_is_not_there(directory: Path) -> None:
+    async with (
+        world(directory) as w,
+        clients(w) as (_, http),
+        http.options("/v1/chat/completions", headers=PREFLIGHT) as response,
+    ):
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert not [name for name in response.headers if name.startswith("Access-Control")]
