@@ -99,7 +99,7 @@ async def test_a_worker_killed_among_copies_leaves_right_bytes_and_no_slot_is_lo
                     assert (await wire.ask("second", each)).tokens == (await wire.ask("alone", each)).tokens
             assert machine.process("second").metric("headrace_kvbm_copied_blocks_total", outcome="loaded") > 0
             await wire.nothing_held()
-            await _every_slot_is_free_or_ready(machine, slots - 1)
+            await _every_slot_is_free_or_ready(wire)
 
 
 async def _copying(wire: Wire, tickets: str) -> dict[str, int]:
@@ -112,14 +112,15 @@ async def _copying(wire: Wire, tickets: str) -> dict[str, int]:
     return await eventually(seen, "blocks are copied", pause_s=0)
 
 
-async def _every_slot_is_free_or_ready(machine: Machine, slots: int) -> None:
-    """Until the kvbm shows so; a pool has at least as many slots."""
-    kvbm = machine.process("kvbm")
+async def _every_slot_is_free_or_ready(wire: Wire) -> None:
+    """Until the kvbm shows so."""
+    kvbm = wire.machine.process("kvbm")
+    layout = await wire.until_state(lambda _: True, "it answers")
 
     async def seen() -> bool:
         states = ("free", "ready", "writing", "loading", "quarantined", "held")
         free, ready, *others = [kvbm.metric("headrace_kvbm_slots", state=state) for state in states]
-        return free + ready >= slots and not any(others)
+        return free + ready == layout.host.capacity_blocks and not any(others)
 
     await eventually(seen, "every slot of the pool is free or has a block")
 

@@ -17,8 +17,7 @@ from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from shared.errors import ModelError
 
 CUDA_ERRORS: tuple[type[Exception], ...] = (cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError)
-_NO_ROOM: tuple[type[Exception], ...] = (*CUDA_ERRORS, DeviceMemoryExhausted)
-_FAILURES: tuple[type[Exception], ...] = (*_NO_ROOM, DeviceFailed)
+_FAILURES: tuple[type[Exception], ...] = (*CUDA_ERRORS, DeviceMemoryExhausted, DeviceFailed)
 
 
 @contextmanager
@@ -26,13 +25,20 @@ def naming_no_room(model: str, what: str) -> Iterator[None]:
     """Raises ModelError where the device has no room for `what`."""
     try:
         yield
-    except _NO_ROOM as wrong:
-        if not isinstance(wrong, DeviceMemoryExhausted) and getattr(wrong, "status", None) != OUT_OF_MEMORY:
+    except _FAILURES as wrong:
+        if not _says_no_room(wrong):
             raise
         raise ModelError(
             f"{model}: the GPU has no room for {what}: {wrong}; lower cuda.memory_share or capacity_bytes, free the"
             " GPU, or serve a smaller model"
         ) from wrong
+
+
+def _says_no_room(wrong: Exception) -> bool:
+    """A DeviceFailed is CUDA's error in our words."""
+    if isinstance(wrong, DeviceMemoryExhausted):
+        return True
+    return any(getattr(each, "status", None) == OUT_OF_MEMORY for each in (wrong, wrong.__cause__))
 
 
 @contextmanager

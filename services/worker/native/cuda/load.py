@@ -30,7 +30,8 @@ def load_cuda(settings: EngineConfig) -> LoadRunner:
 
     def load(progress: Callable[[Loading], None]) -> CudaRunner:
         cuda, source = settings.cuda, Path(settings.model)
-        use_gpu(cuda.gpu)
+        with naming_no_room(settings.model, "CUDA itself"):
+            use_gpu(cuda.gpu)
         # float32 weights are the CPU engine's own, so that both name and exchange blocks alike.
         directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
         config = read_config(directory)
