@@ -61,8 +61,10 @@ class Batch(Struct):
     def land(self, landed: Landed, now_s: float) -> None:
         """The oldest group that was taken and has not landed; not an empty one."""
         self.good.extend(landed.good)
-        self.paths.update(landed.paths)
-        self.fallbacks.update(landed.fallbacks)
+        for path, blocks in landed.paths.items():  # Counter.update costs a group 0.6 µs more
+            self.paths[path] += blocks
+        for reason, blocks in landed.fallbacks.items():
+            self.fallbacks[reason] += blocks
         self.differing += landed.differing
         self.ended_s = now_s
 
