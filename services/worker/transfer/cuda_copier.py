@@ -149,7 +149,8 @@ class CudaCopier:
     def statistics(self) -> CopierStatistics:
         saves, loads = self.directions[False], self.directions[True]
         refused = self._pinned.refused if self._pinned is not None else 0
-        fallbacks = saves.fallbacks.blocks + loads.fallbacks.blocks
+        fallbacks = Counter(dict(saves.fallbacks.blocks))  # in one go, as its thread may be counting
+        fallbacks.update(dict(loads.fallbacks.blocks))
         return CopierStatistics(dict(saves.blocks), dict(loads.blocks), dict(fallbacks), refused)
 
     def close(self) -> None:
