@@ -29,6 +29,7 @@ _PREFILL_TILE = 64
 class Kernels:
     """The kernels of one model's shape; what each does is said in its source."""
 
+    fetch: Kernel
     embed: Kernel
     rms_norm: Kernel
     swiglu: Kernel
@@ -85,6 +86,7 @@ def _compiled(config: ModelConfig, element_type: ElementType, block_size: int) -
     if prefill is not None:
         prefill.max_dynamic_shared_size_bytes = prefill_shared_bytes
     return Kernels(
+        fetch=rows.get_function("fetch"),
         embed=rows.get_function("embed"),
         rms_norm=rows.get_function("rms_norm"),
         swiglu=rows.get_function("swiglu"),

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
-from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import CudaConfig
 from services.worker.engine import Drawn, Ready, Work
@@ -31,7 +30,7 @@ from services.worker.native.cuda.graph_rows import graph_rows
 from services.worker.native.cuda.graphs import Graphs
 from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
 from services.worker.native.cuda.layout import Layout, most_ints
-from services.worker.native.cuda.pinned import pinned
+from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.cuda.weights import DTYPES, CudaWeights
 from services.worker.native.linear import Array
 from services.worker.transfer.block_shape import BlockShape
@@ -40,6 +39,8 @@ from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.mover import TransferMover
 from shared.errors import ModelError
 from shared.messages import KvLayout
+
+_FETCH_BLOCKS, _FETCH_THREADS = 64, 256
 
 _log = logging.getLogger(__name__)
 
@@ -99,13 +100,13 @@ class CudaRunner:
             with naming_no_room(model, f"steps of {limits.rows} tokens"):
                 self._buffers = Buffers.reserved(config, limits, element_type)
                 self._staged_ints = pinned(limits.ints, np.int32)
-                self._staged_at: int = self._staged_ints.ctypes.data
+                self._staged_at = address(self._staged_ints)
                 self._ints_left = cp.cuda.Event(disable_timing=True)
                 """The staged integers may be written again."""
-                kernels = compile_kernels(config, element_type, block_size)
+                self._kernels = compile_kernels(config, element_type, block_size)
                 self._blas = Blas(element_type, self.stream)
-                self._decoder = CudaDecoder(config, weights, self.pages, kernels, self._blas, self._buffers)
-                self._drawing = Drawing(kernels, self.stream, limits.drawing, settings)
+                self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, self._buffers)
+                self._drawing = Drawing(self._kernels, self.stream, limits.drawing, settings)
             with naming_no_room(model, "graphs"):
                 self._graphs = Graphs(
                     self._decoder,
@@ -144,8 +145,11 @@ class CudaRunner:
         self._ints_left.synchronize()
         self._staged_ints[: len(ints)] = ints
         with self.stream:
-            on_device = self._buffers.ints.data.ptr
-            runtime.memcpyAsync(on_device, self._staged_at, ints.nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+            # By a kernel: a copy would wait behind those of blocks that come from the pool.
+            fours = -(-len(ints) // 4)
+            blocks = min(_FETCH_BLOCKS, -(-fours // _FETCH_THREADS))
+            arguments = (self._buffers.ints, self._staged_at, np.int32(fours))
+            self._kernels.fetch((blocks,), (_FETCH_THREADS,), arguments)
             self._ints_left.record(self.stream)
             if padded_rows:
                 return self._graphs.launch(padded_rows)[: len(works)]
@@ -180,6 +184,6 @@ def step_limits(context_length: int, block_size: int, *, max_running: int, max_r
     return StepLimits(
         rows=rows,
         drawing=max_running,
-        ints=most_ints(rows, max_running, -(-context_length // block_size), PREFILL_ROWS),
+        ints=-(-most_ints(rows, max_running, -(-context_length // block_size), PREFILL_ROWS) // 4) * 4,
         positions=context_length,
     )

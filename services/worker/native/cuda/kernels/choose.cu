@@ -16,12 +16,14 @@ __device__ double uniform(unsigned long long seed, unsigned long long draw) {  /
   return (double)(((unsigned long long)c0 << 21) | (c1 >> 11)) * 0x1p-53;
 }
 
-// coldness: 1 / temperature, or 0 for the greatest (the lowest id of equal ones).
+// coldness: 1 / temperature, or 0 for the greatest (the lowest id of equal ones). All but the logits may lie in the host's
+// memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
     choose(int* drawn, const float* logits, const float* coldness, const unsigned long long* seeds,
            const unsigned long long* draws, int vocab) {
   const float* row = logits + (long long)blockIdx.x * vocab;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const float cold = coldness[blockIdx.x];  // read at once: it comes from far
   __shared__ float tops[WARP];
   __shared__ int ids[WARP];
   float top = -INFINITY;
@@ -44,7 +46,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       top = tops[lane], id = ids[lane];
     }
   }
-  const float cold = coldness[blockIdx.x];
   if (broken || cold == 0) {
     if (threadIdx.x == 0) drawn[blockIdx.x] = broken ? -1 : id;
     return;

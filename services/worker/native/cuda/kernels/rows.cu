@@ -1,6 +1,11 @@
 // What is done to each row of a step by itself, between the matrix products.
 #include "elements.cuh"
 
+// to (count, 4) = from, which lies in the host's memory.
+extern "C" __global__ void fetch(int4* to, const int4* from, int count) {
+  for (int at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += gridDim.x * blockDim.x) to[at] = from[at];
+}
+
 // hidden (rows, width) float32 = embedding[tokens].
 extern "C" __global__ void embed(float* hidden, const ELEMENT* embedding, const int* tokens, int width) {
   const ELEMENT* from = embedding + (long long)tokens[blockIdx.x] * width;
