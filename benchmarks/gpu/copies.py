@@ -241,7 +241,8 @@ def _shape(
 
 def _copied(copier: CudaCopier, saves: Sequence[Copy], loads: Sequence[Copy]) -> None:
     """In groups, as a mover's lane hands them over: DEPTH of them at a time. Of one direction."""
-    copies, under_way = saves or loads, deque[InFlight]()
+    copies = saves or loads
+    under_way: deque[InFlight] = deque()
     for first in range(0, len(copies), copier.group_blocks):
         if len(under_way) == DEPTH:
             under_way.popleft().wait()
