@@ -144,6 +144,19 @@ def test_prometheus_asks_every_service_of_ours() -> None:
     assert scraped == OURS.keys()
 
 
+def test_keys_are_a_secret_of_the_frontend_alone_and_where_it_looks_for_them() -> None:
+    overlay = read("compose.keys.yaml")
+    assert overlay["services"].keys() == {"frontend"}
+    frontend = overlay["services"]["frontend"]
+    environment = BASE["frontend"]["environment"] | frontend["environment"]
+    config = load(FrontendConfig, file=HERE / "frontend.toml", environ=texts(environment))
+    [secret] = frontend["secrets"]
+    assert config.access.keys_file == f"/run/secrets/{secret}"
+    assert overlay["secrets"] == {secret: {"file": f"./{secret}"}}
+    for ignored in (".gitignore", ".dockerignore"):
+        assert f"deploy/compose/{secret}" in (HERE.parents[1] / ignored).read_text(encoding="utf-8").splitlines()
+
+
 def test_services_hide_their_inboxes_from_clients() -> None:
     for name in OURS:
         nats = tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8"))["nats"]
@@ -214,10 +227,9 @@ def test_a_gpus_image_has_the_packages_that_the_lock_for_gpus_names() -> None:
     assert GPU["worker"]["image"] != BASE["worker"]["image"]
 
 
-def test_the_pool_beside_gpus_has_room_and_is_pinned() -> None:
+def test_the_pool_beside_gpus_has_room_and_lies_in_memory() -> None:
     overlay = read("compose.gpu.yaml")["volumes"]["pool"]["driver_opts"]
     options = pool_options(overlay)
     assert options | {"size": ""} == pool_options() | {"size": ""}
     kvbm = load(KvbmConfig, file=HERE / "kvbm.toml", environ=texts(on_a_gpu("kvbm")["environment"]))
     assert 16 << 20 <= (int(options["size"][:-1]) << 20) - kvbm.pool.size_bytes <= 256 << 20
-    assert GPU["worker"]["ulimits"]["memlock"] == -1
