@@ -65,6 +65,7 @@ CONTEXT = 1 << 20
 MAX_TOKENS = 8192
 """More than any measurement takes; the frontend admits requests by it."""
 TEXT = "The headrace carries the river's water to the wheel, and every drop of it turns the wheel once more. Voilà! "
+MANY = 10**9
 START_LIMIT_S = 60.0
 
 
@@ -176,6 +177,8 @@ class Frontend(Struct, frozen=True):
 
     pid: int
     port: int
+    key: str = ""
+    """That it asks for; empty: none."""
 
 
 class Cpu(Struct, frozen=True):
@@ -201,20 +204,22 @@ def rss_bytes(pid: int) -> int:
 async def connect_clients(frontend: Frontend, count: int, prompt_tokens: int) -> list[Client]:
     """Streams that have begun to ask."""
     loop = asyncio.get_running_loop()
+    shown = f"Authorization: Bearer {frontend.key}\r\n" if frontend.key else ""
     clients: list[Client] = []
     for number in range(count):
         content = f"{number:08d}" + "x" * (prompt_tokens - 8)
         asked = {"model": MODEL, "messages": [{"role": "user", "content": content}], "stream": True}
         body = json.dumps({**asked, "max_tokens": MAX_TOKENS}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        _, client = await loop.create_connection(partial(Client, head + body), "127.0.0.1", frontend.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{shown}Content-Length: {len(body)}\r\n\r\n"
+        _, client = await loop.create_connection(partial(Client, head.encode() + body), "127.0.0.1", frontend.port)
         clients.append(client)
     return clients
 
 
 @asynccontextmanager
-async def stack() -> AsyncIterator[tuple[Frontend, Peers]]:
-    """Everything up, and the frontend ready; it has a core to itself where there are two."""
+async def stack(key: str = "") -> AsyncIterator[tuple[Frontend, Peers]]:
+    """Everything up, and the frontend ready; it has a core to itself where there are two. It asks for `key`, and has
+    limits for it that nobody reaches."""
     with tempfile.TemporaryDirectory() as folder:
         discovered = Path(folder) / "discovery"
         discovered.mkdir()
@@ -226,7 +231,14 @@ async def stack() -> AsyncIterator[tuple[Frontend, Peers]]:
             discovery = FileDiscovery(discovered)
             peers = Peers(bus, directory)
             await peers.start(discovery)
-            async with _process(server.url, discovered) as frontend:
+            keys = Path(folder) / "keys.toml"
+            if key:
+                digest = hashlib.sha256(key.encode()).hexdigest()
+                limits = f"requests_per_minute = {MANY}, tokens_per_minute = {MANY}, concurrency = {MANY}"
+                keys.write_text(f'bench = {{ sha256 = "{digest}", {limits} }}\n', encoding="utf-8")
+            asks = ["--access-keys-file", str(keys)] if key else []
+            async with _process(server.url, discovered, asks) as (pid, port):
+                frontend = Frontend(pid, port, key)
                 yield frontend, peers
             await discovery.close()
             await bus.drain()
@@ -235,12 +247,14 @@ async def stack() -> AsyncIterator[tuple[Frontend, Peers]]:
 
 
 @asynccontextmanager
-async def _process(nats_url: str, discovered: Path) -> AsyncIterator[Frontend]:
+async def _process(nats_url: str, discovered: Path, more: list[str]) -> AsyncIterator[tuple[int, int]]:
+    """Its PID and its port."""
     port = free_port()
     flags = [
         *("--namespace", NAMESPACE, "--nats-url", nats_url, "--observe-log-level", "warning", "--http-port", str(port)),
         *("--discovery-backend", "file", "--discovery-path", str(discovered), "--limits-drain-s", "0.1"),
         *("--limits-requests", "8192"),
+        *more,
     ]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.frontend", *flags), env=environment(), cwd=ROOT
@@ -251,7 +265,7 @@ async def _process(nats_url: str, discovered: Path) -> AsyncIterator[Frontend]:
         async with asyncio.timeout(START_LIMIT_S):
             while not await asyncio.to_thread(_ready, port):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        yield Frontend(process.pid, port)
+        yield process.pid, port
     finally:
         if process.returncode is None:
             process.terminate()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import signal
+import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import aiohttp
 import nats
+import pytest
 from tokenizers import Tokenizer
 
 from shared import subjects
@@ -23,17 +26,18 @@ from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedRouter, ScriptedWork
 from tests.servers import free_port
 
 NAMESPACE = "test"
+CERTIFICATES = Path(__file__).parent / "certificates"
 
 
 @asynccontextmanager
 async def process(
-    tmp_path: Path, nats_url: str, more: str = ""
+    tmp_path: Path, nats_url: str, more: str = "", http: str = ""
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A frontend process and its base URL; `more` is TOML."""
+    """A frontend process and its base URL; `more` is TOML, and `http` is of that table."""
     port = free_port()
     config = tmp_path / "frontend.toml"
     config.write_text(
-        f'namespace = "{NAMESPACE}"\n[nats]\nurl = "{nats_url}"\n[http]\nport = {port}\n'
+        f'namespace = "{NAMESPACE}"\n[nats]\nurl = "{nats_url}"\n[http]\nport = {port}\n{http}'
         f'[discovery]\nbackend = "file"\npath = "{tmp_path / "discovery"}"\n{more}'
     )
     running = await asyncio.create_subprocess_exec(
@@ -103,3 +107,61 @@ async def test_a_process_answers_over_http_and_to_a_plain_nats_client_and_drains
     await registration.close()
     await discovery.close()
     await bus.drain()
+
+
+async def test_a_process_asks_for_keys_over_tls_and_over_a_real_nats(
+    directory: Path, tmp_path: Path, nats_url: str
+) -> None:
+    bus = await connect(NatsConfig(url=nats_url), "peers")
+    router, worker = ScriptedRouter(bus, "r1", ["w1"]), ScriptedWorker(bus, "w1")
+    await router.start()
+    await worker.start()
+    worker.output = [5, 6, 2]
+    discovery = FileDiscovery(tmp_path / "discovery")
+    entries = instance_entry("router", "r1") | instance_entry("worker", "w1") | card_entry("w1", directory)
+    registration = await discovery.register(lambda _epoch: entries)
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"alice": {"sha256": hashlib.sha256(b"a key").hexdigest(), "concurrency": 1}}))
+    tls = f'tls_cert = "{CERTIFICATES / "one.pem"}"\ntls_key = "{CERTIFICATES / "one.key"}"\n'
+    trusting = ssl.create_default_context(cafile=str(CERTIFICATES / "one.pem"))
+    body = {"model": MODEL, "prompt": "hello"}
+    good, wrong = {"Authorization": "Bearer a key"}, {"Authorization": "Bearer another"}
+    async with (
+        asyncio.timeout(3 * DEADLINE_S),
+        process(tmp_path, nats_url, f'[access]\nkeys_file = "{keys}"\n', http=tls) as (running, url),
+        aiohttp.ClientSession(url.replace("http:", "https:"), connector=aiohttp.TCPConnector(ssl=trusting)) as http,
+    ):
+        await healthy(http)
+        for headers, status in ((good, 200), (wrong, 401), ({}, 401)):
+            async with http.post("/v1/completions", json=body, headers=headers) as response:
+                assert response.status == status
+        client = await nats.connect(nats_url)
+        for headers, refused in ((good, None), (wrong, "401")):
+            subject = subjects.client(NAMESPACE, "completions")
+            reply = await client.request(subject, json.dumps(body).encode(), timeout=DEADLINE_S, headers=headers)
+            assert reply.headers is not None
+            assert reply.headers.get("Headrace-Status") == refused
+            assert LAST_HEADER in reply.headers
+        await client.close()
+        running.send_signal(signal.SIGTERM)
+        assert await running.wait() == 0
+    await registration.close()
+    await discovery.close()
+    await bus.drain()
+
+
+@pytest.mark.parametrize(("file", "said"), [("", ""), ("alice = 1", "alice: Expected `object`, got `int`")])
+async def test_a_process_whose_keys_file_is_broken_at_the_start_ends_and_says_so(
+    tmp_path: Path, nats_url: str, capfd: pytest.CaptureFixture[str], file: str, said: str
+) -> None:
+    keys = tmp_path / "keys.toml"
+    if file:
+        keys.write_text(file)
+    async with (
+        asyncio.timeout(3 * DEADLINE_S),
+        process(tmp_path, nats_url, f'[access]\nkeys_file = "{keys}"\n') as (running, _),
+    ):
+        assert await running.wait() == 2
+    told = capfd.readouterr().err
+    assert f"access.keys_file {keys}" in told
+    assert (said or "No such file or directory") in told
