@@ -28,8 +28,9 @@ from tests.gpu.models import cuda_runner, smollm2  # noqa: E402
 BLOCKS = 16
 """Of each sequence."""
 OUTPUT = 48
-LOGIT_BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
-"""Of ‖difference‖ / ‖reference‖, each position's."""
+LOGIT_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+"""Of ‖difference‖ / ‖reference‖ over all positions. Half of it comes from rounding what goes into products (norms and
+SwiGLU), the rest from queries, keys, and values in a type of 8 or 11 bits."""
 
 
 class Answer(Struct):
@@ -94,40 +95,37 @@ def test_smollm2_computes_the_logits_of_transformers_in_float64(tmp_path: Path, 
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     directory = smollm2(tmp_path)
     tokens = [token for answer in ANSWERS for token in (*answer.prompt, *answer.output)]
+    ends = [*range(len(tokens) - 13 * 31, len(tokens), 13), len(tokens)]
 
-    def theirs(dtype: Any, *, rounded: bool) -> NDArray[np.float64]:
-        """With weights as they are stored, or as they are on our device: matrices rounded to the element type."""
+    def theirs(dtype: Any) -> NDArray[np.float64]:
+        """At `ends`, with matrices rounded to the element type, as they are on our device."""
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        if rounded:
-            for weight in model.parameters():
-                if weight.dim() == 2:
-                    weight.data = weight.data.to(getattr(torch, element_type)).float()
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.data = weight.data.to(getattr(torch, element_type)).float()
         model = model.to("cuda", dtype).eval()
         with torch.no_grad():
-            logits = model(torch.tensor([tokens], device="cuda")).logits[0].double().cpu().numpy()
-        return np.asarray(logits)
+            logits = model(torch.tensor([tokens], device="cuda")).logits[0]
+        return np.asarray(logits.double().cpu().numpy()[[end - 1 for end in ends]])
 
-    expected = theirs(torch.float64, rounded=True)
+    expected = theirs(torch.float64)
     runner = cuda_runner(directory, CudaConfig(dtype=element_type), capacity_blocks=64)
     slots = np.random.default_rng(2).permutation(64)[: -(-len(tokens) // 16)].tolist()
-    ends = [*range(40, len(tokens), 13), len(tokens)][-32:]
-    first = ends[0] - 1
     with runner.stream:
-        prefilled = [runner.logits([work(tokens[:first], slots)]).get()[0]]
-        prefilled.append(runner.logits([work(tokens, slots, start=first)]).get()[0])
+        starts = [0, *ends[:-1]]
+        chunks = [work(tokens[:end], slots, start=start) for start, end in zip(starts, ends, strict=True)]
+        prefilled = np.concatenate([runner.logits([one]).get() for one in chunks])
         decoded = runner.logits([work(tokens[:end], slots, start=end - 1) for end in ends]).get()
     runner.close()
-    errors = [
-        _error(logits, expected[end - 1])
-        for logits, end in zip([*prefilled, *decoded], [first, len(tokens), *ends], strict=True)
-    ]
-    own = _error(theirs(getattr(torch, element_type), rounded=True)[first - 1], expected[first - 1])
-    rounding = _error(expected[first - 1], theirs(torch.float64, rounded=False)[first - 1])
-    print(
-        f"\n{element_type}: prefill {errors[0]:.1e} {errors[1]:.1e}, decode mean {np.mean(errors[2:]):.1e} most"
-        f" {max(errors[2:]):.1e}; transformers in this type {own:.1e}; the weights' rounding alone {rounding:.1e}"
-    )
-    assert max(errors) < LOGIT_BOUNDS[element_type], errors
+    own = theirs(getattr(torch, element_type))
+    for name, logits in (("prefill", prefilled), ("decode", decoded), ("transformers in this type", own)):
+        each = [_error(one, right) for one, right in zip(logits, expected, strict=True)]
+        all_of_them, most = _error(logits, expected), max(each)
+        print(f"{element_type} {name}: {all_of_them:.2e}; by position median {np.median(each):.2e}, most {most:.2e}")
+    for logits in (prefilled, decoded):
+        assert _error(logits, expected) < LOGIT_BOUNDS[element_type]
+        if element_type != "float32":
+            assert _error(logits, expected) < _error(own, expected)
 
 
 def _error(logits: Any, expected: Any) -> float:
