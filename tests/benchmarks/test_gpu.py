@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from benchmarks.gpu import table
+from benchmarks.gpu.engine import Spent
 from benchmarks.gpu.model import LLAMA_8B, TOKENIZER_FILES, write_model
+from benchmarks.gpu.moving import Asked, arena, pool, scattered
 from benchmarks.report import ROOT
 from services.worker.native.config import read_config
 from services.worker.native.weights import Checkpoint
+from services.worker.transfer.host_copier import HostCopier
+from services.worker.transfer.mover import TransferMover
 from tests.gpu.device import missing
 from tests.tiny_model import write_tiny_model
 
@@ -71,6 +77,38 @@ def test_the_model_that_is_written_is_one_that_the_engine_reads(tmp_path: Path) 
     assert len({row.tobytes() for row in head}) == len(head), "no two rows alike"
     assert 0.9 < (head**2).sum(axis=1).mean() < 1.1
     assert all((written / name).exists() for name in TOKENIZER_FILES)
+
+
+def test_all_that_a_mover_was_asked_is_counted_when_it_was_told(tmp_path: Path) -> None:
+    block_bytes, blocks = 4096, 12
+    with (
+        pool(tmp_path, 1 << 20) as (path, geometry),
+        arena(path, geometry, block_bytes) as slots,
+        memoryview(bytearray(blocks * block_bytes)) as device,
+        closing(TransferMover(HostCopier.of(device, block_bytes), time.monotonic)) as mover,
+    ):
+        mover.attach(slots)
+        asked = Asked(mover)
+        copies = scattered(slots, range(blocks))
+        assert sorted(copy.device_slot for copy in copies) == list(range(blocks))
+        assert len({copy.pool_slot for copy in copies}) == blocks
+        asked.move(copies[:8], copies[8:], 3)
+        assert asked.moved_bytes == {False: 8 * block_bytes, True: 4 * block_bytes}
+        assert asked.paths.total() == blocks
+        assert asked.under_way(loads=True) == asked.under_way(loads=False) == 0
+
+
+def test_an_engine_by_itself_answers_all_that_is_asked_of_it(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    command = [sys.executable, "-m", "benchmarks.gpu.engine", "--device", "cpu", "--model", str(model), "--together"]
+    command += ["--streams", "3", "--requests", "7", "--input-tokens", "20", "--output-tokens", "5"]
+    ended = subprocess.run(command, cwd=ROOT, input="go\n", capture_output=True, text=True, check=True)
+    ready, told = ended.stdout.splitlines()
+    assert ready == "ready"
+    spent = msgspec.json.decode(told, type=Spent)
+    assert (spent.requests, spent.failed) == (7, 0)
+    assert spent.out_tok_s == pytest.approx(7 * 5 / spent.elapsed_s)
+    assert 0 < spent.ttft_p50_ms <= spent.ttft_p99_ms < 1e3 * spent.elapsed_s
 
 
 @pytest.mark.skipif(not missing(), reason="there is a GPU")
