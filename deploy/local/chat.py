@@ -21,10 +21,18 @@ class ChatError(HeadraceError):
     """The frontend did not answer, or answered with an error."""
 
 
-def chat(url: str, question: str, *, model: str = "", max_tokens: int = 512, temperature: float = 0.0) -> None:
+def chat(
+    url: str,
+    question: str,
+    *,
+    model: str = "",
+    max_tokens: int = 512,
+    temperature: float = 0.0,
+    api_key: str = "",
+) -> None:
     """Print the answer to stdout as it comes and the usage to stderr. `url` ends with /v1. Raises ChatError."""
     body = {
-        "model": model or _only_model(url),
+        "model": model or _only_model(url, api_key),
         "messages": [{"role": "user", "content": question}],
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -32,7 +40,7 @@ def chat(url: str, question: str, *, model: str = "", max_tokens: int = 512, tem
         "stream_options": {"include_usage": True},
     }
     usage: dict[str, Any] = {}
-    with _open(url, "POST", "/chat/completions", json.dumps(body).encode()) as answer:
+    with _open(url, api_key, "POST", "/chat/completions", json.dumps(body).encode()) as answer:
         for chunk in _events(answer):
             if "error" in chunk:
                 raise ChatError(f"\n{chunk['error'].get('message', chunk['error'])}")
@@ -50,22 +58,24 @@ def chat(url: str, question: str, *, model: str = "", max_tokens: int = 512, tem
     )
 
 
-def _only_model(url: str) -> str:
+def _only_model(url: str, api_key: str) -> str:
     """The first model served."""
-    with _open(url, "GET", "/models") as answer:
+    with _open(url, api_key, "GET", "/models") as answer:
         models = json.load(answer).get("data", [])
     if not models:
         raise ChatError("no model is served yet; see ./headrace status")
     return str(models[0]["id"])
 
 
-def _open(url: str, method: str, path: str, body: bytes | None = None) -> IO[bytes]:
+def _open(url: str, api_key: str, method: str, path: str, body: bytes | None = None) -> IO[bytes]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=CONNECT_LIMIT_S)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=CONNECT_LIMIT_S)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         connection.connect()
         connection.sock.settimeout(SILENCE_LIMIT_S)
-        connection.request(method, f"{parts.path}{path}", body, {"Content-Type": "application/json"})
+        connection.request(method, f"{parts.path}{path}", body, headers)
         answer = connection.getresponse()
     except OSError as wrong:
         connection.close()

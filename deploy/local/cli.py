@@ -198,6 +198,7 @@ def _chat(flags: argparse.Namespace, place: Place) -> int:
         model=flags.model,
         max_tokens=flags.max_tokens,
         temperature=flags.temperature,
+        api_key=_api_key(flags),
     )
     return 0
 
@@ -226,7 +227,7 @@ def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int
         warmup=flags.warmup,
         timeout_s=flags.timeout_s,
         seed=flags.seed,
-        api_key="" if flags.api_key_file is None else _text(flags.api_key_file).strip(),
+        api_key=_api_key(flags),
         out=flags.out,
         tokenizer=flags.tokenizer,
     )
@@ -238,6 +239,16 @@ def _key(flags: argparse.Namespace) -> int:
 
     key.new(flags.name, {limit: getattr(flags, limit) for limit in key.LIMITS})
     return 0
+
+
+def _api_key(flags: argparse.Namespace) -> str:
+    """Empty: none. From a file: flags show in `ps`."""
+    if flags.api_key_file is None:
+        return ""
+    key = _text(flags.api_key_file).strip()
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"--api-key-file {flags.api_key_file}: not a key alone")
+    return key
 
 
 def _text(file: Path) -> str:

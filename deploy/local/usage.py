@@ -97,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", default="", help="(the first one served)")
     chat.add_argument("--max-tokens", type=int, default=512, help="%(default)s")
     chat.add_argument("--temperature", type=float, default=0.0, help="%(default)s: greedy")
+    chat.add_argument("--api-key-file", type=Path, metavar="FILE", help="with the key alone in it")
 
     bench = commands.add_parser(
         "bench", parents=[state], help="measure an OpenAI endpoint", description="A sweep of loads; docs/bench.md."

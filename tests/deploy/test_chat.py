@@ -30,13 +30,16 @@ class Peer:
     def __init__(self) -> None:
         self.status, self.body, self.models = 200, b"", MODELS
         self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         peer = self
 
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                peer.keys.append(self.headers["Authorization"])
                 self._answer(200, peer.models)
 
             def do_POST(self) -> None:
+                peer.keys.append(self.headers["Authorization"])
                 peer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 self._answer(peer.status, peer.body)
 
@@ -105,3 +108,11 @@ def test_no_model_yet_is_said(peer: Peer) -> None:
 def test_nobody_there_is_said_with_what_to_do() -> None:
     with pytest.raises(ChatError, match=r"nobody answers at .*headrace up"):
         chat("http://127.0.0.1:1/v1", "Where?")
+
+
+def test_a_key_is_shown_where_there_is_one(peer: Peer) -> None:
+    peer.body = piece("x") + b"data: [DONE]\n\n"
+    chat(peer.url, "?", api_key="hr-mine")
+    assert peer.keys == ["Bearer hr-mine"] * 2
+    chat(peer.url, "?", model="tiny")
+    assert peer.keys[2:] == [None]

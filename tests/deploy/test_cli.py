@@ -83,6 +83,18 @@ def test_every_engine_can_be_asked_for(engine: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "error: --port is 1 to 65535\n"
 
 
+def test_a_key_comes_from_a_file_with_nothing_else_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "key"
+    for content, said in (("hr-a\nhr-b", "not a key alone"), (None, "No such file")):
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_text(content)
+        assert cli.main(["chat", "Where?", "--url", "http://127.0.0.1:1/v1", "--api-key-file", str(file)]) == 2
+        shown = capsys.readouterr().err
+        assert said in shown
+        assert "hr-" not in shown
+
+
 def test_chat_without_an_up_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "Where?", "--url", "http://127.0.0.1:1/v1"]) == 1
     assert "does `./headrace up` run?" in capsys.readouterr().err

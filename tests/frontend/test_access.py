@@ -399,6 +399,25 @@ async def test_a_request_that_no_worker_took_costs_its_key_no_tokens(directory: 
             assert w.metric("headrace_key_tokens_total", key="alice", kind="prompt") == 0
 
 
+async def test_a_client_that_goes_in_the_middle_pays_for_its_prompt_and_for_what_it_got(
+    directory: Path, keys: KeysFile
+) -> None:
+    async with world(directory, access=keys.write(tokens_per_minute=1000)) as w, clients(w) as (_, http):
+        w.workers[0].output = None
+        body = {**BODY, "stream": True, "max_tokens": 500}
+        asking = asyncio.create_task(http.post("/v1/completions", json=body, headers=bearer(ALICE)))
+        [generate] = await w.workers[0].generates.at_least(1)
+        await w.workers[0].send(generate, 0, [5] * 7)
+        response = await asking
+        await response.content.readany()
+        response.close()
+        await w.counted("headrace_inflight_requests", 0)
+        for kind, tokens in (("prompt", generate.prompt_tokens), ("output", 7)):
+            assert w.metric("headrace_key_tokens_total", key="alice", kind=kind) == tokens
+        async with http.get("/v1/models", headers=bearer(ALICE)) as response:
+            assert int(response.headers["x-ratelimit-remaining-tokens"]) >= 1000 - generate.prompt_tokens - 7
+
+
 async def test_series_by_key_are_those_of_keys_in_the_file(
     directory: Path, keys: KeysFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

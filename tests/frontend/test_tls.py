@@ -18,6 +18,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from services.frontend import connections, follow
+from services.frontend.body import Body
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
@@ -73,6 +74,8 @@ class Served:
         self.config = config
         self.registry = CollectorRegistry()
         self.port = Port(config, Metrics(self.registry))
+        self.written_bytes = 0
+        self.ended = asyncio.Event()
 
     def app(self) -> web.Application:
         async def hello(request: web.Request) -> web.Response:
@@ -81,10 +84,22 @@ class Served:
         async def large(_request: web.Request) -> web.Response:
             return web.Response(body=bytes(LARGE_BYTES))
 
+        async def endless(request: web.Request) -> web.StreamResponse:
+            body = Body(request, {}, unread_s=0.2)
+            try:
+                while True:
+                    event = bytes(1000)
+                    if not (body.begun and body.send(event)):
+                        await body.write(event)
+                    self.written_bytes += len(event)
+            finally:
+                self.ended.set()
+
         app = web.Application(middlewares=[self.port.middleware])
         app.on_response_prepare.append(self.port.prepare)
         app.router.add_get("/hello", hello)
         app.router.add_get("/large", large)
+        app.router.add_get("/endless", endless)
         return app
 
     async def connect(self, context: ssl.SSLContext) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -278,7 +293,7 @@ def test_rubbish_and_clients_that_break_off_harm_nobody(pair: Path, loop: Loop) 
 
 
 @both_loops
-def test_a_client_that_reads_nothing_holds_little_and_one_that_reads_gets_all(pair: Path, loop: Loop) -> None:
+def test_a_client_that_reads_gets_all(pair: Path, loop: Loop) -> None:
     async def test() -> None:
         async with served(settings(pair)) as one:
             reader, writer = await one.connect(trusting("one"))
@@ -287,6 +302,26 @@ def test_a_client_that_reads_nothing_holds_little_and_one_that_reads_gets_all(pa
             assert b"Content-Length: %d" % LARGE_BYTES in head
             assert len(await reader.readexactly(LARGE_BYTES)) == LARGE_BYTES
             writer.close()
+
+    on(loop, test())
+
+
+@both_loops
+def test_a_client_that_does_not_read_its_stream_is_ended_and_little_was_kept_for_it(pair: Path, loop: Loop) -> None:
+    async def test() -> None:
+        async with served(settings(pair)) as one:
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", one.config.port))
+            _, writer = await asyncio.open_connection(
+                sock=client, ssl=trusting("one"), server_hostname="127.0.0.1", limit=4096
+            )
+            writer.write(GET.replace(b"hello", b"endless"))
+            await one.ended.wait()
+            assert one.written_bytes < 2 << 20
+            await one.opened(0)
+            writer.transport.abort()
 
     on(loop, test())
 

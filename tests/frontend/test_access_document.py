@@ -1,0 +1,48 @@
+"""docs/access.md speaks of metrics, settings and headers that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from services.frontend.accounts import REASONS, Accounts
+from services.frontend.config import AccessConfig, HttpConfig
+from services.frontend.keys import KeyEntry, read_keys
+from services.frontend.metrics import Metrics
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "access.md").read_text(encoding="utf-8")
+
+
+def test_every_metric_it_names_exists_with_these_labels() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    accounts = Accounts()
+    accounts.replace({"alice": KeyEntry("0" * 64)}, 0.0)
+    metrics.show_accounts(accounts)
+    metrics.unauthorized.labels("missing")
+    metrics.stale_files.labels("keys")
+    shown = {(sample.name, *sorted(sample.labels)) for family in registry.collect() for sample in family.samples}
+    named = re.findall(r"`(headrace_[a-z_]+)(?:\{([a-z, ]+)(?:=[^}]*)?\})?`", DOCUMENT)
+    assert len(named) >= 6
+    for name, labels in named:
+        assert (name, *sorted(labels.split(", "))) in shown
+
+
+def test_every_reason_of_a_refusal_is_explained() -> None:
+    for reason in REASONS:
+        assert f"`{reason}`" in DOCUMENT
+
+
+def test_its_example_of_a_keys_file_can_be_read() -> None:
+    [line] = re.findall(r"^alice = .*$", DOCUMENT, re.MULTILINE)
+    assert read_keys(line.encode())["alice"].concurrency == 16
+
+
+def test_every_setting_it_names_exists() -> None:
+    known = {f"http.{field.name}" for field in msgspec.structs.fields(HttpConfig)}
+    known |= {f"access.{field.name}" for field in msgspec.structs.fields(AccessConfig)}
+    named = set(re.findall(r"`((?:http|access)\.[a-z_]+)", DOCUMENT))
+    assert {"access.keys_file", "http.cors_origins", "http.header_s"} <= named <= known
