@@ -37,8 +37,8 @@ BATCHES = (1, 32, 128)
 PREFILL_TOKENS = 8192
 SETTINGS = {
     "default": CudaConfig(),
-    "busy_wait_events": CudaConfig(busy_wait_events=True),
-    "output_copy_stream": CudaConfig(output_copy_stream=True),
+    "busy_wait_events off": CudaConfig(busy_wait_events=False),
+    "output_copy_stream on": CudaConfig(output_copy_stream=True),
 }
 """Compared by the whole step …"""
 SETTINGS_BATCH = 32
@@ -138,7 +138,7 @@ def _figures(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str, floa
     figures["prefill of 8,192 tokens"] = next(row.share for row in rows if row.what == "prefill")
     plain, *others = settings
     for row in others:
-        figures[f"whole step of batch {row.batch}, with {row.setting}"] = row.step_ms / plain.step_ms
+        figures[f"whole step of batch {row.batch}, {row.setting}"] = row.step_ms / plain.step_ms
     return figures
 
 
