@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deploy.local import model
-from tests.integration.kinds import GPU, Kind, params
+from tests.integration.kinds import GPU, GPU_16_BITS, Kind, params
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
 
 LIMIT_S = 60.0
@@ -25,13 +25,18 @@ POEM = "Write a poem about the sea."
 WORKERS = ("worker-0", "worker-1")
 
 
-@pytest.fixture(scope="module", params=params(GPU[:1]))
-def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+@pytest.fixture(scope="module", params=params((GPU[0], GPU_16_BITS[1])))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    chosen: Kind = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def up(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """Afterwards Ctrl-C leaves nothing."""
-    kind: Kind = request.param
     if not (ROOT / ".headrace" / "models" / model.FILE).exists():
         pytest.skip("the default model is not there; `headrace up` fetches it")
-    flags = ("--device", "cuda", "--cuda", f"dtype={kind.dtype}") if kind.device == "cuda" else ()
+    flags = ("--device", "cuda", "--cuda", f"dtype={kind.dtype}")
     with running(with_models(tmp_path_factory.mktemp("up")), *flags) as stack:
         for worker in WORKERS:
             eventually(partial(attached, stack, worker), limit_s=LIMIT_S, what=f"{worker} has attached")
@@ -108,8 +113,9 @@ def test_status_shows_both_workers_and_their_blocks(up: Up) -> None:
     assert sum(layout["owners"] for layout in store["layouts"]) == len(WORKERS)
 
 
-def test_an_answer_goes_on_when_the_engine_that_makes_it_is_killed(up: Up) -> None:
-    undisturbed = "".join(pieces(up, POEM, 1500))
+def test_an_answer_goes_on_when_the_engine_that_makes_it_is_killed(up: Up, kind: Kind) -> None:
+    exact = kind.dtype == "float32"
+    undisturbed = "".join(pieces(up, POEM, 1500)) if exact else ""
     answer = pieces(up, POEM, 1500)
     text = "".join(next(answer) for _ in range(20))
     busy = eventually(
@@ -117,7 +123,8 @@ def test_an_answer_goes_on_when_the_engine_that_makes_it_is_killed(up: Up) -> No
     )
     [engine] = children(up.pid(busy))
     os.kill(engine, signal.SIGKILL)
-    assert text + "".join(answer) == undisturbed
+    text += "".join(answer)
+    assert text == undisturbed if exact else len(text.split()) > 200  # in 16 bits it may go on in other words
 
     def restarted() -> bool:
         return children(up.pid(busy)) not in ([], [engine]) and attached(up, busy)

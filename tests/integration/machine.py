@@ -121,11 +121,11 @@ class Machine:
         tickets = ("--tickets-fetch-time-s", "3")  # of a fetch whose answer nobody waits for any more
         self.fleet.start("kvbm", "kvbm", *pool, *disk, *kept, *tickets)
 
-    def start_worker(self, name: str, *flags: str, pool: Path | None = None) -> None:
-        """`flags` of this one; `pool` if it is not the machine's. A request waits for blocks as long as it takes:
-        computing them would be faster with so small a model."""
+    def start_worker(self, name: str, *flags: str, pool: Path | None = None, module: str = "") -> None:
+        """`flags` of this one; `pool` and `module` if they are not the usual ones. A request waits for blocks as long
+        as it takes: computing them would be faster with so small a model."""
         kvbm = () if name in WITHOUT_KVBM else ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "20")
-        self.fleet.start("worker", name, *self._worker_flags, *kvbm, *flags)
+        self.fleet.start("worker", name, *self._worker_flags, *kvbm, *flags, module=module)
 
     def process(self, name: str) -> Service:
         return self.fleet.services[name]

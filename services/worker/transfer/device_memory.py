@@ -9,6 +9,7 @@ that is freed belongs to the stream it was freed on, until that has come so far.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 import cupy  # pyright: ignore[reportMissingImports]
@@ -99,7 +100,8 @@ class DeviceMemory:
 
         def free(address: int, _device: int) -> None:
             if address:
-                self.free(address)
+                with suppress(DeviceFailed):  # CuPy has nobody to tell; a GPU that is lost has nothing to free
+                    self.free(address)
 
         return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
 
