@@ -275,7 +275,15 @@ def prompt_of(request: CompletionRequest) -> str | list[int]:
 
 def turns(request: ChatRequest) -> list[dict[str, Any]]:
     """The messages as templates read them. Raises InvalidRequest."""
-    return [_turn(message, f"messages[{at}]") for at, message in enumerate(request.messages)]
+    called: dict[str, str] = {}
+    rendered: list[dict[str, Any]] = []
+    for at, message in enumerate(request.messages):
+        rendered.append(_turn(message, f"messages[{at}]"))
+        called |= {call.id: call.function.name for call in message.tool_calls or ()}
+        # Some templates want the name of the tool, which OpenAI's messages have not.
+        if message.tool_call_id in called:
+            rendered[-1].setdefault("name", called[message.tool_call_id])
+    return rendered
 
 
 def _turn(message: ChatMessage, where: str) -> dict[str, Any]:

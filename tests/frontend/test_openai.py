@@ -109,7 +109,7 @@ def test_calls_are_rendered_with_their_arguments_as_objects() -> None:
         ],
     }
     assert list(called["tool_calls"][0]["function"]["arguments"]) == ["b", "a"]
-    assert answered == {"role": "tool", "tool_call_id": "c1", "content": "7"}
+    assert answered == {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "7"}
     assert thought == {"role": "assistant", "content": "", "reasoning_content": "hm"}
 
 

@@ -30,7 +30,7 @@ class Format(Struct, frozen=True):
 
 
 FORMATS: Mapping[FormatName, Format] = {
-    "hermes": Format(hermes, re.compile(r'<tool_call>(?:\\n|\s)*\{\\?"name')),
+    "hermes": Format(hermes, re.compile(r'<tool_call>[^<]{,40}\{\\?"name')),
     "llama3_json": Format(
         llama3_json.llama3_json, re.compile(r'\{\\?"name\\?": function name, \\?"parameters'), (llama3_json.TAG,)
     ),

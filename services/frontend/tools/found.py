@@ -85,7 +85,7 @@ class Found:
         self._reasoning.append(text)
 
     def attempt(self, call: Callable[[Source, Found], Reading[None]]) -> Reading[bool]:
-        """Reads one call; or as much text as keeps it from being read again. Whether it was a call."""
+        """Reads one call; or text, up to where it turned out to be none. Whether it was a call."""
         source = self.source
         source.mark()
         try:
@@ -93,10 +93,8 @@ class Found:
         except Malformed as why:
             reason = "unfinished" if source.exhausted and str(why) == "malformed" else str(why)
             self._count("broken" if self._open else reason)
-            source.rewind()
-            if not self._open:
-                self.text(source.take())
             self._open = False
+            self.text(source.held())
             return False
         return True
 

@@ -7,8 +7,8 @@ cannot matter: what is decided here depends on the characters alone.
     dropped | held since the mark | not read yet | not here yet
             mark                  at
 
-A mark is set where a call may begin, and then behind what was passed on of it, so that the rest can be read again as
-the text that it is when the call goes wrong.
+A mark is set where a call may begin, and then behind what was passed on of it, so that the rest can be passed on as the
+text that it is when the call goes wrong. Nothing is read twice: a text full of calls that go wrong costs no more.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ class Source:
         """What is read from here on need not be kept."""
         self._mark = None
 
-    def rewind(self) -> None:
-        """Back to the mark."""
+    def held(self) -> str:
+        """What was read since the mark, which is released."""
         assert self._mark is not None
-        self._at, self._mark = self._mark, None
+        start, self._mark = self._mark, None
+        return self._text[start : self._at]
 
     # --- what grammars read
 
@@ -156,6 +157,7 @@ class Source:
     def _advance(self, at: int) -> None:
         self._at = at
         if self._mark is not None and at - self._mark > HELD_LIMIT_CHARACTERS:
+            self._at = self._mark + HELD_LIMIT_CHARACTERS  # wherever the text was cut
             raise Malformed("too_long")
 
     def validate(self) -> None:

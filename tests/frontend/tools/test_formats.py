@@ -14,6 +14,7 @@ from services.frontend.tools.formats import FORMATS, FormatName, format_of, reas
         # as in the templates of Qwen 2.5, Hermes 2 Pro, Llama 3.1, Mistral v0.3 and Small 3.2, Llama 4
         (r"""{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}\n</tool_call>" }}""", "hermes"),
         ("""{{ '<tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n</tool_call>' }}""", "hermes"),
+        ("""{{- "<tool_call>\\n" }}\n    {{- '{"name": <function-name>, "arguments": <args-dict>}\\n' }}""", "hermes"),
         ("""{{- 'Respond in the format {"name": function name, "parameters": dictionary' }}""", "llama3_json"),
         ("""{{- "[TOOL_CALLS] [" }}""", "mistral"),
         ("""{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}""", "mistral"),
