@@ -162,7 +162,8 @@ class Exchange:
         if isinstance(request, ChatRequest):
             default, param = None, "messages"
             tools = openai.offered(request)
-            text = await render_chat(model, openai.turns(request), self._pool, tools)
+            more = request.chat_template_kwargs or {}
+            text = await render_chat(model, openai.turns(request), self._pool, tools, more)
             plan = Plan(model.tool_format if tools else None, model.thinks, thinking.begun(text))
             tokens = await encode_chat(model, text, self._pool)
             check_encoded(model, tokens, limits, param=param)

@@ -50,6 +50,7 @@ Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_LIMIT)]
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_LIMIT)]
 Label = Annotated[str, Meta(max_length=512)]
+TemplateWords = Annotated[dict[Label, bool | int | float | Label | None], Meta(max_length=16)]
 SomeSeconds = Annotated[float, Meta(gt=0)]
 
 
@@ -132,6 +133,8 @@ class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True
     """"none" and "auto" are built."""
     parallel_tool_calls: bool | None = None
     """False: the answer ends with its first call."""
+    chat_template_kwargs: TemplateWords | None = None
+    """vLLM's: names that the chat template reads, as `enable_thinking`."""
     # harmless
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None

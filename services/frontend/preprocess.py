@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -130,7 +131,7 @@ def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE)
         largest_token=max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
         token_bytes=token_bytes,
         template=template,
-        tool_template=tool_template if tool_template is not None and tool_template.takes_tools else None,
+        tool_template=tool_template if tool_template is not None and "tools" in tool_template.reads else None,
         tool_format=tool_format,
         token_bytes_of_calls=token_bytes.showing(marks) if marks else token_bytes,
         thinks=parsers.reasoning == "think" or (parsers.reasoning == "auto" and reasoning_of(source) is not None),
@@ -212,15 +213,23 @@ def _read(path: Path) -> bytes:
 
 
 async def render_chat(
-    model: Model, messages: Sequence[Mapping[str, Any]], pool: Executor, tools: Sequence[Mapping[str, Any]] = ()
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    pool: Executor,
+    tools: Sequence[Mapping[str, Any]] = (),
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """The text of a conversation, up to where its answer begins. Raises InvalidRequest."""
+    """The text of a conversation, up to where its answer begins; `more` are the template's own names. Raises
+    InvalidRequest."""
     template = _template(model, messages, with_tools=bool(tools))
+    for name in more:
+        if name not in template.reads or name == "tools":
+            raise _not_read(f"the chat template of {model.name!r} has no {name!r}", f"chat_template_kwargs.{name}")
     try:
-        return template.render(messages, INLINE_STEPS, tools=tools)
+        return template.render(messages, INLINE_STEPS, tools=tools, more=more)
     except Unfinished:
         pass
-    render = partial(template.render, messages, tools=tools)
+    render = partial(template.render, messages, tools=tools, more=more)
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, render)
     except Unfinished:
@@ -235,20 +244,20 @@ def _template(model: Model, messages: Sequence[Mapping[str, Any]], *, with_tools
     template = model.template
     if with_tools:
         if model.tool_template is None:
-            raise _no_tools(f"the chat template of {model.name!r} has no place for tools", "tools")
+            raise _not_read(f"the chat template of {model.name!r} has no place for tools", "tools")
         if model.tool_format is None:
             wrong = f"how {model.name!r} writes calls does not show in its chat template, and no `tool_parser` is set"
-            raise _no_tools(wrong, "tools")
+            raise _not_read(wrong, "tools")
         template = model.tool_template
-    if not template.takes_calls:
+    if not template.reads_calls:
         for at, message in enumerate(messages):
             if "tool_calls" in message:
                 wrong = f"the chat template of {model.name!r} has no place for calls of tools"
-                raise _no_tools(wrong, f"messages[{at}].tool_calls")
+                raise _not_read(wrong, f"messages[{at}].tool_calls")
     return template
 
 
-def _no_tools(wrong: str, param: str) -> InvalidRequest:
+def _not_read(wrong: str, param: str) -> InvalidRequest:
     return InvalidRequest(wrong, param=param, code="unsupported_parameter")
 
 

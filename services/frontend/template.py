@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -26,6 +27,7 @@ RENDERED_LIMIT_CHARACTERS = 8 << 20
 STEPS_LIMIT = 250_000
 """0.2 s or so, of a thread that shares Python's lock. The largest body has fewer than half as many messages."""
 _STEP = "_step"
+_OURS = {"messages", "add_generation_prompt"}
 
 
 class Unfinished(Exception):
@@ -46,13 +48,11 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self.source = source
         try:
-            counting = _counting(environment, source)
-            # else they would be left out of the prompt, and nobody would know
-            self.takes_calls = "tool_calls" in source
-            self.takes_tools = any(
-                name.name == "tools" and name.ctx == "load" for name in counting.find_all(nodes.Name)
-            )
-            self._template = environment.from_string(counting)
+            # What it does not read would be left out of the prompt, and nobody would know.
+            named = meta.find_undeclared_variables(environment.parse(source))
+            self.reads = named - self._tokens.keys() - environment.globals.keys() - _OURS
+            self.reads_calls = "tool_calls" in source
+            self._template = environment.from_string(_counting(environment, source))
             # Each rendering copies them; out of Jinja's ChainMap that takes two thirds of a short chat's 19 µs.
             self._template.globals = dict(self._template.globals)
         except TemplateSyntaxError as wrong:
@@ -66,9 +66,10 @@ class ChatTemplate:
         steps: int = STEPS_LIMIT,
         *,
         tools: Sequence[Mapping[str, object]] = (),
+        more: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
-        """The prompt, ending where the assistant's answer begins. Raises InvalidRequest, and Unfinished after so many
-        steps."""
+        """The prompt, ending where the assistant's answer begins; `more` are names that it `reads`. Raises
+        InvalidRequest, and Unfinished after so many steps."""
         pieces: list[str] = []
         size = 0
         left = steps
@@ -81,6 +82,7 @@ class ChatTemplate:
 
         given = {
             **self._tokens,
+            **more,
             "messages": messages,
             "tools": tools or None,  # as transformers has it: many templates ask whether it is none
             "add_generation_prompt": True,

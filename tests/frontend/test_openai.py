@@ -47,7 +47,7 @@ def test_every_field_is_read_or_refused() -> None:
         *("model", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "logprobs"),
         *("top_logprobs", "prompt_cache_key", "cache_salt", "messages", "prompt", "temperature", "top_p", "top_k"),
         *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
-        *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls"),
+        *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls", "chat_template_kwargs"),
     }
     fields = {*openai.ChatRequest.__struct_fields__, *openai.CompletionRequest.__struct_fields__}
     assert fields == read | harmless | openai._NOT_BUILT.keys()

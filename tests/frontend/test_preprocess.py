@@ -268,6 +268,17 @@ def test_special_tokens_that_calls_are_written_with_are_part_of_the_text_of_call
     assert (model.token_bytes.of(0), model.token_bytes_of_calls.of(0)) == (b"", b"[TOOL_CALLS]")
 
 
+async def test_only_names_that_the_template_reads_are_taken(copy: Path) -> None:
+    model = load_model(card_of(copy), with_template(copy, "{{ enable_thinking }} {{ tools }}"))
+    hello = [{"role": "user", "content": "x"}]
+    with ThreadPoolExecutor(1) as pool:
+        assert await render_chat(model, hello, pool, more={"enable_thinking": False}) == "False None"
+        for name in ("enable_thoughts", "tools", "messages", "add_generation_prompt", "raise_exception", "_step"):
+            with pytest.raises(InvalidRequest) as refusal:
+                await render_chat(model, hello, pool, more={name: 1})
+            assert refusal.value.param == f"chat_template_kwargs.{name}"
+
+
 async def test_what_the_template_has_no_place_for_is_refused_by_name(copy: Path) -> None:
     hello: dict[str, Any] = {"role": "user", "content": "x"}
     called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}

@@ -95,19 +95,26 @@ def test_a_template_that_does_not_compile_is_the_models_error(source: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("source", "takes_tools", "takes_calls"),
+    ("source", "reads", "reads_calls"),
     [
-        ("{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].tool_calls }}", True, True),
-        ("{%- if not tools is defined %}{% set tools = none %}{% endif %}", True, False),
-        ("{% set tools = [] %}tools", False, False),
-        ("{% for message in messages if message['tool_calls'] %}{% endfor %}", False, True),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].tool_calls }}", {"tools"}, True),
+        ("{%- if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", {"tools"}, False),
+        ("{% set tools = [] %}{{ tools }} tools", set(), False),
+        ("{% for message in messages if message['tool_calls'] %}{{ loop.index }}{% endfor %}", set(), True),
+        ("{% macro m(x) %}{{ x }}{{ enable_thinking }}{% endmacro %}{{ m(bos_token) }}", {"enable_thinking"}, False),
+        ("{% set ns = namespace(a=1) %}{% for i in range(ns.a) %}{% set ns.a = i %}{% endfor %}", set(), False),
+        ("{{ raise_exception(strftime_now('%d')) if add_generation_prompt }}", set(), False),
     ],
 )
-def test_a_template_tells_whether_it_has_a_place_for_tools_and_for_calls(
-    source: str, takes_tools: bool, takes_calls: bool
-) -> None:
-    template = ChatTemplate(source, {})
-    assert (template.takes_tools, template.takes_calls) == (takes_tools, takes_calls)
+def test_a_template_tells_what_it_reads(source: str, reads: set[str], reads_calls: bool) -> None:
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert (template.reads, template.reads_calls) == (reads, reads_calls)
+
+
+def test_names_of_its_own_are_given_to_a_template() -> None:
+    template = ChatTemplate("{{ 'off' if enable_thinking is false else 'on' }}", {})
+    assert template.render(HELLO) == "on"
+    assert template.render(HELLO, more={"enable_thinking": False}) == "off"
 
 
 def test_tools_are_none_where_there_are_none() -> None:
