@@ -120,6 +120,10 @@ class Port:
         """Its hands are shaken; what it becomes is counted at once."""
         self.connections.gone(connection)
 
+    def unshaken(self) -> None:
+        """One was not shaken hands with: it spoke no TLS, or was slow, or went."""
+        self._metrics.closed_connections.labels("handshake").inc()
+
     def heard(self, connection: Connected) -> None:
         """Bytes came on it."""
         self.connections.heard(connection, self._now())

@@ -91,7 +91,7 @@ class Metrics:
             registry,
             "headrace_closed_connections",
             "Connections closed by this side: idle (too long), header (slow with a request's head), room (idle, for a "
-            "new one), full (a new one, and none to make room)",
+            "new one), full (a new one, and none to make room), handshake (no TLS came of it)",
             ["reason"],
         )
         self.stray_parts = counter(registry, "headrace_stray_parts", "Parts of step frames for requests that are over")

@@ -85,6 +85,8 @@ class Port(Protocol):
 
     def gone(self, connection: Handshake) -> None: ...
 
+    def unshaken(self) -> None: ...
+
 
 class Handshake:
     """One connection, until it is shaken hands."""
@@ -127,7 +129,7 @@ class Handshake:
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )
         except OSError:  # an SSLError, a time-out and a reset connection are some
-            pass
+            port.unshaken()
         finally:
             port.gone(self)
 

@@ -267,6 +267,7 @@ def test_who_shakes_no_hands_goes_after_the_time_of_a_head(pair: Path, loop: Loo
             with suppress(ConnectionError):
                 assert await reader.read() == b""
             await one.opened(0)
+            assert one.closed("handshake") == 1
             writer.close()
 
     on(loop, test())
