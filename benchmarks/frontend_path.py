@@ -6,7 +6,7 @@ The frontend is the real process; a scripted router and worker and the clients s
 streams are open before the measurement and stay open, so that the token path alone is measured: its processor time,
 from /proc, over the tokens sent. The parts are functions of the token path run alone in this process, over 512 streams;
 what is left of user time is the NATS client, uvloop, the loop, and caches that have gone cold between two steps, which
-those who share the machine decide.
+those who share the machine decide. What tools and thinking add to an answer is measured apart, over one answer.
 
 What could mislead: on a busy machine a client gets a step's event together with the next one's, which is cheaper; a run
 with fewer than 0.98 events a token meets no goal. A send over loopback includes what a network card's interrupt would
@@ -34,7 +34,10 @@ from benchmarks.report import Goal, report
 from services.frontend.answers import ChatShape
 from services.frontend.detokenize import TokenBytes
 from services.frontend.output import Delta, Output
+from services.frontend.parsed_output import ParsedOutput
 from services.frontend.sessions import Received, Session
+from services.frontend.tools.found import Found
+from services.frontend.tools.parser import Parser, Plan
 from shared.hashing import pack_tokens
 from shared.messages import STEP_FRAME, Accepted, Overlap, Part, Selected, StepFrame
 from shared.metrics import STEP_SECONDS, Distribution
@@ -178,6 +181,42 @@ class Parts:
         return 1e6 * (time.process_time() - began_s) / (len(self.frames) * len(self.requests))
 
 
+# --- what tools and thinking add
+
+
+_WORDS = (b"the", b" wheel", b" turns", b",", b" 42", b"\\n")
+_ANSWERS = {
+    "content, where tools are offered": (Plan("hermes"), b"", b""),
+    "content, behind thinking": (Plan(thinks=True, begun=True), b"</think>", b""),
+    "thinking": (Plan(thinks=True, begun=True), b"", b""),
+    "arguments, hermes": (Plan("hermes"), b'<tool_call>{"name": "f", "arguments": {"a": "', b'"}}</tool_call>'),
+    "arguments, llama3_json": (Plan("llama3_json"), b'{"name": "f", "parameters": {"a": "', b'"}}'),
+    "arguments, mistral": (Plan("mistral"), b'[TOOL_CALLS]f[ARGS]{"a": "', b'"}'),
+    "arguments, pythonic": (Plan("pythonic"), b"[f(a='", b"')]"),
+}
+
+
+def _taken_apart(tokens: int = 20_000) -> Row:
+    """µs a token of one answer, from its ids to its chunks: as a text, and what more it takes otherwise."""
+    text_us = _answer_us(None, b"", b"", tokens)
+    added = {name: _answer_us(*answer, tokens) - text_us for name, answer in _ANSWERS.items()}
+    return {"as a text": text_us} | {f"more: {name}": us for name, us in added.items()}
+
+
+def _answer_us(plan: Plan | None, before: bytes, behind: bytes, tokens: int) -> float:
+    table = [before, *_WORDS, behind]
+    ids = [0, *(1 + at % len(_WORDS) for at in range(tokens)), len(table) - 1]
+    plain = Output(TokenBytes(table, table, strip_first_space=False), ())
+    output = plain if plan is None else ParsedOutput(plain, Parser(plan, Found(frozenset({"f"}), lambda: "id")))
+    shape = ChatShape("r", 0, "m", with_logprobs=False, with_usage=False, parsed=plan is not None)
+    began_s = time.process_time()
+    for token in ids:
+        delta = output.push((token,))
+        if delta.text or delta.reasoning or delta.calls:
+            shape.chunk(delta)
+    return 1e6 * (time.process_time() - began_s) / tokens
+
+
 def _frame(worker: str, step: int, requests: list[str]) -> bytes:
     token = pack_tokens([step % 90])
     return STEP_FRAME.encode(StepFrame(worker, 1, step, [Part(request, 1, 1 + step, token) for request in requests]))
@@ -207,7 +246,8 @@ def _named(paced: Row) -> Row:
 
 async def _rows(quick: bool, key: str) -> list[Row]:
     seconds = 3.0 if quick else 10.0
-    rows = [await _measure(streams, STEP_S, seconds, key) for streams in ((512,) if quick else STREAMS)]
+    rows: list[Row] = [{"streams": 1, "µs a token, taken apart": _taken_apart()}]
+    rows += [await _measure(streams, STEP_S, seconds, key) for streams in ((512,) if quick else STREAMS)]
     rows.append({"streams": STREAMS[-1], "µs a token": _named(rows[-1])})
     rows.append(await _measure(MANY, MANY_STEP_S, seconds, key))
     return rows

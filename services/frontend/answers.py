@@ -212,7 +212,7 @@ class ChatShape:
         )
 
     def chunk(self, delta: Delta) -> bytes:
-        if self._plain:
+        if self._plain or not (self._with_logprobs or delta.reasoning or delta.calls):
             return self._before_text + _encode(delta.text) + self._after_text
         added = _encode(_ChatDelta.of(delta))
         logprobs = _encode(_chat_logprobs(delta.entries)) if self._with_logprobs else b"null"

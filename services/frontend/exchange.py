@@ -191,7 +191,7 @@ class Exchange:
         if isinstance(request, CompletionRequest) or not (plan.thinks or plan.calls):
             return Output(model.token_bytes, stops)
         if plan.calls is None:
-            return ParsedOutput(Output(model.token_bytes, stops), Parser(plan, Found()))
+            return ParsedOutput(Output(model.marked_token_bytes, stops), Parser(plan, Found()))
         count, form = self._metrics.tool_calls, FORMATS[plan.calls]
         found = Found(
             frozenset(tool.function.name for tool in request.tools or ()),
@@ -199,7 +199,7 @@ class Exchange:
             count=lambda outcome: count.labels(plan.calls, outcome).inc(),
             parallel=request.parallel_tool_calls is not False,
         )
-        return ParsedOutput(Output(model.token_bytes_of_calls, stops), Parser(plan, found))
+        return ParsedOutput(Output(model.marked_token_bytes, stops), Parser(plan, found))
 
     def models(self) -> bytes:
         """The body of /v1/models."""

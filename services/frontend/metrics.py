@@ -46,8 +46,8 @@ class Metrics:
         self.tool_calls = counter(
             registry,
             "headrace_tool_calls",
-            "What came of texts that began like a call of a tool, by format and outcome: complete; broken (some of it "
-            "had gone out); or text after all: malformed, unfinished, unknown_tool, too_long",
+            "What came of texts that began like a call of a tool, by format and outcome: complete; unfinished (the "
+            "answer ended); broken (some of it had gone out); or text after all: malformed, unknown_tool, too_long",
             ["format", "outcome"],
         )
         self.disconnected = counter(

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 
 from services.frontend.detokenize import TokenBytes, read_token_bytes
 from services.frontend.template import STEPS_LIMIT, ChatTemplate, Unfinished, pick_templates
+from services.frontend.tools import thinking
 from services.frontend.tools.formats import FORMATS, FormatName, ReasoningName, format_of, reasoning_of
 from services.frontend.words import Words, read_words
 from shared.errors import InvalidRequest, ModelError
@@ -71,10 +72,10 @@ class Model(Struct, frozen=True):
     """For requests with tools; None: the model's template has no place for them."""
     tool_format: FormatName | None
     """What its calls are written in; None: nobody knows."""
-    token_bytes_of_calls: TokenBytes
-    """With the special tokens that calls are written with."""
     thinks: bool
     """Its answers may begin with thinking."""
+    marked_token_bytes: TokenBytes
+    """With the special tokens that mark calls and thinking: for answers that are taken apart."""
     tokenizer_digest: str
     block_size: int
 
@@ -122,7 +123,8 @@ def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE)
     template, tool_template = _load_templates(directory)
     source = "" if tool_template is None else tool_template.source
     tool_format = format_of(source) if parsers.tools == "auto" else None if parsers.tools == "none" else parsers.tools
-    marks = () if tool_format is None else FORMATS[tool_format].marks
+    thinks = parsers.reasoning == "think" or (parsers.reasoning == "auto" and reasoning_of(source) is not None)
+    marks = (*(FORMATS[tool_format].marks if tool_format else ()), *(thinking.MARKS if thinks else ()))
     return Model(
         name=card.model,
         tokenizer=tokenizer,
@@ -133,8 +135,8 @@ def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE)
         template=template,
         tool_template=tool_template if tool_template is not None and "tools" in tool_template.reads else None,
         tool_format=tool_format,
-        token_bytes_of_calls=token_bytes.showing(marks) if marks else token_bytes,
-        thinks=parsers.reasoning == "think" or (parsers.reasoning == "auto" and reasoning_of(source) is not None),
+        thinks=thinks,
+        marked_token_bytes=token_bytes.showing(marks) if marks else token_bytes,
         tokenizer_digest=digest,
         block_size=card.block_size,
     )

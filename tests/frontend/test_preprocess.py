@@ -244,7 +244,7 @@ def test_how_a_model_writes_shows_in_its_template_unless_it_is_set(
     assert model.tool_template is model.template
     plain = load_model(card_of(copy), with_template(copy, "{{ messages }}"))
     assert (plain.tool_format, plain.thinks, plain.tool_template) == (None, False, None)
-    assert plain.token_bytes_of_calls is plain.token_bytes
+    assert plain.marked_token_bytes is plain.token_bytes
 
 
 async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> None:
@@ -258,14 +258,20 @@ async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> N
         )
 
 
-def test_special_tokens_that_calls_are_written_with_are_part_of_the_text_of_calls(copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("mark", "template", "tool_format"),
+    [("[TOOL_CALLS]", "{{ tools }}[TOOL_CALLS]", "mistral"), ("</think>", "{{ messages }}</think>", None)],
+)
+def test_special_tokens_that_mark_calls_and_thinking_are_part_of_what_is_taken_apart(
+    copy: Path, mark: str, template: str, tool_format: str | None
+) -> None:
     file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
-    file["added_tokens"][0]["content"] = "[TOOL_CALLS]"
-    file["model"]["vocab"]["[TOOL_CALLS]"] = file["model"]["vocab"].pop("<|endoftext|>")
+    file["added_tokens"][0]["content"] = mark
+    file["model"]["vocab"][mark] = file["model"]["vocab"].pop("<|endoftext|>")
     (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
-    model = load_model(card_of(copy), with_template(copy, "{{ tools }}[TOOL_CALLS]"))
-    assert model.tool_format == "mistral"
-    assert (model.token_bytes.of(0), model.token_bytes_of_calls.of(0)) == (b"", b"[TOOL_CALLS]")
+    model = load_model(card_of(copy), with_template(copy, template))
+    assert model.tool_format == tool_format
+    assert (model.token_bytes.of(0), model.marked_token_bytes.of(0)) == (b"", mark.encode())
 
 
 async def test_only_names_that_the_template_reads_are_taken(copy: Path) -> None:

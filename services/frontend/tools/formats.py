@@ -8,9 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.frontend.tools import llama3_json, mistral, pythonic, thinking
+from services.frontend.tools import hermes, llama3_json, mistral, pythonic, thinking
 from services.frontend.tools.found import Found
-from services.frontend.tools.hermes import hermes
 from services.frontend.tools.source import Reading, Source
 
 FormatName = Literal["hermes", "llama3_json", "mistral", "pythonic"]
@@ -23,16 +22,18 @@ class Format(Struct, frozen=True):
     grammar: Callable[[Source, Found], Reading[None]]
     look: re.Pattern[str]
     """Found in the source of a chat template that asks for this format."""
-    marks: tuple[str, ...] = ()
-    """Special tokens of the model that the grammar reads; a text has none of them otherwise."""
+    marks: tuple[str, ...]
+    """What the grammar reads that may be a special token of the model, and then is part of no text otherwise."""
     id_prefix: str = "call_"
     id_digits: int = 24
 
 
 FORMATS: Mapping[FormatName, Format] = {
-    "hermes": Format(hermes, re.compile(r'<tool_call>[^<]{,40}\{\\?"name')),
+    "hermes": Format(hermes.hermes, re.compile(r'<tool_call>[^<]{,40}\{\\?"name'), hermes.MARKS),
     "llama3_json": Format(
-        llama3_json.llama3_json, re.compile(r'\{\\?"name\\?": function name, \\?"parameters'), (llama3_json.TAG,)
+        llama3_json.llama3_json,
+        re.compile(r'\{\\?"name\\?": function name, \\?"parameters'),
+        llama3_json.MARKS,
     ),
     # Its templates raise an error on ids that are not nine letters or digits.
     "mistral": Format(mistral.mistral, re.compile(r"\[TOOL_CALLS\]"), mistral.MARKS, id_prefix="", id_digits=9),

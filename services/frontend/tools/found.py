@@ -3,7 +3,7 @@
 A call goes through, seen from the grammar that reads it:
 
     attempt ── begin(name) ──▶ arguments … ── end ──▶ complete
-       │                          └── Malformed ──▶ broken: what has gone out stays, what has not is content
+       │                          └── Malformed ──▶ broken, unfinished: what has gone out stays, the rest is content
        └── Malformed ──▶ its text is content: nothing of it has gone out
 
 White space before the first content is kept back, and dropped where a call comes instead.
@@ -48,9 +48,9 @@ class Found:
         count: Callable[[str], None] = lambda _outcome: None,
         parallel: bool = True,
     ) -> None:
-        """`names` are the tools that there are; `count` is told how each attempt at a call ended: complete, broken,
-        unfinished (the text ended), unknown_tool, too_long or malformed. Not `parallel`: Enough is raised by the end
-        of the first call."""
+        """`names` are the tools that there are; `count` is told how each attempt at a call ended: complete, unfinished
+        (the text ended), broken, or as text: malformed, unknown_tool, too_long. Not `parallel`: Enough is raised by
+        the end of the first call."""
         self.source = Source()
         """What grammars read."""
         self.calls = 0
@@ -91,8 +91,8 @@ class Found:
         try:
             yield from call(source, self)
         except Malformed as why:
-            reason = "unfinished" if source.exhausted and str(why) == "malformed" else str(why)
-            self._count("broken" if self._open else reason)
+            unfinished = source.exhausted and str(why) == "malformed"
+            self._count("unfinished" if unfinished else "broken" if self._open else str(why))
             self._open = False
             self.text(source.held())
             return False
@@ -126,7 +126,7 @@ class Found:
     # --- what becomes of it
 
     def finish(self) -> None:
-        """The text has ended: white space that was kept back is all there is, unless there are calls."""
+        """The text has ended: white space that is still kept back is content."""
         if self._white:
             self._content.append(self._white)
             self._white = ""

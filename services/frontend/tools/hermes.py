@@ -6,7 +6,8 @@ from services.frontend.tools.call_object import call_object
 from services.frontend.tools.found import Found
 from services.frontend.tools.source import Reading, Source
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+MARKS = ("<tool_call>", "</tool_call>")
+_OPEN, _CLOSE = MARKS
 
 
 def hermes(source: Source, found: Found) -> Reading[None]:

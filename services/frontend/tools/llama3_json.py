@@ -9,7 +9,8 @@ from services.frontend.tools.call_object import call_object
 from services.frontend.tools.found import Found
 from services.frontend.tools.source import Reading, Source
 
-TAG = "<|python_tag|>"
+MARKS = ("<|python_tag|>",)
+_TAG = MARKS[0]
 
 
 def llama3_json(source: Source, found: Found) -> Reading[None]:
@@ -17,7 +18,7 @@ def llama3_json(source: Source, found: Found) -> Reading[None]:
     yield from source.white(found.text)
     if (yield from source.peek()) == "{":
         yield from _calls(source, found)
-    while (yield from source.until(TAG, found.text)):
+    while (yield from source.until(_TAG, found.text)):
         yield from _calls(source, found)
 
 
@@ -31,6 +32,6 @@ def _calls(source: Source, found: Found) -> Reading[None]:
 
 
 def _call(source: Source, found: Found) -> Reading[None]:
-    if (yield from source.optional(TAG)):
+    if (yield from source.optional(_TAG)):
         yield from source.white()
     yield from call_object(source, found)

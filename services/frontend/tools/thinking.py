@@ -5,7 +5,8 @@ from __future__ import annotations
 from services.frontend.tools.found import Found
 from services.frontend.tools.source import Reading, Source
 
-OPEN, CLOSE = "<think>", "</think>"
+MARKS = ("<think>", "</think>")
+OPEN, CLOSE = MARKS
 
 
 def begun(prompt: str) -> bool:
