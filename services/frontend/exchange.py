@@ -23,13 +23,12 @@ from services.frontend.admission import Place
 from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.deadline import allowed_s
 from services.frontend.metrics import Metrics
+from services.frontend.model import Limits, Model
 from services.frontend.models import Models
 from services.frontend.openai import ChatRequest, CompletionRequest
 from services.frontend.output import Output
 from services.frontend.parsed_output import ParsedOutput
 from services.frontend.preprocess import (
-    Limits,
-    Model,
     Prompt,
     check_encoded,
     check_vocabulary,

@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.frontend.preprocess import BY_TEMPLATE, Limits, Model, Parsers, limits_of, load_model
+from services.frontend.model import BY_TEMPLATE, Limits, Model, Parsers, limits_of, load_model
 from shared.directory import CardDown, CardUp, Directory, DirectoryChange
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages import ModelCard

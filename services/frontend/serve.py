@@ -25,9 +25,9 @@ from services.frontend.gate import Gate
 from services.frontend.http import HttpDoor
 from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
+from services.frontend.model import Parsers
 from services.frontend.models import Models
 from services.frontend.nats_api import NatsDoor
-from services.frontend.preprocess import Parsers
 from services.frontend.readiness import Readiness
 from services.frontend.service import Frontend
 from shared import subjects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,3 +13,9 @@ from tests.tiny_model import write_tiny_model
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def copy(directory: Path, tmp_path: Path) -> Path:
+    """One to be changed."""
+    return Path(shutil.copytree(directory, tmp_path / "model"))

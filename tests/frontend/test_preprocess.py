@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,39 +8,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.frontend.model import Limits, Model, load_model
 from services.frontend.preprocess import (
     INLINE_CHARACTERS,
     INLINE_STEPS,
     TURN_CHARACTERS,
-    Limits,
-    Model,
-    Parsers,
     check_encoded,
     check_vocabulary,
     encode_chat,
     encode_text,
     fit,
-    limits_of,
-    load_model,
     render_chat,
 )
 from services.frontend.template import ChatTemplate
-from shared.errors import InvalidRequest, ModelError
+from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
-from shared.messages import MODEL_CARD, ModelCard
-from tests.frontend.peers import card_entry
+from tests.frontend.cards import HERMES, card_of, with_template
 
 LIMITS = Limits(context_length=100, vocab_size=320)
-
-
-def card_of(directory: Path) -> ModelCard:
-    [value] = card_entry("w1", directory).values()
-    return MODEL_CARD.decode(value, {"Content-Type": "application/json"})
-
-
-@pytest.fixture
-def copy(directory: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(directory, tmp_path / "model"))
 
 
 def fitted(count: int, max_tokens: int | None = None, default: int | None = None) -> int:
@@ -62,12 +46,6 @@ def test_a_prompt_without_room_for_one_token_is_too_long() -> None:
         with pytest.raises(InvalidRequest) as refusal:
             fitted(count, max_tokens=limit)
         assert refusal.value.code == "context_length_exceeded"
-
-
-def test_the_smallest_worker_sets_the_limits(directory: Path) -> None:
-    card = card_of(directory)
-    small = msgspec.structs.replace(card, context_length=64, vocab_size=512)
-    assert limits_of([card, small]) == Limits(64, card.vocab_size)
 
 
 def by_tokenizer(model: Model, text: str, *, special: bool) -> bytes:
@@ -129,14 +107,6 @@ async def test_a_tokenizer_that_does_more_than_to_put_tokens_around_a_text_is_as
     assert model.words is None
     with ThreadPoolExecutor(1) as pool:
         assert await encode_text(model, "water", pool) == by_tokenizer(model, "water", special=True)
-
-
-def test_a_tokenizer_that_makes_the_package_panic_is_a_model_that_cannot_be_read(copy: Path) -> None:
-    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
-    file["model"]["continuing_subword_prefix"] = "##"
-    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
-    with pytest.raises(ModelError, match="slice index"):
-        load_model(card_of(copy), copy)
 
 
 async def test_only_long_texts_that_are_left_to_the_tokenizer_go_to_the_pool(directory: Path) -> None:
@@ -220,33 +190,6 @@ async def test_a_model_without_a_template_has_no_chat(copy: Path) -> None:
         await render_chat(model, [{"role": "user", "content": "x"}], pool)
 
 
-HERMES = '{{ tools }}<tool_call>{"name": <name>}{{ messages[0].tool_calls }}</think>'
-
-
-def with_template(copy: Path, template: object) -> Path:
-    (copy / "tokenizer_config.json").write_bytes(msgspec.json.encode({"chat_template": template}))
-    return copy
-
-
-@pytest.mark.parametrize(
-    ("parsers", "tool_format", "thinks"),
-    [
-        (Parsers(), "hermes", True),
-        (Parsers("none", "none"), None, False),
-        (Parsers("mistral", "think"), "mistral", True),
-    ],
-)
-def test_how_a_model_writes_shows_in_its_template_unless_it_is_set(
-    copy: Path, parsers: Parsers, tool_format: str | None, thinks: bool
-) -> None:
-    model = load_model(card_of(copy), with_template(copy, HERMES), parsers)
-    assert (model.tool_format, model.thinks) == (tool_format, thinks)
-    assert model.tool_template is model.template
-    plain = load_model(card_of(copy), with_template(copy, "{{ messages }}"))
-    assert (plain.tool_format, plain.thinks, plain.tool_template) == (None, False, None)
-    assert plain.marked_token_bytes is plain.token_bytes
-
-
 async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> None:
     named = [{"name": "default", "template": "chat"}, {"name": "tool_use", "template": HERMES}]
     model = load_model(card_of(copy), with_template(copy, named))
@@ -256,22 +199,6 @@ async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> N
         assert "<tool_call>" in await render_chat(
             model, [{"role": "user", "content": "x"}], pool, [{"type": "function"}]
         )
-
-
-@pytest.mark.parametrize(
-    ("mark", "template", "tool_format"),
-    [("[TOOL_CALLS]", "{{ tools }}[TOOL_CALLS]", "mistral"), ("</think>", "{{ messages }}</think>", None)],
-)
-def test_special_tokens_that_mark_calls_and_thinking_are_part_of_what_is_taken_apart(
-    copy: Path, mark: str, template: str, tool_format: str | None
-) -> None:
-    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
-    file["added_tokens"][0]["content"] = mark
-    file["model"]["vocab"][mark] = file["model"]["vocab"].pop("<|endoftext|>")
-    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
-    model = load_model(card_of(copy), with_template(copy, template))
-    assert model.tool_format == tool_format
-    assert (model.token_bytes.of(0), model.marked_token_bytes.of(0)) == (b"", mark.encode())
 
 
 async def test_only_names_that_the_template_reads_are_taken(copy: Path) -> None:
@@ -299,42 +226,3 @@ async def test_what_the_template_has_no_place_for_is_refused_by_name(copy: Path)
             with pytest.raises(InvalidRequest) as refusal:
                 await render_chat(model, messages, pool, [{"type": "function"}] * tools)
             assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")
-
-
-def test_a_template_file_wins_and_tokens_may_be_objects(copy: Path) -> None:
-    (copy / "tokenizer_config.json").write_text('{"chat_template": "old", "bos_token": {"content": "<b>"}}')
-    (copy / "chat_template.jinja").write_text("new{{ bos_token }}")
-    model = load_model(card_of(copy), copy)
-    assert model.template is not None
-    assert model.template.render([]) == "new<b>"
-
-
-def test_another_tokenizer_than_the_workers_is_refused(directory: Path, copy: Path) -> None:
-    with (copy / "tokenizer.json").open("a") as file:
-        file.write("\n")
-    with pytest.raises(ModelError, match=r"tokenizer\.json: SHA-256"):
-        load_model(card_of(directory), copy)
-
-
-def test_a_missing_or_torn_file_is_named(copy: Path) -> None:
-    (copy / "tokenizer_config.json").write_text('{"chat_template": ')
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
-        load_model(card_of(copy), copy)
-    (copy / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        load_model(card_of(copy), copy)
-    card = card_of(copy)
-    (copy / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"tokenizer\.json: No such file"):
-        load_model(card, copy)
-
-
-def test_a_path_that_is_none_is_the_cards_fault(directory: Path) -> None:
-    with pytest.raises(ModelError, match="null byte"):
-        load_model(card_of(directory), Path("no\0where"))
-
-
-def test_a_config_nested_too_deeply_is_named(copy: Path) -> None:
-    (copy / "tokenizer_config.json").write_text('{"x": ' + "[" * 100_000)
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
-        load_model(card_of(copy), copy)
