@@ -1,0 +1,108 @@
+"""Calls of tools over real servers and processes, read by the official client; a worker is killed in the middle of one.
+
+The engine is the echo: it says the prompt back, and the template makes the prompt of the last message alone. So a
+message is what the model says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.fleet import Fleet, fleet
+from tests.integration.stack import eventually
+from tests.tiny_model import write_tiny_model
+
+LIMIT_S = 60.0
+READ_BEFORE = 100
+"""Chunks until a worker is killed; far more than that are to come."""
+TEMPLATE = "{{ messages[-1].content }}{{ messages[-1].tool_calls }}{% if tools %}{% endif %}"
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+TEXT = "the mill at the river turns — Mühle 🚰 "
+LONG = {"path": "river.txt", "text": TEXT * 800}
+"""Half a second of tokens and more."""
+
+
+def said(*calls: tuple[str, dict[str, Any]]) -> str:
+    bodies = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    return "I write.\n" + "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context_length=65536)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Path) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("tools")
+    where = ("--namespace", "tools", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
+    settings = folder / "frontend.toml"
+    settings.write_text('[tool_parser]\ntiny = "hermes"\n')
+    with fleet(folder, nats_url, *where) as one:
+        one.start("router", "router")
+        start_worker(one, "worker 1", model)
+        one.start("frontend", "frontend", "--config", str(settings))
+        one.wait_ready()
+        router = one.services["router"]  # it sees the worker later than the frontend does, now and then
+        eventually(
+            lambda: router.metric("headrace_kv_sources") == 1, limit_s=LIMIT_S, what="the router knows the worker"
+        )
+        yield one
+
+
+def start_worker(services: Fleet, name: str, model: Path) -> None:
+    services.start("worker", name, "--model", str(model), "--engine", "echo")
+
+
+@pytest.fixture
+def client(services: Fleet) -> Iterator[openai.OpenAI]:
+    url = f"{services.services['frontend'].url}/v1"
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
+        yield client
+
+
+def streamed(client: openai.OpenAI, text: str, then: Callable[[], None] = lambda: None) -> Any:
+    """The message that the client makes of a stream; `then` happens in the middle of it."""
+    messages: Any = [{"role": "user", "content": text}]
+    with client.chat.completions.stream(model="tiny", messages=messages, tools=TOOLS) as stream:
+        for number, _ in enumerate(stream):
+            if number == READ_BEFORE:
+                then()
+        [choice] = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    return choice.message
+
+
+def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+
+
+def test_the_official_client_reads_calls_streamed_and_not(client: openai.OpenAI) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("write", {"text": TEXT}), ("get_time", {})]
+    messages: Any = [{"role": "user", "content": said(*calls)}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+    for message in (answer.choices[0].message, streamed(client, said(*calls))):
+        assert called(message) == calls
+        assert message.content == "I write.\n"
+
+
+def test_a_worker_killed_in_the_middle_of_a_call_changes_nothing_of_it(
+    services: Fleet, client: openai.OpenAI, model: Path
+) -> None:
+    def replace() -> None:
+        services.services["worker 1"].kill()
+        start_worker(services, "worker 2", model)
+
+    assert called(streamed(client, said(("write", LONG)), replace)) == [("write", LONG)]
+    assert services.services["frontend"].metric("headrace_model_migration_total") >= 1
