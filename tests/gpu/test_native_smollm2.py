@@ -28,7 +28,7 @@ from tests.gpu.models import cuda_runner, smollm2  # noqa: E402
 BLOCKS = 16
 """Of each sequence."""
 OUTPUT = 48
-LOGIT_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+LOGIT_BOUNDS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 """Of ‖difference‖ / ‖reference‖ over all positions. Half of it comes from rounding what goes into products (norms and
 SwiGLU), the rest from queries, keys, and values in a type of 8 or 11 bits."""
 

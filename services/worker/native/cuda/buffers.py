@@ -22,6 +22,8 @@ class Buffers:
     normed: Array
     qkv: Array
     q: Array
+    q_rest: Array
+    """What rounding took from `q`."""
     attended: Array
     gate_up: Array
     activated: Array

@@ -130,6 +130,7 @@ class CudaDecoder:
             (_THREADS,),
             (
                 room.q,
+                room.q_rest,
                 self._pages,
                 room.qkv,
                 _pointer(layer.qkv_bias),
@@ -159,7 +160,7 @@ class CudaDecoder:
             rows = ints[at.singles :]
             sums = split_room[counts.singles * config.heads * splits * config.head_dim :] if splits > 1 else split_room
             paging = (rows, positions, table, starts, stride, layer_offset, kv_heads, scale)
-            arguments = (room.attended, split_room, sums, room.q, self._pages, *paging)
+            arguments = (room.attended, split_room, sums, room.q, room.q_rest, self._pages, *paging)
             kernels.attend_decode((splits, config.kv_heads * self._group_tiles, counts.singles), (128,), arguments)
             if splits > 1:
                 merging = (room.attended, split_room, sums, rows, np.int32(splits), scale)
@@ -169,7 +170,7 @@ class CudaDecoder:
             kernels.attend_prefill(
                 (config.heads, counts.tiles),
                 (2 * PREFILL_ROWS,),
-                (room.attended, room.q, self._pages, *paging),
+                (room.attended, room.q, room.q_rest, self._pages, *paging),
                 shared_mem=kernels.prefill_shared_bytes,
             )
 

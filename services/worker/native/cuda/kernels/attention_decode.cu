@@ -4,7 +4,7 @@
 // A thread block is one split of one sequence's context for one KV head (8 query heads at most); its 4 warps take 16
 // positions each in turn, and merge at the end. Splits are merged by `merge_splits`, unless there is one.
 //
-//   scores  (heads, 8 positions)  = q (heads padded to 16, dims) · keysᵀ: two products of 8 positions
+//   scores  (heads, 8 positions)  = q (8 heads, and what rounding took from them: 16 rows) · keysᵀ: two products
 //   mixedᵀ  (16 dims, 8 heads)   += valuesᵀ (16 dims, 16 positions) · weightsᵀ: the scores lie in registers as this wants
 //
 // A sum over dims may be taken in any order, if q and keys have the same, and output rows may be any dims: so each lane
@@ -19,9 +19,10 @@
 static_assert(BLOCK_SIZE % TILE == 0 && HEAD_DIM % 64 == 0, "a tile lies in one block; lanes take 8 dims of 64");
 
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
-    attend_decode(ELEMENT* attended, float* split_mixed, float2* split_sums, const ELEMENT* q, const ELEMENT* pages,
-                  const int* rows, const int* positions, const int* tables, const int* table_starts,
-                  long long slot_stride, long long layer_offset, int kv_heads, float scale_log2) {
+    attend_decode(ELEMENT* attended, float* split_mixed, float2* split_sums, const ELEMENT* q,
+                  const ELEMENT* q_rest, const ELEMENT* pages, const int* rows, const int* positions,
+                  const int* tables, const int* table_starts, long long slot_stride, long long layer_offset,
+                  int kv_heads, float scale_log2) {
   const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y / GROUP_TILES;
   const int row = rows[blockIdx.z], first_head = kv_head * GROUP + blockIdx.y % GROUP_TILES * HEADS;
   const int heads = kv_heads * GROUP, heads_here = min(HEADS, (kv_head + 1) * GROUP - first_head);
@@ -33,12 +34,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
   const long long step = (long long)kv_heads * HEAD_DIM;  // from one position to the next
   const ELEMENT* origin = pages + layer_offset + kv_head * HEAD_DIM;
 
-  uint4 query[HEAD_DIM / 32];
+  uint4 query[HEAD_DIM / 32], rest[HEAD_DIM / 32];
 #pragma unroll
-  for (int j = 0; j < HEAD_DIM / 32; j++)
-    query[j] = g < heads_here
-                   ? *(const uint4*)(q + ((long long)row * heads + first_head + g) * HEAD_DIM + 32 * j + 8 * c)
-                   : make_uint4(0, 0, 0, 0);
+  for (int j = 0; j < HEAD_DIM / 32; j++) {
+    const long long at = ((long long)row * heads + first_head + g) * HEAD_DIM + 32 * j + 8 * c;
+    query[j] = g < heads_here ? *(const uint4*)(q + at) : make_uint4(0, 0, 0, 0);
+    rest[j] = REST && g < heads_here ? *(const uint4*)(q_rest + at) : make_uint4(0, 0, 0, 0);
+  }
   float mixed[HEAD_DIM / 16][4] = {}, greatest = -INFINITY, total = 0;
 
   int at = begin + warp * TILE;
@@ -64,9 +66,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int j = 0; j < HEAD_DIM / 32; j++) {
-        multiply(scores[n], query[j].x, 0, query[j].y, 0, keys[n][j].x, keys[n][j].y);
-        multiply(scores[n], query[j].z, 0, query[j].w, 0, keys[n][j].z, keys[n][j].w);
+        multiply(scores[n], query[j].x, rest[j].x, query[j].y, rest[j].y, keys[n][j].x, keys[n][j].y);
+        multiply(scores[n], query[j].z, rest[j].z, query[j].w, rest[j].w, keys[n][j].z, keys[n][j].w);
       }
+      scores[n][0] += scores[n][2], scores[n][1] += scores[n][3];
 #pragma unroll
       for (int i = 0; i < 2; i++)
         if (8 * n + 2 * c + i > last) scores[n][i] = -INFINITY;

@@ -31,9 +31,9 @@ __device__ __forceinline__ void load_tile(unsigned keys, unsigned values, const 
 
 // tiles (n, 2): first row of the step and count of rows, ROWS at most; the last tiles, with the most to do, begin first.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP)
-    attend_prefill(ELEMENT* attended, const ELEMENT* q, const ELEMENT* pages, const int2* tiles, const int* positions,
-                   const int* tables, const int* table_starts, long long slot_stride, long long layer_offset,
-                   int kv_heads, float scale_log2) {
+    attend_prefill(ELEMENT* attended, const ELEMENT* q, const ELEMENT* q_rest, const ELEMENT* pages, const int2* tiles,
+                   const int* positions, const int* tables, const int* table_starts, long long slot_stride,
+                   long long layer_offset, int kv_heads, float scale_log2) {
   extern __shared__ __align__(128) ELEMENT shared[];  // two stages of keys and values
   const unsigned base = shared_address(shared), stage_bytes = 2 * TILE_ELEMENTS * sizeof(ELEMENT);
   const int2 rows = tiles[gridDim.y - 1 - blockIdx.y];
@@ -46,13 +46,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
 
   load_tile(base, base + stage_bytes / 2, origin, table, 0, last, slot_stride, step);
   const int own = warp * 16 + g;  // and own + 8
-  unsigned query[HEAD_DIM / 16][4];
+  unsigned query[HEAD_DIM / 16][4], rest[REST ? HEAD_DIM / 16 : 1][4];
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; k++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = rows.x + min(own + i % 2 * 8, rows.y - 1);
-      query[k][i] = *(const unsigned*)(q + ((long long)row * heads + head) * HEAD_DIM + 16 * k + 2 * c + i / 2 * 8);
+      const long long at = ((long long)row * heads + head) * HEAD_DIM + 16 * k + 2 * c + i / 2 * 8;
+      query[k][i] = *(const unsigned*)(q + at);
+      if constexpr (REST) rest[k][i] = *(const unsigned*)(q_rest + at);
     }
   float mixed[HEAD_DIM / 8][4] = {}, greatest[2] = {-INFINITY, -INFINITY}, totals[2] = {};
 
@@ -78,6 +80,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
                      : "r"(from));
         multiply(scores[n], query[k][0], query[k][1], query[k][2], query[k][3], b[0], b[1]);
         multiply(scores[n + 1], query[k][0], query[k][1], query[k][2], query[k][3], b[2], b[3]);
+        if constexpr (REST) {
+          multiply(scores[n], rest[k][0], rest[k][1], rest[k][2], rest[k][3], b[0], b[1]);
+          multiply(scores[n + 1], rest[k][0], rest[k][1], rest[k][2], rest[k][3], b[2], b[3]);
+        }
       }
     if (first + TILE - 1 > start + warp * 16) {  // some row of this warp may not see all of the tile
 #pragma unroll

@@ -51,23 +51,22 @@ extern "C" __global__ void rms_norm(ELEMENT* normed, float* hidden, const float*
   }
 }
 
-// activated (rows, width) = silu(gate) · up, where gate_up (rows, 2 · width) holds the gate, then up.
-extern "C" __global__ void swiglu(ELEMENT* activated, const ELEMENT* gate_up, int width) {
+// activated (rows, width) = silu(gate) · up, where gate_up (rows, 2 · width) float32 holds the gate, then up.
+extern "C" __global__ void swiglu(ELEMENT* activated, const float* gate_up, int width) {
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * PACK;
   if (at >= width) return;
-  const ELEMENT* row = gate_up + (long long)blockIdx.x * 2 * width;
-  const Pack gate = *(const Pack*)(row + at), up = *(const Pack*)(row + width + at);
+  const float* row = gate_up + (long long)blockIdx.x * 2 * width;
+  const FloatPack gate = *(const FloatPack*)(row + at), up = *(const FloatPack*)(row + width + at);
   Pack pack;
 #pragma unroll
-  for (int i = 0; i < PACK; i++)
-    pack.of[i] = narrow(silu(wide(gate.of[i])) * wide(up.of[i]));
+  for (int i = 0; i < PACK; i++) pack.of[i] = narrow(silu(gate.of[i]) * up.of[i]);
   *(Pack*)(activated + (long long)blockIdx.x * width + at) = pack;
 }
 
-// Adds biases to q, k and v, rotates q and k in Hugging Face's order (pairs i, i + HEAD_DIM / 2), writes q out and k and
-// v to their places in the paged cache. qkv is (rows, heads + 2 · kv_heads, HEAD_DIM) float32; place = slot · BLOCK_SIZE +
+// Adds biases to q, k and v, rotates q and k in Hugging Face's order (pairs i, i + HEAD_DIM / 2), writes q out, with
+// what rounding takes from it, and k and v to their places in the paged cache. qkv is (rows, heads + 2 · kv_heads, HEAD_DIM) float32; place = slot · BLOCK_SIZE +
 // offset; a row of position -1 is padding and leaves no trace.
-extern "C" __global__ void rotate_and_store(ELEMENT* q, ELEMENT* pages, const float* qkv, const float* bias,
+extern "C" __global__ void rotate_and_store(ELEMENT* q, ELEMENT* q_rest, ELEMENT* pages, const float* qkv, const float* bias,
                                             const float* cosines, const float* sines, const int* positions,
                                             const int* places, long long slot_stride, long long layer_offset, int heads,
                                             int kv_heads) {
@@ -86,7 +85,10 @@ extern "C" __global__ void rotate_and_store(ELEMENT* q, ELEMENT* pages, const fl
   }
   ELEMENT* to;
   if (head < heads) {
-    to = q + ((long long)row * heads + head) * HEAD_DIM;
+    const long long at = ((long long)row * heads + head) * HEAD_DIM;
+    to = q + at;
+    q_rest[at + i] = narrow(low - wide(narrow(low)));
+    q_rest[at + i + half] = narrow(high - wide(narrow(high)));
   } else {
     const int place = places[row], kv_head = (head - heads) % kv_heads, values = head >= heads + kv_heads;
     to = pages + (long long)(place / BLOCK_SIZE) * slot_stride + layer_offset +
