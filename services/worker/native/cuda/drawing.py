@@ -19,7 +19,6 @@ from services.worker.engine import Drawn, Work
 from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.linear import Array
-from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.sampler import sample
 from services.worker.transfer.cuda import Stream
 from shared.errors import ModelError
@@ -52,7 +51,7 @@ class Drawing:
             self._chosen = cp.cuda.Event(disable_timing=True)
             self._on_device = cp.empty(most_rows, cp.int32)
 
-    def draw(self, logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
+    def draw(self, logits: Array, works: Sequence[Work]) -> list[Drawn]:
         """Draw one token a row of logits (works, vocab), float32; waits for it.
 
         The same tokens as `sample`'s but where the drawn number lies within rounding of the border of two tokens. Only
@@ -61,7 +60,7 @@ class Drawing:
         vocab = logits.shape[1]
         special = [row for row, work in enumerate(works) if not _is_plain(work.sampling, vocab)]
         if len(special) == len(works):
-            return sample(cp, logits, works, masks)
+            return sample(cp, logits, works)
         count = len(works)
         self._seeds[:count] = [work.sampling.seed for work in works]
         self._draws[:count] = [work.draw_index for work in works]
@@ -79,8 +78,7 @@ class Drawing:
             raise ModelError("the model computed logits that are not finite numbers")
         drawn = [Drawn(token) for token in chosen]
         if special:
-            others = sample(cp, logits[special], [works[row] for row in special], masks)
-            for row, one in zip(special, others, strict=True):
+            for row, one in zip(special, sample(cp, logits[special], [works[row] for row in special]), strict=True):
                 drawn[row] = one
         return drawn
 
@@ -98,9 +96,9 @@ def _coldness(temperature: float) -> float:
 
 
 def _is_plain(sampling: Sampling, vocab: int) -> bool:
-    """Greedy, or drawn from the model's own distribution at some temperature; held to nothing."""
+    """Greedy, or drawn from the model's own distribution at some temperature."""
     filtered = 0 < sampling.top_k < vocab or sampling.top_p < 1.0 or sampling.min_p > 0.0
     if sampling.temperature < _GREEDY_BELOW:
         filtered = False
     penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
-    return not (filtered or penalised or sampling.logprobs >= 0 or sampling.grammar)
+    return not (filtered or penalised or sampling.logprobs >= 0)
