@@ -5,7 +5,7 @@
     detached ──────────────────────────────▶ quieting ──────────────────────▶ attaching ── Attached ──▶ attached
        ▲                                        │  the lock is held, Attach asked │                          │
        └────────────────────────────────────────┴─────────────────────────────────┴──────────────────────────┘
-            KvbmDown; refused; no answer to Attach, Store, Commit or Abort; an answer that makes no sense
+            KvbmDown; refused; no answer to Attach, Store, Commit or Abort; an answer that makes no sense; a copy failed
 
 One cure for all that goes wrong: to attach anew, which says that nothing of this engine is under way; hence the
 quiet before it. So no request is ever repeated, and a kvbm that was restarted is no case of its own. The engine serves
@@ -172,7 +172,8 @@ class Exchange:
         return self._tally.news()
 
     def close(self) -> None:
-        """No copy begins any more, and the pool is left alone when this returns."""
+        """No copy begins any more, and the pool is left alone when this returns. Where the mover fails, as its GPU is
+        lost and may still write, the lock goes with the process."""
         self.mover.close()
         self._attachment.close()
 
@@ -284,6 +285,8 @@ class Exchange:
             self._fetches.ended(copied)
         if copied.failed and self._state == "attached":
             self._lose(f"copying failed: {copied.failed}", now_s)
+        elif copied.failed:  # a GPU that is lost writes for some ms more, and to attach says that nothing does
+            self._state, self._try_s = "detached", max(self._try_s, now_s + BACK_OFF_FIRST_S)
 
     def validate(self) -> None:
         """Raises AssertionError where the exchange contradicts itself; call it between steps."""

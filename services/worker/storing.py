@@ -7,7 +7,7 @@
                          over               ending: Abort ───────┘
 
 A block's device slot is held by its copy alone, from Granted to Copied; what was evicted before is not stored. Whoever
-is not answered does not ask again: it attaches anew, and that ends every ticket (`LinkLost`).
+is not answered, or whose copies fail, does not ask again: it attaches anew, and that ends every ticket (`LinkLost`).
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class Stores:
         save = self._saves.pop(copied.batch)
         self._scheduler.let_go(save.device_slots)
         self._under_way -= len(save.device_slots)
-        if not self._batch_blocks:
-            return  # its ticket ends with the next attach
+        if copied.failed or not self._batch_blocks:
+            return  # its ticket ends with the next attach: a GPU that is lost may still write, and its slots be others'
         written = [slot for slot, good in zip(save.pool_slots, copied.good, strict=True) if good]
         if not written or now_s >= save.ends_s:
             self._abort(save.ticket)

@@ -15,10 +15,12 @@ from services.worker import fetching
 from services.worker.copies import Copy
 from services.worker.engine import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeSnapshot
 from services.worker.exchange import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
+from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import Done, HostCopier
 from shared import kvbm_messages as wire
 from shared.hashing import pack_tokens
 from shared.messages import BlockRemoved
+from shared.pool_lock import OWNERS
 from tests.worker.kvbm_world import BOUNDS, Engine, World
 
 PROMPT = [1, 1, 2, 2, 1, 1, 2, 2]
@@ -364,6 +366,61 @@ def test_copies_that_fail_end_the_link_and_are_told(world: World, operation: str
     world.settle()
     assert second.link.kvbm
     assert second.exchanged.bad_blocks > 0
+
+
+def test_slots_whose_save_failed_stay_in_nobodys_hands_until_some_time_has_passed(world: World) -> None:
+    """A GPU that is lost tells so before it has stopped to write."""
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    until(world, first, "store")
+    first.carry("")
+    first.deliver(0)
+    assert first.hand is not None
+    first.hand.trouble = "lost"
+    first.copy(1)
+    failed_s = world.now_s
+    first.step()
+    assert not first.asks
+    assert until(world, first, "attach")
+    assert world.now_s >= failed_s + BACK_OFF_FIRST_S
+
+
+def test_a_copy_that_fails_while_there_is_no_link_puts_off_the_next_one(world: World) -> None:
+    first, _ = world.engines
+    first.submit("r", PROMPT, 1)
+    until(world, first, "store")
+    first.carry("")
+    first.deliver(0)
+    assert world.drawer is not None
+    name = world.drawer.name
+    first.obey(KvbmDown("away"))
+    first.obey(KvbmUp(name))
+    while first.step():
+        pass
+    assert first.hand is not None
+    first.hand.trouble = "lost"
+    first.copy(1)
+    failed_s = world.now_s
+    assert until(world, first, "attach")
+    assert world.now_s >= failed_s + BACK_OFF_FIRST_S
+
+
+def test_a_mover_that_cannot_tell_whether_its_copies_have_ended_keeps_the_lock_for_the_processs_life(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = world.engines
+    lock = first.attachment.hold()
+    assert first.hand is not None
+
+    def lost() -> None:
+        raise DeviceFailed("cudaErrorIllegalAddress: copies may be under way")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(first.hand, "close", lost)
+        with pytest.raises(DeviceFailed):
+            first.core.close()
+    assert (world.directory / OWNERS / lock).exists()
+    assert first.attachment.hold() == lock
 
 
 Change = Callable[[bytes], bytes]
