@@ -102,9 +102,7 @@ def test_blocks_are_saved_and_loaded_whatever_can_be_pinned(refused: str, caplog
         pageable = {"none": 0, "all": SLOTS, "every second": SLOTS // 2}[refused]
         paths = {path: blocks for path, blocks in (("rows", SLOTS - pageable), ("pageable", pageable)) if blocks}
         assert [pending.paths for pending in told] == [paths, paths]
-        statistics = rig.copier.statistics()
-        assert statistics.saved == statistics.loaded == paths
-        assert statistics.chunks_refused == pageable
+        assert [direction.blocks for direction in rig.copier.directions.values()] == [paths, paths]
         assert len(caplog.records) == (pageable > 0)
         rig.copier.detach()
         for chunk in taken:
@@ -215,7 +213,8 @@ def test_blocks_of_a_path_that_fails_go_on_the_next_and_it_is_left_out_in_the_en
             fell = {f"{path}: {INVALID}": SLOTS} if turn < MOST_IN_A_ROW else {}
             for pending in rig.there_and_back(rig.draw.sample(range(ARENA.slots), SLOTS)):
                 assert (pending.paths, pending.fallbacks) == ({following: SLOTS}, fell)
-        assert rig.copier.statistics().fallbacks == {f"{path}: {INVALID}": 2 * MOST_IN_A_ROW * SLOTS}
+        for direction in rig.copier.directions.values():
+            assert direction.fallbacks.blocks == {f"{path}: {INVALID}": MOST_IN_A_ROW * SLOTS}
         told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == 2, "once a direction"
         assert all(message.startswith(f"blocks are not copied by {path} any more") for message in told)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import cupy  # pyright: ignore[reportMissingImports]
-from msgspec import Struct
 
 from services.worker.config import CopyPath
 from services.worker.copies import Copy, Slots
@@ -43,17 +42,6 @@ from shared.pool_format import PAGE_BYTES
 PAGEABLE = "pageable"
 
 _log = logging.getLogger(__name__)
-
-
-class CopierStatistics(Struct, frozen=True):
-    """Blocks that were handed over, by path."""
-
-    saved: dict[str, int]
-    loaded: dict[str, int]
-    fallbacks: dict[str, int]
-    """For which a better path failed, by its name and the reason."""
-    chunks_refused: int
-    """Of the pool that is attached: CUDA would not pin them."""
 
 
 class CudaCopier:
@@ -146,13 +134,6 @@ class CudaCopier:
             there != block_checksum(slots.bytes[at : at + block_bytes]) for there, at in zip(told, begins, strict=True)
         ]
 
-    def statistics(self) -> CopierStatistics:
-        saves, loads = self.directions[False], self.directions[True]
-        refused = self._pinned.refused if self._pinned is not None else 0
-        fallbacks = Counter(dict(saves.fallbacks.blocks))  # in one go, as its thread may be counting
-        fallbacks.update(dict(loads.fallbacks.blocks))
-        return CopierStatistics(dict(saves.blocks), dict(loads.blocks), dict(fallbacks), refused)
-
     def close(self) -> None:
         """Nothing is under way."""
         self.detach()
@@ -207,6 +188,7 @@ class Direction:
         self.stream = stream()
         self._block_bytes = shape.block_bytes
         self.blocks: Counter[str] = Counter()
+        """That were handed over, by path."""
         self.fallbacks = Fallbacks()
         rows = Rows(shape)
         self.pageable: Path = rows

@@ -57,9 +57,6 @@ class PathChoice:
         steps = self._steps[loads]
         return steps[max(0, bisect_right(steps, blocks, key=lambda step: step[0]) - 1)][1]
 
-    def path(self, blocks: int, *, loads: bool) -> str:
-        return self.order(blocks, loads=loads)[0]
-
     def table(self) -> list[str]:
         """What was measured, a line for each direction and size, best first: µs + µs taken from a step beside."""
         return [
