@@ -50,7 +50,7 @@ class ChecksumKernel:
     """For one shape of blocks; belongs to one thread."""
 
     def __init__(self, shape: BlockShape) -> None:
-        """Compiles, if CuPy has not cached it; waits for the device."""
+        """The first launch compiles, if CuPy has not cached it."""
         aligned = shape.word_bytes(16) == 16
         options = (
             f"-DMOST_BLOCKS={MOST_BLOCKS}",

@@ -32,7 +32,7 @@ class Pending(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until none of them is read or written any more; the thread sleeps. Raises DeviceFailed."""
+        """Until none of them is read or written any more; other threads run meanwhile. Raises DeviceFailed."""
         ...
 
 

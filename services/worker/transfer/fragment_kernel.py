@@ -53,7 +53,7 @@ class FragmentKernel:
     """For one shape of blocks; belongs to one thread."""
 
     def __init__(self, shape: BlockShape, alignment: int) -> None:
-        """`alignment`: of blocks' other ends, in bytes. Compiles, if CuPy has not cached it; waits for the device."""
+        """`alignment`: of blocks' other ends, in bytes. The first launch compiles, if CuPy has not cached it."""
         word_bytes = shape.word_bytes(alignment)
         self._words = shape.fragment_bytes // word_bytes
         self._shape = shape
