@@ -62,12 +62,12 @@ class CudaDecoder:
         self._processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
         self._group_tiles = -(-config.heads // config.kv_heads // _DECODE_HEADS)
 
-    def step(self, counts: Counts, *, longest: int) -> Array:
+    def step(self, counts: Counts) -> Array:
         """Enqueue a step on the current stream: its KV is stored, and its logits (drawing, vocab) float32, which are
         returned, are written where those of every step are.
 
-        The buffers' `ints` are what `Layout` made. `longest`: the positions that attention of single rows is cut
-        for; more are as right, and slower than they could be.
+        The buffers' `ints` are what `Layout` made. Attention of single rows is cut for `counts.longest` positions; more
+        are as right, and slower than they could be.
         """
         config, weights, kernels = self._config, self._weights, self._kernels
         room, at, rows, ints = self._buffers, sections(counts), counts.rows, self._buffers.ints
@@ -77,7 +77,7 @@ class CudaDecoder:
         attended, activated = room.attended[:rows], room.activated[:rows]
         logits = room.logits[: counts.drawing]
         positions, places = ints[at.positions :], ints[at.places :]
-        splits = self._splits(counts.singles, longest)
+        splits = self._splits(counts.singles, counts.longest)
         embedding = (hidden, weights.embedding, ints[at.tokens :], np.int32(config.hidden))
         kernels.embed((rows,), (_THREADS,), embedding)
         for number, layer in enumerate(weights.layers):

@@ -72,9 +72,9 @@ class Graphs:
         padding[rows : 3 * rows] = -1
         padding[4 * rows :] = np.tile(np.arange(rows), 2)
         self._buffers.ints[: len(padding)].set(padding)
-        self._decoder.step(counts, longest=self._longest)
+        self._decoder.step(counts)
         self._stream.begin_capture()
-        logits = self._decoder.step(counts, longest=self._longest)
+        logits = self._decoder.step(counts)
         graph = self._stream.end_capture()
         graph.upload(self._stream)  # or its first launch would take memory
         return graph, logits

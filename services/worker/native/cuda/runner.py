@@ -153,7 +153,7 @@ class CudaRunner:
             self._ints_left.record(self.stream)
             if padded_rows:
                 return self._graphs.launch(padded_rows)[: len(works)]
-            return self._decoder.step(step.counts, longest=step.counts.longest)
+            return self._decoder.step(step.counts)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Between the KV pages and a pool, on streams of its own that wait for none of ours: a block is offered only
