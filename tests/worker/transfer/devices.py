@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.pinned_slots import CHUNK_BYTES
+from tests.gpu.device import missing
 
 FRAGMENTS = 6
 FRAGMENT_BYTES = 832
@@ -73,12 +75,9 @@ class CudaDevice:
 
 def need_gpu() -> Any:
     """CuPy; skips the test where there is none, or no device."""
-    cupy = pytest.importorskip("cupy", reason="needs CuPy")
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as wrong:
-        pytest.skip(f"needs a GPU: {wrong}")
-    return cupy
+    if reason := missing():
+        pytest.skip(reason)
+    return importlib.import_module("cupy")
 
 
 @contextmanager
