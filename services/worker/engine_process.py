@@ -73,8 +73,17 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
             return Failed(reason=str(wrong), model=True)
         except Exception as wrong:  # noqa: BLE001 - the engine's edge: however a runner fails, the shell hears it
             traceback.print_exc()
-            return Failed(reason=f"{type(wrong).__name__}: {wrong}")
+            first = _first(wrong)
+            return Failed(reason=f"{type(first).__name__}: {first}")
     return None
+
+
+def _first(wrong: BaseException) -> BaseException:
+    """What the runner failed of, where ending then failed as well: of a GPU that is lost no copy can be waited for."""
+    before: BaseException | None = wrong
+    while before is not None and not isinstance(before, ModelError):
+        before = before.__context__
+    return before or wrong
 
 
 def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:

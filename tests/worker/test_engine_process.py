@@ -32,9 +32,11 @@ from services.worker.engine import (
     Submit,
 )
 from services.worker.engine_client import EngineClient
-from services.worker.engine_process import _load
+from services.worker.engine_process import _first, _load
+from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import HostCopier
 from shared.blocks import Content
+from shared.errors import ModelError
 from shared.hashing import ContentKey, pack_tokens, unpack_tokens
 from shared.kvbm_messages import StoreLayout
 from shared.messages import Part, Sampling
@@ -331,3 +333,24 @@ async def test_an_engine_without_kv_to_exchange_says_so(tmp_path: Path) -> None:
     assert report.model
     assert "kvbm" in report.reason
     assert await engine.end(LIMIT_S) == 1
+
+
+class Lost:
+    """An engine that cannot be closed."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_wrong: object) -> None:
+        try:
+            raise RuntimeError("an illegal address")
+        except RuntimeError as wrong:
+            raise DeviceFailed("copies cannot be waited for") from wrong
+
+
+def test_a_runners_failure_is_told_where_the_end_of_its_copies_fails_of_it() -> None:
+    with pytest.raises(DeviceFailed) as caught, Lost():
+        raise ModelError("the GPU failed: an illegal address")
+    assert str(_first(caught.value)) == "the GPU failed: an illegal address"
+    with pytest.raises(DeviceFailed) as caught, Lost():
+        pass
+    assert _first(caught.value) is caught.value
