@@ -54,11 +54,8 @@ def read_table(directory: Path, key: TableKey) -> list[Measured] | None:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as wrong:
         _log.warning("%s is not used, copy paths are measured anew: %s", file, wrong)
         return None
-    # Of a path that failed no row is there, but what is there must be whole.
-    sizes = {(loads, blocks) for loads in (False, True) for blocks in key.blocks}
-    paths = {row.path for row in table.measured}
-    rows = {(row.path, row.loads, row.blocks) for row in table.measured}
-    whole = paths and paths <= {*key.paths} and rows == {(path, *size) for path in paths for size in sizes}
+    expected = {(path, loads, blocks) for path in key.paths for loads in (False, True) for blocks in key.blocks}
+    whole = {(row.path, row.loads, row.blocks) for row in table.measured} == expected
     if table.key != key or not whole or any(row.took_s <= 0 or row.taken_s < 0 for row in table.measured):
         _log.warning("%s is not used, copy paths are measured anew: it is of something else", file)
         return None
@@ -66,7 +63,10 @@ def read_table(directory: Path, key: TableKey) -> list[Measured] | None:
 
 
 def write_table(directory: Path, key: TableKey, measured: list[Measured]) -> None:
-    """All of it or nothing; where it cannot be written, that is said, and the next start measures again."""
+    """All of it or nothing; where it cannot be written, that is said, and the next start measures again. So it does
+    where a path failed, which has no rows then: it may work the next time."""
+    if {row.path for row in measured} != {*key.paths}:
+        return
     file = _file(directory, key)
     try:
         directory.mkdir(parents=True, exist_ok=True)
