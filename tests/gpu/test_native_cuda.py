@@ -55,8 +55,8 @@ class Both:
     def __init__(self, directory: Path, element_type: Any, *, graphs_up_to: int = 0) -> None:
         config = read_config(directory)
         layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, BLOCK_SIZE)
-        cache = KvCache(np, layout, SLOTS)
-        self.reference = Decoder(config, load_weights(directory, config), cache, Linear(np), SLOTS * BLOCK_SIZE)
+        cache = KvCache(layout, SLOTS)
+        self.reference = Decoder(config, load_weights(directory, config), cache, Linear(), SLOTS * BLOCK_SIZE)
         settings = CudaConfig(dtype=element_type, graphs=graphs_up_to > 0, graph_upper_bound=max(1, graphs_up_to))
         self.runner = cuda_runner(directory, settings, capacity_blocks=SLOTS, block_size=BLOCK_SIZE)
         # What nobody wrote must not matter: every bit set is not a number in any of the three types.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
+
 from services.worker.native.linear import Array
 
 
@@ -19,8 +21,8 @@ def narrowed(xp: ModuleType, floats: Array) -> Array:
     return xp.where(floats == floats, rounded, 0x7FC0).astype(xp.uint16)
 
 
-def widened(xp: ModuleType, bits: Array) -> Array:
+def widened(bits: Array) -> Array:
     """uint16 → the same numbers as float32, of the same shape."""
-    wide = bits.astype(xp.uint32)
+    wide = bits.astype(np.uint32)
     wide <<= 16
-    return wide.view(xp.float32)
+    return wide.view(np.float32)

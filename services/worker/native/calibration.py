@@ -11,17 +11,17 @@ from services.worker.native.linear import Array, Linear
 
 
 def calibrated(weights: Sequence[Array]) -> Linear:
-    """The NumPy Linear whose crossing was measured on these weights, all of one shape.
+    """The Linear whose crossing was measured on these weights, all of one shape.
 
     They are read in turn, so that most of them come from memory and not from a cache, as in a step.
     """
     dot_rows = 0
     for rows in (1, 2, 4, 6, 8):
         x = np.ones((rows, weights[0].shape[1]), np.float32)
-        if _fastest_s(Linear(np, rows), x, weights) > _fastest_s(Linear(np, 0), x, weights):
+        if _fastest_s(Linear(rows), x, weights) > _fastest_s(Linear(0), x, weights):
             break
         dot_rows = rows
-    return Linear(np, dot_rows)
+    return Linear(dot_rows)
 
 
 def _fastest_s(linear: Linear, x: Array, weights: Sequence[Array]) -> float:

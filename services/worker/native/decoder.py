@@ -4,15 +4,13 @@
                             RMSNorm → SwiGLU                                                        → RMSNorm → logits
 
 All tokens of a step go through a weight together; only attention looks at sequences apart. Everything is float32; what
-the KV cache keeps may be narrower. The array module is a parameter and only operations that NumPy and CuPy share are
-used on arrays of a step.
+the KV cache keeps may be narrower. On NumPy; `cuda/decoder.py` is the GPU's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 
@@ -35,33 +33,32 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, cache: KvCache, linear: Linear, positions: int) -> None:
         """`positions` bounds the positions ever computed: the length of the rotation tables."""
-        self._xp: ModuleType = linear.xp
         self._config = config
         self._weights = weights
         self._cache = cache
         self._linear = linear
         cosines, sines = tables(config.rope, config.head_dim, positions)
-        self._cosines = self._xp.asarray(np.concatenate([cosines, cosines], axis=1))
-        self._sines = self._xp.asarray(np.concatenate([-sines, sines], axis=1))
+        self._cosines = np.concatenate([cosines, cosines], axis=1)
+        self._sines = np.concatenate([-sines, sines], axis=1)
         self._scale = np.float32(1 / math.sqrt(config.head_dim))
         self._group_limit = _GATHER_LIMIT_BYTES // (2 * 4 * config.keys)
 
     def step(self, works: Sequence[Work]) -> Array:
         """Compute every work's tokens and store their KV; logits (drawing works, vocab) in the order of works."""
-        xp, weights = self._xp, self._weights
+        weights = self._weights
         step = lay_out(works, self._cache.layout.block_size, self._group_limit)
-        positions = xp.asarray(step.positions)
+        positions = step.positions
         turn = (self._cosines[positions][:, None], self._sines[positions][:, None])
-        hidden = weights.embedding[xp.asarray(step.tokens)]
+        hidden = weights.embedding[step.tokens]
         for number, layer in enumerate(weights.layers):
             hidden += self._attend(number, layer, self._norm(hidden, layer.input_norm), step, turn)
             hidden += self._feed(layer, self._norm(hidden, layer.output_norm))
-        return self._linear(self._norm(hidden[xp.asarray(step.drawing_rows)], weights.norm), weights.head)
+        return self._linear(self._norm(hidden[step.drawing_rows], weights.norm), weights.head)
 
     def _norm(self, x: Array, weight: Array) -> Array:
         """RMSNorm, each row by itself."""
         mean_square = (x * x).sum(axis=1, keepdims=True) / self._config.hidden
-        scale = 1.0 / self._xp.sqrt(mean_square + self._config.norm_epsilon)
+        scale = 1.0 / np.sqrt(mean_square + self._config.norm_epsilon)
         normed = x * scale
         normed *= weight
         return normed
@@ -71,25 +68,25 @@ class Decoder:
         gate = self._linear(x, layer.gate)
         # silu(g) = g · sigmoid(g); through tanh, because exp(-g) overflows where the result is plainly 0.
         half = gate * 0.5
-        gate = half * self._xp.tanh(half) + half
+        gate = half * np.tanh(half) + half
         gate *= self._linear(x, layer.up)
         return self._linear(gate, layer.down)
 
     def _attend(self, number: int, layer: Layer, x: Array, step: Step, turn: tuple[Array, Array]) -> Array:
-        config, xp = self._config, self._xp
+        config = self._config
         rows = x.shape[0]
         q = self._project(x, layer.q, layer.q_bias)
         k = self._project(x, layer.k, layer.k_bias)
         v = self._project(x, layer.v, layer.v_bias).reshape(rows, config.kv_heads, config.head_dim)
-        turned = self._rotate(xp.concatenate([q, k], axis=1).reshape(rows, -1, config.head_dim), turn)
+        turned = self._rotate(np.concatenate([q, k], axis=1).reshape(rows, -1, config.head_dim), turn)
         q, k = turned[:, : config.heads], turned[:, config.heads :]
-        self._cache.write(number, xp.asarray(step.slots), xp.asarray(step.offsets), k, v)
-        attended = xp.empty((rows, config.heads, config.head_dim), xp.float32)
+        self._cache.write(number, step.slots, step.offsets, k, v)
+        attended = np.empty((rows, config.heads, config.head_dim), np.float32)
         for span in step.spans:
             rows_of_span = slice(span.first, span.first + span.count)
             attended[rows_of_span] = self._attend_span(number, span, q[rows_of_span])
         for group in step.groups:
-            members = xp.asarray(group.rows)
+            members = group.rows
             attended[members] = self._attend_group(number, group, q[members])
         return self._project(attended.reshape(rows, config.queries), layer.o, layer.o_bias)
 
@@ -103,7 +100,7 @@ class Decoder:
         """Rotate pairs (i, i + head_dim / 2) of (rows, heads, head_dim), the Hugging Face order."""
         cosine, sine = turn
         half = x.shape[2] // 2
-        swapped = self._xp.concatenate([x[:, :, half:], x[:, :, :half]], axis=2)
+        swapped = np.concatenate([x[:, :, half:], x[:, :, :half]], axis=2)
         swapped *= sine  # its first half is negative
         rotated = x * cosine
         rotated += swapped
@@ -111,39 +108,39 @@ class Decoder:
 
     def _attend_span(self, number: int, span: Span, q: Array) -> Array:
         """A chunk over its own history and itself: (count, heads, head_dim), causal."""
-        config, xp = self._config, self._xp
+        config = self._config
         end = span.start + span.count
-        keys, values = self._cache.read(number, xp.asarray(span.table), end)
+        keys, values = self._cache.read(number, span.table, end)
         keys = keys[0].transpose(1, 2, 0)[:, None]  # kv_heads, 1, head_dim, positions
         values = values[0].transpose(1, 0, 2)[:, None]  # kv_heads, 1, positions, head_dim
-        attended = xp.empty(q.shape, xp.float32)
+        attended = np.empty(q.shape, np.float32)
         tile = max(1, min(span.count, _SCORES_LIMIT // (config.heads * end)))
         for first in range(0, span.count, tile):
             count = min(tile, span.count - first)
             seen = span.start + first + count
             rows = q[first : first + count].reshape(count, config.kv_heads, -1, config.head_dim)
-            scores = xp.matmul(rows.transpose(1, 2, 0, 3), keys[..., :seen])  # kv_heads, heads of each, count, seen
+            scores = np.matmul(rows.transpose(1, 2, 0, 3), keys[..., :seen])  # kv_heads, heads of each, count, seen
             # Row i sees all but the last count - 1 - i: only that corner is masked.
-            scores[..., seen - count :] += xp.triu(xp.full((count, count), -xp.inf, xp.float32), 1)
-            mixed = xp.matmul(self._softmax(scores), values[..., :seen, :])
+            scores[..., seen - count :] += np.triu(np.full((count, count), -np.inf, np.float32), 1)
+            mixed = np.matmul(self._softmax(scores), values[..., :seen, :])
             attended[first : first + count] = mixed.transpose(2, 0, 1, 3).reshape(count, config.heads, -1)
         return attended
 
     def _attend_group(self, number: int, group: Group, q: Array) -> Array:
         """One token each over its own history: (members, heads, head_dim)."""
-        config, xp = self._config, self._xp
+        config = self._config
         members = q.shape[0]
-        keys, values = self._cache.read(number, xp.asarray(group.table), group.longest)
+        keys, values = self._cache.read(number, group.table, group.longest)
         rows = q.reshape(members, config.kv_heads, -1, config.head_dim)
-        scores = xp.matmul(rows, keys.transpose(0, 2, 3, 1))  # members, kv_heads, heads of each, longest
+        scores = np.matmul(rows, keys.transpose(0, 2, 3, 1))  # members, kv_heads, heads of each, longest
         if members > 1:
-            scores += xp.asarray(group.mask)
-        return xp.matmul(self._softmax(scores), values.transpose(0, 2, 1, 3)).reshape(q.shape)
+            scores += group.mask
+        return np.matmul(self._softmax(scores), values.transpose(0, 2, 1, 3)).reshape(q.shape)
 
     def _softmax(self, scores: Array) -> Array:
         """Over the last axis, in place, of raw products of queries and keys."""
         scores -= scores.max(axis=-1, keepdims=True)
         scores *= self._scale
-        self._xp.exp(scores, out=scores)
+        np.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
         return scores

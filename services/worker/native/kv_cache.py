@@ -17,7 +17,6 @@ import mmap
 import sys
 from contextlib import suppress
 from math import prod
-from types import ModuleType
 
 import numpy as np
 
@@ -29,15 +28,13 @@ from shared.messages import KvLayout
 class KvCache:
     """`capacity_blocks` slots of `layout`; memory is touched as slots are first used."""
 
-    def __init__(self, xp: ModuleType, layout: KvLayout, capacity_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, capacity_blocks: int) -> None:
         """Of `layout.dtype` there are float32 and bfloat16."""
         self.layout = layout
         self.capacity_blocks = capacity_blocks
-        self._xp = xp
         self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
         shape = (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
-        dtype = xp.uint16 if self._narrow else xp.float32
-        self.pages: Array = _host_zeros(shape, dtype) if xp is np else xp.zeros(shape, dtype)
+        self.pages: Array = _zeros(shape, np.uint16 if self._narrow else np.float32)
 
     @property
     def memory(self) -> memoryview:
@@ -48,7 +45,7 @@ class KvCache:
         """Store new tokens' keys and values, each float32 (tokens, kv_heads, head_dim), at their places in their
         blocks."""
         if self._narrow:
-            keys, values = narrowed(self._xp, keys), narrowed(self._xp, values)
+            keys, values = narrowed(np, keys), narrowed(np, values)
         self.pages[slots, layer, 0, offsets] = keys
         self.pages[slots, layer, 1, offsets] = values
 
@@ -62,7 +59,7 @@ class KvCache:
         keys = self.pages[table, layer, 0].reshape(shape)
         values = self.pages[table, layer, 1].reshape(shape)
         if self._narrow:
-            keys, values = widened(self._xp, keys), widened(self._xp, values)
+            keys, values = widened(keys), widened(values)
         return keys[:, :length], values[:, :length]
 
     def close(self) -> None:
@@ -70,7 +67,7 @@ class KvCache:
         self.pages = None
 
 
-def _host_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
     """Like numpy.zeros, which lies 16 bytes off a page, where a copy to a page can take twice as long. Blocks as models
     have them are whole pages, so all of them begin on one."""
     memory = mmap.mmap(-1, prod(shape) * np.dtype(dtype).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

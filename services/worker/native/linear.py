@@ -11,13 +11,12 @@ within BLAS anyway.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 Array = Any
-"""An array of the module in use: numpy's, or later CuPy's."""
+"""NumPy's, or CuPy's."""
 
 _LINE_BYTES = 64
 
@@ -26,7 +25,6 @@ _LINE_BYTES = 64
 class Linear:
     """Multiplies by row-major (outputs, inputs) weights."""
 
-    xp: ModuleType
     dot_rows: int = 0
     """Up to this many rows, outputs are dot products (0: always a matrix product)."""
 
@@ -35,10 +33,10 @@ class Linear:
         rows = x.shape[0]
         if rows > self.dot_rows:
             # W · xᵀ: BLAS copies the smaller operand into its order less often this way (a quarter faster at 4 rows).
-            return self.xp.ascontiguousarray(self.xp.matmul(weight, x.T).T)
+            return np.ascontiguousarray(np.matmul(weight, x.T).T)
         if rows == 1:
-            return self.xp.vecdot(weight, x[0])[None]
-        return self.xp.ascontiguousarray(self.xp.vecdot(weight[:, None], _aligned(x)[None]).T)
+            return np.vecdot(weight, x[0])[None]
+        return np.ascontiguousarray(np.vecdot(weight[:, None], _aligned(x)[None]).T)
 
 
 def _aligned(x: Array) -> Array:

@@ -57,7 +57,7 @@ class NativeRunner:
             )
         weights = load_weights(directory, config)
         context_length = min(config.context_length, capacity_blocks * block_size)
-        self._cache = KvCache(np, layout, capacity_blocks)
+        self._cache = KvCache(layout, capacity_blocks)
         self._decoder = Decoder(config, weights, self._cache, _linear(weights), context_length)
         self._verify = verify
         self._facts = Ready(

@@ -10,13 +10,13 @@ from services.worker.native.bfloat16 import narrowed, widened
 
 
 def through(floats: NDArray[np.float32]) -> NDArray[np.float32]:
-    wide: NDArray[np.float32] = widened(np, narrowed(np, floats))
+    wide: NDArray[np.float32] = widened(narrowed(np, floats))
     return wide
 
 
 def test_every_bfloat16_survives_as_it_is() -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
-    wide = widened(np, bits)
+    wide = widened(bits)
     sound = ~np.isnan(wide)
     np.testing.assert_array_equal(narrowed(np, wide)[sound], bits[sound])
     assert np.isnan(through(wide)[~sound]).all()

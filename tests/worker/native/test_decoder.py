@@ -38,8 +38,8 @@ class Checked:
         directory = prepare(write_tiny_model(directory / "model", **CASES[name]), directory / "cache", lambda _: None)
         config = read_config(directory)
         layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, BLOCK_SIZE)
-        self.cache = KvCache(np, layout, CAPACITY_BLOCKS)
-        self.decoder = Decoder(config, load_weights(directory, config), self.cache, Linear(np, dot_rows), 256)
+        self.cache = KvCache(layout, CAPACITY_BLOCKS)
+        self.decoder = Decoder(config, load_weights(directory, config), self.cache, Linear(dot_rows), 256)
         with np.load(GOLDEN / "logits.npz") as golden:
             self.expected: dict[int, Logits] = dict(zip(CHECKED_POSITIONS, golden[name], strict=True))
 

@@ -18,7 +18,7 @@ NARROW = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
 
 @pytest.mark.parametrize("layout", [LAYOUT, NARROW])
 def test_a_block_is_one_contiguous_piece_of_its_layouts_size(layout: KvLayout) -> None:
-    cache = KvCache(np, layout, 5)
+    cache = KvCache(layout, 5)
     assert cache.pages[3].flags.c_contiguous
     assert cache.pages[3].nbytes == layout.block_bytes
     assert cache.memory.nbytes == 5 * layout.block_bytes
@@ -26,18 +26,18 @@ def test_a_block_is_one_contiguous_piece_of_its_layouts_size(layout: KvLayout) -
 
 def test_pages_begin_on_a_page() -> None:
     for capacity_blocks in (1, 5, 10_000):
-        assert KvCache(np, LAYOUT, capacity_blocks).pages.ctypes.data % mmap.PAGESIZE == 0
+        assert KvCache(LAYOUT, capacity_blocks).pages.ctypes.data % mmap.PAGESIZE == 0
 
 
 def test_blocks_that_nobody_has_used_take_no_memory() -> None:
     before = _resident_bytes()
-    cache = KvCache(np, LAYOUT, (1 << 30) // LAYOUT.block_bytes)
+    cache = KvCache(LAYOUT, (1 << 30) // LAYOUT.block_bytes)
     cache.write(0, np.array([17]), np.array([0]), np.ones((1, 3, 4), np.float32), np.ones((1, 3, 4), np.float32))
     assert _resident_bytes() - before < 64 << 20
 
 
 def test_its_memory_is_that_of_the_pages() -> None:
-    cache = KvCache(np, LAYOUT, 5)
+    cache = KvCache(LAYOUT, 5)
     cache.memory[3 * LAYOUT.block_bytes : 4 * LAYOUT.block_bytes] = np.full(
         LAYOUT.block_bytes // 4, 7, np.float32
     ).data.cast("B")
@@ -46,7 +46,7 @@ def test_its_memory_is_that_of_the_pages() -> None:
 
 
 def test_a_narrow_cache_gives_back_what_it_stored_rounded() -> None:
-    cache = KvCache(np, NARROW, 5)
+    cache = KvCache(NARROW, 5)
     keys = np.random.default_rng(0).normal(size=(11, 3, 4)).astype(np.float32)
     table, positions = np.array([4, 1]), np.arange(11)
     cache.write(1, table[positions // 8], positions % 8, keys, -keys)
@@ -59,7 +59,7 @@ def test_a_narrow_cache_gives_back_what_it_stored_rounded() -> None:
 
 
 def test_what_is_written_is_read_in_the_order_of_the_table() -> None:
-    cache = KvCache(np, LAYOUT, 5)
+    cache = KvCache(LAYOUT, 5)
     keys = np.random.default_rng(0).normal(size=(11, 3, 4)).astype(np.float32)
     table = np.array([4, 1])
     positions = np.arange(11)
@@ -71,7 +71,7 @@ def test_what_is_written_is_read_in_the_order_of_the_table() -> None:
 
 
 def test_a_block_moved_to_another_slot_is_the_same_block() -> None:
-    cache = KvCache(np, LAYOUT, 5)
+    cache = KvCache(LAYOUT, 5)
     keys = np.ones((8, 3, 4), np.float32)
     cache.write(0, np.full(8, 2), np.arange(8), keys, 2 * keys)
     cache.pages[4] = cache.pages[2]
