@@ -25,9 +25,10 @@ from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Re
 
 FETCHES = 8
 """That sequences wait for, at once; others are queued."""
-BATCH_BLOCKS = 64
-"""That are copied, then told, at once: taking note of them takes 0.3 ms, while the next ones are copied; of the last
-ones the first token waits. While all requests wait, their ends are also what says that the engine lives."""
+BATCH_BLOCKS = 32
+"""That are copied, then told, at once: taking note of them takes 0.2 ms, while the next ones are copied; for the first
+ones to have room, and for the last ones to be noted, the first token waits. While all requests wait, their ends are
+also what says that the engine lives."""
 MOST_ASKED = 64
 """With those whose sequences wait no more and whose last answer is still to come."""
 
@@ -154,15 +155,17 @@ class Fetches:
         fetch.taken += count
         if not fetch.open or not count:
             return
-        device_slots = self._scheduler.make_room(fetch.wanted.number, first, count)
-        if len(device_slots) < count:
-            fetch.open = False
-        copies = list(map(Copy, pool_slots, device_slots, generations))
-        for at in range(0, len(copies), BATCH_BLOCKS):
-            batch, end = next(self._batches), at + BATCH_BLOCKS
-            self._loads[batch] = _Load(fetch, first + at, device_slots[at:end], reply.disk)
-            fetch.batches += 1
-            self._mover.load(batch, copies[at:end])
+        for at in range(0, count, BATCH_BLOCKS):  # the first copies begin before there is room for the last
+            end = min(at + BATCH_BLOCKS, count)
+            device_slots = self._scheduler.make_room(fetch.wanted.number, first + at, end - at)
+            if device_slots:
+                batch = next(self._batches)
+                self._loads[batch] = _Load(fetch, first + at, device_slots, reply.disk)
+                fetch.batches += 1
+                self._mover.load(batch, list(map(Copy, pool_slots[at:end], device_slots, generations[at:end])))
+            if len(device_slots) < end - at:
+                fetch.open = False
+                return
 
     def owns(self, batch: int) -> bool:
         """Whether the mover's batch is one of these."""

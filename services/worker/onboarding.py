@@ -241,7 +241,7 @@ class Onboarding:
         keys = fetch.sequence.keys[: fetch.first]
         if self._pool.longest_prefix(keys) < fetch.first:
             return False
-        fetch.held = [self._pool.acquire(key) for key in keys]
+        fetch.held = self._pool.acquire_prefix(keys)
         return self._pool.available > reserve
 
     def _land(self, fetch: Fetch, good: bool, disk: bool) -> list[Stored]:

@@ -350,17 +350,12 @@ class Scheduler:
         if sequence.computed != sequence.stored * size:
             return  # in the middle of a block
         before = sequence.stored
-        for index, key in enumerate(sequence.reusable_keys[sequence.stored :], sequence.stored):
-            if key not in self._pool:
-                break
-            slot = self._pool.acquire(key)
-            if index < len(sequence.blocks):
-                self._pool.release(sequence.blocks[index])
-                sequence.blocks[index] = slot
-            else:
-                sequence.blocks.append(slot)
-            sequence.stored += 1
-            sequence.work.start += size
+        slots = self._pool.acquire_prefix(sequence.reusable_keys[before:])
+        sequence.stored += len(slots)
+        sequence.work.start += len(slots) * size
+        for blank in sequence.blocks[before : sequence.stored]:
+            self._pool.release(blank)
+        sequence.blocks[before : sequence.stored] = slots
         if not sequence.begun:
             sequence.count_cached(before)
 

@@ -136,15 +136,12 @@ class Sequence:
         size, prompt = self.block_size, self.prompt_tokens
         self.cached_tokens += min(self.stored * size, prompt) - min(first * size, prompt)
         if self.loaded:
-            for index in range(first, self.stored):
-                tokens = min(max(prompt - index * size, 0), size)
-                match self.loaded.get(index):
-                    case True:
-                        self.cached_disk_tokens += tokens
-                    case False:
-                        self.cached_host_tokens += tokens
-                    case None:
-                        pass
+            from_disk = list(map(self.loaded.get, range(first, self.stored)))
+            full = max(prompt // size - first, 0)  # of these; the next one has what is left of the prompt, if anything
+            left = max(prompt - (first + full) * size, 0)
+            for blocks, tokens in ((from_disk[:full], size), (from_disk[full : full + 1], left)):
+                self.cached_disk_tokens += tokens * blocks.count(True)
+                self.cached_host_tokens += tokens * blocks.count(False)
 
     def forget_cached(self) -> None:
         """What was found was given back before the first token."""

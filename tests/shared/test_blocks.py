@@ -256,7 +256,8 @@ class PoolMachine(RuleBasedStateMachine):
         found = self.pool.longest_prefix(content.key for content in contents)
         held = self.pool.held_prefix(content.key for content in contents)
         before = self.pool.available
-        slots = [self.pool.acquire(content.key) for content in contents[:found]]
+        slots = self.pool.acquire_prefix([content.key for content in contents])
+        assert len(slots) == found
         assert before - self.pool.available == found - held, "what nobody holds was available"
         missing = min(len(contents) - found, self.pool.available)
         blank, evicted = self.pool.allocate(missing)

@@ -114,6 +114,27 @@ def test_what_one_engine_computed_another_one_loads(world: World) -> None:
     assert second.exchanged.loaded_blocks == REUSABLE_TOKENS // 2
 
 
+def test_the_first_copies_begin_before_there_is_room_for_the_last(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "BATCH_BLOCKS", 1)
+    first, second = world.engines
+    compute(world, first)
+    hand = second.hand
+    assert hand is not None
+    load, held_blocks = hand.load, list[int]()
+
+    def loads(batch: int, copies: Sequence[Copy]) -> None:
+        held_blocks.append(second.scheduler.load().held_blocks)
+        load(batch, copies)
+
+    monkeypatch.setattr(hand, "load", loads)
+    second.submit("again", PROMPT, 1)
+    world.settle()
+    assert held_blocks == [1, 2, 3]
+    assert second.host_tokens == REUSABLE_TOKENS
+
+
 def test_blocks_that_have_come_can_be_found_before_the_last_ones_have(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
