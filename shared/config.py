@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -96,7 +96,7 @@ def load(
     try:
         return msgspec.convert(settings, schema, strict=False)
     except msgspec.ValidationError as wrong:
-        raise ConfigError(f"{schema.__name__}: {wrong}") from None
+        raise ConfigError(f"{schema.__name__}: {wrong}{_choices(schema, settings)}") from None
 
 
 def environment() -> dict[str, str]:
@@ -127,12 +127,40 @@ def _check_keys(schema: type[Struct], settings: Mapping[str, Any], where: str, a
     known = {field.name: field.type for field in fields(schema)}
     for key, value in settings.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {above}{key}; known: {', '.join(sorted(known))}")
+            raise ConfigError(f"{where}: unknown key {above}{key}; {_instead(key, known)}")
         table = known[key]
         if isinstance(table, type) and issubclass(table, Struct):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where}: {above}{key} is a table")
             _check_keys(table, value, where, f"{above}{key}.")
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    """Of an unknown name, for who mistyped it; all that there are where none is like it."""
+    import difflib  # here: a start without a mistake need not wait for it
+
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.8)
+    return f"nearest: {', '.join(near)}" if near else f"known: {', '.join(names)}"
+
+
+def _choices(schema: type[Struct], settings: Mapping[str, Any]) -> str:
+    """What may be said instead of words that are none of a setting's; msgspec names the setting alone."""
+    said = ""
+    for path, field in _leaves(schema):
+        words, value = _words(field.type), settings
+        for name in path:
+            value = value.get(name, {})
+        if words and isinstance(value, str) and value not in words:
+            said += f"; {'.'.join(path)} is one of {', '.join(words)}"
+    return said
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """Of a Literal, or of several that are one type together."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(word for part in get_args(kind) for word in _words(part))
 
 
 def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -151,7 +179,7 @@ def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Itera
             except UnicodeDecodeError:  # whose text would show the secret
                 raise ConfigError(f"{name}: {text}: not UTF-8") from None
         else:
-            raise ConfigError(f"unknown environment variable {name}; known: {', '.join(sorted(known))}")
+            raise ConfigError(f"unknown environment variable {name}; {_instead(name, known)}")
 
 
 def _parse_flags(
@@ -163,7 +191,7 @@ def _parse_flags(
     for word in words:
         name, equals, text = word.partition("=")
         if name != "--config" and name not in known:
-            raise ConfigError(f"unknown flag {name}; known: --config, {', '.join(sorted(known))}")
+            raise ConfigError(f"unknown flag {name}; {_instead(name, ['--config', *known])}")
         if not equals:
             following = next(words, None)
             if following is None:

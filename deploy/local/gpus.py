@@ -44,7 +44,7 @@ def require_cupy() -> None:
     if importlib.util.find_spec("cupy") is None:
         raise ConfigError(
             "--device cuda needs CuPy, which is not installed: ./headrace install-gpu (0.6 GB),"
-            " or pip install 'headrace[gpu]'"
+            " or in an environment of your own pip install '.[gpu]', from a checkout"
         )
 
 

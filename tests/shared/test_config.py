@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from msgspec import Struct
@@ -100,6 +101,36 @@ def test_a_wrong_flag_is_refused(flags: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as wrong:
         load(Settings, environ={}, flags=flags)
     assert "secret'" not in str(wrong.value)
+
+
+def test_a_mistyped_name_is_refused_with_what_is_like_it(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("counts = 1", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"unknown key counts; nearest: count$"):
+        load(Settings, file=file, environ={})
+    with pytest.raises(ConfigError, match=r"unknown flag --nats-ur; nearest: --nats-url"):
+        load(Settings, environ={}, flags=["--nats-ur", "x"])
+    with pytest.raises(ConfigError, match=r"unknown flag --xyz; known: --config, --count, "):
+        load(Settings, environ={}, flags=["--xyz", "x"])
+
+
+class Chooses(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str = ""
+    how: Literal["fast", "well"] = "fast"
+
+
+class Table(Struct, frozen=True, forbid_unknown_fields=True):
+    below: Chooses = Chooses()
+    how: Literal["fast", "well"] | Literal["auto"] = "auto"
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [("--below-how", r"; below\.how is one of fast, well$"), ("--how", r"; how is one of fast, well, auto$")],
+)
+def test_a_word_that_is_no_choice_is_refused_with_those_there_are(flag: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(Table, environ={}, flags=["--below-name", "any", flag, "good"])
 
 
 def test_a_wrong_variable_is_refused() -> None:

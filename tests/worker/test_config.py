@@ -24,7 +24,11 @@ WRONG = [
         "kv_dtype is bfloat16; on a GPU KV is kept in cuda.dtype, float16",
     ),
     ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
-    ("--cuda-copy-path teleport", "Invalid enum value 'teleport' - at `$.cuda.copy_path`"),
+    (
+        "--cuda-copy-path teleport",
+        "Invalid enum value 'teleport' - at `$.cuda.copy_path`;"
+        " cuda.copy_path is one of auto, rows, batch, staged, zero_copy",
+    ),
     ("--cuda-memory-share 0", "Expected `float` > 0.0 - at `$.cuda.memory_share`"),
     ("--cuda-memory-share 1.5", "Expected `float` <= 1.0 - at `$.cuda.memory_share`"),
     ("--cuda-gpu -1", "Expected `int` >= 0 - at `$.cuda.gpu`"),
@@ -82,4 +86,4 @@ def test_a_worker_for_a_gpu_without_cupy_says_how_to_get_it(nats_url: str, tmp_p
     last = said.splitlines()[-1]
     assert status == 2, said
     assert last.startswith("headrace-worker: ")
-    assert "device is cuda, which needs CuPy: pip install 'headrace[gpu]'" in last
+    assert "device is cuda, which needs CuPy: ./headrace install-gpu" in last

@@ -56,7 +56,7 @@ def compile_kernels(config: ModelConfig, element_type: ElementType, block_size: 
         raise
     except (cp.cuda.compiler.CompileException, RuntimeError, OSError) as wrong:  # RuntimeError: no NVRTC
         raise ConfigError(
-            "the GPU's kernels do not compile; `pip install 'headrace[gpu]'` brings the compiler and CUDA's headers:"
+            "the GPU's kernels do not compile; `./headrace install-gpu` brings the compiler and CUDA's headers:"
             f" {wrong}"
         ) from wrong
 
