@@ -71,9 +71,9 @@ class Followed(Generic[T]):
             except ConfigError as wrong:
                 self._complain(wrong)
             else:
-                self._complained_s = None
-                if self._seen is not seen:
+                if self._seen is not seen or self._complained_s is not None:  # also where they are as before the fault
                     _log.info("%s: read again, and in force", self._what)
+                self._complained_s = None
 
     def _look(self) -> tuple[list[bytes], T] | None:
         """None: they are as they were."""

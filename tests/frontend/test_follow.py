@@ -131,6 +131,23 @@ async def test_a_file_that_cannot_be_read_leaves_what_was_in_force_and_is_told_u
     assert error.endswith("; what was read before stays in force")
 
 
+async def test_a_file_that_is_again_what_it_was_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "file"
+    file.write_text("1")
+    numbers = Followers(file)
+    await numbers.followed.load()
+    async with running(numbers, monkeypatch):
+        file.rename(tmp_path / "away")
+        await until(numbers, stale=True)
+        (tmp_path / "away").rename(file)
+        await until(numbers, stale=False)
+    assert [record.message for record in caplog.records][-1] == "numbers: read again, and in force"
+    assert numbers.used.all == [1]
+
+
 async def test_a_file_that_cannot_be_read_at_the_start_ends_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^numbers: .*file: No such file or directory$"):
         await Followers(tmp_path / "file").followed.load()
