@@ -150,6 +150,7 @@ def test_development_is_installed_on_top_and_serves_the_runtime_too(checkout: Ch
 
 def test_a_gpus_packages_come_on_top_when_asked_for_and_stay(checkout: Checkout) -> None:
     assert checkout.start("up").returncode == 0
+    assert checkout.start("install-gpu", "--help").stdout.startswith("cli install-gpu --help\n")
     assert not checkout.has("tiny_gpu")
     asked = checkout.start("install-gpu")
     assert asked.stdout.startswith("cli install-gpu\n")
