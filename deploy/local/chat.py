@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import sys
 from collections.abc import Iterator
 from typing import IO, Any
@@ -77,6 +78,9 @@ def _open(url: str, api_key: str, method: str, path: str, body: bytes | None = N
         connection.sock.settimeout(SILENCE_LIMIT_S)
         connection.request(method, f"{parts.path}{path}", body, headers)
         answer = connection.getresponse()
+    except ssl.SSLCertVerificationError as wrong:
+        connection.close()
+        raise ChatError(f"{url}: {wrong.verify_message}; SSL_CERT_FILE names a file with who is trusted") from None
     except OSError as wrong:
         connection.close()
         raise ChatError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +110,15 @@ def test_no_model_yet_is_said(peer: Peer) -> None:
 def test_nobody_there_is_said_with_what_to_do() -> None:
     with pytest.raises(ChatError, match=r"nobody answers at .*headrace up"):
         chat("http://127.0.0.1:1/v1", "Where?")
+
+
+def test_a_certificate_that_nobody_trusts_is_said_with_what_to_do(peer: Peer) -> None:
+    certificates = Path(__file__).parents[1] / "frontend" / "certificates"
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificates / "one.pem", certificates / "one.key")
+    peer.server.socket = tls.wrap_socket(peer.server.socket, server_side=True)
+    with pytest.raises(ChatError, match=r"self-signed certificate; SSL_CERT_FILE names"):
+        chat(peer.url.replace("http:", "https:"), "Where?")
 
 
 def test_a_key_is_shown_where_there_is_one(peer: Peer) -> None:
