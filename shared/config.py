@@ -151,7 +151,8 @@ def _choices(schema: type[Struct], settings: Mapping[str, Any]) -> str:
         words, value = _words(field.type), settings
         for name in path:
             value = value.get(name, {})
-        if words and isinstance(value, str) and value not in words:
+        given = value.values() if isinstance(value, Mapping) else (value,)
+        if words and any(isinstance(word, str) and word not in words for word in given):
             said += f"; {'.'.join(path)} is one of {', '.join(words)}"
     return said
 

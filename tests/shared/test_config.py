@@ -121,6 +121,7 @@ class Chooses(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Table(Struct, frozen=True, forbid_unknown_fields=True):
     below: Chooses = Chooses()
+    each: dict[str, Literal["fast", "well"]] = {}
     how: Literal["fast", "well"] | Literal["auto"] = "auto"
 
 
@@ -131,6 +132,13 @@ class Table(Struct, frozen=True, forbid_unknown_fields=True):
 def test_a_word_that_is_no_choice_is_refused_with_those_there_are(flag: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load(Table, environ={}, flags=["--below-name", "any", flag, "good"])
+
+
+def test_a_word_that_is_no_choice_in_a_table_of_them_is_refused_likewise(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[each]\na = "fast"\nb = "good"', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"; each is one of fast, well$"):
+        load(Table, file=file, environ={})
 
 
 def test_a_wrong_variable_is_refused() -> None:
