@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from shared.hashing import ContentKey
 
 ENOUGH = 15
+_UNCOUNTED_MOST = 4096
 
 
 class Sightings:
@@ -22,17 +23,35 @@ class Sightings:
         self._limit = limit
         self._counts: OrderedDict[ContentKey, int] = OrderedDict()
         """Seen longest ago first."""
+        self._uncounted: list[ContentKey] = []
+        """Seen, in order, after all in `_counts`."""
 
     def __len__(self) -> int:
+        self.catch_up()
         return len(self._counts)
 
     def of(self, key: ContentKey) -> int:
         """How often it was seen; 0: never, or too long ago."""
+        self.catch_up()
         return self._counts.get(key, 0)
+
+    def see_later(self, keys: Iterable[ContentKey]) -> None:
+        """Once more, each of them, which is counted before anybody asks: no answer to a fetch waits for it, of 512
+        blocks 0.15 ms."""
+        self._uncounted.extend(keys)
+        if len(self._uncounted) > _UNCOUNTED_MOST:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Counts what is not counted yet."""
+        if self._uncounted:
+            keys, self._uncounted = self._uncounted, []
+            self.see(keys)
 
     def see(self, keys: Iterable[ContentKey]) -> list[int]:
         """Once more, each of them; how often it was seen, this one counted. 256 in 30 µs: half of what a call for each
-        takes, and every fetch's answer waits for it."""
+        takes."""
+        self.catch_up()
         counts = self._counts
         seen: list[int] = []
         for key in keys:
@@ -44,3 +63,8 @@ class Sightings:
         while len(counts) > self._limit:
             counts.popitem(last=False)
         return seen
+
+    def validate(self) -> None:
+        """Raises AssertionError where more is kept than may be."""
+        assert len(self._counts) <= self._limit, "too much is remembered"
+        assert len(self._uncounted) <= _UNCOUNTED_MOST, "too much is uncounted"

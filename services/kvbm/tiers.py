@@ -113,9 +113,9 @@ class Tiers:
             reads.append(read)
         prefix = [slot for slot in slots if slot is not None]
         loading = [index for index, slot in enumerate(prefix) if slot in self._reads] if self._reads else []
-        self._seen.see(keys[: len(prefix)])
-        skipped = set(loading)
-        self._used([keys[index] for index in range(len(prefix)) if index not in skipped])
+        found, skipped = keys[: len(prefix)], set(loading)
+        self._seen.see_later(found)
+        self._used([key for index, key in enumerate(found) if index not in skipped] if skipped else found)
         self._disk.shelf.touch(read.content.key for read in reversed(reads))
         return Held(prefix, loading, reads, events)
 
@@ -223,8 +223,10 @@ class Tiers:
         return self._backed(events)
 
     def prepare(self) -> list[TierEvent]:
-        """What may be done after an answer instead of before the next: policies hear of what was used, and a few slots
-        are freed ahead of need. 64 new blocks are offered slots in 70 µs then, else in 200 to 400."""
+        """What may be done after an answer instead of before the next: what was seen is counted, policies hear of what
+        was used, and a few slots are freed ahead of need. 64 new blocks are offered slots in 70 µs then, else in 200 to
+        400."""
+        self._seen.catch_up()
         self._host.shelf.catch_up()
         self._disk.shelf.catch_up()
         events: list[TierEvent] = []
@@ -237,9 +239,9 @@ class Tiers:
 
     # --- inside
 
-    def _used(self, keys: Collection[ContentKey]) -> None:
+    def _used(self, keys: Sequence[ContentKey]) -> None:
         """These, in the host tier, were asked for; a prefix first block first."""
-        self._host.shelf.touch(reversed(list(keys)))
+        self._host.shelf.touch(reversed(keys))
         self._worth_a_record(keys)
 
     def _worth_a_record(self, keys: Collection[ContentKey]) -> None:
@@ -295,6 +297,7 @@ class Tiers:
             holds[slot] = holds.get(slot, 0) + 1
         self._host.validate(holds)
         self._disk.validate()
+        self._seen.validate()
         assert self._host.loading == {read.content.key: slot for slot, read in self._reads.items()}, "a read is lost"
         for spill in self._spills.values():
             slot = spill.slot
