@@ -126,8 +126,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     device: Device = "cpu"
     """Where the native engine computes."""
     cuda: CudaConfig = CudaConfig()
-    max_running: Positive = 64
-    """Sequences a step computes at most."""
+    max_running: Annotated[int, Meta(ge=1, le=65_535)] = 64
+    """Sequences a step computes at most; no GPU takes more blocks of threads in one direction."""
     max_waiting: Positive = 256
     """Attempts in the queue; beyond, Generate is refused as overloaded."""
     max_waiting_tokens: Positive = 1 << 20
