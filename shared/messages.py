@@ -132,6 +132,8 @@ class ModelCard(Struct, frozen=True):
     """The instance id of the kvbm this worker is attached to; empty: none."""
     kvbm_layout: str = ""
     """The digest of its layout there."""
+    grammars: bool = False
+    """Whether it holds output to `Sampling.grammar`; who does not say so would pass over it."""
     device: str = ""
     """Where its engine computes, for people: cpu, or cuda:N with N as that process counts its GPUs; empty: nowhere."""
 
@@ -408,6 +410,9 @@ class Sampling(Struct, frozen=True):
     """-1: none; 0: of the drawn token; n: and of the n likeliest (≤ 20)."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
+    """What the output is held to from its first token to its end, as llguidance reads it: its JSON or its Lark dialect;
+    empty: nothing. Only for instances whose card has `grammars`, and never with `ignore_eos`."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):

@@ -22,6 +22,7 @@ from services.frontend.accounts import Spent
 from services.frontend.admission import Place
 from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.deadline import allowed_s
+from services.frontend.grammars import Grammars
 from services.frontend.metrics import Metrics
 from services.frontend.model import Limits, Model
 from services.frontend.models import Models
@@ -116,8 +117,11 @@ class Reply:
 class Exchange:
     """Turns bodies into replies."""
 
-    def __init__(self, frontend: Frontend, models: Models, pool: Executor, metrics: Metrics) -> None:
+    def __init__(
+        self, frontend: Frontend, models: Models, pool: Executor, metrics: Metrics, grammars: Grammars
+    ) -> None:
         self._frontend = frontend
+        self._grammars = grammars
         self._metrics = metrics
         self._models = models
         self._pool = pool
@@ -135,9 +139,10 @@ class Exchange:
         try:
             async with asyncio.timeout_at(deadline):
                 prompt, plan = await self._prompt(request, model, limits)
+                grammar = await self._grammar(request, model, limits, plan)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
-        job = _job(named, request, model, prompt)
+        job = _job(named, request, model, prompt, grammar)
         place.weigh(job.prompt_tokens + job.sampling.max_tokens)
         charged = job.prompt_tokens + (openai.token_limit(request)[0] or 0)
         if place.account is not None:
@@ -183,6 +188,19 @@ class Exchange:
         max_tokens, limit_param = openai.token_limit(request)
         fitted = fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
         return fitted, plan
+
+    async def _grammar(self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits, plan: Plan) -> str:
+        """What the answer is held to; empty: nothing. Raises InvalidRequest."""
+        held = openai.held(request, None if plan.calls is None else FORMATS[plan.calls].forced)
+        if held is None:
+            return ""
+        if not limits.grammars:
+            wrong = f"{held.param}: not every worker of {model.name!r} can be held to a grammar"
+            raise InvalidRequest(wrong, param=held.param, code="unsupported_parameter")
+        chat = isinstance(request, ChatRequest)
+        grammar = held.text(thinks=chat and plan.thinks, begun=chat and plan.thinks and plan.begun)
+        await self._grammars.check(grammar, held.param)
+        return grammar
 
     def _output(self, request: ChatRequest | CompletionRequest, model: Model, plan: Plan) -> Output | ParsedOutput:
         """Nothing more than an Output, where the answer can only be content."""
@@ -232,7 +250,7 @@ def _spent(charged: int, stream: Stream) -> Spent:
     return Spent(charged, usage.prompt_tokens, usage.completion_tokens)
 
 
-def _job(named: RequestId, request: ChatRequest | CompletionRequest, model: Model, prompt: Prompt) -> Job:
+def _job(named: RequestId, request: ChatRequest | CompletionRequest, model: Model, prompt: Prompt, grammar: str) -> Job:
     salt = request.cache_salt or ""
     return Job(
         request=named.unique,
@@ -240,7 +258,7 @@ def _job(named: RequestId, request: ChatRequest | CompletionRequest, model: Mode
         prompt=prompt.tokens,
         prompt_tokens=prompt.count,
         hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of("", salt))),
-        sampling=openai.sampling(request, prompt.max_tokens, random.getrandbits(64)),
+        sampling=openai.sampling(request, prompt.max_tokens, random.getrandbits(64), grammar),
         salt=salt,
         session=(request.prompt_cache_key or "") if isinstance(request, ChatRequest) else "",
     )

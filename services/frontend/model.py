@@ -65,11 +65,17 @@ class Limits(Struct, frozen=True):
 
     context_length: int
     vocab_size: int
+    grammars: bool
+    """Whether all of them can be held to a grammar."""
 
 
 def limits_of(cards: Sequence[ModelCard]) -> Limits:
     """`cards` are those of one model, at least one."""
-    return Limits(min(card.context_length for card in cards), min(card.vocab_size for card in cards))
+    return Limits(
+        min(card.context_length for card in cards),
+        min(card.vocab_size for card in cards),
+        all(card.grammars for card in cards),
+    )
 
 
 def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE) -> Model:

@@ -19,7 +19,17 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from services.frontend.grammar_fields import (
+    Held,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+    held_by_format,
+    held_by_structure,
+    held_to_calls,
+)
 from services.frontend.tool_fields import Calls, Tools, calls_as_rendered, check_tools, tools_as_rendered
+from services.frontend.tools.formats import CallText
 from shared.errors import InvalidRequest
 from shared.messages import Sampling
 
@@ -107,6 +117,9 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     stop_token_ids: StopIds | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    """OpenAI has it for chats only."""
     cache_salt: Label | None = None
     """Prompts share cached blocks only with prompts of the same salt."""
     # our own
@@ -129,8 +142,7 @@ class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True
     prompt_cache_key: Label | None = None
     """Requests of one key prefer one worker."""
     tools: Tools | None = None
-    tool_choice: Unset = None
-    """"none" and "auto" are built."""
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: the answer ends with its first call."""
     chat_template_kwargs: TemplateWords | None = None
@@ -149,7 +161,6 @@ class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True
     prediction: Unset = None
     prompt_cache_retention: Unset = None
     reasoning_effort: Unset = None
-    response_format: Unset = None
     thinking_token_budget: Unset = None
     verbosity: Unset = None
     web_search_options: Unset = None
@@ -180,9 +191,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "prediction": (),
     "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "thinking_token_budget": (),  # vLLM's; the engine would have to force the end of thinking
-    "tool_choice": ("none", "auto"),  # the others need an engine that is held to a grammar
     "verbosity": (),
     "web_search_options": (),
     "best_of": (1,),
@@ -191,6 +200,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 }
 """Field → the values, beside null, that ask for nothing."""
 
+_NOT_YET = "unsupported_parameter"
 _NOT_BUILT_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call")
 
 _CHAT = msgspec.json.Decoder(ChatRequest)
@@ -231,7 +241,9 @@ def decode_chat(body: bytes) -> ChatRequest:
     _check_common(request)
     for at, message in enumerate(request.messages):
         _check_message(message, f"messages[{at}]")
-    check_tools(request.tools or ())
+    forced = request.tool_choice not in (None, "none", "auto")
+    check_tools(request.tools or (), forced=forced)
+    _check_held(request, forced=forced)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     return request
@@ -249,6 +261,40 @@ def _check_message(message: ChatMessage, where: str) -> None:
         raise InvalidRequest("a tool's message that names no call", param=f"{where}.tool_call_id")
     if message.content is None and not message.tool_calls and not message.reasoning_content:
         raise InvalidRequest("a message without content", param=f"{where}.content")
+
+
+def _check_held(request: ChatRequest, *, forced: bool) -> None:
+    """An answer may be held to one thing. Raises InvalidRequest."""
+    calls = forced or (bool(request.tools) and request.tool_choice != "none")
+    for field in ("response_format", "structured_outputs") if calls else ():
+        asked = getattr(request, field)
+        if asked is not None and held_of(asked) is not None:
+            raise InvalidRequest(
+                f"{field}: not beside tools that may be called: tool_choice can be none", param=field, code=_NOT_YET
+            )
+
+
+def held_of(asked: ResponseFormat | StructuredOutputs | None) -> Held | None:
+    """What this alone holds an answer to. Raises InvalidRequest."""
+    return held_by_structure(asked) if isinstance(asked, StructuredOutputs) else held_by_format(asked)
+
+
+def held(request: ChatRequest | CompletionRequest, written: CallText | None) -> Held | None:
+    """What the answer is held to, None: nothing; `written`: a call, as the model's format has it. Raises
+    InvalidRequest."""
+    if isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto"):
+        parallel = request.parallel_tool_calls is not False
+        return held_to_calls(request.tools or (), request.tool_choice, written, parallel=parallel)
+    if request.response_format is None and request.structured_outputs is None:
+        return None
+    found = [one for one in map(held_of, (request.structured_outputs, request.response_format)) if one is not None]
+    if len(found) > 1:
+        wrong = "structured_outputs: response_format says already what the answer is held to"
+        raise InvalidRequest(wrong, param="structured_outputs")
+    if found and request.ignore_eos:
+        wrong = f"ignore_eos: {found[0].param} says where the answer ends"
+        raise InvalidRequest(wrong, param="ignore_eos")
+    return found[0] if found else None
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
@@ -332,8 +378,8 @@ def logprobs(request: ChatRequest | CompletionRequest) -> int:
     return (request.top_logprobs or 0) if request.logprobs else -1
 
 
-def sampling(request: ChatRequest | CompletionRequest, max_tokens: int, drawn_seed: int) -> Sampling:
-    """`drawn_seed` is used where the client gave none."""
+def sampling(request: ChatRequest | CompletionRequest, max_tokens: int, drawn_seed: int, grammar: str = "") -> Sampling:
+    """`drawn_seed` is used where the client gave none; `grammar` is what the answer is held to."""
     return Sampling(
         max_tokens=max_tokens,
         temperature=_or(request.temperature, 1.0),
@@ -347,6 +393,7 @@ def sampling(request: ChatRequest | CompletionRequest, max_tokens: int, drawn_se
         logprobs=logprobs(request),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
+        grammar=grammar,
     )
 
 
@@ -373,7 +420,7 @@ def _check_common(request: ChatRequest | CompletionRequest) -> None:
 
 
 def _not_supported(field: str) -> InvalidRequest:
-    return InvalidRequest(f"{field}: this value is not supported yet", param=field, code="unsupported_parameter")
+    return InvalidRequest(f"{field}: this value is not supported yet", param=field, code=_NOT_YET)
 
 
 def _invalid(message: str) -> InvalidRequest:

@@ -104,6 +104,9 @@ class Questions:
     async def offer(self, one: Running, offer: Offer) -> None:
         """Will you compute it?"""
         job = one.stream.job
+        if job.sampling.grammar and not self._holds(offer.instance, job.model):
+            self._feed(one, Unreachable(offer.attempt, "it cannot be held to a grammar"))
+            return
         message = Generate(
             request=job.request,
             attempt=offer.attempt,
@@ -129,6 +132,11 @@ class Questions:
             _log.warning("request %s: worker %s: %s", job.request, offer.instance, why)
             event = Unreachable(offer.attempt, str(why))
         self._feed(one, event)
+
+    def _holds(self, instance: str, model: str) -> bool:
+        """Whether a worker does not pass over a grammar; one of an earlier version does."""
+        card = self._runtime.directory.cards.get((model, instance))
+        return card is not None and card.grammars
 
     def _is_behind(self, answer: SelectReply, model: str) -> TypeGuard[SelectRefused]:
         """Whether a router has not heard yet of a worker that is known here: it follows discovery by itself."""

@@ -13,7 +13,7 @@ import logging
 import resource
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -22,6 +22,7 @@ from services.frontend.access import Access
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.exchange import Exchange
 from services.frontend.gate import Gate
+from services.frontend.grammars import Grammars
 from services.frontend.http import HttpDoor
 from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
@@ -57,7 +58,8 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         models = Models(runtime.directory, config.models, runtime.tasks, pool, partial(_parsers, config))
         requests = Frontend(runtime, config.limits, metrics)
         access = Access(config.access, metrics)
-        exchange = Exchange(requests, models, pool, metrics)
+        grammars = Grammars()
+        exchange = Exchange(requests, models, pool, metrics, grammars)
         port = Port(with_files(config.http), metrics)
         http = HttpDoor(exchange, requests, metrics, config.http, port, Gate(access, config.http))
         nats = NatsDoor(runtime, exchange, requests, metrics, access)
@@ -69,7 +71,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         await requests.start()
         Readiness(runtime, models).start()
         await _informed(runtime, models)
-        async with port.open(app) as url:
+        async with aclosing(grammars), port.open(app) as url:
             http.url = url
             await nats.start()
             # Not waited for: a frontend serves also while etcd is away.

@@ -31,7 +31,7 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     """A JSON Schema of an object; None: it has none."""
     strict: bool | None = None
-    """Arguments that hold to the schema are not built: only false asks for nothing."""
+    """Arguments hold to the schema where `tool_choice` forces a call; else only false asks for nothing."""
 
 
 class Tool(Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,8 +63,8 @@ class Call(Struct, frozen=True, forbid_unknown_fields=True):
 Calls = Annotated[list[Call], Meta(max_length=TOOLS_LIMIT)]
 
 
-def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequest, naming the field."""
+def check_tools(tools: Sequence[Tool], *, forced: bool) -> None:
+    """`forced`: the answer is held to calls. Raises InvalidRequest, naming the field."""
     names: set[str] = set()
     left = TOOLS_LIMIT_BYTES
     for at, tool in enumerate(tools):
@@ -72,9 +72,9 @@ def check_tools(tools: Sequence[Tool]) -> None:
         if function.name in names:
             raise InvalidRequest(f"{where}.name: there are two tools {function.name!r}", param=f"{where}.name")
         names.add(function.name)
-        if function.strict:
+        if function.strict and not forced:
             raise InvalidRequest(
-                f"{where}.strict: this value is not supported yet",
+                f"{where}.strict: only where tool_choice is required, or names a tool, yet",
                 param=f"{where}.strict",
                 code="unsupported_parameter",
             )
@@ -88,6 +88,11 @@ def _check_schema(schema: dict[str, Any], where: str) -> None:
     """What it says of each parameter is between its author and the model."""
     if schema.get("type", "object") != "object":
         raise InvalidRequest(f"{where}.type: not 'object'", param=f"{where}.type")
+    check_size(schema, where)
+
+
+def check_size(schema: dict[str, Any], where: str) -> None:
+    """Raises InvalidRequest where it is too deep or too long."""
     if _depth(schema) > SCHEMA_DEPTH_LIMIT:
         raise InvalidRequest(f"{where}: nested deeper than {SCHEMA_DEPTH_LIMIT} levels", param=where)
     if len(msgspec.json.encode(schema)) > SCHEMA_LIMIT_BYTES:

@@ -20,6 +20,7 @@ _MAX_STOP_TOKENS = 256
 _MAX_TOP_LOGPROBS = 20
 _MAX_REPETITION_PENALTY = 100.0
 _MAX_PRIORITY = 1 << 31
+_MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 
 def objection(generate: Generate, facts: Ready) -> str:
@@ -83,4 +84,14 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
             value = getattr(sampling, name)
             shown = f"{len(value)} ids" if isinstance(value, tuple) else value
             return f"sampling.{name}: {shown if not isinstance(shown, float) or math.isfinite(shown) else 'not finite'}"
+    return _grammar(sampling, facts) if sampling.grammar else ""
+
+
+def _grammar(sampling: Sampling, facts: Ready) -> str:
+    if not facts.grammars:
+        return "sampling.grammar: this engine cannot be held to one"
+    if len(sampling.grammar) > _MAX_GRAMMAR_CHARACTERS:
+        return f"sampling.grammar: {len(sampling.grammar)} characters"
+    if sampling.ignore_eos:
+        return "sampling.ignore_eos: output that is held to a grammar ends where that ends"
     return ""

@@ -27,6 +27,7 @@ def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device:
         capacity_blocks=facts.capacity_blocks,
         kv_layout=facts.kv_layout,
         eos_token_ids=facts.eos_token_ids,
+        grammars=facts.grammars,
         device=device,
     )
 

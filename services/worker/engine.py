@@ -111,6 +111,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     kv_layout: KvLayout
     path: str = ""
     """Directory with tokenizer.json and tokenizer_config.json (a GGUF file was converted into it)."""
+    grammars: bool = False
+    """Whether output is held to `Sampling.grammar`."""
     weights: str = ""
     """A digest of what is computed with: blocks are exchanged between engines with the same one only."""
 
@@ -318,6 +320,8 @@ class Drawn(Struct, frozen=True, gc=False):
     token: int
     logprob: TokenLogprob | None = None
     """Where `sampling.logprobs` ≥ 0."""
+    error: str = ""
+    """Why there is no token after all: the sequence ends with it."""
 
 
 class Runner(Protocol):

@@ -152,7 +152,10 @@ class Scheduler:
             if work.start // size > sequence.stored:
                 self._store_full_blocks(sequence)
             if draw is not None:
-                self._take_token(sequence, draw)
+                if draw.error:
+                    self._end(sequence, "error", draw.error)
+                else:
+                    self._take_token(sequence, draw)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
         outcome, self._outcome = self._outcome, Outcome()
         return outcome

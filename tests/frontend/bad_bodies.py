@@ -65,6 +65,16 @@ def _schema(schema: dict[str, Any], name: str = "a") -> dict[str, Any]:
     return _tool(name, parameters=schema)
 
 
+def _json_schema(name: str | None, schema: Any) -> dict[str, Any]:
+    given = {"name": name, "schema": schema}
+    return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if value is not None}}
+
+
+_ANY = {"type": "json_object"}
+_A = {"regex": "a"}
+_LENIENT = {"type": "object", "x-guidance": {"lenient": True}}
+
+
 def _nested(levels: int) -> dict[str, Any]:
     return {"x": _nested(levels - 1)} if levels else {}
 
@@ -142,14 +152,11 @@ BAD_BODIES = [
     _chat(
         "schemas of much more together", "tools", tools=[_schema({"enum": ["x" * 60_000]}, f"a{at}") for at in range(9)]
     ),
-    _chat("tool_choice required", "tool_choice", code=_NOT_BUILT, tools=[_tool("a")], tool_choice="required"),
-    _chat(
-        *("a named tool_choice", "tool_choice"),
-        code=_NOT_BUILT,
-        tools=[_tool("a")],
-        tool_choice={"type": "function", "function": {"name": "a"}},
-    ),
-    _chat("an unknown tool_choice", "tool_choice", code=_NOT_BUILT, tool_choice="perhaps"),
+    _chat("a tool required of none", "tool_choice", tool_choice="required"),
+    _chat("a tool required of a model without", "tools", code=_NOT_BUILT, tools=[_tool("a")], tool_choice="required"),
+    _chat("an unknown tool_choice", "tool_choice", tool_choice="perhaps"),
+    _chat("tool_choice of another type", "tool_choice.type", tools=[_tool("a")], tool_choice={"type": "custom"}),
+    _chat("a format beside tools", "response_format", code=_NOT_BUILT, tools=[_tool("a")], response_format=_ANY),
     _chat("parallel_tool_calls no flag", "parallel_tool_calls", parallel_tool_calls=2),
     _chat("a word that the template has not", "chat_template_kwargs.x", code=_NOT_BUILT, chat_template_kwargs={"x": 1}),
     _chat("a word that is ours", "chat_template_kwargs.tools", code=_NOT_BUILT, chat_template_kwargs={"tools": 1}),
@@ -157,7 +164,34 @@ BAD_BODIES = [
     _chat("17 words", "chat_template_kwargs", chat_template_kwargs={f"x{at}": 1 for at in range(17)}),
     _chat("thinking_token_budget", "thinking_token_budget", code=_NOT_BUILT, thinking_token_budget=100),
     _chat("reasoning_effort", "reasoning_effort", code=_NOT_BUILT, reasoning_effort="low"),
-    _chat("response_format", "response_format", code=_NOT_BUILT, response_format={"type": "json_object"}),
+    _chat("json, of workers that cannot", "response_format", code=_NOT_BUILT, response_format={"type": "json_object"}),
+    _chat("an unknown format", "response_format.type", response_format={"type": "xml"}),
+    _chat("a schema without a name", "response_format.json_schema.name", response_format=_json_schema(None, {})),
+    _chat("a name of a schema", "response_format.json_schema.name", response_format=_json_schema("a b", {})),
+    _chat("no schema", "response_format.json_schema.schema", response_format=_json_schema("a", None)),
+    _chat("a list for a schema", "response_format.json_schema.schema", response_format=_json_schema("a", [])),
+    *(
+        _chat(what, "response_format.json_schema.schema", response_format=_json_schema("a", schema))
+        for what, schema in (
+            ("an answer's schema of a megabyte", {"enum": ["x" * 1_000_000]}),
+            ("thousands of enums in an answer's schema", {"enum": [*range(20_000)]}),
+            ("an answer's schema nested deeply", _nested(65)),
+        )
+    ),
+    _chat("x-guidance", "response_format.json_schema.schema.x-guidance", response_format=_json_schema("a", _LENIENT)),
+    _chat("nothing structured", "structured_outputs", structured_outputs={}),
+    _chat("two structures", "structured_outputs", structured_outputs={"regex": "a", "choice": ["a"]}),
+    _chat("an unknown structure", "structured_outputs.structural_tag", structured_outputs={"structural_tag": "x"}),
+    _chat("a format, and a structure", "structured_outputs", response_format=_ANY, structured_outputs={"regex": "a"}),
+    _chat("a schema as a bad text", "structured_outputs.json", structured_outputs={"json": "{"}),
+    _chat("json_object false", "structured_outputs.json_object", structured_outputs={"json_object": False}),
+    _chat("a long regex", "structured_outputs.regex", structured_outputs={"regex": "a" * 17_000}),
+    _chat("no choice", "structured_outputs.choice", structured_outputs={"choice": []}),
+    _chat("1,001 choices", "structured_outputs.choice", structured_outputs={"choice": ["a"] * 1001}),
+    _chat("a number to choose", "structured_outputs.choice[0]", structured_outputs={"choice": [1]}),
+    _chat("an end ignored that a format sets", "ignore_eos", response_format=_ANY, ignore_eos=True),
+    _completion("guided_json", "guided_json", guided_json={}),
+    _completion("a regex, of workers that cannot", "structured_outputs.regex", code=_NOT_BUILT, structured_outputs=_A),
     _chat("logit_bias", "logit_bias", code=_NOT_BUILT, logit_bias={"5": 1}),
     _chat("audio", "audio", code=_NOT_BUILT, audio={"voice": "x"}),
     _chat("store", "store", code=_NOT_BUILT, store=True),

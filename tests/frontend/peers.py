@@ -84,7 +84,7 @@ def instance_entry(service: ServiceName, instance: str) -> dict[str, bytes]:
     return {subjects.instance_key(NAMESPACE, service, instance): INSTANCE.encode(entry, JSON_HEADER)}
 
 
-def card_entry(instance: str, directory: Path, model: str = MODEL) -> dict[str, bytes]:
+def card_entry(instance: str, directory: Path, model: str = MODEL, *, grammars: bool = False) -> dict[str, bytes]:
     card = ModelCard(
         model=model,
         instance=instance,
@@ -96,6 +96,7 @@ def card_entry(instance: str, directory: Path, model: str = MODEL) -> dict[str, 
         block_size=BLOCK_SIZE,
         capacity_blocks=1024,
         kv_layout=KvLayout("float32", 2, 2, 16, BLOCK_SIZE),
+        grammars=grammars,
     )
     return {subjects.model_key(NAMESPACE, model, instance): MODEL_CARD.encode(card, JSON_HEADER)}
 
@@ -300,8 +301,9 @@ class World:
     async def announce_router(self) -> None:
         await self.announce(self.router.instance, instance_entry("router", self.router.instance))
 
-    async def announce_worker(self, instance: str) -> None:
-        entries = instance_entry("worker", instance) | card_entry(instance, self.directory)
+    async def announce_worker(self, instance: str, *, grammars: bool = False) -> None:
+        card = card_entry(instance, self.directory, grammars=grammars)
+        entries = instance_entry("worker", instance) | card
         await self.announce(instance, entries)
 
     async def leave(self, instance: str) -> None:
@@ -341,9 +343,10 @@ async def world(
     limits: LimitsConfig | None = None,
     http: HttpConfig | None = None,
     access: AccessConfig | None = None,
+    grammars: bool = False,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
-    `more` is in the address book from the start."""
+    `grammars`: their cards say that they can be held to one. `more` is in the address book from the start."""
     w = World(MemoryBroker(), MemoryStore(), directory)
     await w.router.start()
     for worker in w.workers:
@@ -351,7 +354,7 @@ async def world(
     if announced:
         await w.announce_router()
         for worker in w.workers:
-            await w.announce_worker(worker.instance)
+            await w.announce_worker(worker.instance, grammars=grammars)
     if more:
         await w.announce("more", more)
     config = FrontendConfig(

@@ -48,6 +48,7 @@ def test_every_field_is_read_or_refused() -> None:
         *("top_logprobs", "prompt_cache_key", "cache_salt", "messages", "prompt", "temperature", "top_p", "top_k"),
         *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
         *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls", "chat_template_kwargs"),
+        *("tool_choice", "response_format", "structured_outputs"),
     }
     fields = {*openai.ChatRequest.__struct_fields__, *openai.CompletionRequest.__struct_fields__}
     assert fields == read | harmless | openai._NOT_BUILT.keys()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -88,6 +89,19 @@ def test_each_refusal_has_its_code() -> None:
     assert code(account, generate("b")) == "overloaded"
     account.draining = True
     assert code(account, generate("c")) == "draining"
+
+
+def test_a_grammar_is_refused_by_name_where_it_would_be_passed_over() -> None:
+    asked = generate("a")
+    held = msgspec.structs.replace(asked, sampling=Sampling(max_tokens=8, grammar='start: "a"'))
+    reply, _ = attempts().admit(held, FACTS)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.grammar: this engine cannot be held to one")
+    able = msgspec.structs.replace(FACTS, grammars=True)
+    assert code(attempts(), held, able) == "accepted"
+    for wrong in ({"ignore_eos": True}, {"grammar": "x" * 300_000}):
+        sampling = msgspec.structs.replace(held.sampling, **wrong)
+        assert code(attempts(), msgspec.structs.replace(asked, sampling=sampling), able) == "bad_request"
 
 
 def test_tokens_that_wait_are_bounded_until_their_first_part() -> None:

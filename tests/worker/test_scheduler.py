@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.worker.engine import Drawn
 from shared.messages import Sampling
 from tests.worker.fake_runner import EOS, continuation
 from tests.worker.scheduled import Engine
@@ -72,6 +73,19 @@ def test_a_sequence_that_outgrows_the_whole_cache_ends_with_an_error_and_keeps_i
     assert engine.last("a").finish == "error"
     assert "KV cache" in engine.last("a").error
     assert len(engine.output("a")) == 3
+
+
+def test_a_draw_that_failed_ends_its_sequence_with_the_error_and_no_other() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.submit("b", LONG[:4], sampling=NO_EOS)
+    works = engine.scheduler.schedule(0.0)
+    assert [work.draws for work in works] == [True, False], "a's prompt is 6 of the step's 8 tokens"
+    outcome = engine.scheduler.advance([Drawn(0, error="nothing can follow"), None], 0.001)
+    engine.scheduler.validate()
+    [failed] = outcome.notable
+    assert (failed.request, failed.finish, failed.error, failed.tokens) == ("a", "error", "nothing can follow", b"")
+    assert engine.scheduler.load().running == 1
 
 
 def test_a_repeated_prompt_is_found_but_its_last_token_is_computed() -> None:

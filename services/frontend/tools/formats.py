@@ -16,6 +16,16 @@ FormatName = Literal["hermes", "llama3_json", "mistral", "pythonic"]
 ReasoningName = Literal["think"]
 
 
+class CallText(Struct, frozen=True):
+    """How a call is written, where its arguments are JSON and no special token is needed."""
+
+    opening: str
+    """NAME stands for the name as JSON."""
+    closing: str
+    between: str
+    """Two calls."""
+
+
 class Format(Struct, frozen=True):
     """How one family of models writes calls."""
 
@@ -26,14 +36,22 @@ class Format(Struct, frozen=True):
     """What the grammar reads that may be a special token of the model, and then is part of no text otherwise."""
     id_prefix: str = "call_"
     id_digits: int = 24
+    forced: CallText | None = None
+    """What an answer is held to that must be a call; None: it cannot be."""
 
 
 FORMATS: Mapping[FormatName, Format] = {
-    "hermes": Format(hermes.hermes, re.compile(r'<tool_call>[^<]{,40}\{\\?"name'), hermes.MARKS),
+    "hermes": Format(
+        hermes.hermes,
+        re.compile(r'<tool_call>[^<]{,40}\{\\?"name'),
+        hermes.MARKS,
+        forced=CallText('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>", "\n"),
+    ),
     "llama3_json": Format(
         llama3_json.llama3_json,
         re.compile(r'\{\\?"name\\?": function name, \\?"parameters'),
         llama3_json.MARKS,
+        forced=CallText('{"name": NAME, "parameters": ', "}", "; "),
     ),
     # Its templates raise an error on ids that are not nine letters or digits.
     "mistral": Format(mistral.mistral, re.compile(r"\[TOOL_CALLS\]"), mistral.MARKS, id_prefix="", id_digits=9),

@@ -16,8 +16,10 @@ from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
 from services.worker.native.calibration import calibrated
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
+from services.worker.native.grammars import Grammars
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
+from services.worker.native.masks import MaskThread
 from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
@@ -60,6 +62,8 @@ class NativeRunner:
         self._cache = KvCache(layout, capacity_blocks)
         self._decoder = Decoder(config, weights, self._cache, _linear(weights), context_length)
         self._verify = verify
+        grammars = Grammars.of(directory, config.vocab, config.eos_token_ids)
+        self._masks = MaskThread(grammars)
         self._facts = Ready(
             context_length=context_length,
             vocab_size=config.vocab,
@@ -68,6 +72,7 @@ class NativeRunner:
             capacity_blocks=capacity_blocks,
             kv_layout=layout,
             path=str(directory),
+            grammars=grammars is not None,
             weights=weights_digest(directory, config),
         )
 
@@ -79,9 +84,10 @@ class NativeRunner:
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         """One entry a work, None where nothing is drawn. Raises ModelError where the model's numbers break down."""
         drawing = [work for work in works if work.draws]
+        self._masks.begin(works)
         with np.errstate(over="ignore", invalid="ignore"):  # found in the logits, where it matters
             logits = self._decoder.step(works)
-        drawn = iter(sample(np, logits, drawing))
+        drawn = iter(sample(np, logits, drawing, self._masks.end()))
         return [next(drawn) if work.draws else None for work in works]
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
@@ -91,6 +97,7 @@ class NativeRunner:
 
     def close(self) -> None:
         """Let go of the KV pages; the weights are mapped and go with the process."""
+        self._masks.close()
         self._cache.close()
 
 

@@ -1,8 +1,10 @@
 """From logits to drawn tokens, every row by its own settings and as if it were alone.
 
-    logits ─▶ penalties ─▶ greatest                                            temperature 0
-                       └─▶ ÷ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ draw    else
-       └───▶ log-probabilities of the raw logits, where asked for
+    logits ─▶ penalties, mask ─▶ greatest                                            temperature 0
+       │                     └─▶ ÷ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ draw    else
+       └────▶ log-probabilities of the raw logits, where asked for
+
+A mask says which tokens a row's grammar allows; all else is as if the model had given the others no weight at all.
 
 Penalties are OpenAI's (presence, frequency: over the output) and CTRL's (repetition: over prompt and output), in
 vLLM's order: repetition first. Then temperature and the filters in transformers' order (`_get_logits_processor`).
@@ -21,6 +23,7 @@ import numpy as np
 
 from services.worker.engine import Drawn, Work
 from services.worker.native.linear import Array
+from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.philox import uniform
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
@@ -31,15 +34,16 @@ _GREEDY_BELOW = 1e-5
 _LOGIT_LIMIT = 1e30
 
 
-def sample(xp: ModuleType, logits: Array, works: Sequence[Work]) -> list[Drawn]:
-    """Draw one token a row of logits (works, vocab), float32; not changed.
+def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
+    """Draw one token a row of logits (works, vocab), float32; not changed. A row whose grammar has failed gets no
+    token but the error.
 
     Raises ModelError where a logit is not a number: then the weights or the device are broken, and any token would
     be an invention.
     """
     if not bool(xp.isfinite(logits).all()):
         raise ModelError("the model computed logits that are not finite numbers")
-    penalised = _penalised(xp, logits, works)
+    penalised = _masked(xp, _penalised(xp, logits, works), works, masks)
     tokens = xp.argmax(penalised, axis=1)
     random = [row for row, work in enumerate(works) if work.sampling.temperature >= _GREEDY_BELOW]
     if random:
@@ -48,6 +52,8 @@ def sample(xp: ModuleType, logits: Array, works: Sequence[Work]) -> list[Drawn]:
     drawn = [int(token) for token in tokens]
     return [
         Drawn(token, _logprob(xp, row, token, work.sampling.logprobs) if work.sampling.logprobs >= 0 else None)
+        if work.sequence not in masks.failed
+        else Drawn(token, error=masks.failed[work.sequence])
         for row, token, work in zip(logits, drawn, works, strict=True)
     ]
 
@@ -74,6 +80,17 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
         penalty = sampling.frequency_penalty * counts + sampling.presence_penalty
         penalised[row, xp.asarray(produced)] -= xp.asarray(penalty.astype(np.float32))
     return penalised
+
+
+def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> Array:
+    """A copy in which what no grammar allows has no weight, or the logits themselves where no row has a mask."""
+    rows = [row for row, work in enumerate(works) if work.sequence in masks.allowed]
+    if not rows:
+        return logits
+    allowed = xp.asarray(np.stack([masks.allowed[works[row].sequence] for row in rows]))
+    masked = logits.copy()
+    masked[rows] = xp.where(allowed, logits[rows], xp.float32(-xp.inf))
+    return masked
 
 
 def _has_penalty(sampling: Sampling) -> bool:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from services.worker.engine import Drawn, Work
+from services.worker.native.masks import Masks
 from services.worker.native.sampler import sample
 from shared.errors import ModelError
 from shared.hashing import unpack_tokens
@@ -216,3 +217,33 @@ def test_an_absurd_repetition_penalty_stays_within_numbers(factor: float) -> Non
 
 def test_nothing_to_draw_draws_nothing() -> None:
     assert sample(np, np.empty((0, VOCAB), np.float32), []) == []
+
+
+@given(rows, samplings, st.sets(st.integers(0, VOCAB - 1), min_size=1), st.integers(1, 9))
+def test_what_a_mask_leaves_out_is_never_drawn_and_changes_no_logprobs(
+    row: Logits, sampling: Sampling, allowed: set[int], length: int
+) -> None:
+    mask = np.zeros(VOCAB, np.bool_)
+    mask[list(allowed)] = True
+    logits = row[None].copy()
+    one = work([place % VOCAB for place in range(length)], [], sampling=sampling, prompt_tokens=1, sequence=7)
+    [drawn] = sample(np, logits, [one], Masks({7: mask}, {}))
+    assert drawn.token in allowed
+    assert (logits == row).all()
+    [free] = sample(np, logits, [one])
+    if drawn.logprob is not None and free.logprob is not None:
+        assert drawn.logprob.top_tokens == free.logprob.top_tokens
+        assert drawn.logprob.top_logprobs == free.logprob.top_logprobs
+    if mask.all():
+        assert drawn == free
+
+
+def test_a_mask_is_of_its_own_row_and_a_failed_grammar_is_an_error_there() -> None:
+    logits = np.tile(np.arange(VOCAB, dtype=np.float32), (3, 1))
+    mask = np.zeros(VOCAB, np.bool_)
+    mask[3] = True
+    works = [work([1], [], sequence=number) for number in range(3)]
+    first, second, third = sample(np, logits, works, Masks({1: mask}, {2: "too much"}))
+    assert (first.token, second.token) == (VOCAB - 1, 3)
+    assert third.error == "too much"
+    assert not first.error

@@ -19,6 +19,7 @@ from services.worker.engine import Drawn, Work
 from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.linear import Array
+from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.sampler import sample
 from services.worker.transfer.cuda import Stream
 from shared.errors import ModelError
@@ -55,7 +56,7 @@ class Drawing:
             self._chosen = cp.cuda.Event(disable_timing=True)
             self._on_device = cp.empty(most_rows, cp.int32)
 
-    def draw(self, logits: Array, works: Sequence[Work]) -> list[Drawn]:
+    def draw(self, logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
         """Draw one token a row of logits (works, vocab), float32; waits for it.
 
         The same tokens as `sample`'s but where the drawn number lies within rounding of the border of two tokens. Only
@@ -64,7 +65,7 @@ class Drawing:
         vocab = logits.shape[1]
         special = [row for row, work in enumerate(works) if not _is_plain(work.sampling, vocab)]
         if len(special) == len(works):
-            return _sampled(logits, works)
+            return _sampled(logits, works, masks)
         count = len(works)
         self._seeds[:count] = [work.sampling.seed for work in works]
         self._draws[:count] = [work.draw_index for work in works]
@@ -82,7 +83,8 @@ class Drawing:
             raise ModelError("the model computed logits that are not finite numbers")
         drawn = [Drawn(token) for token in chosen]
         if special:
-            for row, one in zip(special, _sampled(logits[special], [works[row] for row in special]), strict=True):
+            others = _sampled(logits[special], [works[row] for row in special], masks)
+            for row, one in zip(special, others, strict=True):
                 drawn[row] = one
         return drawn
 
@@ -95,11 +97,11 @@ class Drawing:
         self._done.synchronize()
 
 
-def _sampled(logits: Array, works: Sequence[Work]) -> list[Drawn]:
+def _sampled(logits: Array, works: Sequence[Work], masks: Masks) -> list[Drawn]:
     """As `sample`, which draws each row as if it were alone, in turns that its memory has room for."""
     most = max(1, _SAMPLE_BYTES // (_LOGIT_BYTES * logits.shape[1]))
     turns = (slice(first, first + most) for first in range(0, len(works), most))
-    return [drawn for turn in turns for drawn in sample(cp, logits[turn], works[turn])]
+    return [drawn for turn in turns for drawn in sample(cp, logits[turn], works[turn], masks)]
 
 
 def _coldness(temperature: float) -> float:
@@ -107,9 +109,9 @@ def _coldness(temperature: float) -> float:
 
 
 def _is_plain(sampling: Sampling, vocab: int) -> bool:
-    """Greedy, or drawn from the model's own distribution at some temperature."""
+    """Greedy, or drawn from the model's own distribution at some temperature; held to nothing."""
     filtered = 0 < sampling.top_k < vocab or sampling.top_p < 1.0 or sampling.min_p > 0.0
     if sampling.temperature < _GREEDY_BELOW:
         filtered = False
     penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
-    return not (filtered or penalised or sampling.logprobs >= 0)
+    return not (filtered or penalised or sampling.logprobs >= 0 or sampling.grammar)

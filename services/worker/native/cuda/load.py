@@ -17,6 +17,7 @@ from services.worker.native.cuda.faults import naming_no_room
 from services.worker.native.cuda.gpu import use_gpu
 from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.weights import load_cuda_weights
+from services.worker.native.grammars import Grammars
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import tensor_shapes
 from services.worker.native.weights_digest import weights_digest
@@ -60,6 +61,7 @@ def load_cuda(settings: EngineConfig) -> LoadRunner:
             path=str(directory),
             # In 16 bit other numbers are computed than on a CPU that keeps KV in the same type.
             digest=digest if cuda.dtype == "float32" else f"{digest}-{cuda.dtype}",
+            grammars=Grammars.of(directory, config.vocab, config.eos_token_ids),
             told=lambda share: progress(Loading("capturing graphs", share)),
         )
 

@@ -32,7 +32,9 @@ from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
 from services.worker.native.cuda.layout import Layout, most_ints
 from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.cuda.weights import DTYPES, CudaWeights
+from services.worker.native.grammars import Grammars
 from services.worker.native.linear import Array
+from services.worker.native.masks import MaskThread
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda_copier import CudaCopier
 from services.worker.transfer.device_memory import DeviceMemory
@@ -63,6 +65,7 @@ class CudaRunner:
         verify: bool = False,
         path: str = "",
         digest: str = "",
+        grammars: Grammars | None = None,
         told: Callable[[float], None] = lambda _share: None,
     ) -> None:
         """Of steps of at most `max_rows` rows of `max_running` sequences. `cache`, `verify`: the mover's. `told` hears
@@ -79,8 +82,10 @@ class CudaRunner:
             capacity_blocks=capacity_blocks,
             kv_layout=layout,
             path=path,
+            grammars=grammars is not None,
             weights=digest,
         )
+        self._masks = MaskThread(grammars)
         self._memory = memory
         self._settings = settings
         self._cache = cache
@@ -128,10 +133,12 @@ class CudaRunner:
         """One entry a work, None where nothing is drawn. When it returns the device has done the step: blocks that it
         filled may be copied, on any stream. Raises ModelError if the device fails."""
         drawing = [work for work in works if work.draws]
+        self._masks.begin(works)
         with failing_the_step(), self.stream:
             logits = self.logits(works)
+            masks = self._masks.end()  # made while the device computes
             if drawing:
-                drawn = iter(self._drawing.draw(logits, drawing))
+                drawn = iter(self._drawing.draw(logits, drawing, masks))
             else:
                 drawn = iter(())
                 self._drawing.wait()
@@ -168,6 +175,7 @@ class CudaRunner:
 
     def close(self) -> None:
         """Wait for the device and let go of its memory. Of a device that is lost there is nothing to let go."""
+        self._masks.close()
         try:
             self.stream.synchronize()
         except CUDA_ERRORS as wrong:

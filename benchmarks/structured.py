@@ -1,0 +1,163 @@
+"""What does it cost that answers are held to a schema?
+
+    decode, batch 8        tokens per second of CPU of eight sequences held to SCHEMA, of those of eight held to nothing
+    check                  a frontend's question to the process that compiles for it
+
+Both kinds of step are taken in turn, a block of steps each, so that other programs on the machine slow both. Sequences
+that are held write what the model makes of the schema, greedily, again and again; the others write on what they have.
+
+What could mislead: the share counts the CPU of all threads, also where masks cost no time because another core has it;
+of the clock's time there is a row, which on a machine with other work says little. A step of this small model takes
+tens of milliseconds on a CPU, and a mask some 60 µs beside it in another thread; on a GPU steps are ten times as short.
+
+    python -m benchmarks.structured [--threads 1] [--rounds 9] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report import Goal, report
+
+if TYPE_CHECKING:  # NumPy reads the number of BLAS threads when it is first imported
+    from services.worker.engine import Work
+    from services.worker.native.runner import NativeRunner
+
+MODELS = Path(__file__).resolve().parents[1] / ".headrace" / "models"
+BATCH = 8
+BLOCK_SIZE = 16
+STEPS = 16
+"""Of one kind, in turn with the other."""
+ROUNDS = 9
+BLOCKS = (64 + (ROUNDS + 1) * STEPS) // BLOCK_SIZE
+"""Of a sequence."""
+GOAL = 0.85
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["rivers", "mills", "boats"]}},
+        "home": {"type": "object", "properties": {"street": {"type": "string"}, "number": {"type": "integer"}}},
+    },
+    "required": ["name", "age", "likes", "home"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
+"""Nobody comes to its end."""
+
+
+def main() -> int:
+    """Print a table, or with --json one object."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=1, help="of BLAS")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, choices=range(1, ROUNDS + 1))
+    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    os.environ["OPENBLAS_NUM_THREADS"] = str(flags.threads)
+    rows = [*_decode(3 if flags.quick else flags.rounds), *asyncio.run(_compile())]
+    share = rows[0]["share"]
+    goal = Goal("decode, batch 8: tokens/s of CPU held to a schema, of free", share, "share", GOAL, share >= GOAL)
+    if flags.json:
+        import msgspec
+
+        print(json.dumps(msgspec.to_builtins(report("structured", sys.argv[1:], [goal], rows))))
+        return 0
+    for row in rows:
+        print("  ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
+    print(f"{goal.name}: {share:.3f}, goal {GOAL}")
+    return 0
+
+
+def _grammar() -> str:
+    from services.frontend.grammar_fields import StructuredOutputs, held_by_structure
+
+    held = held_by_structure(StructuredOutputs(json=SCHEMA))
+    assert held is not None
+    return held.text(thinks=False, begun=False)
+
+
+def _decode(rounds: int) -> list[dict[str, Any]]:
+    runner = _runner()
+    free = [_work(sequence, "") for sequence in range(BATCH)]
+    held = [_work(BATCH + sequence, _grammar()) for sequence in range(BATCH)]
+    pairs: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    for counted in range(rounds + 1):
+        pair = _steps(runner, free), _steps(runner, held)
+        if counted:
+            pairs.append(pair)
+    runner.close()
+    rows = []
+    for which, name in enumerate(("CPU", "the clock")):
+        free_s, held_s = ([of[which] for of in side] for side in zip(*pairs, strict=True))
+        shares = [one / other for one, other in zip(free_s, held_s, strict=True)]
+        rows.append(
+            {
+                "what": f"decode, batch 8, by {name}",
+                "share": statistics.median(shares),
+                "least": min(shares),
+                "most": max(shares),
+                "free_tokens_s": BATCH * STEPS / statistics.median(free_s),
+                "held_tokens_s": BATCH * STEPS / statistics.median(held_s),
+            }
+        )
+    return rows
+
+
+async def _compile() -> list[dict[str, Any]]:
+    from services.frontend.grammars import Grammars
+
+    grammars, times_s = Grammars(), []
+    for grammar in (_grammar(), _grammar().replace("1000", "999"), _grammar()):
+        begun = time.perf_counter()
+        await grammars.check(grammar, "schema")
+        times_s.append(time.perf_counter() - begun)
+    await grammars.aclose()
+    names = ("its process starts", "new to it", "known")
+    return [{"what": f"check, {name}", "ms": 1e3 * taken_s} for name, taken_s in zip(names, times_s, strict=True)]
+
+
+def _runner() -> NativeRunner:
+    from deploy.local.model import fetch_default
+    from services.worker.native.prepare import prepare
+    from services.worker.native.runner import NativeRunner
+
+    directory = prepare(fetch_default(MODELS, lambda _what, _share: None), MODELS, lambda _loading: None)
+    return NativeRunner(directory, capacity_blocks=2 * BATCH * BLOCKS, block_size=BLOCK_SIZE)
+
+
+def _work(sequence: int, grammar: str) -> Work:
+    from services.worker.engine import Work
+    from shared.messages import Sampling
+
+    prompt = [(7 * sequence + 11 * position) % 1000 + 100 for position in range(32)]
+    sampling = Sampling(max_tokens=1 << 20, temperature=0.0, grammar=grammar)
+    blocks = range(sequence * BLOCKS, (sequence + 1) * BLOCKS)
+    return Work(sequence, prompt, 0, len(prompt), blocks, sampling, len(prompt))
+
+
+def _steps(runner: NativeRunner, works: list[Work]) -> tuple[float, float]:
+    """Seconds of CPU and of the clock; in the first round with the prompts."""
+    cpu, begun = time.process_time(), time.perf_counter()
+    for _ in range(STEPS):
+        for work, drawn in zip(works, runner.step(works), strict=True):
+            assert drawn is not None
+            assert not drawn.error
+            work.start = work.end
+            work.end += 1
+            assert isinstance(work.history, list)
+            work.history.append(drawn.token)
+    return time.process_time() - cpu, time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Which grammars engines could be held to: each is compiled once, before anything of its request is queued.
+
+check ─▶ known ─▶ fine, or InvalidRequest
+   └───▶ in line ─▶ grammar_process.py ─▶ its verdict is known from now on
+                          └── it ended: the grammar takes too much, and the next one gets a new process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
+
+import msgspec
+
+from services.frontend.grammar_process import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
+from shared.errors import InvalidRequest, Overloaded
+
+KNOWN = 4096
+"""Verdicts kept, the latest used."""
+LINE = 64
+"""Requests that wait for one; further ones are refused."""
+TOLD_CHARACTERS = 300
+"""Of a verdict; the library's may hold all of the grammar."""
+_TOO_MUCH = f"compiling it takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
+
+
+class Grammars:
+    """Of a frontend. The process starts when it is first needed."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        """Digest of a grammar → what is wrong with it, empty where nothing is."""
+        self._line = asyncio.Lock()
+        self._waiting = 0
+        self._process: Process | None = None
+
+    async def check(self, grammar: str, param: str) -> None:
+        """`param` names the field that it came from. Raises InvalidRequest, and Overloaded."""
+        digest = hashlib.sha256(grammar.encode()).digest()
+        if digest not in self._known:
+            if self._waiting >= LINE:
+                raise Overloaded(f"{LINE} grammars wait to be compiled")
+            self._waiting += 1
+            try:
+                async with self._line:
+                    if digest not in self._known:
+                        self._known[digest] = (await self._compiled(grammar))[:TOLD_CHARACTERS]
+            finally:
+                self._waiting -= 1
+        self._known.move_to_end(digest)
+        wrong = self._known[digest]
+        if len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        if wrong:
+            raise InvalidRequest(f"{param}: {wrong}", param=param)
+
+    async def aclose(self) -> None:
+        """The process has ended when this returns."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def _compiled(self, grammar: str) -> str:
+        """What is wrong with it. The caller's cancellation ends the process: nobody would read its answer."""
+        if self._process is None or self._process.returncode is not None:
+            program = (sys.executable, "-m", "services.frontend.grammar_process")
+            self._process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        process, answer = self._process, b""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(msgspec.json.encode(grammar) + b"\n")
+            answer = await process.stdout.readline()
+        finally:
+            if not answer.endswith(b"\n"):
+                await self.aclose()
+        return msgspec.json.decode(answer, type=str) if answer.endswith(b"\n") else _TOO_MUCH
+
+    def validate(self) -> None:
+        """Assert every invariant."""
+        assert len(self._known) <= KNOWN
+        assert 0 <= self._waiting <= LINE
+        assert all(len(verdict) <= TOLD_CHARACTERS for verdict in self._known.values())
