@@ -29,11 +29,15 @@ BLOCKS = (MOST_TOKENS + 64) // BLOCK_SIZE
 """Of a sequence."""
 PROMPT = "<|im_start|>user\nDescribe somebody as JSON.<|im_end|>\n<|im_start|>assistant\n"
 
+_WRITABLE = st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"])
+"""SmolLM2 has no tokens for some bytes of rarer characters: a text that must have one it cannot write."""
 _KEYS = st.text("abcdefg_", min_size=1, max_size=6)
 _LEAVES = st.one_of(
     st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 8)),
     st.builds(lambda low, n: {"type": "integer", "minimum": low, "maximum": low + n}, *[st.integers(0, 10**6)] * 2),
-    st.builds(lambda words: {"enum": words}, st.lists(st.text(max_size=8), min_size=1, max_size=4, unique=True)),
+    st.builds(
+        lambda words: {"enum": words}, st.lists(st.text(_WRITABLE, max_size=8), min_size=1, max_size=4, unique=True)
+    ),
     st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": 7}, {"type": "string", "format": "date"}]),
 )
 
