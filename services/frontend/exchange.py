@@ -134,7 +134,8 @@ class Exchange:
         Unavailable and RequestTimeout."""
         started = asyncio.get_running_loop().time()
         request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
-        deadline = started + allowed_s(request.deadline_s, deadline_header, self._frontend.limits)
+        allowed = allowed_s(request.deadline_s, deadline_header, self._frontend.limits)
+        deadline, hurried = started + allowed, allowed < self._frontend.limits.deadline_s
         model, limits = self._models.find(request.model)
         try:
             async with asyncio.timeout_at(deadline):
@@ -156,7 +157,7 @@ class Exchange:
             try:
                 yield Reply(shape, stream, streams=streams, with_usage=with_usage)
             finally:
-                place.spent = _spent(charged, stream)
+                place.spent = _spent(charged, stream, hurried=hurried)
 
     async def _prompt(
         self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits
@@ -242,10 +243,11 @@ def _card(name: str, context_length: int) -> dict[str, str | int]:
     }
 
 
-def _spent(charged: int, stream: Stream) -> Spent:
-    """Nothing, where it failed before its first token; a client that goes before it has had its prompt computed."""
+def _spent(charged: int, stream: Stream, *, hurried: bool) -> Spent:
+    """Nothing, where it failed before its first token; a client that goes before it, or gave less time than there is
+    (`hurried`), has had its prompt computed."""
     usage = stream.usage
-    if stream.failed and not usage.completion_tokens:
+    if stream.failed and not usage.completion_tokens and not (hurried and stream.late):
         return Spent(charged)
     return Spent(charged, usage.prompt_tokens, usage.completion_tokens)
 

@@ -19,7 +19,7 @@ from services.frontend.output import Delta, Output
 from services.frontend.parsed_output import ParsedOutput
 from services.frontend.sessions import Fail, Finish, Session
 from services.frontend.tools.found import join_pieces
-from shared.errors import HeadraceError
+from shared.errors import HeadraceError, RequestTimeout
 from shared.messages import Sampling, TokenLogprob
 
 
@@ -117,6 +117,11 @@ class Stream:
     def failed(self) -> bool:
         """Whether it has ended with an error."""
         return self._error is not None
+
+    @property
+    def late(self) -> bool:
+        """Whether its time was over before its end."""
+        return isinstance(self._error, RequestTimeout)
 
     @property
     def usage(self) -> Usage:

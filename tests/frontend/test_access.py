@@ -399,6 +399,17 @@ async def test_a_request_that_no_worker_took_costs_its_key_no_tokens(directory: 
             assert w.metric("headrace_key_tokens_total", key="alice", kind="prompt") == 0
 
 
+async def test_who_gives_little_time_pays_for_the_prompt_that_was_computed_in_it(
+    directory: Path, keys: KeysFile
+) -> None:
+    async with world(directory, access=keys.write(tokens_per_minute=1000)) as w, clients(w) as (_, http):
+        w.workers[0].output = None
+        async with http.post("/v1/completions", json={**BODY, "deadline_s": 0.1}, headers=bearer(ALICE)) as response:
+            assert response.status == 504
+        [generate] = w.workers[0].generates.all
+        assert w.metric("headrace_key_tokens_total", key="alice", kind="prompt") == generate.prompt_tokens
+
+
 async def test_a_client_that_goes_in_the_middle_pays_for_its_prompt_and_for_what_it_got(
     directory: Path, keys: KeysFile
 ) -> None:
