@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -275,6 +276,7 @@ class _Connection(web.RequestHandler):
         """aiohttp's, which it logs, in OpenAI's shape."""
         plain = super().handle_error(request, status, exc, message)
         said = plain.text if isinstance(plain, web.Response) and status < 500 else None
+        said = said and re.split("[:\n]", said, maxsplit=1)[0]  # behind it stands what was sent, perhaps a key
         kind = "invalid_request_error" if status < 500 else "server_error"
         wrong = failure(status, said or "the server has failed", kind)
         response = _Nameless(status=status, body=wrong.payload, content_type="application/json")

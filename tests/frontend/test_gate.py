@@ -40,8 +40,17 @@ async def test_no_answer_is_kept_or_guessed_at_or_tells_what_server_this_is(dire
                 assert not [name for name in response.headers if name.startswith("Access-Control")]
 
 
-@pytest.mark.parametrize("sent", [b"no HTTP at all\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n"])
-async def test_who_speaks_no_http_is_told_so_in_openais_shape_and_not_by_whom(directory: Path, sent: bytes) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"hr-secret at all\r\n\r\n",
+        b"GET / HTTP/1.1\r\nAuthorization: Bearer hr-secret" + b"x" * 20_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nAuthorization: Bearer hr-secret\x01\r\n\r\n",
+    ],
+)
+async def test_who_speaks_no_http_is_told_so_in_openais_shape_and_not_by_whom_nor_what_he_sent(
+    directory: Path, sent: bytes
+) -> None:
     async with world(directory) as w, asyncio.timeout(DEADLINE_S):
         url = urlsplit(w.url)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -51,6 +60,7 @@ async def test_who_speaks_no_http_is_told_so_in_openais_shape_and_not_by_whom(di
         assert b" 400 " in head.splitlines()[0]
         assert b"server:" not in head.lower()
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert b"secret" not in body
 
 
 async def test_a_page_of_an_origin_that_is_set_may_ask_and_read(directory: Path, tmp_path: Path) -> None:
