@@ -93,10 +93,10 @@ def _check_schema(schema: dict[str, Any], where: str) -> None:
 
 def check_size(schema: dict[str, Any], where: str) -> None:
     """Raises InvalidRequest where it is too deep or too long."""
+    if len(msgspec.json.encode(schema)) > SCHEMA_LIMIT_BYTES:  # first: to look for its depth takes long where it is
+        raise InvalidRequest(f"{where}: longer than {SCHEMA_LIMIT_BYTES} bytes", param=where)
     if _depth(schema) > SCHEMA_DEPTH_LIMIT:
         raise InvalidRequest(f"{where}: nested deeper than {SCHEMA_DEPTH_LIMIT} levels", param=where)
-    if len(msgspec.json.encode(schema)) > SCHEMA_LIMIT_BYTES:
-        raise InvalidRequest(f"{where}: longer than {SCHEMA_LIMIT_BYTES} bytes", param=where)
 
 
 def _depth(schema: dict[str, Any]) -> int:
