@@ -39,15 +39,16 @@ class Lower:
         if not moved:
             return
         new = moved & ~self.slots
-        if new:
-            self._join(new, 0, 0, at)
+        joining = [(new, 0, 0)] if new else []
         if new != moved:
             for group, slots in list(self._groups.items()):
-                part = slots & moved & ~new
+                part = slots & moved
                 if part:
                     self._leave(group, slots ^ part)
                     tier, in_host, on_disk = group
-                    self._join(part, in_host + at * (tier == _HOST), on_disk + at * (tier == _DISK), at)
+                    joining.append((part, in_host + at * (tier == _HOST), on_disk + at * (tier == _DISK)))
+        for part, in_host, on_disk in joining:  # once all have left: a group that is joined may be one that is left
+            self._join(part, in_host, on_disk, at)
         self.slots |= new
 
     def ended(self, slots: int, at: int) -> Iterator[tuple[int, int, int]]:
