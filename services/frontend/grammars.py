@@ -16,7 +16,7 @@ from collections import OrderedDict
 import msgspec
 
 from services.frontend.grammar_process import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
-from shared.errors import InvalidRequest, Overloaded
+from shared.errors import InvalidRequest, Overloaded, Unavailable
 
 KNOWN = 4096
 """Verdicts kept, the latest used."""
@@ -38,7 +38,8 @@ class Grammars:
         self._process: Process | None = None
 
     async def check(self, grammar: str, param: str) -> None:
-        """`param` names the field that it came from. Raises InvalidRequest, and Overloaded."""
+        """`param` names the field that it came from. Raises InvalidRequest, and Overloaded or Unavailable where it
+        cannot be said now."""
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self._known:
             if self._waiting >= LINE:
@@ -69,7 +70,10 @@ class Grammars:
         """What is wrong with it. The caller's cancellation ends the process: nobody would read its answer."""
         if self._process is None or self._process.returncode is not None:
             program = (sys.executable, "-m", "services.frontend.grammar_process")
-            self._process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            try:
+                self._process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            except OSError as wrong:  # no memory, or no files left
+                raise Unavailable(f"no process to compile a grammar in: {wrong.strerror}") from None
         process, answer = self._process, b""
         assert process.stdin is not None
         assert process.stdout is not None

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.frontend import grammars as grammars_module
 from services.frontend.grammars import Grammars
-from shared.errors import InvalidRequest, Overloaded
+from shared.errors import InvalidRequest, Overloaded, Unavailable
 from tests.frontend.peers import MODEL, World, clients, world
 from tests.frontend.test_tools import CALL, HELLO, TEMPLATE, TOOLS
 
@@ -177,6 +178,18 @@ async def test_a_process_that_has_ended_is_started_again() -> None:
     finally:
         await grammars.aclose()
     grammars.validate()
+
+
+async def test_without_a_process_nothing_is_said_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(Unavailable, match="No such file"):
+            await grammars.check(lark('start: "a"'), "x")
+    try:
+        await grammars.check(lark('start: "a"'), "x")
+    finally:
+        await grammars.aclose()
 
 
 async def test_verdicts_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

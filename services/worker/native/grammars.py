@@ -18,7 +18,7 @@ from shared.errors import ModelError
 KEPT = 64
 """Compiled grammars, the latest used …"""
 KEPT_CHARACTERS = 1 << 20
-"""… and their texts; what they are compiled to is some ten times as long, 20 MB at most each by LIMITS."""
+"""… and their texts; LIMITS bound what each is compiled to."""
 LIMITS = LLParserLimits(
     initial_lexer_fuel=600_000,
     step_lexer_fuel=200_000,  # 15 ms

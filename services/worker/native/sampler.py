@@ -51,9 +51,9 @@ def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = 
         tokens[random] = _draw(xp, _filtered(xp, penalised[random], [work.sampling for work in drawing]), drawing)
     drawn = [int(token) for token in tokens]
     return [
-        Drawn(token, _logprob(xp, row, token, work.sampling.logprobs) if work.sampling.logprobs >= 0 else None)
-        if work.sequence not in masks.failed
-        else Drawn(token, error=masks.failed[work.sequence])
+        Drawn(token, error=masks.failed[work.sequence])
+        if work.sequence in masks.failed
+        else Drawn(token, _logprob(xp, row, token, work.sampling.logprobs) if work.sampling.logprobs >= 0 else None)
         for row, token, work in zip(logits, drawn, works, strict=True)
     ]
 
