@@ -52,6 +52,12 @@ def install(root: Path, lock_name: str) -> None:
             shutil.copyfile(root / name, _stamp(root, name))
 
 
+def _outer_python() -> str:
+    """The interpreter that runs this, or the one that its virtual environment was made from: a .venv that is activated
+    cannot make the one that takes its place."""
+    return str(getattr(sys, "_base_executable", sys.executable))  # as the library's venv finds it
+
+
 def _stamp(root: Path, lock_name: str) -> Path:
     return root / ".venv" / "headrace" / lock_name
 
@@ -96,7 +102,7 @@ def _build(root: Path, lock_name: str, lock: int) -> None:
     try:
         (here / "headrace").mkdir(parents=True)
         python = sys.version.split()[0]
-        _run([sys.executable, "-m", "venv", str(here)], f"making .venv with Python {python}", lock, total=0)
+        _run([_outer_python(), "-m", "venv", str(here)], f"making .venv with Python {python}", lock, total=0)
         _pip_install(root, lock_name, lock)
         _name_checkout(root)
     except BaseException:

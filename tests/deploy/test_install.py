@@ -200,6 +200,15 @@ def test_a_failed_upgrade_leaves_the_old_installation(checkout: Checkout) -> Non
     assert checkout.start("up", PIP_FIND_LINKS="/nowhere").returncode == 0
 
 
+def test_an_activated_venv_is_replaced_too(checkout: Checkout) -> None:
+    assert checkout.start("up").returncode == 0
+    lock = checkout.root / "requirements.lock"
+    lock.write_text(lock.read_text() + wheel(checkout.wheels, "tiny_addition"))
+    again = checkout.start("up", PYTHON=str(checkout.root / ".venv" / "bin" / "python3"))
+    assert again.returncode == 0, again.stderr
+    assert checkout.has("tiny_addition")
+
+
 def test_what_a_killed_install_left_is_cleared_away(checkout: Checkout) -> None:
     (checkout.root / ".venv" / "headrace").mkdir(parents=True)
     (checkout.root / ".venv" / "half").touch()
