@@ -90,6 +90,8 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """An assistant's; what is made of it, if anything, is the template's choice."""
     tool_call_id: Label | None = None
     """Which call a tool's message answers."""
+    parsed: object = None
+    """An assistant's content again, as OpenAI's client leaves it beside it."""
     # What clients send back of an answer they got, always empty here.
     refusal: Unset = None
     annotations: Unset = None

@@ -50,6 +50,8 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
     name: ToolName
     arguments: str
     """A JSON object, or nothing."""
+    parsed_arguments: object = None
+    """The same, as OpenAI's client leaves it beside them."""
 
 
 class Call(Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,6 +60,8 @@ class Call(Struct, frozen=True, forbid_unknown_fields=True):
     id: Annotated[str, Meta(min_length=1, max_length=128)]
     type: Literal["function"]
     function: CalledFunction
+    index: int | None = None
+    """Its place, as clients leave it that put a message together from chunks."""
 
 
 Calls = Annotated[list[Call], Meta(max_length=TOOLS_LIMIT)]

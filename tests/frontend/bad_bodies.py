@@ -119,7 +119,7 @@ BAD_BODIES = [
     ),
     _chat("a custom call", "messages[0].tool_calls[0].type", messages=_called({**_CALL, "type": "custom"})),
     _chat("a call's bad name", "messages[0].tool_calls[0].function.name", messages=_called_with(name="a b")),
-    _chat("a call's index", "messages[0].tool_calls[0].index", messages=_called({**_CALL, "index": 0})),
+    _chat("a call's unknown field", "messages[0].tool_calls[0].extra", messages=_called({**_CALL, "extra": 0})),
     *(
         _chat(
             "a call's arguments", "messages[0].tool_calls[0].function.arguments", messages=_called_with(arguments=bad)

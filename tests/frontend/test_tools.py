@@ -115,6 +115,22 @@ async def test_calls_are_in_the_message_and_the_turn_ends_for_them(templated: Te
         assert answer.choices[0].message.tool_calls is None
 
 
+async def test_a_message_goes_back_as_the_official_client_has_it_streamed_or_not(templated: Templated) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        asked: Any = {"model": MODEL, "tools": TOOLS}
+        w.say(TWO)
+        answer = await client.chat.completions.create(messages=HELLO, **asked)
+        async with client.chat.completions.stream(messages=HELLO, **asked) as stream:
+            final = await stream.get_final_completion()
+        for message in (answer.choices[0].message, final.choices[0].message):
+            assert message.tool_calls is not None
+            results: Any = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in message.tool_calls]
+            sent: Any
+            for sent in (message, message.model_dump(), message.to_dict()):
+                again = await client.chat.completions.create(messages=[*HELLO, sent, *results], **asked)
+                assert again.choices[0].finish_reason == "tool_calls"
+
+
 async def test_calls_stream_in_openais_chunks(templated: Templated) -> None:
     async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
         w.say(TWO)
