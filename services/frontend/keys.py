@@ -29,6 +29,8 @@ KEY_LIMIT_CHARACTERS = 256
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """Lower case, so that a key, put where its name should be, is not taken for one, and shown."""
+_LONG = re.compile(r"[0-9A-Za-z_-]{33,}")
+"""What parsers repeat of a file and could be a key, put where a field's name should be; no field's is as long."""
 _MOST = 10**12
 
 Limit = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -65,7 +67,7 @@ def read_keys(file: bytes) -> dict[str, KeyEntry]:
         try:
             entry = msgspec.convert(given, KeyEntry)
         except msgspec.ValidationError as wrong:
-            raise ConfigError(f"{name}: {wrong}") from None
+            raise ConfigError(f"{name}: {_LONG.sub('…', str(wrong))}") from None
         if (other := owners.setdefault(entry.sha256, name)) != name:
             raise ConfigError(f"{name}: has the same key as {other}")
         entries[name] = entry
@@ -83,7 +85,7 @@ def _parse(file: bytes) -> Mapping[str, Any]:
     except json.JSONDecodeError as wrong:
         raise ConfigError(f"not JSON: line {wrong.lineno}, column {wrong.colno}: {wrong.msg}") from None
     except tomllib.TOMLDecodeError as wrong:
-        raise ConfigError(f"not TOML: {wrong}") from None
+        raise ConfigError(f"not TOML: {_LONG.sub('…', str(wrong))}") from None
     except ValueError:  # Python's own, of both
         raise ConfigError("a number with too many digits") from None
     except RecursionError:

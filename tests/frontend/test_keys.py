@@ -53,6 +53,8 @@ SECRET = "hr-Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6"
         (b"[a]", "a: Object missing required field `sha256`"),
         (b'[a]\nsha256 = "' + SECRET.encode() + b'"', "a: Expected `str` matching regex"),
         (f'[{SECRET}]\nsha256 = "{HASH}"'.encode(), "entry 1: a name is "),
+        (f"[a]\n{SECRET} = 1".encode(), "a: Object contains unknown field `…`"),
+        (f"[{SECRET}]\n[{SECRET}]".encode(), "not TOML: Cannot declare ('…',) twice"),
         (f'[""]\nsha256 = "{HASH}"'.encode(), "entry 1: a name is "),
         (f'[a]\nsha256 = "{HASH}"\nlimit = 3'.encode(), "a: Object contains unknown field `limit`"),
         (f'[a]\nsha256 = "{HASH}"\nconcurrency = 0'.encode(), "a: Expected `int` >= 1"),
