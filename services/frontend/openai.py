@@ -92,6 +92,8 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """Which call a tool's message answers."""
     parsed: object = None
     """An assistant's content again, as OpenAI's client leaves it beside it."""
+    provider_specific_fields: object = None
+    """What LiteLLM notes of an answer beside it."""
     # What clients send back of an answer they got, always empty here.
     refusal: Unset = None
     annotations: Unset = None
