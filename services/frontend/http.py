@@ -113,6 +113,8 @@ class HttpDoor:
     async def _body(self, request: web.Request, place: Place) -> bytes:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
             raise body_too_large(request.content_length)
+        if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+            raise InvalidRequest("Expect: only 100-continue is known", status=417)
         if "Expect" in request.headers and request.version >= HttpVersion11 and request.transport is not None:
             request.transport.write(_CONTINUE)
         body = bytearray()
@@ -152,10 +154,8 @@ class HttpDoor:
             return failed(failure_of(error))
 
 
-async def _continue_later(request: web.Request) -> None:
-    """For `Expect: 100-continue`: aiohttp would ask for the body at once; it is asked for when there is a place."""
-    if request.headers["Expect"].lower() != "100-continue":
-        raise web.HTTPExpectationFailed
+async def _continue_later(_request: web.Request) -> None:
+    """For `Expect`, which aiohttp would answer at once: a body is asked for when there is a key, and a place."""
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -105,6 +105,15 @@ async def test_without_a_good_key_it_is_401_in_openais_shape_at_every_path_and_b
         assert w.router.asked.all == []
 
 
+async def test_what_a_client_expects_is_looked_at_behind_its_key(directory: Path, keys: KeysFile) -> None:
+    async with world(directory, access=keys.write()) as w, clients(w) as (_, http):
+        for headers, status in (({}, 401), (bearer(ALICE), 417)):
+            expecting = {**headers, "Expect": "wonders"}
+            async with http.post("/v1/completions", json=BODY, headers=expecting) as response:
+                assert response.status == status
+                assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
 async def test_with_a_key_everything_is_as_without_at_both_doors(directory: Path, keys: KeysFile) -> None:
     async with world(directory, access=keys.write()) as w, clients(w, ALICE) as (client, _):
         w.say("hello alice")
