@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import openai
 import pytest
+from yarl import URL
 
 from services.frontend import questions
 from services.frontend.config import HttpConfig, LimitsConfig
@@ -517,10 +518,13 @@ async def test_more_requests_or_bytes_than_the_bound_are_429_and_places_come_bac
 
 
 async def test_the_models_are_listed_and_looked_up(directory: Path) -> None:
-    async with world(directory) as w, clients(w) as (client, _):
+    async with world(directory) as w, clients(w) as (client, http):
         [model] = (await client.models.list()).data
         assert model.id == MODEL
         assert (await client.models.retrieve(MODEL)).id == MODEL
+        for written in (MODEL, MODEL.replace("/", "%2F")):
+            async with http.get(URL(f"/v1/models/{written}", encoded=True)) as response:
+                assert await response.json() == model.model_dump(exclude_unset=True)
         with pytest.raises(openai.NotFoundError) as error:
             await client.models.retrieve("other")
         assert error.value.code == "model_not_found"
