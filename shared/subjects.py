@@ -48,7 +48,7 @@ def check(subject: str, *, wildcards: bool = False) -> None:
 
 # --- frontend: what clients ask, and where workers stream to
 
-CLIENT_OPERATIONS = ("chat", "completions", "models")
+CLIENT_OPERATIONS = ("chat", "completions", "models", "tokenize", "detokenize")
 
 
 def client(namespace: str, operation: str) -> str:

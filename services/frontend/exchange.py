@@ -40,6 +40,7 @@ from services.frontend.preprocess import (
 )
 from services.frontend.service import Frontend
 from services.frontend.stream import Job, Stream, join
+from services.frontend.tokens import Tokens
 from services.frontend.tools import thinking
 from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.found import Found
@@ -125,6 +126,7 @@ class Exchange:
         self._metrics = metrics
         self._models = models
         self._pool = pool
+        self.tokens = Tokens(models, pool, frontend.limits)
 
     @asynccontextmanager
     async def answer(
@@ -168,7 +170,7 @@ class Exchange:
             default, param = None, "messages"
             tools = openai.offered(request)
             more = request.chat_template_kwargs or {}
-            text = await render_chat(model, openai.turns(request), self._pool, tools, more)
+            text = await render_chat(model, openai.turns(request.messages), self._pool, tools, more)
             plan = Plan(model.tool_format if tools else None, model.thinks, thinking.begun(text))
             tokens = await encode_chat(model, text, self._pool)
             check_encoded(model, tokens, limits, param=param)

@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's paths, on aiohttp. The port that it is on is listening.py's.
+"""The HTTP door: OpenAI's paths, and two of vLLM's, on aiohttp. The port that it is on is listening.py's.
 
 A handler is cancelled when its client disconnects, which leaves `Exchange.answer` and so cancels the request; and it
 waits in `Body.write` when its client does not read, while what comes meanwhile is put together into fewer chunks.
@@ -27,6 +27,7 @@ from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
 from services.frontend.openai import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.service import Frontend
+from services.frontend.tokens import TokenOperation
 from shared.errors import HeadraceError, InvalidRequest
 
 _JSON = "application/json"
@@ -68,6 +69,8 @@ class HttpDoor:
         app.on_response_prepare.append(self._gate.prepare)
         app.router.add_post("/v1/chat/completions", self._chat, expect_handler=_continue_later)
         app.router.add_post("/v1/completions", self._completions, expect_handler=_continue_later)
+        app.router.add_post("/tokenize", self._tokenize, expect_handler=_continue_later)
+        app.router.add_post("/detokenize", self._detokenize, expect_handler=_continue_later)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app
@@ -78,7 +81,13 @@ class HttpDoor:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._counted("completions", request)
 
-    async def _counted(self, operation: Operation, request: web.Request) -> web.StreamResponse:
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted("tokenize", request)
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted("detokenize", request)
+
+    async def _counted(self, operation: Operation | TokenOperation, request: web.Request) -> web.StreamResponse:
         status = 500  # aiohttp's answer to what nobody expected
         try:
             response, status = await self._answer(operation, request)
@@ -90,22 +99,24 @@ class HttpDoor:
             self._metrics.requests.labels(operation, str(status)).inc()
         return response
 
-    async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
+    async def _answer(
+        self, operation: Operation | TokenOperation, request: web.Request
+    ) -> tuple[web.StreamResponse, int]:
         """The response, and the status that its outcome amounts to."""
         try:
             with self._frontend.arriving(account_of(request)) as place:
                 sent = await self._body(request, place)
                 place.begin()
-                answer = self._exchange.answer(
-                    operation, sent, named(request), place, deadline_header=request.headers.get(deadline.HEADER)
-                )
+                header = request.headers.get(deadline.HEADER)
+                if operation == "tokenize" or operation == "detokenize":
+                    told = await self._exchange.tokens.answer(operation, sent, deadline_header=header)
+                    return await self._whole(request, told), 200
+                answer = self._exchange.answer(operation, sent, named(request), place, deadline_header=header)
                 del sent  # the answer drops it too, once it is read
                 async with answer as reply:
                     if reply.streams:
                         return await self._stream(request, reply)
-                    payload = await reply.whole()
-                    body = Body(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s)
-                    return await body.whole(payload), 200
+                    return await self._whole(request, await reply.whole()), 200
         except HeadraceError as error:
             wrong = failure_of(error)
             return failed(wrong), wrong.status
@@ -130,6 +141,9 @@ class HttpDoor:
             raise InvalidRequest(f"the body cannot be read: {wrong}") from None
         except TimeoutError:
             raise InvalidRequest("the body did not come in time", code="request_timeout", status=408) from None
+
+    async def _whole(self, request: web.Request, payload: bytes) -> web.StreamResponse:
+        return await Body(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s).whole(payload)
 
     async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
         body = Body(request, _SSE_HEADERS, unread_s=self._config.unread_s)

@@ -29,6 +29,7 @@ from services.frontend.http import CLIENT_GONE
 from services.frontend.inboxes import Gone, Inbox, Inboxes
 from services.frontend.metrics import Metrics
 from services.frontend.service import Frontend
+from services.frontend.tokens import TokenOperation
 from shared import subjects
 from shared.errors import BusDown, HeadraceError, InvalidRequest, ProtocolError, Unavailable
 from shared.lifecycle import Runtime
@@ -85,7 +86,15 @@ class NatsDoor:
         async def completions(message: Message) -> None:
             await self._begin("completions", message)
 
-        for operation, receive in (("chat", chat), ("completions", completions), ("models", self._models)):
+        async def tokenize(message: Message) -> None:
+            await self._begin("tokenize", message)
+
+        async def detokenize(message: Message) -> None:
+            await self._begin("detokenize", message)
+
+        receivers = {"chat": chat, "completions": completions, "models": self._models}
+        receivers |= {"tokenize": tokenize, "detokenize": detokenize}
+        for operation, receive in receivers.items():
             subject = subjects.client(self._runtime.namespace, operation)
             self._subscriptions.append(await self._runtime.bus.subscribe(subject, receive, queue=QUEUE))
 
@@ -93,7 +102,7 @@ class NatsDoor:
         """No new requests; those that run go on."""
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
 
-    async def _begin(self, operation: Operation, message: Message) -> None:
+    async def _begin(self, operation: Operation | TokenOperation, message: Message) -> None:
         if (asked := await self._asked(message)) is not None:
             self._runtime.tasks.create_task(self._serve(operation, asked), name=f"nats {operation}")
 
@@ -124,7 +133,7 @@ class NatsDoor:
         _log.warning("a request on %s has no inbox as its reply subject: %r", message.subject, message.reply)
         return False
 
-    async def _serve(self, operation: Operation, asked: _Asked) -> None:
+    async def _serve(self, operation: Operation | TokenOperation, asked: _Asked) -> None:
         status, message = CLIENT_GONE, asked.message
         try:
             async with self._inboxes.served(message.reply) as inbox:
@@ -140,16 +149,20 @@ class NatsDoor:
         finally:
             self._metrics.requests.labels(operation, str(status)).inc()
 
-    async def _answer(self, operation: Operation, asked: _Asked, inbox: Inbox) -> int:
+    async def _answer(self, operation: Operation | TokenOperation, asked: _Asked, inbox: Inbox) -> int:
         """The status it amounts to. Raises BusDown."""
         message = asked.message
         if PROBE_HEADER in message.headers:
             inbox.nothing = b""
         try:
             with self._frontend.admitted(len(message.payload), asked.account) as place:
+                header = message.headers.get(deadline.HEADER)
+                if operation == "tokenize" or operation == "detokenize":
+                    told = await self._exchange.tokens.answer(operation, message.payload, deadline_header=header)
+                    await inbox.send(told, asked.last())
+                    return 200
                 async with self._exchange.answer(
-                    *(operation, message.payload, asked.named, place),
-                    deadline_header=message.headers.get(deadline.HEADER),
+                    *(operation, message.payload, asked.named, place), deadline_header=header
                 ) as reply:
                     if not reply.streams:
                         await inbox.send(await reply.whole(), asked.last())

@@ -13,7 +13,7 @@ A field is in one of four classes:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -224,7 +224,8 @@ def body_too_large(size_bytes: int | None) -> InvalidRequest:
 R = TypeVar("R")
 
 
-def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+    """Raises InvalidRequest, naming the field."""
     if len(body) > BODY_LIMIT_BYTES:
         raise body_too_large(len(body))
     try:
@@ -241,10 +242,10 @@ def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
 
 def decode_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest, naming the field."""
-    request = _decode(_CHAT, body)
+    request = decode_body(_CHAT, body)
     _check_common(request)
     for at, message in enumerate(request.messages):
-        _check_message(message, f"messages[{at}]")
+        check_message(message, f"messages[{at}]")
     forced = request.tool_choice not in (None, "none", "auto")
     check_tools(request.tools or (), forced=forced)
     _check_held(request, forced=forced)
@@ -253,11 +254,11 @@ def decode_chat(body: bytes) -> ChatRequest:
     return request
 
 
-def _check_message(message: ChatMessage, where: str) -> None:
+def check_message(message: ChatMessage, where: str) -> None:
     """Raises InvalidRequest."""
     for field in _NOT_BUILT_IN_MESSAGE:
         if getattr(message, field) not in (None, []):
-            raise _not_supported(f"{where}.{field}")
+            raise not_supported(f"{where}.{field}")
     for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, field) and message.role != role:
             raise InvalidRequest(f"{where}.{field}: only a message of role {role} has it", param=f"{where}.{field}")
@@ -303,7 +304,7 @@ def held(request: ChatRequest | CompletionRequest, written: CallText | None) -> 
 
 def decode_completion(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest, naming the field."""
-    request = _decode(_COMPLETION, body)
+    request = decode_body(_COMPLETION, body)
     _check_common(request)
     prompt_of(request)
     return request
@@ -326,11 +327,11 @@ def prompt_of(request: CompletionRequest) -> str | list[int]:
     return only
 
 
-def turns(request: ChatRequest) -> list[dict[str, Any]]:
+def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as templates read them. Raises InvalidRequest."""
     called: dict[str, str] = {}
     rendered: list[dict[str, Any]] = []
-    for at, message in enumerate(request.messages):
+    for at, message in enumerate(messages):
         rendered.append(_turn(message, f"messages[{at}]"))
         called |= {call.id: call.function.name for call in message.tool_calls or ()}
         # Some templates want the name of the tool, which OpenAI's messages have not.
@@ -413,17 +414,18 @@ def _check_common(request: ChatRequest | CompletionRequest) -> None:
         value = getattr(request, field, None)
         # `1 == True` in Python: a flag is not a count.
         if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
-            raise _not_supported(field)
+            raise not_supported(field)
     options = request.stream_options
     if options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         if options.include_obfuscation:
-            raise _not_supported("stream_options.include_obfuscation")
+            raise not_supported("stream_options.include_obfuscation")
     token_limit(request)
 
 
-def _not_supported(field: str) -> InvalidRequest:
+def not_supported(field: str) -> InvalidRequest:
+    """The field, or its value, is not built."""
     return InvalidRequest(f"{field}: this value is not supported yet", param=field, code=_NOT_YET)
 
 

@@ -53,18 +53,20 @@ async def render_chat(
     pool: Executor,
     tools: Sequence[Mapping[str, Any]] = (),
     more: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    answer_begins: bool = True,
 ) -> str:
-    """The text of a conversation, up to where its answer begins; `more` are the template's own names. Raises
-    InvalidRequest."""
+    """The text of a conversation, up to where its answer begins, unless `answer_begins` is false; `more` are the
+    template's own names. Raises InvalidRequest."""
     template = _template(model, messages, with_tools=bool(tools))
     for name in more:
         if name not in template.reads or name == "tools":
             raise _not_read(f"the chat template of {model.name!r} has no {name!r}", f"chat_template_kwargs.{name}")
     try:
-        return template.render(messages, INLINE_STEPS, tools=tools, more=more)
+        return template.render(messages, INLINE_STEPS, tools=tools, more=more, answer_begins=answer_begins)
     except Unfinished:
         pass
-    render = partial(template.render, messages, tools=tools, more=more)
+    render = partial(template.render, messages, tools=tools, more=more, answer_begins=answer_begins)
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, render)
     except Unfinished:
@@ -98,15 +100,17 @@ def _not_read(wrong: str, param: str) -> InvalidRequest:
 
 async def encode_chat(model: Model, rendered: str, pool: Executor) -> bytes:
     """The packed tokens of a rendered conversation. Raises InvalidRequest."""
-    return await _encode(model, rendered, pool, special=False, param="messages")
+    return await encode(model, rendered, pool, special=False, param="messages")
 
 
 async def encode_text(model: Model, text: str, pool: Executor) -> bytes:
     """Packed, with the special tokens that the tokenizer puts around a text (Llama: `<s>`). Raises InvalidRequest."""
-    return await _encode(model, text, pool, special=True, param="prompt")
+    return await encode(model, text, pool, special=True, param="prompt")
 
 
-async def _encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
+async def encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
+    """The packed tokens of a text; `special`: with those that the tokenizer puts around one. `param` names the field
+    that it came from. Raises InvalidRequest."""
     words = model.words
     if words is None:
         return await _tokenize(model.tokenizer, text, pool, special=special, param=param)

@@ -67,8 +67,9 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, object]] = (),
         more: Mapping[str, object] = MappingProxyType({}),
+        answer_begins: bool = True,
     ) -> str:
-        """The prompt, ending where the assistant's answer begins; `more` are names that it `reads`. Raises
+        """The prompt, ending where the assistant's answer begins, if it is to; `more` are names that it `reads`. Raises
         InvalidRequest, and Unfinished after so many steps."""
         pieces: list[str] = []
         size = 0
@@ -85,7 +86,7 @@ class ChatTemplate:
             **more,
             "messages": messages,
             "tools": tools or None,  # as transformers has it: many templates ask whether it is none
-            "add_generation_prompt": True,
+            "add_generation_prompt": answer_begins,
             _STEP: step,
         }
         try:

@@ -12,11 +12,14 @@ from tests.frontend.peers import CONTEXT, MODEL, VOCABULARY
 _MESSAGES = [{"role": "user", "content": "hello"}]
 
 
+Operation = Literal["chat", "completions", "tokenize", "detokenize"]
+
+
 class Bad(Struct, frozen=True):
     """One body."""
 
     name: str
-    operation: Literal["chat", "completions"]
+    operation: Operation
     body: bytes
     status: int
     param: str | None = None
@@ -31,9 +34,17 @@ def _completion(name: str, param: str | None, status: int = 400, code: str | Non
     return _bad(name, "completions", {"model": MODEL, "prompt": "hello", **fields}, param, status, code)
 
 
+def _tokenize(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
+    return _bad(name, "tokenize", {"model": MODEL, **fields}, param, status, code)
+
+
+def _detokenize(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
+    return _bad(name, "detokenize", {"model": MODEL, **fields}, param, status, code)
+
+
 def _bad(
     name: str,
-    operation: Literal["chat", "completions"],
+    operation: Operation,
     body: dict[str, Any],
     param: str | None,
     status: int,
@@ -244,4 +255,31 @@ BAD_BODIES = [
     _completion("a negative id", "prompt[1]", prompt=[5, -1]),
     _completion("a huge id", "prompt[0]", prompt=[1 << 40]),
     _completion("a fraction as id", "prompt[0]", prompt=[1.5]),
+    Bad("no JSON to tokenise", "tokenize", b"hello", 400),
+    _tokenize("nothing to tokenise", "prompt"),
+    _tokenize("a prompt, and messages", "prompt", prompt="x", messages=_MESSAGES),
+    _tokenize("prompts to tokenise", "prompt", prompt=["x"]),
+    _tokenize("no messages to tokenise", "messages", messages=[]),
+    _tokenize(
+        "a user's calls to tokenise", "messages[0].tool_calls", messages=[{**_MESSAGES[0], "tool_calls": [_CALL]}]
+    ),
+    _tokenize("an unknown model to tokenise", "model", 404, "model_not_found", model="nobody", prompt="x"),
+    _tokenize("an unknown field to tokenise", "x", prompt="x", x=1),
+    _tokenize("a prompt's tools", "tools", prompt="x", tools=[_tool("a")]),
+    _tokenize("a prompt's words", "chat_template_kwargs", prompt="x", chat_template_kwargs={}),
+    _tokenize("a prompt's answer", "add_generation_prompt", prompt="x", add_generation_prompt=True),
+    _tokenize("tools to tokenise, and no place", "tools", code=_NOT_BUILT, messages=_MESSAGES, tools=[_tool("a")]),
+    _tokenize("a bad tool to tokenise", "tools[0].function.name", messages=_MESSAGES, tools=[_tool("a b")]),
+    _tokenize("a template", "chat_template", code=_NOT_BUILT, messages=_MESSAGES, chat_template="{{ messages }}"),
+    _tokenize(
+        "a message to go on with", "continue_final_message", code=_NOT_BUILT, prompt="x", continue_final_message=True
+    ),
+    _tokenize("more than 1 Mi tokens", "prompt", prompt="水" * 400_000),
+    _detokenize("nothing to detokenise", "tokens"),
+    _detokenize("a text to detokenise", "tokens", tokens="x"),
+    _detokenize("another vocabulary's id", "tokens[1]", tokens=[5, VOCABULARY]),
+    _detokenize("a negative id to detokenise", "tokens[0]", tokens=[-1]),
+    _detokenize("more than 1 Mi ids", "tokens", tokens=[5] * ((1 << 20) + 1)),
+    _detokenize("an unknown field to detokenise", "skip_special_tokens", tokens=[5], skip_special_tokens=True),
+    _detokenize("an unknown model to detokenise", "model", 404, "model_not_found", model="nobody", tokens=[5]),
 ]

@@ -84,6 +84,8 @@ async def test_without_a_good_key_it_is_401_in_openais_shape_at_every_path_and_b
         for method, path in (
             ("POST", "/v1/chat/completions"),
             ("POST", "/v1/completions"),
+            ("POST", "/tokenize"),
+            ("POST", "/detokenize"),
             ("GET", "/v1/models"),
             ("GET", f"/v1/models/{MODEL}"),
             ("GET", "/v1/nothing"),
@@ -99,7 +101,7 @@ async def test_without_a_good_key_it_is_401_in_openais_shape_at_every_path_and_b
                 error = (await response.json())["error"]
             assert error["type"] == "invalid_request_error"
             assert error["code"] == ("invalid_api_key" if "nobodys" in headers.get(HEADER, "") else None)
-        for operation, body in (("chat", CHAT), ("completions", BODY), ("models", {})):
+        for operation, body in (("chat", CHAT), ("completions", BODY), ("models", {}), ("tokenize", BODY)):
             answer, said = await ask_nats(w, operation, body, headers)
             assert (answer["error"], said["Headrace-Status"]) == (error, "401")
         assert w.router.asked.all == []

@@ -9,7 +9,9 @@ from pathlib import Path
 from tests.frontend.bad_bodies import BAD_BODIES
 from tests.frontend.peers import MODEL, clients, world
 
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"} | {
+    operation: f"/{operation}" for operation in ("tokenize", "detokenize")
+}
 
 
 async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(directory: Path) -> None:

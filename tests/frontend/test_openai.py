@@ -78,7 +78,7 @@ def test_logprobs_of_both_operations_become_one_number() -> None:
 def test_text_parts_are_joined_and_names_are_kept() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "user", "name": "eve", "content": parts}, {"role": "assistant", "content": ""}])
-    assert openai.turns(request) == [
+    assert openai.turns(request.messages) == [
         {"role": "user", "name": "eve", "content": "ab"},
         {"role": "assistant", "content": ""},
     ]
@@ -99,7 +99,7 @@ def test_calls_are_rendered_with_their_arguments_as_objects() -> None:
             {"role": "assistant", "content": None, "reasoning_content": "hm"},
         ]
     )
-    called, answered, thought = openai.turns(request)
+    called, answered, thought = openai.turns(request.messages)
     assert called == {
         "role": "assistant",
         "content": "",
