@@ -134,6 +134,8 @@ class ModelCard(Struct, frozen=True):
     """The digest of its layout there."""
     grammars: bool = False
     """Whether it holds output to `Sampling.grammar`; who does not say so would pass over it."""
+    biases: bool = False
+    """Whether it adds `Sampling.logit_bias`; who does not say so would pass over it."""
     device: str = ""
     """Where its engine computes, for people: cpu, or cuda:N with N as that process counts its GPUs; empty: nowhere."""
 
@@ -413,6 +415,9 @@ class Sampling(Struct, frozen=True):
     grammar: str = ""
     """What the output is held to from its first token to its end, as llguidance reads it: its JSON or its Lark dialect;
     empty: nothing. Only for instances whose card has `grammars`, and never with `ignore_eos`."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each at most once (≤ 300), and what is added to the logit before all else, -100 … 100. Only for
+    instances whose card has `biases`."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):

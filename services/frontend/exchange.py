@@ -9,7 +9,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -188,6 +188,7 @@ class Exchange:
                 raise InvalidRequest(
                     f"token id {token} is outside the vocabulary of {limits.vocab_size}", param=f"stop_token_ids[{at}]"
                 )
+        _check_biases(request.logit_bias or {}, model, limits)
         max_tokens, limit_param = openai.token_limit(request)
         fitted = fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
         return fitted, plan
@@ -230,6 +231,17 @@ class Exchange:
         """The body of /v1/models/{name}. Raises InvalidRequest and Unavailable."""
         _, limits = self._models.find(name)
         return msgspec.json.encode(_card(name, limits.context_length))
+
+
+def _check_biases(biases: Mapping[str, float], model: Model, limits: Limits) -> None:
+    """Raises InvalidRequest."""
+    if biases and not limits.biases:
+        wrong = f"logit_bias: not every worker of {model.name!r} adds one"
+        raise InvalidRequest(wrong, param="logit_bias", code="unsupported_parameter")
+    for token in biases:
+        if int(token) >= limits.vocab_size:
+            wrong = f"token id {token} is outside the vocabulary of {limits.vocab_size}"
+            raise InvalidRequest(wrong, param=f"logit_bias[{token}]")
 
 
 _STARTED = int(time.time())

@@ -67,6 +67,8 @@ class Limits(Struct, frozen=True):
     vocab_size: int
     grammars: bool
     """Whether all of them can be held to a grammar."""
+    biases: bool
+    """Whether all of them add a `logit_bias`."""
 
 
 def limits_of(cards: Sequence[ModelCard]) -> Limits:
@@ -75,6 +77,7 @@ def limits_of(cards: Sequence[ModelCard]) -> Limits:
         min(card.context_length for card in cards),
         min(card.vocab_size for card in cards),
         all(card.grammars for card in cards),
+        all(card.biases for card in cards),
     )
 
 

@@ -37,6 +37,7 @@ BODY_LIMIT_BYTES = 4 << 20
 STOPS_LIMIT = 16
 STOP_LIMIT_CHARACTERS = 256
 TOP_LOGPROBS_LIMIT = 20
+LOGIT_BIAS_LIMIT = 300
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, for /v1/completions."""
 
@@ -61,6 +62,7 @@ StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_LIMIT)]
 Label = Annotated[str, Meta(max_length=512)]
 TemplateWords = Annotated[dict[Label, bool | int | float | Label | None], Meta(max_length=16)]
+LogitBias = Annotated[dict[Label, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_LIMIT)]
 SomeSeconds = Annotated[float, Meta(gt=0)]
 
 
@@ -114,6 +116,8 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     seed: Seed | None = None
     stop: Stops | None = None
+    logit_bias: LogitBias | None = None
+    """By token id, in decimal."""
     max_tokens: TokenCount | None = None
     # vLLM's
     top_k: TopK | None = None
@@ -133,7 +137,6 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     # not built
     n: Unset = None
-    logit_bias: Unset = None
 
 
 class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -184,7 +187,6 @@ class CompletionRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_onl
 
 _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
-    "logit_bias": ({},),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "audio": (),
@@ -209,6 +211,7 @@ _NOT_BUILT_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call")
 
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _PATH = re.compile(r"^(?P<message>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(?P<field>[^`]*)`")
 
@@ -399,6 +402,7 @@ def sampling(request: ChatRequest | CompletionRequest, max_tokens: int, drawn_se
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,
+        logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
     )
 
 
@@ -415,6 +419,9 @@ def _check_common(request: ChatRequest | CompletionRequest) -> None:
         # `1 == True` in Python: a flag is not a count.
         if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
             raise not_supported(field)
+    for token in request.logit_bias or ():
+        if not _TOKEN_ID.fullmatch(token):
+            raise InvalidRequest(f"logit_bias: {token!r} is not a token id", param=f"logit_bias[{token}]")
     options = request.stream_options
     if options is not None:
         if not request.stream:

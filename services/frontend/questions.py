@@ -15,6 +15,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.running import Running
 from services.frontend.sessions import Ask, Event, Offer, Unreachable, Unrouted, Unsendable
+from services.frontend.stream import Job
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
@@ -104,8 +105,8 @@ class Questions:
     async def offer(self, one: Running, offer: Offer) -> None:
         """Will you compute it?"""
         job = one.stream.job
-        if job.sampling.grammar and not self._holds(offer.instance, job.model):
-            self._feed(one, Unreachable(offer.attempt, "it cannot be held to a grammar"))
+        if lacking := self._lacking(offer.instance, job):
+            self._feed(one, Unreachable(offer.attempt, lacking))
             return
         message = Generate(
             request=job.request,
@@ -133,10 +134,16 @@ class Questions:
             event = Unreachable(offer.attempt, str(why))
         self._feed(one, event)
 
-    def _holds(self, instance: str, model: str) -> bool:
-        """Whether a worker does not pass over a grammar; one of an earlier version does."""
-        card = self._runtime.directory.cards.get((model, instance))
-        return card is not None and card.grammars
+    def _lacking(self, instance: str, job: Job) -> str:
+        """What of a request a worker would pass over, as one of an earlier version does; empty: nothing."""
+        if not (job.sampling.grammar or job.sampling.logit_bias):
+            return ""
+        card = self._runtime.directory.cards.get((job.model, instance))
+        if job.sampling.grammar and not (card is not None and card.grammars):
+            return "it cannot be held to a grammar"
+        if job.sampling.logit_bias and not (card is not None and card.biases):
+            return "it adds no logit_bias"
+        return ""
 
     def _is_behind(self, answer: SelectReply, model: str) -> TypeGuard[SelectRefused]:
         """Whether a router has not heard yet of a worker that is known here: it follows discovery by itself."""

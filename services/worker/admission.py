@@ -18,6 +18,8 @@ _MAX_SALT_CHARACTERS = 256
 _MAX_TIME_LEFT_S = 7 * 24 * 3600.0
 _MAX_STOP_TOKENS = 256
 _MAX_TOP_LOGPROBS = 20
+_MAX_BIASES = 300
+_MAX_BIAS = 100.0
 _MAX_REPETITION_PENALTY = 100.0
 _MAX_PRIORITY = 1 << 31
 _MAX_GRAMMAR_CHARACTERS = 1 << 18
@@ -78,12 +80,17 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
         ("logprobs", -1 <= sampling.logprobs <= _MAX_TOP_LOGPROBS),
         ("stop_token_ids", len(sampling.stop_token_ids) <= _MAX_STOP_TOKENS),
         ("stop_token_ids", all(0 <= token < facts.vocab_size for token in sampling.stop_token_ids)),
+        ("logit_bias", len({token for token, _ in sampling.logit_bias}) == len(sampling.logit_bias) <= _MAX_BIASES),
+        ("logit_bias", all(0 <= token < facts.vocab_size for token, _ in sampling.logit_bias)),
+        ("logit_bias", all(-_MAX_BIAS <= bias <= _MAX_BIAS for _, bias in sampling.logit_bias)),
     )
     for name, fine in checks:
         if not fine:  # NaN fails every comparison
             value = getattr(sampling, name)
             shown = f"{len(value)} ids" if isinstance(value, tuple) else value
             return f"sampling.{name}: {shown if not isinstance(shown, float) or math.isfinite(shown) else 'not finite'}"
+    if sampling.logit_bias and not facts.biases:
+        return "sampling.logit_bias: this engine adds none"
     return _grammar(sampling, facts) if sampling.grammar else ""
 
 

@@ -28,6 +28,7 @@ def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device:
         kv_layout=facts.kv_layout,
         eos_token_ids=facts.eos_token_ids,
         grammars=facts.grammars,
+        biases=facts.biases,
         device=device,
     )
 

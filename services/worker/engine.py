@@ -113,6 +113,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Directory with tokenizer.json and tokenizer_config.json (a GGUF file was converted into it)."""
     grammars: bool = False
     """Whether output is held to `Sampling.grammar`."""
+    biases: bool = False
+    """Whether `Sampling.logit_bias` is added."""
     weights: str = ""
     """A digest of what is computed with: blocks are exchanged between engines with the same one only."""
 

@@ -203,7 +203,14 @@ BAD_BODIES = [
     _chat("an end ignored that a format sets", "ignore_eos", response_format=_ANY, ignore_eos=True),
     _completion("guided_json", "guided_json", guided_json={}),
     _completion("a regex, of workers that cannot", "structured_outputs.regex", code=_NOT_BUILT, structured_outputs=_A),
-    _chat("logit_bias", "logit_bias", code=_NOT_BUILT, logit_bias={"5": 1}),
+    _chat("a bias, of workers that add none", "logit_bias", code=_NOT_BUILT, logit_bias={"5": 1}),
+    _chat("301 biases", "logit_bias", logit_bias={str(token): 1 for token in range(301)}),
+    _chat("a bias beyond 100", "logit_bias[...]", logit_bias={"5": 100.5}),
+    _chat("a bias of no number", "logit_bias[...]", logit_bias={"5": "1"}),
+    *(
+        _completion(f"a bias of {token!r}", f"logit_bias[{token}]", logit_bias={token: 1})
+        for token in ("", "x", "-1", "05", "1.5", " 5", "٣", "9" * 11)
+    ),
     _chat("audio", "audio", code=_NOT_BUILT, audio={"voice": "x"}),
     _chat("store", "store", code=_NOT_BUILT, store=True),
     _completion("best_of", "best_of", code=_NOT_BUILT, best_of=2),

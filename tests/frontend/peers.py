@@ -84,7 +84,9 @@ def instance_entry(service: ServiceName, instance: str) -> dict[str, bytes]:
     return {subjects.instance_key(NAMESPACE, service, instance): INSTANCE.encode(entry, JSON_HEADER)}
 
 
-def card_entry(instance: str, directory: Path, model: str = MODEL, *, grammars: bool = False) -> dict[str, bytes]:
+def card_entry(
+    instance: str, directory: Path, model: str = MODEL, *, grammars: bool = False, biases: bool = False
+) -> dict[str, bytes]:
     card = ModelCard(
         model=model,
         instance=instance,
@@ -97,6 +99,7 @@ def card_entry(instance: str, directory: Path, model: str = MODEL, *, grammars: 
         capacity_blocks=1024,
         kv_layout=KvLayout("float32", 2, 2, 16, BLOCK_SIZE),
         grammars=grammars,
+        biases=biases,
     )
     return {subjects.model_key(NAMESPACE, model, instance): MODEL_CARD.encode(card, JSON_HEADER)}
 
@@ -301,8 +304,8 @@ class World:
     async def announce_router(self) -> None:
         await self.announce(self.router.instance, instance_entry("router", self.router.instance))
 
-    async def announce_worker(self, instance: str, *, grammars: bool = False) -> None:
-        card = card_entry(instance, self.directory, grammars=grammars)
+    async def announce_worker(self, instance: str, *, grammars: bool = False, biases: bool = False) -> None:
+        card = card_entry(instance, self.directory, grammars=grammars, biases=biases)
         entries = instance_entry("worker", instance) | card
         await self.announce(instance, entries)
 
@@ -344,9 +347,11 @@ async def world(
     http: HttpConfig | None = None,
     access: AccessConfig | None = None,
     grammars: bool = False,
+    biases: bool = False,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
-    `grammars`: their cards say that they can be held to one. `more` is in the address book from the start."""
+    `grammars`, `biases`: their cards say that they can be held to one, and add them. `more` is in the address book
+    from the start."""
     w = World(MemoryBroker(), MemoryStore(), directory)
     await w.router.start()
     for worker in w.workers:
@@ -354,7 +359,7 @@ async def world(
     if announced:
         await w.announce_router()
         for worker in w.workers:
-            await w.announce_worker(worker.instance, grammars=grammars)
+            await w.announce_worker(worker.instance, grammars=grammars, biases=biases)
     if more:
         await w.announce("more", more)
     config = FrontendConfig(

@@ -322,6 +322,29 @@ async def test_every_sampling_field_reaches_the_worker(directory: Path) -> None:
         assert generate.salt == "tenant"
 
 
+async def test_biases_reach_the_worker_and_name_tokens_of_the_vocabulary(directory: Path) -> None:
+    async with world(directory, biases=True) as w, clients(w) as (client, _):
+        w.say("x")
+        await client.chat.completions.create(model=MODEL, messages=HELLO, logit_bias={"5": -100, "319": 1})
+        [generate] = w.workers[0].generates.all
+        assert generate.sampling.logit_bias == ((5, -100.0), (319, 1.0))
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model=MODEL, prompt="x", logit_bias={"5": 1, "320": 1})
+        assert refused.value.param == "logit_bias[320]"
+
+
+async def test_a_worker_that_would_pass_over_a_bias_is_not_asked(directory: Path) -> None:
+    async with world(directory, announced=False) as w, clients(w) as (client, _):
+        await w.announce_router()
+        await w.announce_worker("w2", biases=True)
+        await w.ready()
+        w.say("x")
+        # The router knows of w1 already; this frontend does not.
+        await client.completions.create(model=MODEL, prompt="x", logit_bias={"5": 1})
+        assert w.workers[0].generates.all == []
+        assert w.router.asked.all[-1].excluded == ("w1",)
+
+
 async def test_routers_hear_of_the_first_token_and_of_the_end(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (client, _):
         w.say("abc")

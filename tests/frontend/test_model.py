@@ -13,7 +13,7 @@ from tests.frontend.cards import HERMES, card_of, with_template
 def test_the_smallest_worker_sets_the_limits(directory: Path) -> None:
     card = card_of(directory)
     small = msgspec.structs.replace(card, context_length=64, vocab_size=512)
-    assert limits_of([card, small]) == Limits(64, card.vocab_size, grammars=False)
+    assert limits_of([card, small]) == Limits(64, card.vocab_size, grammars=False, biases=False)
 
 
 def test_a_tokenizer_that_makes_the_package_panic_is_a_model_that_cannot_be_read(copy: Path) -> None:

@@ -48,7 +48,7 @@ def test_every_field_is_read_or_refused() -> None:
         *("top_logprobs", "prompt_cache_key", "cache_salt", "messages", "prompt", "temperature", "top_p", "top_k"),
         *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
         *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls", "chat_template_kwargs"),
-        *("tool_choice", "response_format", "structured_outputs"),
+        *("tool_choice", "response_format", "structured_outputs", "logit_bias"),
     }
     fields = {*openai.ChatRequest.__struct_fields__, *openai.CompletionRequest.__struct_fields__}
     assert fields == read | harmless | openai._NOT_BUILT.keys()
@@ -56,6 +56,11 @@ def test_every_field_is_read_or_refused() -> None:
 
 def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
     assert openai.sampling(chat(top_k=-1), 1, 0).top_k == 0
+
+
+def test_a_bias_is_of_a_token_id() -> None:
+    assert openai.sampling(chat(logit_bias={"5": -100, "0": 0.5}), 1, 0).logit_bias == ((5, -100.0), (0, 0.5))
+    assert openai.sampling(completion(logit_bias={}), 1, 0).logit_bias == ()
 
 
 def test_seeds_are_64_bits_and_zero_is_one() -> None:

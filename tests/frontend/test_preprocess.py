@@ -25,7 +25,7 @@ from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
 from tests.frontend.cards import HERMES, card_of, with_template
 
-LIMITS = Limits(context_length=100, vocab_size=320, grammars=False)
+LIMITS = Limits(context_length=100, vocab_size=320, grammars=False, biases=False)
 
 
 def fitted(count: int, max_tokens: int | None = None, default: int | None = None) -> int:
@@ -164,7 +164,7 @@ def test_token_ids_outside_the_vocabulary_are_named(directory: Path) -> None:
     model = load_model(card_of(directory), directory)
     check_encoded(model, pack_tokens([5, 319]), LIMITS, param="messages")
     with pytest.raises(InvalidRequest, match="token id 319 at index 1"):
-        check_encoded(model, pack_tokens([5, 319]), Limits(100, 319, grammars=False), param="messages")
+        check_encoded(model, pack_tokens([5, 319]), Limits(100, 319, grammars=False, biases=False), param="messages")
 
 
 async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Path) -> None:

@@ -160,7 +160,7 @@ class OneModel:
         self._model = model
 
     def find(self, _name: str | None) -> tuple[Model, Limits]:
-        return self._model, Limits(CONTEXT, VOCABULARY, grammars=False)
+        return self._model, Limits(CONTEXT, VOCABULARY, grammars=False, biases=False)
 
 
 async def test_a_text_much_longer_than_its_tokens_is_refused(directory: Path) -> None:

@@ -177,11 +177,12 @@ def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int,
     logits[3, :] = 1.0  # all equal: the lowest id
     settings = [
         Sampling(max_tokens=1, temperature=[0.0, 0.7, 1.0, 1.5][n % 4], seed=int(random.integers(0, 1 << 63)))
-        for n in range(60)
+        for n in range(59)
     ] + [
         Sampling(max_tokens=1, temperature=0.9, top_k=4, seed=5),
         Sampling(max_tokens=1, temperature=0.9, top_p=0.6, seed=6),
         Sampling(max_tokens=1, temperature=0.0, repetition_penalty=1.3),
+        Sampling(max_tokens=1, temperature=0.0, logit_bias=((0, 100.0), (4, -100.0), (2, 1.5))),
         Sampling(max_tokens=1, temperature=1.0, logprobs=3, seed=8),
     ]
     history = [1, 2, 3, 1]

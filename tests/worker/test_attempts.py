@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 import msgspec
 from hypothesis import settings
@@ -102,6 +104,24 @@ def test_a_grammar_is_refused_by_name_where_it_would_be_passed_over() -> None:
     for wrong in ({"ignore_eos": True}, {"grammar": "x" * 300_000}):
         sampling = msgspec.structs.replace(held.sampling, **wrong)
         assert code(attempts(), msgspec.structs.replace(asked, sampling=sampling), able) == "bad_request"
+
+
+def test_a_bias_is_refused_by_name_where_it_would_be_passed_over_or_is_none() -> None:
+    asked = generate("a")
+
+    def biased(*biases: tuple[int, float]) -> Generate:
+        return msgspec.structs.replace(asked, sampling=Sampling(max_tokens=8, logit_bias=biases))
+
+    reply, _ = attempts().admit(biased((5, 1.0)), FACTS)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.logit_bias: this engine adds none")
+    able = msgspec.structs.replace(FACTS, biases=True)
+    assert code(attempts(), biased((5, 100.0), (6, -100.0)), able) == "accepted"
+    many = [(token, 1.0) for token in range(301)]
+    for wrong in ([(5, 1.0), (5, 1.0)], [(5, 100.5)], [(5, math.nan)], [(-1, 1.0)], [(FACTS.vocab_size, 1.0)], many):
+        reply, _ = attempts().admit(biased(*wrong), able)
+        assert isinstance(reply, Refused)
+        assert reply.reason.startswith("sampling.logit_bias: "), wrong
 
 
 def test_tokens_that_wait_are_bounded_until_their_first_part() -> None:

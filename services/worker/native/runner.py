@@ -73,6 +73,7 @@ class NativeRunner:
             kv_layout=layout,
             path=str(directory),
             grammars=grammars is not None,
+            biases=True,
             weights=weights_digest(directory, config),
         )
 

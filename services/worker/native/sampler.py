@@ -1,13 +1,14 @@
 """From logits to drawn tokens, every row by its own settings and as if it were alone.
 
-    logits ─▶ penalties, mask ─▶ greatest                                            temperature 0
-       │                     └─▶ ÷ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ draw    else
+    logits ─▶ biases, penalties, mask ─▶ greatest                                            temperature 0
+       │                             └─▶ ÷ temperature ─▶ top_k ─▶ top_p ─▶ min_p ─▶ draw    else
        └────▶ log-probabilities of the raw logits, where asked for
 
 A mask says which tokens a row's grammar allows; all else is as if the model had given the others no weight at all.
 
-Penalties are OpenAI's (presence, frequency: over the output) and CTRL's (repetition: over prompt and output), in
-vLLM's order: repetition first. Then temperature and the filters in transformers' order (`_get_logits_processor`).
+Biases are OpenAI's `logit_bias`. Penalties are OpenAI's (presence, frequency: over the output) and CTRL's (repetition:
+over prompt and output), in vLLM's order: biases, repetition, the others. Then temperature and the filters in
+transformers' order (`_get_logits_processor`).
 Log-probabilities are vLLM's default, `raw_logprobs`: of the model's distribution before any of this.
 
 A token is drawn by inverting the cumulative distribution at one Philox number keyed by (seed, index of the token in
@@ -43,7 +44,7 @@ def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = 
     """
     if not bool(xp.isfinite(logits).all()):
         raise ModelError("the model computed logits that are not finite numbers")
-    penalised = _masked(xp, _penalised(xp, logits, works), works, masks)
+    penalised = _masked(xp, _penalised(xp, _biased(xp, logits, works), works), works, masks)
     tokens = xp.argmax(penalised, axis=1)
     random = [row for row, work in enumerate(works) if work.sampling.temperature >= _GREEDY_BELOW]
     if random:
@@ -56,6 +57,18 @@ def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = 
         else Drawn(token, _logprob(xp, row, token, work.sampling.logprobs) if work.sampling.logprobs >= 0 else None)
         for row, token, work in zip(logits, drawn, works, strict=True)
     ]
+
+
+def _biased(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
+    """A copy with what is added to some tokens' logits, or the logits themselves where no row has any."""
+    rows = [row for row, work in enumerate(works) if work.sampling.logit_bias]
+    if not rows:
+        return logits
+    biased = logits.copy()
+    for row in rows:
+        tokens, biases = zip(*works[row].sampling.logit_bias, strict=True)
+        biased[row, xp.asarray(tokens, np.int64)] += xp.asarray(biases, np.float32)
+    return biased
 
 
 def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:

@@ -47,6 +47,9 @@ def support(logits: Logits, sampling: Sampling, draws: int = 300) -> set[int]:
 
 
 rows = st.lists(st.floats(-8, 8, width=16), min_size=VOCAB, max_size=VOCAB).map(lambda row: np.array(row, np.float32))
+biases = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16), max_size=5).map(
+    lambda given: tuple(given.items())
+)
 samplings = st.builds(
     Sampling,
     max_tokens=st.just(100),
@@ -59,6 +62,7 @@ samplings = st.builds(
     frequency_penalty=st.sampled_from([-2.0, 0.0, 0.7]),
     repetition_penalty=st.sampled_from([0.5, 1.0, 1.3]),
     logprobs=st.integers(-1, 20),
+    logit_bias=biases,
 )
 
 
@@ -175,6 +179,30 @@ def test_penalties_are_those_of_the_formula(
     )
     token = draw(row, sampling, history=history, prompt=prompt).token
     assert expected[token] == pytest.approx(expected.max(), abs=1e-5)
+
+
+@given(rows, biases, st.sampled_from([0.0, 2.0]))
+def test_biases_are_added_before_penalties(
+    row: Logits, given_biases: tuple[tuple[int, float], ...], presence: float
+) -> None:
+    expected = row.astype(np.float64)
+    for token, bias in given_biases:
+        expected[token] += bias
+    expected[7] = expected[7] / 1.5 if expected[7] > 0 else expected[7] * 1.5
+    expected[7] -= presence
+    sampling = settings(temperature=0.0, logit_bias=given_biases, presence_penalty=presence, repetition_penalty=1.5)
+    token = draw(row, sampling, history=[7, 7], prompt=1).token
+    assert expected[token] == pytest.approx(expected.max(), abs=1e-4)
+
+
+def test_a_bias_of_100_forces_a_token_and_of_minus_100_rules_it_out() -> None:
+    row = np.linspace(-5, 5, VOCAB, dtype=np.float32)
+    assert support(row, settings(logit_bias=((3, 100.0),))) == {3}
+    ruled_out = tuple((token, -100.0) for token in range(2, VOCAB))
+    assert support(row, settings(logit_bias=ruled_out)) == {0, 1}
+    logprob = draw(row, settings(logit_bias=((3, 100.0),), logprobs=0)).logprob
+    assert logprob is not None
+    assert logprob.logprob == pytest.approx(row[3] - np.log(np.exp(row).sum())), "of the model's own distribution"
 
 
 @given(rows, st.integers(0, 20), st.sampled_from([0.0, 1.0]))

@@ -114,4 +114,4 @@ def _is_plain(sampling: Sampling, vocab: int) -> bool:
     if sampling.temperature < _GREEDY_BELOW:
         filtered = False
     penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
-    return not (filtered or penalised or sampling.logprobs >= 0 or sampling.grammar)
+    return not (filtered or penalised or sampling.logit_bias or sampling.logprobs >= 0 or sampling.grammar)

@@ -83,6 +83,7 @@ class CudaRunner:
             kv_layout=layout,
             path=path,
             grammars=grammars is not None,
+            biases=True,
             weights=digest,
         )
         self._masks = MaskThread(grammars)
