@@ -10,7 +10,9 @@ from benchmarks.serving_stacks import Running
 
 PARENT = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"])
+program = "import sys; print(flush=True); sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+child.stdout.readline()  # it runs, and has its memory
 print(child.pid, flush=True)
 child.wait()
 """
