@@ -30,7 +30,7 @@ from shared.errors import ModelError
 from shared.hashing import pack_tokens
 from shared.messages import Sampling, TokenLogprob
 
-_GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5
 """A temperature below this is greedy (vLLM's bound): dividing by it would overflow."""
 _LOGIT_LIMIT = 1e30
 
@@ -46,7 +46,7 @@ def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = 
         raise ModelError("the model computed logits that are not finite numbers")
     penalised = _masked(xp, _penalised(xp, _biased(xp, logits, works), works), works, masks)
     tokens = xp.argmax(penalised, axis=1)
-    random = [row for row, work in enumerate(works) if work.sampling.temperature >= _GREEDY_BELOW]
+    random = [row for row, work in enumerate(works) if work.sampling.temperature >= GREEDY_BELOW]
     if random:
         drawing = [works[row] for row in random]
         tokens[random] = _draw(xp, _filtered(xp, penalised[random], [work.sampling for work in drawing]), drawing)
@@ -108,6 +108,15 @@ def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) 
 
 def _has_penalty(sampling: Sampling) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
+
+
+def is_plain(sampling: Sampling, vocab: int) -> bool:
+    """Whether it asks for no more than the greatest logit, or a draw from the model's own distribution at some
+    temperature; for whoever has a faster way to these."""
+    greedy = sampling.temperature < GREEDY_BELOW
+    filtered = not greedy and (0 < sampling.top_k < vocab or sampling.top_p < 1.0 or sampling.min_p > 0.0)
+    changed = sampling.logit_bias or _has_penalty(sampling) or sampling.grammar
+    return not (filtered or changed or sampling.logprobs >= 0)
 
 
 def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Array:

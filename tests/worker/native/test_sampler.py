@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine import Drawn, Work
 from services.worker.native.masks import Masks
-from services.worker.native.sampler import sample
+from services.worker.native.sampler import is_plain, sample
 from shared.errors import ModelError
 from shared.hashing import unpack_tokens
 from shared.messages import Sampling
@@ -275,3 +275,25 @@ def test_a_mask_is_of_its_own_row_and_a_failed_grammar_is_an_error_there() -> No
     assert (first.token, second.token) == (VOCAB - 1, 3)
     assert third.error == "too much"
     assert not first.error
+
+
+@pytest.mark.parametrize(
+    ("asked", "plain"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1}, True),
+        ({"top_k": VOCAB}, True),
+        ({"top_k": 2}, False),
+        ({"top_p": 0.5}, False),
+        ({"min_p": 0.1}, False),
+        ({"temperature": 0.0, "presence_penalty": 1.0}, False),
+        ({"frequency_penalty": 1.0}, False),
+        ({"repetition_penalty": 1.5}, False),
+        ({"logit_bias": ((1, 1.0),)}, False),
+        ({"grammar": "start: /a/"}, False),
+        ({"logprobs": 0}, False),
+    ],
+)
+def test_plain_is_what_asks_for_the_greatest_logit_or_an_unchanged_draw(asked: dict[str, object], plain: bool) -> None:
+    assert is_plain(msgspec.structs.replace(Sampling(max_tokens=1, temperature=1.0), **asked), VOCAB) == plain

@@ -20,14 +20,11 @@ from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
-from services.worker.native.sampler import sample
+from services.worker.native.sampler import GREEDY_BELOW, is_plain, sample
 from services.worker.transfer.cuda import Stream
 from shared.errors import ModelError
-from shared.messages import Sampling
 
 _THREADS = 1024
-_GREEDY_BELOW = 1e-5
-"""As in sampler.py."""
 _SAMPLE_BYTES = 256 << 20
 """That `sample` takes of the device at most, half of `capacity.MARGIN_BYTES`; rows beyond go after the others."""
 _LOGIT_BYTES = 64
@@ -63,7 +60,7 @@ class Drawing:
         rows that are left to `sample` allocate anything. Raises ModelError where a logit is not a number.
         """
         vocab = logits.shape[1]
-        special = [row for row, work in enumerate(works) if not _is_plain(work.sampling, vocab)]
+        special = [row for row, work in enumerate(works) if not is_plain(work.sampling, vocab)]
         if len(special) == len(works):
             return _sampled(logits, works, masks)
         count = len(works)
@@ -105,13 +102,4 @@ def _sampled(logits: Array, works: Sequence[Work], masks: Masks) -> list[Drawn]:
 
 
 def _coldness(temperature: float) -> float:
-    return 1 / temperature if temperature >= _GREEDY_BELOW else 0.0
-
-
-def _is_plain(sampling: Sampling, vocab: int) -> bool:
-    """Greedy, or drawn from the model's own distribution at some temperature; held to nothing."""
-    filtered = 0 < sampling.top_k < vocab or sampling.top_p < 1.0 or sampling.min_p > 0.0
-    if sampling.temperature < _GREEDY_BELOW:
-        filtered = False
-    penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
-    return not (filtered or penalised or sampling.logit_bias or sampling.logprobs >= 0 or sampling.grammar)
+    return 1 / temperature if temperature >= GREEDY_BELOW else 0.0
