@@ -16,6 +16,8 @@ Stream = Any
 Event = Any
 """cupy.cuda.Event."""
 Error: type[Exception] = runtime.CUDARuntimeError
+ERRORS: tuple[type[Exception], ...] = (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
+"""The runtime's and the driver's."""
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
 SPIN_BYTES = 16 << 20
@@ -29,7 +31,7 @@ def our_errors() -> Iterator[None]:
     """Raises DeviceFailed where CUDA or its driver complains, or CuPy finds no room."""
     try:
         yield
-    except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as wrong:
+    except ERRORS as wrong:
         raise DeviceFailed(str(wrong)) from wrong
     except cupy.cuda.memory.OutOfMemoryError as wrong:
         raise DeviceFailed(f"cudaErrorMemoryAllocation: {wrong}") from wrong

@@ -31,6 +31,8 @@ from services.worker.transfer.staging_ring import StagingRing
 PIECES, PIECE_BYTES = 4, 2 << 20
 """Of a group that fits one segment: the kernel has one ready, or empties it, while the next is copied. Smaller ones
 would cost more than that saves."""
+STAGING_MULTIPROCESSORS = 32
+"""That gather or scatter at most."""
 ZERO_COPY_MULTIPROCESSORS = 8
 """Enough for the link; more slow others for nothing."""
 
@@ -132,7 +134,7 @@ class Staged:
             if loads:
                 self._copy(staged, blocks, on)
                 segment.hand_over(on, ring.kernels)
-            self._kernel.launch(staged, slots, loads=loads, on=ring.kernels, multiprocessors=ring.multiprocessors)
+            self._kernel.launch(staged, slots, loads=loads, on=ring.kernels, multiprocessors=STAGING_MULTIPROCESSORS)
             if not loads:
                 segment.hand_over(ring.kernels, on)
                 self._copy(blocks, staged, on)

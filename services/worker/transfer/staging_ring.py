@@ -40,12 +40,11 @@ class Segment:
 
 
 class StagingRing:
-    """One direction's; belongs to its thread. `multiprocessors`: how many the kernels may keep busy."""
+    """One direction's; belongs to its thread."""
 
-    def __init__(self, memory: DeviceMemory, block_bytes: int, multiprocessors: int = 32) -> None:
+    def __init__(self, memory: DeviceMemory, block_bytes: int) -> None:
         """Raises DeviceMemoryExhausted."""
         self.segment_blocks = max(1, SEGMENT_BYTES // block_bytes)
-        self.multiprocessors = multiprocessors
         self._memory = memory
         with cupy.cuda.Device(memory.device), our_errors():
             self.kernels = stream()

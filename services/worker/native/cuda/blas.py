@@ -12,14 +12,14 @@ from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 
+from services.worker.config import Dtype
 from services.worker.native.cuda.capacity import BLAS_BYTES
-from services.worker.native.cuda.kernels import ElementType
 from services.worker.native.linear import Array
 from shared.errors import ModelError
 
 _TRANSPOSED, _PLAIN = 1, 0
 _FLOAT32 = 0  # cudaDataType_t
-_DATA_TYPES: dict[ElementType, int] = {"float32": _FLOAT32, "float16": 2, "bfloat16": 14}
+_DATA_TYPES: dict[Dtype, int] = {"float32": _FLOAT32, "float16": 2, "bfloat16": 14}
 _COMPUTE_32F = 68
 _DEFAULT_ALGORITHM = -1
 
@@ -27,7 +27,7 @@ _DEFAULT_ALGORITHM = -1
 class Blas:
     """Products of one element type, accumulated in float32. Not for two threads at once."""
 
-    def __init__(self, element_type: ElementType, stream: Any) -> None:
+    def __init__(self, element_type: Dtype, stream: Any) -> None:
         """All products run on `stream`. Raises ModelError."""
         self._library = _loaded_cublas()
         self._type = _DATA_TYPES[element_type]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 
+from services.worker.config import Dtype
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.capacity import StepLimits, step_arrays
-from services.worker.native.cuda.kernels import ElementType
 from services.worker.native.cuda.weights import DTYPES
 from services.worker.native.linear import Array
 from services.worker.native.rope import tables
@@ -35,7 +35,7 @@ class Buffers:
     sines: Array
 
     @staticmethod
-    def reserved(config: ModelConfig, limits: StepLimits, element_type: ElementType) -> Buffers:
+    def reserved(config: ModelConfig, limits: StepLimits, element_type: Dtype) -> Buffers:
         """On the current stream."""
         dtypes = {"element": DTYPES[element_type], "float32": cp.float32, "int32": cp.int32}
         arrays = {name: cp.empty(shape, dtypes[item]) for name, (shape, item) in step_arrays(config, limits).items()}

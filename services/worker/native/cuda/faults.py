@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import cupy as cp  # pyright: ignore[reportMissingImports]
-
-from services.worker.transfer.cuda import OUT_OF_MEMORY
+from services.worker.transfer.cuda import ERRORS, OUT_OF_MEMORY
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from shared.errors import ModelError
 
-CUDA_ERRORS: tuple[type[Exception], ...] = (cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError)
-_FAILURES: tuple[type[Exception], ...] = (*CUDA_ERRORS, DeviceMemoryExhausted, DeviceFailed)
+_FAILURES: tuple[type[Exception], ...] = (*ERRORS, DeviceMemoryExhausted, DeviceFailed)
 
 
 @contextmanager

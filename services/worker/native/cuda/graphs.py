@@ -7,7 +7,7 @@ the graph's       1   2   4   4     8       16        the rest is padding, which
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,9 @@ class Graphs:
         self._rows = tuple(rows)
         self._lower_bound = lower_bound
         self._longest = min(context_length, _TYPICAL_CONTEXT)
-        self._graphs: Mapping[int, tuple[Any, Array]] = {}
+        self._graphs: dict[int, tuple[Any, Array]] = {}
         for done, count in enumerate(self._rows, 1):
-            self._graphs = {**self._graphs, count: self._captured(count)}
+            self._graphs[count] = self._captured(count)
             told(done / len(self._rows))
 
     def rows_for(self, works: Sequence[Work]) -> int:

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 
+from services.worker.config import Dtype
 from services.worker.native.config import ModelConfig
-from services.worker.native.cuda.faults import CUDA_ERRORS
+from services.worker.transfer.cuda import ERRORS
 from shared.errors import ConfigError
 
 Kernel = Any
 """A cupy.RawKernel."""
-ElementType = Literal["float32", "float16", "bfloat16"]
 
 _SOURCES = Path(__file__).parent / "kernels"
 _FAST_HEAD_DIMS = (64, 128)
@@ -47,12 +47,12 @@ class Kernels:
     prefill_shared_bytes: int
 
 
-def compile_kernels(config: ModelConfig, element_type: ElementType, block_size: int) -> Kernels:
+def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int) -> Kernels:
     """On the current device; some seconds the first time. Raises ConfigError where the compiler is not there or not
     content, CUDA's errors as they are."""
     try:
         return _compiled(config, element_type, block_size)
-    except CUDA_ERRORS:
+    except ERRORS:
         raise
     except (cp.cuda.compiler.CompileException, RuntimeError, OSError) as wrong:  # RuntimeError: no NVRTC
         raise ConfigError(
@@ -61,7 +61,7 @@ def compile_kernels(config: ModelConfig, element_type: ElementType, block_size: 
         ) from wrong
 
 
-def _compiled(config: ModelConfig, element_type: ElementType, block_size: int) -> Kernels:
+def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kernels:
     pack = 4 if element_type == "float32" else 8
     while config.hidden % pack or config.intermediate % pack or config.queries % pack:
         pack //= 2

@@ -25,7 +25,7 @@ from services.worker.native.cuda.buffers import Buffers
 from services.worker.native.cuda.capacity import StepLimits
 from services.worker.native.cuda.decoder import CudaDecoder
 from services.worker.native.cuda.drawing import Drawing
-from services.worker.native.cuda.faults import CUDA_ERRORS, failing_the_step, naming_no_room
+from services.worker.native.cuda.faults import failing_the_step, naming_no_room
 from services.worker.native.cuda.graph_rows import graph_rows
 from services.worker.native.cuda.graphs import Graphs
 from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
@@ -36,6 +36,7 @@ from services.worker.native.grammars import Grammars
 from services.worker.native.linear import Array
 from services.worker.native.masks import MaskThread
 from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.mover import TransferMover
@@ -179,7 +180,7 @@ class CudaRunner:
         self._masks.close()
         try:
             self.stream.synchronize()
-        except CUDA_ERRORS as wrong:
+        except ERRORS as wrong:
             _log.warning("the GPU is lost: %s", wrong)
             return
         self._blas.close()

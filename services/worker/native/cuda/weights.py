@@ -14,14 +14,14 @@ from pathlib import Path
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
+from services.worker.config import Dtype
 from services.worker.native.bfloat16 import narrowed
 from services.worker.native.config import ModelConfig
-from services.worker.native.cuda.kernels import ElementType
 from services.worker.native.linear import Array
 from services.worker.native.weights import Checkpoint
 
-_STORED: dict[ElementType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-DTYPES: dict[ElementType, type[np.generic]] = {
+_STORED: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DTYPES: dict[Dtype, type[np.generic]] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": np.uint16,  # CuPy has no bfloat16; only our kernels and cuBLAS look into it
@@ -59,7 +59,7 @@ class CudaWeights:
 def load_cuda_weights(
     directory: Path,
     config: ModelConfig,
-    element_type: ElementType,
+    element_type: Dtype,
     told: Callable[[float], None] = lambda _share: None,
 ) -> CudaWeights:
     """Copy a directory's weights to the current device, piece by piece; `told` hears the share of the bytes that is
@@ -116,7 +116,7 @@ def load_cuda_weights(
     )
 
 
-def _fill(matrix: Array, checkpoint: Checkpoint, name: str, element_type: ElementType) -> None:
+def _fill(matrix: Array, checkpoint: Checkpoint, name: str, element_type: Dtype) -> None:
     """One tensor: its bytes as they are where it is stored in the element type, else through float32. In pieces, so
     that what a conversion needs beside is small."""
     same = checkpoint.entry(name).dtype == _STORED[element_type]
