@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from services.frontend.tool_fields import Tool, ToolName, check_size
+from services.frontend.tool_fields import Tool, ToolName, check_size, decoded_object
 from services.frontend.tools.formats import CallText
 from shared.errors import InvalidRequest
 
@@ -138,7 +138,8 @@ def held_by_structure(asked: StructuredOutputs | None) -> Held | None:
         raise InvalidRequest(f"structured_outputs: exactly one of {fields}", param="structured_outputs")
     where = f"structured_outputs.{named[0]}"
     if asked.json is not None:
-        return Held(_schema(_decoded(asked.json, where), where), where)
+        schema = decoded_object(asked.json, where) if isinstance(asked.json, str) else asked.json
+        return Held(_schema(schema, where), where)
     if asked.regex is not None:
         return Held({"lark_grammar": f"start: /{_within_slashes(asked.regex)}/"}, where)
     if asked.choice is not None:
@@ -188,15 +189,6 @@ def _schema(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"json_schema": {**schema, "x-guidance": _OPTIONS}}
-
-
-def _decoded(schema: dict[str, Any] | str, where: str) -> dict[str, Any]:
-    if not isinstance(schema, str):
-        return schema
-    try:
-        return msgspec.json.decode(schema, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as wrong:  # a ValidationError is one too
-        raise InvalidRequest(f"{where}: not a JSON object: {wrong}", param=where) from None
 
 
 def _quoted(text: str) -> str:

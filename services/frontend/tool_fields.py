@@ -133,15 +133,16 @@ def calls_as_rendered(calls: Sequence[Call], where: str) -> list[dict[str, Any]]
             "type": "function",
             "function": {
                 "name": call.function.name,
-                "arguments": _arguments(call.function.arguments, f"{where}[{at}].function.arguments"),
+                "arguments": decoded_object(call.function.arguments or "{}", f"{where}[{at}].function.arguments"),
             },
         }
         for at, call in enumerate(calls)
     ]
 
 
-def _arguments(written: str, where: str) -> dict[str, Any]:
+def decoded_object(written: str, where: str) -> dict[str, Any]:
+    """Of JSON that a field has as a text. Raises InvalidRequest."""
     try:
-        return msgspec.json.decode(written or "{}", type=dict[str, Any])
+        return msgspec.json.decode(written, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as wrong:  # a ValidationError is one too
         raise InvalidRequest(f"{where}: not a JSON object: {wrong}", param=where) from None

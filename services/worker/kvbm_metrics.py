@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from services.worker.engine import EngineLoad, Exchanged, Stepped
-from services.worker.tally import MOST_NAMES, OTHER
+from services.worker.tally import told_apart
 from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram
 
 
@@ -111,7 +111,7 @@ class KvbmMetrics:
         for path, blocks in now.loaded_by.items():
             self._by_path.labels("load", path).inc(blocks - before.loaded_by.get(path, 0))
         for reason, blocks in now.fallbacks.items():
-            shown = reason if reason in self._reasons or len(self._reasons) < MOST_NAMES else OTHER
+            shown = told_apart(reason, self._reasons)
             self._reasons.add(shown)
             self._fallbacks.labels(shown).inc(blocks - before.fallbacks.get(reason, 0))
         self._differing.inc(now.differing_blocks - before.differing_blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -74,6 +74,11 @@ def summed(sums: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
     """Both together, of at most MOST_NAMES names and OTHER."""
     total = dict(sums)
     for name, count in more.items():
-        known = name if name in total or len(total) < MOST_NAMES else OTHER
+        known = told_apart(name, total)
         total[known] = total.get(known, 0) + count
     return total
+
+
+def told_apart(name: str, known: Collection[str]) -> str:
+    """What a name counts as, beside those that are known already."""
+    return name if name in known or len(known) < MOST_NAMES else OTHER
