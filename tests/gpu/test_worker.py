@@ -19,7 +19,7 @@ import pytest
 from shared.hashing import unpack_tokens
 from tests.integration.fleet import fleet
 from tests.integration.kinds import CPU, GPU, GPU_16_BITS, Kind, params
-from tests.integration.machine import BLOCK_TOKENS, Machine, Wire, connected, full_blocks, prompt
+from tests.integration.machine import BLOCK_TOKENS, Machine, Wire, full_blocks, prompt, settled
 from tests.tiny_model import write_tiny_model
 
 SHAPE: dict[str, Any] = {
@@ -65,10 +65,8 @@ def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 async def wire(exact: Rig, nats_url: str) -> AsyncIterator[Wire]:
-    async with connected(exact.machine, nats_url) as one:
-        await one.attached()
+    async with settled(exact.machine, nats_url) as one:
         yield one
-        await one.nothing_held()
 
 
 @pytest.fixture(scope="module", params=params((CPU[1], *GPU_16_BITS)))
@@ -79,10 +77,8 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 async def narrow_wire(narrow: Rig, nats_url: str) -> AsyncIterator[Wire]:
-    async with connected(narrow.machine, nats_url) as one:
-        await one.attached()
+    async with settled(narrow.machine, nats_url) as one:
         yield one
-        await one.nothing_held()
 
 
 async def test_in_float32_all_workers_answer_alike_alone_batched_and_from_loaded_blocks(wire: Wire) -> None:

@@ -299,3 +299,13 @@ async def connected(machine: Machine, nats_url: str) -> AsyncIterator[Wire]:
     finally:
         await bus.drain()
         await discovery.close()
+
+
+@asynccontextmanager
+async def settled(machine: Machine, nats_url: str) -> AsyncIterator[Wire]:
+    """To a machine on which all are attached; afterwards nobody holds anything."""
+    async with connected(machine, nats_url) as one:
+        await one.attached()
+        yield one
+        await one.attached()
+        await one.nothing_held()

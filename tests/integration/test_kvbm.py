@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,9 @@ from tests.integration.machine import (
     Answer,
     Machine,
     Wire,
-    connected,
     full_blocks,
     prompt,
+    settled,
 )
 from tests.tiny_model import write_tiny_model
 
@@ -70,16 +70,6 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 async def wire(machine: Machine, nats_url: str) -> AsyncIterator[Wire]:
     async with settled(machine, nats_url) as one:
         yield one
-
-
-@asynccontextmanager
-async def settled(machine: Machine, nats_url: str) -> AsyncIterator[Wire]:
-    """To a machine on which all are attached; afterwards nobody holds anything."""
-    async with connected(machine, nats_url) as one:
-        await one.attached()
-        yield one
-        await one.attached()
-        await one.nothing_held()
 
 
 def loaded(tokens: list[int]) -> int:

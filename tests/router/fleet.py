@@ -10,12 +10,10 @@ from functools import reduce
 from operator import xor
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from services.router.config import RouterConfig
 from services.router.service import Router, router
 from shared import subjects
-from shared.directory import Directory
 from shared.discovery import Discovery, Registration
 from shared.hashing import (
     content_keys,
@@ -60,6 +58,7 @@ from shared.messages import (
     SnapshotChunk,
 )
 from shared.messaging import LAST_HEADER, Bus, Events, Message
+from tests.twins import on_twins
 
 NAMESPACE = "test"
 MODEL = "tiny/model.v1"
@@ -307,26 +306,8 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:
     """A router on the in-process twins, with nobody around it yet, or a replica `beside` another."""
     broker, store = (MemoryBroker(), MemoryStore()) if beside is None else (beside.broker, beside.store)
-    bus = MemoryBus(broker)
-    discovery = MemoryDiscovery(store)
-    directory = Directory(discovery, bus, NAMESPACE)
-    async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(directory.run())
-        runtime = Runtime(
-            namespace=NAMESPACE,
-            service="router",
-            instance=instance,
-            machine="m",
-            bus=bus,
-            events=MemoryEvents(broker),
-            discovery=discovery,
-            directory=directory,
-            registry=CollectorRegistry(),
-            tasks=tasks,
-            stopping=asyncio.Event(),
-        )
-        async with router(runtime, config) as service:
-            yield Fleet(runtime, service, broker, store)
-            for model in service.models.values():
-                model.validate()
-        following.cancel()
+    twins = on_twins(NAMESPACE, "router", instance, MemoryBus(broker), broker, store)
+    async with twins as runtime, router(runtime, config) as service:
+        yield Fleet(runtime, service, broker, store)
+        for model in service.models.values():
+            model.validate()
