@@ -15,10 +15,10 @@ from aiohttp import web
 
 from services.frontend.access import HEADER, Access
 from services.frontend.accounts import Account
+from services.frontend.asking import RequestId, request_id
 from services.frontend.config import HttpConfig
 from services.frontend.cors import Cors
 from services.frontend.error_object import Failure, failure_of
-from services.frontend.exchange import RequestId, request_id
 from shared.errors import InvalidRequest
 
 REQUEST_ID_HEADER = "X-Request-Id"

@@ -18,16 +18,17 @@ from aiohttp import HttpVersion11, web
 
 from services.frontend import deadline
 from services.frontend.admission import Place
+from services.frontend.asking import PATHS, Asking, Operation
 from services.frontend.body import Body
 from services.frontend.config import HttpConfig
 from services.frontend.error_object import failure, failure_of
-from services.frontend.exchange import Exchange, Operation, Reply
+from services.frontend.exchange import Exchange
 from services.frontend.gate import Gate, account_of, failed, named
 from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
 from services.frontend.openai import BODY_LIMIT_BYTES, body_too_large
+from services.frontend.reply import Reply
 from services.frontend.service import Frontend
-from services.frontend.tokens import TokenOperation
 from shared.errors import HeadraceError, InvalidRequest
 
 _JSON = "application/json"
@@ -67,27 +68,19 @@ class HttpDoor:
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(self._port.prepare)
         app.on_response_prepare.append(self._gate.prepare)
-        app.router.add_post("/v1/chat/completions", self._chat, expect_handler=_continue_later)
-        app.router.add_post("/v1/completions", self._completions, expect_handler=_continue_later)
-        app.router.add_post("/tokenize", self._tokenize, expect_handler=_continue_later)
-        app.router.add_post("/detokenize", self._detokenize, expect_handler=_continue_later)
+        for operation, path in PATHS.items():
+            app.router.add_post(path, self._handler(operation), expect_handler=_continue_later)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._counted("chat", request)
+    def _handler(self, operation: Operation) -> _Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await self._counted(operation, request)
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._counted("completions", request)
+        return handle
 
-    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        return await self._counted("tokenize", request)
-
-    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        return await self._counted("detokenize", request)
-
-    async def _counted(self, operation: Operation | TokenOperation, request: web.Request) -> web.StreamResponse:
+    async def _counted(self, operation: Operation, request: web.Request) -> web.StreamResponse:
         status = 500  # aiohttp's answer to what nobody expected
         try:
             response, status = await self._answer(operation, request)
@@ -99,19 +92,14 @@ class HttpDoor:
             self._metrics.requests.labels(operation, str(status)).inc()
         return response
 
-    async def _answer(
-        self, operation: Operation | TokenOperation, request: web.Request
-    ) -> tuple[web.StreamResponse, int]:
+    async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
         """The response, and the status that its outcome amounts to."""
         try:
             with self._frontend.arriving(account_of(request)) as place:
                 sent = await self._body(request, place)
                 place.begin()
-                header = request.headers.get(deadline.HEADER)
-                if operation == "tokenize" or operation == "detokenize":
-                    told = await self._exchange.tokens.answer(operation, sent, deadline_header=header)
-                    return await self._whole(request, told), 200
-                answer = self._exchange.answer(operation, sent, named(request), place, deadline_header=header)
+                asking = Asking(named(request), place, request.headers.get(deadline.HEADER))
+                answer = self._exchange.answer(operation, sent, asking)
                 del sent  # the answer drops it too, once it is read
                 async with answer as reply:
                     if reply.streams:

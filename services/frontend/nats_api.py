@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
 
 from services.frontend import deadline
 from services.frontend.access import HEADER, Access
 from services.frontend.accounts import Account
+from services.frontend.asking import PATHS, Asking, Operation, RequestId, request_id
 from services.frontend.error_object import failure_of
-from services.frontend.exchange import Exchange, Operation, RequestId, request_id
+from services.frontend.exchange import Exchange
 from services.frontend.gate import REQUEST_ID_HEADER
 from services.frontend.http import CLIENT_GONE
 from services.frontend.inboxes import Gone, Inbox, Inboxes
 from services.frontend.metrics import Metrics
 from services.frontend.service import Frontend
-from services.frontend.tokens import TokenOperation
 from shared import subjects
 from shared.errors import BusDown, HeadraceError, InvalidRequest, ProtocolError, Unavailable
 from shared.lifecycle import Runtime
@@ -44,6 +45,7 @@ TRIES = 600
 """To tell a failure: a NATS that is away for five minutes loses none."""
 
 _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
+_Receiver = Callable[[Message], Awaitable[None]]
 _log = logging.getLogger(__name__)
 
 
@@ -80,21 +82,8 @@ class NatsDoor:
         """Subscribe, one of the queue group."""
         self._runtime.tasks.create_task(self._inboxes.run(), name="ask whether NATS clients listen")
 
-        async def chat(message: Message) -> None:
-            await self._begin("chat", message)
-
-        async def completions(message: Message) -> None:
-            await self._begin("completions", message)
-
-        async def tokenize(message: Message) -> None:
-            await self._begin("tokenize", message)
-
-        async def detokenize(message: Message) -> None:
-            await self._begin("detokenize", message)
-
-        receivers = {"chat": chat, "completions": completions, "models": self._models}
-        receivers |= {"tokenize": tokenize, "detokenize": detokenize}
-        for operation, receive in receivers.items():
+        receivers: dict[str, _Receiver] = {operation: self._receiver(operation) for operation in PATHS}
+        for operation, receive in (receivers | {"models": self._models}).items():
             subject = subjects.client(self._runtime.namespace, operation)
             self._subscriptions.append(await self._runtime.bus.subscribe(subject, receive, queue=QUEUE))
 
@@ -102,9 +91,12 @@ class NatsDoor:
         """No new requests; those that run go on."""
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
 
-    async def _begin(self, operation: Operation | TokenOperation, message: Message) -> None:
-        if (asked := await self._asked(message)) is not None:
-            self._runtime.tasks.create_task(self._serve(operation, asked), name=f"nats {operation}")
+    def _receiver(self, operation: Operation) -> _Receiver:
+        async def receive(message: Message) -> None:
+            if (asked := await self._asked(message)) is not None:
+                self._runtime.tasks.create_task(self._serve(operation, asked), name=f"nats {operation}")
+
+        return receive
 
     async def _models(self, message: Message) -> None:
         if (asked := await self._asked(message)) is not None:
@@ -133,7 +125,7 @@ class NatsDoor:
         _log.warning("a request on %s has no inbox as its reply subject: %r", message.subject, message.reply)
         return False
 
-    async def _serve(self, operation: Operation | TokenOperation, asked: _Asked) -> None:
+    async def _serve(self, operation: Operation, asked: _Asked) -> None:
         status, message = CLIENT_GONE, asked.message
         try:
             async with self._inboxes.served(message.reply) as inbox:
@@ -149,21 +141,15 @@ class NatsDoor:
         finally:
             self._metrics.requests.labels(operation, str(status)).inc()
 
-    async def _answer(self, operation: Operation | TokenOperation, asked: _Asked, inbox: Inbox) -> int:
+    async def _answer(self, operation: Operation, asked: _Asked, inbox: Inbox) -> int:
         """The status it amounts to. Raises BusDown."""
         message = asked.message
         if PROBE_HEADER in message.headers:
             inbox.nothing = b""
         try:
             with self._frontend.admitted(len(message.payload), asked.account) as place:
-                header = message.headers.get(deadline.HEADER)
-                if operation == "tokenize" or operation == "detokenize":
-                    told = await self._exchange.tokens.answer(operation, message.payload, deadline_header=header)
-                    await inbox.send(told, asked.last())
-                    return 200
-                async with self._exchange.answer(
-                    *(operation, message.payload, asked.named, place), deadline_header=header
-                ) as reply:
+                asking = Asking(asked.named, place, message.headers.get(deadline.HEADER))
+                async with self._exchange.answer(operation, message.payload, asking) as reply:
                     if not reply.streams:
                         await inbox.send(await reply.whole(), asked.last())
                         return 200

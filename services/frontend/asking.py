@@ -1,0 +1,46 @@
+"""What a request comes with beside its body, whichever door it came through."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Literal
+
+from msgspec import Struct
+
+from services.frontend.admission import Place
+
+Operation = Literal["chat", "completions", "tokenize", "detokenize"]
+"""What a body asks for. Over NATS it is the last word of the subject."""
+PATHS: dict[Operation, str] = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+}
+"""Where it is asked over HTTP, with POST."""
+_PLAIN = re.compile(r"[0-9A-Za-z._:-]{1,64}")
+
+
+class RequestId(Struct, frozen=True):
+    """The name of a request."""
+
+    unique: str
+    """In the logs and messages of all services."""
+    shown: str
+    """To its client."""
+
+
+def request_id(given: str = "") -> RequestId:
+    """`given` is the client's own name for it, not unique and perhaps unfit: then it is passed over."""
+    own = f"{random.getrandbits(128):032x}"  # uuid4 asks the kernel each time, which takes 30 µs and more
+    return RequestId(f"{given}-{own}", given) if _PLAIN.fullmatch(given) else RequestId(own, own)
+
+
+class Asking(Struct, frozen=True):
+    """One request's, while it is answered."""
+
+    named: RequestId
+    place: Place
+    """With the account of its key."""
+    deadline_header: str | None = None
