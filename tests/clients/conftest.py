@@ -1,0 +1,52 @@
+"""Fixtures: the environment of other people's clients, and one of its programs run to its end.
+
+The first test of a checkout that asks for it waits until 300 MB are there: such tests say `pytest.mark.timeout(300)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.clients import environment
+
+LIMIT_S = 90.0
+Run = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture(scope="session")
+def clients_python() -> Path:
+    """The Python that has langchain-openai, litellm and schemathesis; made once a checkout."""
+    return environment.python()
+
+
+@pytest.fixture
+def run_program(clients_python: Path) -> Run:
+    """`await run_program("name.py", "argument", …, VARIABLE="value")` runs tests/clients/programs/name.py to its end
+    and gives its stdout; where it fails, or takes longer than LIMIT_S, the test fails with what it said."""
+
+    async def run(name: str, *arguments: str, **variables: str) -> str:
+        program = await asyncio.create_subprocess_exec(
+            str(clients_python),
+            str(environment.PROGRAMS / name),
+            *arguments,
+            env=environment.variables(**variables),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                said, complained = await program.communicate()
+        finally:
+            if program.returncode is None:
+                program.kill()
+                await program.wait()
+        text = said.decode(errors="replace")
+        assert program.returncode == 0, f"{name} ended with {program.returncode}:\n{text}{complained.decode()[-4000:]}"
+        return text
+
+    return run

@@ -1,0 +1,8 @@
+"""Prints the versions of the clients that tests run, one a line."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+for name in ("langchain-openai", "litellm", "openai", "schemathesis"):
+    print(name, version(name))

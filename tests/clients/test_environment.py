@@ -1,0 +1,47 @@
+"""tests/clients/environment.py: the environment of other people's clients is made once, and again of another lock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients import environment
+from tests.clients.conftest import Run
+
+pytestmark = pytest.mark.timeout(300)
+
+
+async def test_a_program_runs_in_it_with_its_own_clients(run_program: Run) -> None:
+    versions = dict(line.split() for line in (await run_program("versions.py")).splitlines())
+    assert versions.keys() == {"langchain-openai", "litellm", "openai", "schemathesis"}
+
+
+def test_it_is_made_once_and_again_where_its_lock_file_is_another(tmp_path: Path) -> None:
+    place, lock = tmp_path / "clients", tmp_path / "some.lock"
+    lock.write_text("")
+    python = environment.python(place, lock)
+    made = python.lstat().st_mtime_ns
+    assert environment.python(place, lock) == python
+    assert python.lstat().st_mtime_ns == made
+    lock.write_text("# another\n")
+    environment.python(place, lock)
+    assert python.lstat().st_mtime_ns != made
+
+
+def test_one_that_was_left_half_made_is_made_again(tmp_path: Path) -> None:
+    place, lock = tmp_path / "clients", tmp_path / "some.lock"
+    lock.write_text("")
+    python = environment.python(place, lock)
+    (place / "requirements.lock").unlink()
+    (place / "pyvenv.cfg").unlink()
+    assert environment.python(place, lock) == python
+    assert (place / "pyvenv.cfg").exists()
+
+
+def test_what_uv_says_is_in_the_error(tmp_path: Path) -> None:
+    lock = tmp_path / "some.lock"
+    lock.write_text("no-such-package-here==1.0\n")
+    with pytest.raises(environment.NotMade, match="hash"):
+        environment.python(tmp_path / "clients", lock)
+    assert not (tmp_path / "clients" / "requirements.lock").exists()
