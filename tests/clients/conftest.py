@@ -1,4 +1,4 @@
-"""Fixtures: the environment of other people's clients, and one of its programs run to its end.
+"""Fixtures: what clients ask, the environment of other people's clients, and one of its programs run to its end.
 
 The first test of a checkout that asks for it waits until 300 MB are there: such tests say `pytest.mark.timeout(300)`.
 """
@@ -6,15 +6,23 @@ The first test of a checkout that asks for it waits until 300 MB are there: such
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.clients import environment
+from tests.clients.served import Served, served
 
 LIMIT_S = 90.0
 Run = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Served]:
+    """Frontends that every test here may ask."""
+    with served(tmp_path_factory.mktemp("clients"), nats_url) as one:
+        yield one
 
 
 @pytest.fixture(scope="session")

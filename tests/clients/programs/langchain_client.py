@@ -1,0 +1,97 @@
+"""LangChain's ChatOpenAI against the frontend at the URL given; a traceback where something is not right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+URL = sys.argv[1]
+CALL = 'I count. <tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+CALLED = [("multiply", {"a": 6, "b": 7})]
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    born: int
+
+
+@tool
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+
+def model(name: str, **settings: object) -> ChatOpenAI:
+    return ChatOpenAI(model=name, base_url=URL, api_key="any", temperature=0, max_retries=0, **settings)
+
+
+def calls(message: AIMessageChunk) -> list[tuple[str, dict[str, int]]]:
+    assert not message.invalid_tool_calls, message
+    return [(call["name"], call["args"]) for call in message.tool_calls]
+
+
+def add_up(chunks: list[AIMessageChunk]) -> AIMessageChunk:
+    assert len(chunks) > 2, "it streams"
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    return whole
+
+
+def the_model_calls_and_is_told() -> None:
+    """The loop of an agent, whole and streamed, over a model that says what it is told to say."""
+    echo = model("echo", stream_usage=True).bind_tools([multiply])
+    asked = HumanMessage(CALL)
+    for answer in (echo.invoke([asked]), add_up(list(echo.stream([asked])))):
+        assert calls(answer) == CALLED, answer
+        assert answer.content == "I count. ", answer
+        assert answer.response_metadata["finish_reason"] == "tool_calls", answer
+        assert answer.usage_metadata["output_tokens"] > 0, answer
+        told = [multiply.invoke(call) for call in answer.tool_calls]
+        assert [type(one) for one in told] == [ToolMessage]
+        end = echo.invoke([asked, answer, *told])
+        assert (end.content, end.tool_calls) == ("42", []), end
+
+
+async def it_streams_to_a_loop() -> None:
+    echo = model("echo").bind_tools([multiply])
+    answer = add_up([chunk async for chunk in echo.astream(CALL)])
+    assert calls(answer) == CALLED, answer
+
+
+def a_forced_call_is_one_with_arguments_of_their_types() -> None:
+    """Of a real model, that was not made for it."""
+    for choice in ("any", "multiply"):
+        speaker = model("speaker", max_tokens=64).bind_tools([multiply], tool_choice=choice, parallel_tool_calls=False)
+        whole, streamed = speaker.invoke("6 times 7?"), add_up(list(speaker.stream("6 times 7?")))
+        for answer in (whole, streamed):
+            [call] = answer.tool_calls
+            assert call["name"] == "multiply", answer
+            assert set(map(type, call["args"].values())) <= {int}, answer
+        assert calls(whole) == calls(streamed)
+
+
+def structured_output_is_what_was_asked_for() -> None:
+    speaker = model("speaker", max_tokens=200)
+    for method in ("json_schema", "function_calling"):
+        # Not strict, it may make properties of its own up, which a model this small does without end.
+        person = speaker.with_structured_output(Person, method=method, strict=True).invoke("Who was Ada Lovelace?")
+        assert isinstance(person, Person), person
+    loose = speaker.with_structured_output(Person, method="json_mode", include_raw=True)
+    assert isinstance(
+        json.loads(loose.invoke("As JSON, with name and born: who was Grace Hopper?")["raw"].content), dict
+    )
+
+
+the_model_calls_and_is_told()
+asyncio.run(it_streams_to_a_loop())
+a_forced_call_is_one_with_arguments_of_their_types()
+structured_output_is_what_was_asked_for()

@@ -1,0 +1,15 @@
+"""LiteLLM's client of OpenAI: chats with tools, streamed and not, a schema, completions, errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.clients.conftest import Run
+from tests.clients.served import Served
+
+pytestmark = pytest.mark.timeout(300)
+
+
+async def test_litellms_chats_tools_completions_and_errors_work(run_program: Run, stack: Served) -> None:
+    # It asks GitHub for prices at its import, again and again, unless it is told not to.
+    await run_program("litellm_client.py", stack.url, LITELLM_LOCAL_MODEL_COST_MAP="True")
