@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import cupy  # pyright: ignore[reportMissingImports]
@@ -22,6 +23,8 @@ OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
 SPIN_BYTES = 16 << 20
 """0.3 ms of an H200's link."""
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+"""Its first line has the release of the kernel's module, and when it was built."""
 ANYWHERE: int = runtime.memcpyDefault
 """Of a copy: the addresses say where its ends lie."""
 
@@ -44,10 +47,13 @@ def use(device: int) -> None:
 
 
 def names(device: int) -> tuple[str, str, str]:
-    """Of the GPU, of the newest CUDA that its driver knows, of CuPy."""
+    """Of the GPU, of its driver (the newest CUDA that it knows and, where Linux tells, its release), of CuPy."""
     with our_errors():
         properties = runtime.getDeviceProperties(device)
-        return properties["name"].decode(), str(runtime.driverGetVersion()), str(cupy.__version__)
+        driver = str(runtime.driverGetVersion())
+    with suppress(OSError):
+        driver += " " + DRIVER_FILE.read_text().partition("\n")[0]
+    return properties["name"].decode(), driver, str(cupy.__version__)
 
 
 def stream() -> Stream:

@@ -181,14 +181,12 @@ class CudaCopier:
 
 
 class Direction:
-    """One direction's stream, paths and counts; belongs to its thread."""
+    """One direction's stream and paths; belongs to its thread."""
 
     def __init__(self, shape: BlockShape, memory: DeviceMemory) -> None:
         """Without room for a staging ring there is no path `staged`."""
         self.stream = stream()
         self._block_bytes = shape.block_bytes
-        self.blocks: Counter[str] = Counter()
-        """That were handed over, by path."""
         self.fallbacks = Fallbacks()
         rows = Rows(shape)
         self.pageable: Path = rows
@@ -224,10 +222,11 @@ class Direction:
                 self.settle()  # before they are made again
                 if name == usable[-1]:
                     raise
-                flight.fallbacks[self._failed(name, wrong, len(copies))] += len(copies)
+                if self.fallbacks.failed(name):
+                    _log.warning("blocks are not copied by %s any more, which keeps failing: %s", name, wrong)
+                flight.fallbacks[f"{name}: {wrong.reason}"] += len(copies)
             else:
                 self.fallbacks.worked(name)
-                self.blocks[name] += len(copies)
                 flight.add(name, len(copies), done)
                 return
 
@@ -242,12 +241,6 @@ class Direction:
         self.settle()
         if self.ring is not None:
             self.ring.close()
-
-    def _failed(self, name: str, wrong: DeviceFailed, blocks: int) -> str:
-        told = self.fallbacks.failed(name, wrong.reason, blocks)
-        if name in self.fallbacks.left_out:
-            _log.warning("blocks are not copied by %s any more, which keeps failing: %s", name, wrong)
-        return told
 
 
 class InFlight:

@@ -1,4 +1,4 @@
-"""Which of a direction's paths have failed, why, and for how many blocks. Pure.
+"""Which of a direction's paths fail again and again. Pure.
 
 works ──fails──▶ failing ──MOST_IN_A_ROW──▶ left out, for good
   ▲─────works────────┘
@@ -10,17 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 MOST_IN_A_ROW = 3
-MOST_REASONS = 16
-"""Distinct ones that are told apart; the rest count as OTHER."""
-OTHER = "other: more reasons than are told apart"
 
 
 class Fallbacks:
     """See the module."""
 
     def __init__(self) -> None:
-        self.blocks: Counter[str] = Counter()
-        """That had to go another way, by "path: reason"."""
         self.left_out: set[str] = set()
         self._in_a_row: Counter[str] = Counter()
 
@@ -32,19 +27,14 @@ class Fallbacks:
         if self._in_a_row:
             self._in_a_row.pop(path, None)
 
-    def failed(self, path: str, reason: str, blocks: int) -> str:
-        """Returns what it counts as."""
+    def failed(self, path: str) -> bool:
+        """Whether it is left out now."""
         self._in_a_row[path] += 1
         if self._in_a_row[path] == MOST_IN_A_ROW:
             self.left_out.add(path)
-        name = f"{path}: {reason}"
-        if name not in self.blocks and len(self.blocks) >= MOST_REASONS:
-            name = OTHER
-        self.blocks[name] += blocks
-        return name
+        return path in self.left_out
 
     def validate(self) -> None:
         """Raises AssertionError where it contradicts itself."""
-        assert len(self.blocks) <= MOST_REASONS + 1
         assert self.left_out == {path for path, count in self._in_a_row.items() if count >= MOST_IN_A_ROW}
         assert all(self._in_a_row.values())

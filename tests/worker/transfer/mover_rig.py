@@ -87,7 +87,7 @@ class Rig:
             told.extend(self.mover.ended())
         assert len(told) == count
         assert all(sum(copied.paths.values()) * BLOCK_BYTES == copied.moved_bytes for copied in told)
-        assert not any(copied.fallbacks for copied in told)
+        assert not any(copied.fallbacks or "pageable" in copied.paths for copied in told), "not what seems to be tested"
         return [msgspec.structs.replace(copied, paths={}) for copied in told]
 
     def close(self) -> None:
