@@ -23,7 +23,7 @@ class Buffers:
     qkv: Array
     q: Array
     q_rest: Array
-    """What rounding took from `q`."""
+    """What rounding took from `q`; float16 alone uses it."""
     attended: Array
     gate_up: Array
     activated: Array

@@ -64,8 +64,8 @@ extern "C" __global__ void swiglu(ELEMENT* activated, const float* gate_up, int 
 }
 
 // Adds biases to q, k and v, rotates q and k in Hugging Face's order (pairs i, i + HEAD_DIM / 2), writes q out, with
-// what rounding takes from it, and k and v to their places in the paged cache. qkv is (rows, heads + 2 · kv_heads, HEAD_DIM) float32; place = slot · BLOCK_SIZE +
-// offset; a row of position -1 is padding and leaves no trace.
+// what rounding takes from it (REST), and k and v to their places in the paged cache. qkv is (rows, heads + 2 · kv_heads,
+// HEAD_DIM) float32; place = slot · BLOCK_SIZE + offset; a row of position -1 is padding and leaves no trace.
 extern "C" __global__ void rotate_and_store(ELEMENT* q, ELEMENT* q_rest, ELEMENT* pages, const float* qkv, const float* bias,
                                             const float* cosines, const float* sines, const int* positions,
                                             const int* places, long long slot_stride, long long layer_offset, int heads,
@@ -87,8 +87,10 @@ extern "C" __global__ void rotate_and_store(ELEMENT* q, ELEMENT* q_rest, ELEMENT
   if (head < heads) {
     const long long at = ((long long)row * heads + head) * HEAD_DIM;
     to = q + at;
-    q_rest[at + i] = narrow(low - wide(narrow(low)));
-    q_rest[at + i + half] = narrow(high - wide(narrow(high)));
+    if (REST) {
+      q_rest[at + i] = narrow(low - wide(narrow(low)));
+      q_rest[at + i + half] = narrow(high - wide(narrow(high)));
+    }
   } else {
     const int place = places[row], kv_head = (head - heads) % kv_heads, values = head >= heads + kv_heads;
     to = pages + (long long)(place / BLOCK_SIZE) * slot_stride + layer_offset +

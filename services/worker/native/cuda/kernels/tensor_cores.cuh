@@ -6,10 +6,6 @@
 #pragma once
 #include "elements.cuh"
 
-// Whether scores are of queries with what rounding took from them: that takes an eighth off the error of float16, which
-// is for those who want exactness, and costs a tenth of attention's time.
-#define REST (!ELEMENT_BFLOAT)
-
 #if ELEMENT_BFLOAT
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 #else
