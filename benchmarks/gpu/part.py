@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from benchmarks.gpu.table import goals, lines, unknown
 from benchmarks.report import report
+from services.worker.engine_process import SWITCH_INTERVAL_S
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _VERSION = re.compile(r"[0-9]+\.[0-9]+(\.[0-9]+)?")
@@ -44,6 +45,7 @@ def main(
     parser.add_argument("--quick", action="store_true", help="less of everything, within a minute")
     flags(parser)
     chosen = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in an engine that exchanges blocks
     machine = {} if getattr(chosen, "device", "cuda") == "cpu" else gpu_or_exit()
     measured = measure(chosen)
     assert not unknown(part, measured.figures), unknown(part, measured.figures)
