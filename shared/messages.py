@@ -41,6 +41,8 @@ ServiceName = Literal["frontend", "router", "worker", "kvbm"]
 Role = Literal["aggregated", "prefill", "decode", "encode"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 Tier = Literal["device", "host", "disk"]
+Pooling = Literal["", "mean", "last"]
+"""What an embedding is of: the mean of all positions' hidden states, or the last position's; empty: there is none."""
 
 # --- discovery: JSON values under the process's lease
 
@@ -136,6 +138,10 @@ class ModelCard(Struct, frozen=True):
     """Whether it holds output to `Sampling.grammar`; who does not say so would pass over it."""
     biases: bool = False
     """Whether it adds `Sampling.logit_bias`; who does not say so would pass over it."""
+    embedding_size: int = 0
+    """Floats of an embedding; 0: it knows nothing of `Sampling.pooling`, and would answer with text."""
+    pooling: Pooling = ""
+    """What embeddings of the model are meant to be of; empty: something that is not built."""
     device: str = ""
     """Where its engine computes, for people: cpu, or cuda:N with N as that process counts its GPUs; empty: nowhere."""
 
@@ -418,6 +424,9 @@ class Sampling(Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each at most once (≤ 300), and what is added to the logit before all else, -100 … 100. Only for
     instances whose card has `biases`."""
+    pooling: Pooling = ""
+    """Not empty: nothing is drawn, and the attempt's one Part has finish "stop", no tokens and an `embedding`. Only for
+    instances whose card has an `embedding_size`, and only for a prompt without output; it may fill the context."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):
@@ -515,6 +524,8 @@ class Part(Struct, frozen=True, array_like=True):
     """Of `cached_tokens`, those that came from the kvbm's host memory …"""
     cached_disk_tokens: int = 0
     """… and those that came from its disk."""
+    embedding: bytes = b""
+    """Little-endian float32, of length 1, where `Sampling.pooling` asked for it and finish is "stop"."""
 
 
 class StepFrame(Struct, frozen=True, array_like=True):

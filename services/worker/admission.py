@@ -54,7 +54,7 @@ def _tokens(generate: Generate, facts: Ready) -> str:
     if not generate.tokens or len(generate.tokens) % 4:
         return f"tokens: {len(generate.tokens)} bytes are not packed u32 ids"
     count = len(generate.tokens) // 4
-    if count >= facts.context_length:
+    if count >= facts.context_length + bool(generate.sampling.pooling):
         return f"tokens: {count} leave no room in a context of {facts.context_length}"
     if -(-count // facts.block_size) > facts.capacity_blocks:
         return f"tokens: {count} do not fit into {facts.capacity_blocks} blocks of {facts.block_size}"
@@ -63,6 +63,8 @@ def _tokens(generate: Generate, facts: Ready) -> str:
         return f"tokens: id {largest} is outside the vocabulary of {facts.vocab_size}"
     if not 0 < generate.prompt_tokens <= count:
         return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens"
+    if generate.sampling.pooling and generate.prompt_tokens < count:
+        return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens, but what is embedded has no output"
     return ""
 
 
@@ -91,6 +93,8 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
             return f"sampling.{name}: {shown if not isinstance(shown, float) or math.isfinite(shown) else 'not finite'}"
     if sampling.logit_bias and not facts.biases:
         return "sampling.logit_bias: this engine adds none"
+    if sampling.pooling and not facts.embedding_size:
+        return "sampling.pooling: this engine embeds nothing"
     return _grammar(sampling, facts) if sampling.grammar else ""
 
 

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from services.worker.engine import Ready
+from services.worker.pooling_file import read_pooling
 from shared import hashing
 from shared.errors import ModelError
 from shared.messages import ModelCard
@@ -29,6 +30,8 @@ def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device:
         eos_token_ids=facts.eos_token_ids,
         grammars=facts.grammars,
         biases=facts.biases,
+        embedding_size=facts.embedding_size,
+        pooling=read_pooling(Path(model)) if facts.embedding_size else "",
         device=device,
     )
 

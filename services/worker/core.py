@@ -47,6 +47,9 @@ from shared.messages import AllBlocksCleared, KvEvent
 TOLD_EVERY_S = 0.002
 """Steps that follow one another faster share a report, and so a frame: each costs the shell, NATS and the frontend some
 0.2 ms together, whatever is in it. A step of a large model takes longer than this."""
+MOST_EMBEDDED_BYTES = 256 << 10
+"""Of embeddings in one report, so that no frame nears the least payload limit of a NATS server, 1 MB. One is at most a
+fraction of it."""
 MOST_HELD = 512
 """Parts that wait for later ones; whatever came so far is then told."""
 
@@ -192,15 +195,16 @@ class EngineCore:
         return self._tell()
 
     def _tell(self) -> list[Stepped]:
-        """All that is held, in one report."""
+        """All that is held, in one report, or several where it would be too large."""
         if not self._held_steps:
             return []
         held, self._held = self._held, Outcome()
         events = to_kv_events(held.events, self._block_size)
-        stepped = self._stepped(held, events, self._held_steps, self._held_tokens, self._held_s)
+        first, *others = held.apart(MOST_EMBEDDED_BYTES)
+        stepped = self._stepped(first, events, self._held_steps, self._held_tokens, self._held_s)
         self._held_steps = self._held_tokens = 0
         self._held_s = 0.0
-        return [stepped]
+        return [stepped, *(self._stepped(other, []) for other in others)]
 
     def _rest(self) -> list[Stepped]:
         """Nothing is to be done: all that is held, and what was exchanged."""

@@ -1,8 +1,11 @@
-"""EchoRunner: says the prompt back, token by token, then ends. No arithmetic; for tests and for trying the wiring."""
+"""EchoRunner: says the prompt back, token by token, then ends. No arithmetic, no embeddings; for tests and for trying
+the wiring."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from services.worker.copies import Mover
 from services.worker.engine import Drawn, Ready, Work
@@ -14,7 +17,7 @@ class EchoRunner:
     """Draws token i of the prompt as token i of the output, and behind the prompt its end of sequence."""
 
     def __init__(self, facts: Ready) -> None:
-        self.facts = facts
+        self.facts = msgspec.structs.replace(facts, embedding_size=0)
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         return [self._draw(work) if work.draws else None for work in works]

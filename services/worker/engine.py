@@ -115,6 +115,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Whether output is held to `Sampling.grammar`."""
     biases: bool = False
     """Whether `Sampling.logit_bias` is added."""
+    embedding_size: int = 0
+    """Floats of an embedding; 0: there are none."""
     weights: str = ""
     """A digest of what is computed with: blocks are exchanged between engines with the same one only."""
 
@@ -299,6 +301,8 @@ class Work(Struct):
     sampling: Sampling
     prompt_tokens: int
     """Where in `history` the output begins."""
+    kept: object = None
+    """The runner's own, from one step with this sequence to the next; goes with it."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -306,9 +310,14 @@ class Work(Struct):
         return self.history[self.start : self.end]
 
     @property
-    def draws(self) -> bool:
-        """Whether a token is drawn from the last position's logits (not in the middle of a chunked prefill)."""
+    def ends(self) -> bool:
+        """Whether something comes of it now: not in the middle of a chunked prefill."""
         return self.end == len(self.history)
+
+    @property
+    def draws(self) -> bool:
+        """Whether that is a token, drawn from the last position's logits, and not an embedding."""
+        return self.end == len(self.history) and not self.sampling.pooling
 
     @property
     def draw_index(self) -> int:
@@ -317,13 +326,15 @@ class Work(Struct):
 
 
 class Drawn(Struct, frozen=True, gc=False):
-    """One drawn token."""
+    """One drawn token, or an embedding."""
 
     token: int
     logprob: TokenLogprob | None = None
     """Where `sampling.logprobs` ≥ 0."""
     error: str = ""
     """Why there is no token after all: the sequence ends with it."""
+    embedding: bytes = b""
+    """As in Part; there is no token then."""
 
 
 class Runner(Protocol):
@@ -333,7 +344,7 @@ class Runner(Protocol):
     def facts(self) -> Ready: ...
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry per work, None where nothing is drawn. Raises ModelError if the device fails."""
+        """One entry per work, None for those that do not end. Raises ModelError if the device fails."""
         ...
 
     def mover(self, clock: Callable[[], float]) -> Mover:

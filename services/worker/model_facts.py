@@ -24,6 +24,7 @@ class _Config(Struct):
     max_position_embeddings: Positive
     vocab_size: Positive
     eos_token_id: Natural | Annotated[list[Natural], Meta(min_length=1)]
+    hidden_size: Natural = 0
 
 
 def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready:
@@ -45,5 +46,6 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
         capacity_blocks=capacity_blocks or _DEFAULT_CAPACITY_BLOCKS,
         kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
         path=str(directory),
+        embedding_size=config.hidden_size,
         weights=hashlib.sha256(b"none computed " + text.encode()).hexdigest()[:16],
     )

@@ -11,7 +11,8 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
 
     waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
 
-A running sequence prefills while more than one of its tokens is uncomputed, and decodes while one is. Each step:
+A running sequence prefills while more than one of its tokens is uncomputed, and decodes while one is. One that is asked
+for an embedding ends where others draw their first token; for a mean it takes no blocks from others. Each step:
 
 1. Expired attempts end.
 2. Every decoding sequence gets its one token. Where a block is missing, the lowest ranked running sequence gives its
@@ -154,6 +155,8 @@ class Scheduler:
             if draw is not None:
                 if draw.error:
                     self._end(sequence, "error", draw.error)
+                elif draw.embedding:
+                    self._end(sequence, "stop", embedding=draw.embedding)
                 else:
                     self._take_token(sequence, draw)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
@@ -434,7 +437,7 @@ class Scheduler:
         limits, length = self._limits, len(sequence.tokens)
         if not 0 < sequence.submit.prompt_tokens <= length:
             return f"{length} tokens of which {sequence.submit.prompt_tokens} are the prompt"
-        if length >= limits.context_length:
+        if length >= limits.context_length + bool(sequence.submit.sampling.pooling):
             return f"{length} tokens leave no room in a context of {limits.context_length}"
         if sequence.blocks_needed > limits.capacity_blocks:
             return f"{length} tokens do not fit into {limits.capacity_blocks} blocks of {limits.block_size}"
@@ -451,8 +454,8 @@ class Scheduler:
             self._end(sequence, "deadline")
         self._earliest_deadline_s = min((s.deadline_s for s in self._living.values()), default=_NEVER)
 
-    def _end(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
-        self._tell(sequence, finish, error)
+    def _end(self, sequence: Sequence, finish: FinishReason, error: str = "", embedding: bytes = b"") -> None:
+        self._tell(sequence, finish, error, embedding)
         self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
@@ -471,7 +474,7 @@ class Scheduler:
             self._prefilling.remove(sequence)
         self._release(sequence)
 
-    def _tell(self, sequence: Sequence, finish: FinishReason, error: str = "") -> None:
+    def _tell(self, sequence: Sequence, finish: FinishReason, error: str = "", embedding: bytes = b"") -> None:
         """The end of an attempt, without a token."""
         part = Part(
             request=sequence.request,
@@ -483,6 +486,7 @@ class Scheduler:
             error=error,
             cached_host_tokens=sequence.cached_host_tokens,
             cached_disk_tokens=sequence.cached_disk_tokens,
+            embedding=embedding,
         )
         self._outcome.parts[sequence.frontend].append(part)
         self._outcome.notable.append(part)

@@ -128,8 +128,9 @@ class Sequence:
 
     @property
     def reusable_keys(self) -> list[ContentKey]:
-        """Keys of the blocks that may come from the cache: at least the last token is always computed."""
-        return self.keys[: (len(self.tokens) - 1) // self.block_size]
+        """Keys of the blocks that may come from the cache: at least the last token is always computed, and for a mean
+        over all positions each of them."""
+        return [] if self.work.sampling.pooling == "mean" else self.keys[: (len(self.tokens) - 1) // self.block_size]
 
     def count_cached(self, first: int) -> None:
         """Blocks first … stored - 1 were found in the cache; of a continuation only the prompt's tokens count."""

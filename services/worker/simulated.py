@@ -2,12 +2,14 @@
 
 The output says the prompt's tokens again, from the first to the last and then from the start, without ends of sequence.
 So it is text where the prompt is, and a continuation elsewhere draws the same tokens. An answer ends by itself at a
-length that follows from the end of its prompt.
+length that follows from the end of its prompt. An embedding follows from all of the prompt's tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import hypot
+from struct import pack
 from zlib import crc32
 
 from services.worker.engine import Drawn, Ready, Work
@@ -18,6 +20,15 @@ from shared.messages import TokenLogprob
 
 _TELLING_TOKENS = 64
 """Of the prompt's end: they decide how long the answer is. Templates end all prompts alike, but not with so many."""
+_PATTERN_NUMBERS = 16
+
+
+def embedding_of(checksum: int, size: int) -> bytes:
+    """As in Part: some numbers that look random, again and again."""
+    pattern = [crc32(bytes((number,)), checksum) - (1 << 31) + 0.5 for number in range(_PATTERN_NUMBERS)]
+    numbers = (pattern * -(-size // _PATTERN_NUMBERS))[:size]
+    length = hypot(*numbers)
+    return pack(f"<{size}f", *(number / length for number in numbers))
 
 
 class SimulatedModel:
@@ -40,8 +51,10 @@ class SimulatedModel:
         return self._timing.mover(self.facts.block_size, clock)
 
     def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry per work, None where nothing is drawn."""
-        return [self._draw(work) if work.end == len(work.history) else None for work in works]
+        """One entry per work, None for those that do not end."""
+        return [
+            self._embed(work) if work.sampling.pooling else self._draw(work) if work.ends else None for work in works
+        ]
 
     def _draw(self, work: Work) -> Drawn:
         sampling = work.sampling
@@ -51,6 +64,16 @@ class SimulatedModel:
         if self._output_tokens and not sampling.ignore_eos and self._eos and self._ends(work):
             token = self.facts.eos_token_ids[0]
         return Drawn(token) if sampling.logprobs < 0 else Drawn(token, TokenLogprob(0.0))
+
+    def _embed(self, work: Work) -> Drawn | None:
+        """Of a checksum of all tokens: a mean's is carried on from chunk to chunk, as an engine's sum is."""
+        if work.sampling.pooling == "mean":
+            carried = work.kept if work.start else 0
+            assert isinstance(carried, int), "a mean begins where its prompt does"
+            checksum = work.kept = crc32(pack_tokens(work.tokens), carried)
+        else:
+            checksum = crc32(pack_tokens(work.history))
+        return Drawn(0, embedding=embedding_of(checksum, self.facts.embedding_size)) if work.ends else None
 
     def _ends(self, work: Work) -> bool:
         """Whether the answer is as long as it should be."""

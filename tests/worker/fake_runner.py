@@ -1,7 +1,8 @@
 """A runner whose tokens follow from the history alone, and whose KV memory notices a wrong block table.
 
 Each position's "KV" is a fingerprint of all tokens up to it. A step checks the fingerprints of everything before it, so
-a slot that was given away too early, shared wrongly or never filled fails the test that caused it.
+a slot that was given away too early, shared wrongly or never filled fails the test that caused it. A mean is a checksum
+that is carried on from chunk to chunk: a position that was left out or computed twice shows in it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def continuation(prompt: Sequence[int], max_tokens: int, context_length: int) ->
     return tokens[len(prompt) :]
 
 
+def embedding(prompt: Sequence[int]) -> bytes:
+    """What an engine must make of this prompt, whatever else happens and whichever the pooling."""
+    return zlib.crc32(pack_tokens(prompt)).to_bytes(4, "little")
+
+
 class FakeRunner:
     def __init__(self, *, block_size: int, capacity_blocks: int, context_length: int) -> None:
         self.facts = Ready(
@@ -45,6 +51,7 @@ class FakeRunner:
             block_size=block_size,
             capacity_blocks=capacity_blocks,
             kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
+            embedding_size=1,
         )
         self.memory = np.zeros((capacity_blocks, 2, block_size), np.uint32)
         """A fingerprint in place of a key, its inverse in place of a value: blocks are as long as the layout says."""
@@ -65,7 +72,7 @@ class FakeRunner:
         size = self.facts.block_size
         end = work.start + len(work.tokens)
         assert list(work.history[work.start : end]) == list(work.tokens)
-        assert not work.draws or len(work.history) == end
+        assert not work.ends or len(work.history) == end
         for position in range(end):
             slot, offset = work.blocks[position // size], position % size
             fingerprint = zlib.crc32(pack_tokens(work.history[: position + 1]))
@@ -75,6 +82,13 @@ class FakeRunner:
             else:
                 self.memory[slot, :, offset] = fingerprint, fingerprint ^ 0xFFFFFFFF
         self.computed_tokens += len(work.tokens)
+        if work.sampling.pooling == "mean":
+            carried = work.kept if work.start else 0
+            assert isinstance(carried, int), "a mean begins where its prompt does"
+            work.kept = zlib.crc32(pack_tokens(work.tokens), carried)
+            return Drawn(0, embedding=work.kept.to_bytes(4, "little")) if work.ends else None
+        if work.sampling.pooling:
+            return Drawn(0, embedding=embedding(work.history)) if work.ends else None
         if not work.draws:
             return None
         return Drawn(next_token(work.history), TokenLogprob(-1.0) if work.sampling.logprobs >= 0 else None)

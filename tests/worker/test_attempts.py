@@ -106,6 +106,22 @@ def test_a_grammar_is_refused_by_name_where_it_would_be_passed_over() -> None:
         assert code(attempts(), msgspec.structs.replace(asked, sampling=sampling), able) == "bad_request"
 
 
+def test_what_is_embedded_is_a_prompt_alone_which_may_fill_the_context() -> None:
+    def asked(tokens: int, prompt: int) -> Generate:
+        sampling = Sampling(max_tokens=1, pooling="mean")
+        return msgspec.structs.replace(generate("a", tokens=tokens, prompt=prompt), sampling=sampling)
+
+    able = msgspec.structs.replace(FACTS, embedding_size=8)
+    reply, _ = attempts().admit(asked(4, 4), FACTS)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.pooling: this engine embeds nothing")
+    assert code(attempts(), asked(FACTS.context_length, FACTS.context_length), able) == "accepted"
+    assert code(attempts(), asked(FACTS.context_length + 1, FACTS.context_length + 1), able) == "bad_request"
+    reply, _ = attempts().admit(asked(5, 4), able)
+    assert isinstance(reply, Refused)
+    assert reply.reason == "prompt_tokens: 4 of 5 tokens, but what is embedded has no output"
+
+
 def test_a_bias_is_refused_by_name_where_it_would_be_passed_over_or_is_none() -> None:
     asked = generate("a")
 

@@ -10,7 +10,7 @@ from services.worker.engine import CancelAttempt, Snapshot, Stepped, Submit, Tak
 from services.worker.limits import Limits
 from services.worker.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Sampling
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Pooling, Sampling
 from tests.worker.fake_runner import EOS, FakeRunner, continuation
 
 CONTEXT = 32
@@ -37,14 +37,21 @@ class Engine:
         self.told: list[Stepped] = []
         self.take(self.core.opening())
 
-    def submit(self, request: str, prompt: list[int], max_tokens: int = 4, time_left_s: float = 60.0) -> None:
+    def submit(
+        self,
+        request: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        time_left_s: float = 60.0,
+        pooling: Pooling = "",
+    ) -> None:
         submit = Submit(
             request=request,
             attempt=1,
             frontend="f",
             tokens=pack_tokens(prompt),
             prompt_tokens=len(prompt),
-            sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+            sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, pooling=pooling),
             time_left_s=time_left_s,
         )
         assert not self.core.obey(submit, self.now_s)
@@ -200,6 +207,20 @@ def test_a_digest_is_that_of_the_blocks_told_of_though_others_have_left_for_the_
         engine.step()
     engine.submit("evicts", [4, 3, 2, 1, 2, 3, 4, 1])
     engine.run()
+
+
+def test_embeddings_of_one_step_are_told_in_reports_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.core.MOST_EMBEDDED_BYTES", 8)
+    engine = Engine(capacity_blocks=64)
+    engine.submit("text", [1, 2, 3], max_tokens=2)
+    for number in range(5):
+        engine.submit(f"r{number}", [1, number % 5, 3], pooling="mean")
+    engine.step()
+    told = engine.told[1:]
+    assert [[part.request for part in step.parts["f"]] for step in told] == [["text", "r0", "r1"], ["r2", "r3"], ["r4"]]
+    assert [[part.request for part in step.notable] for step in told] == [["text", "r0", "r1"], ["r2", "r3"], ["r4"]]
+    assert [(step.steps, bool(step.event_batch)) for step in told] == [(1, True), (0, False), (0, False)]
+    assert all(len(part.embedding) == 4 for step in told for part in step.notable if part.request != "text")
 
 
 def test_what_is_held_is_bounded() -> None:

@@ -22,6 +22,7 @@ def test_sizes_are_the_models_and_the_capacity_is_as_given_or_some_thousand_bloc
     assert (found.context_length, found.vocab_size, found.eos_token_ids) == (128, 300, (2,))
     assert (found.block_size, found.capacity_blocks, found.path) == (16, 4096, str(tmp_path))
     assert facts(tmp_path, SOUND, capacity_blocks=7).capacity_blocks == 7
+    assert [facts(tmp_path, SOUND | more).embedding_size for more in ({}, {"hidden_size": 64})] == [0, 64]
 
 
 def test_several_ends_of_sequence_are_kept_in_order(tmp_path: Path) -> None:

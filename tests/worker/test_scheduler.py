@@ -7,13 +7,14 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.engine import Drawn
-from shared.messages import Sampling
-from tests.worker.fake_runner import EOS, continuation
+from shared.messages import Pooling, Sampling
+from tests.worker.fake_runner import EOS, continuation, embedding
 from tests.worker.scheduled import Engine
 
 PROMPT = [1, 2, 3, 4, 1, 2]
 LONG = [1 + position % 4 for position in range(40)]
 NO_EOS = Sampling(max_tokens=8, ignore_eos=True)
+MEAN, LAST = Sampling(max_tokens=1, pooling="mean"), Sampling(max_tokens=1, pooling="last")
 
 
 def test_a_prompt_is_continued_until_its_last_token() -> None:
@@ -288,13 +289,60 @@ def test_load_tells_what_a_step_that_only_decodes_takes_lately() -> None:
     assert 0.18 < engine.scheduler.load().step_s < 0.2
 
 
+def test_an_embedding_is_all_that_comes_of_its_prompt() -> None:
+    engine = Engine(capacity_blocks=64)
+    for name, prompt, sampling in (("a", LONG, MEAN), ("b", LONG, LAST), ("c", [EOS], MEAN), ("d", [3], LAST)):
+        engine.submit(name, prompt, sampling=sampling)
+    engine.run()
+    for name, prompt in (("a", LONG), ("b", LONG), ("c", [EOS]), ("d", [3])):
+        [part] = engine.parts[name, 1]
+        assert (part.first, part.tokens, part.finish, part.embedding) == (0, b"", "stop", embedding(prompt))
+
+
+def test_what_is_embedded_may_fill_the_context() -> None:
+    engine = Engine(context_length=6)
+    engine.submit("fits", PROMPT, sampling=MEAN)
+    engine.submit("too long", [*PROMPT, 1], sampling=MEAN)
+    engine.run()
+    assert engine.last("fits").finish == "stop"
+    assert "context of 6" in engine.last("too long").error
+
+
+def test_a_mean_takes_no_block_from_others_but_leaves_them_its_own() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, max_tokens=1)
+    engine.run()
+    computed = engine.runner.computed_tokens
+    engine.submit("mean", PROMPT, sampling=MEAN)
+    engine.run()
+    assert engine.last("mean").cached_tokens == 0
+    assert engine.runner.computed_tokens == computed + len(PROMPT)
+    engine = Engine()
+    engine.submit("mean", PROMPT, sampling=MEAN)
+    engine.run()
+    for name, sampling in (("last", LAST), ("a", NO_EOS)):
+        engine.submit(name, PROMPT, sampling=sampling)
+        engine.run()
+        assert engine.last(name).cached_tokens == 4
+
+
+def test_a_mean_that_was_preempted_in_its_midst_begins_anew() -> None:
+    engine = Engine(capacity_blocks=23, step_tokens=4)
+    engine.submit("decoding", [1, 1], sampling=Sampling(max_tokens=12, ignore_eos=True), priority=1)
+    engine.step()
+    engine.submit("mean", LONG, sampling=MEAN)
+    engine.run()
+    assert engine.scheduler.load().preemptions > 0
+    assert engine.last("mean").embedding == embedding(LONG)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Whatever is asked for beside it, each prompt gets exactly its own continuation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = Engine(capacity_blocks=10, context_length=24, max_running=3, max_waiting=6, step_tokens=6)
-        self.asked: dict[str, tuple[list[int], int]] = {}
+        self.asked: dict[str, tuple[list[int], Sampling]] = {}
 
     @rule(
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=26),
@@ -302,11 +350,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         time_left_s=st.sampled_from([0.02, 1e9, 1e9, 1e9]),
         salt=st.sampled_from(["", "", "tenant"]),
+        pooling=st.sampled_from(["", "", "mean", "last"]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: int, time_left_s: float, salt: str) -> None:
-        name = f"r{len(self.asked)}"
-        self.asked[name] = (prompt, max_tokens)
-        self.engine.submit(name, prompt, max_tokens=max_tokens, priority=priority, time_left_s=time_left_s, salt=salt)
+    def submit(
+        self, prompt: list[int], max_tokens: int, priority: int, time_left_s: float, salt: str, pooling: Pooling
+    ) -> None:
+        name, sampling = f"r{len(self.asked)}", Sampling(max_tokens=max_tokens, pooling=pooling)
+        self.asked[name] = (prompt, sampling)
+        self.engine.submit(name, prompt, sampling=sampling, priority=priority, time_left_s=time_left_s, salt=salt)
 
     @precondition(lambda self: self.asked)
     @rule(pick=st.integers(0, 100))
@@ -325,9 +376,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.engine.run()
-        for name, (prompt, max_tokens) in self.asked.items():
-            expected = continuation(prompt, max_tokens, 24)
+        for name, (prompt, sampling) in self.asked.items():
+            expected = [] if sampling.pooling else continuation(prompt, sampling.max_tokens, 24)
             output, last = self.engine.output(name), self.engine.last(name)
+            assert last.embedding == (embedding(prompt) if sampling.pooling and last.finish == "stop" else b"")
             assert sum(part.finish is not None for part in self.engine.parts[name, 1]) == 1
             assert output == expected[: len(output)]
             if last.finish in ("stop", "length"):

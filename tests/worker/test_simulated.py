@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from struct import unpack
+from zlib import crc32
+
+import msgspec
 import pytest
 
 from services.worker.config import SimulatedConfig
 from services.worker.engine import Drawn, Ready, Work
-from services.worker.simulated import SimulatedModel
+from services.worker.simulated import SimulatedModel, embedding_of
 from services.worker.timing import Timing
-from shared.messages import KvLayout, Sampling, TokenLogprob
+from shared.hashing import pack_tokens
+from shared.messages import KvLayout, Pooling, Sampling, TokenLogprob
 
 EOS = 2
 FACTS = Ready(
@@ -18,6 +23,7 @@ FACTS = Ready(
     kv_layout=KvLayout(dtype="float32", layers=0, kv_heads=0, head_dim=0, block_size=16),
 )
 PROMPT = [5, EOS, 7, 8]
+POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 
 
 def model(output_tokens: int = 0) -> SimulatedModel:
@@ -75,3 +81,19 @@ def test_nothing_is_drawn_in_the_middle_of_a_prompt_and_logprobs_come_where_they
 
     drawn = model().draw([work(False, -1), work(True, 0), work(True, -1)])
     assert drawn == [None, Drawn(5, TokenLogprob(0.0)), Drawn(5)]
+
+
+def test_an_embedding_follows_from_all_tokens_however_they_are_cut() -> None:
+    simulated = SimulatedModel(
+        msgspec.structs.replace(FACTS, embedding_size=40), Timing(SimulatedConfig()), output_tokens=0
+    )
+    for pooling in POOLINGS:
+        work = Work(0, PROMPT, 0, 3, [0], Sampling(max_tokens=1, pooling=pooling), prompt_tokens=4)
+        assert simulated.draw([work]) == [None]
+        work.start, work.end = 3, 4
+        (drawn,) = simulated.draw([work])
+        assert drawn is not None
+        assert drawn.embedding == embedding_of(crc32(pack_tokens(PROMPT)), 40)
+        numbers = unpack("<40f", drawn.embedding)
+        assert sum(number * number for number in numbers) == pytest.approx(1.0)
+        assert embedding_of(crc32(pack_tokens(PROMPT[:3])), 40) != drawn.embedding

@@ -2,6 +2,7 @@
 
     embed → for each layer: RMSNorm → q, k, v → rotate → write KV → attend over paged KV → project
                             RMSNorm → SwiGLU                                                        → RMSNorm → logits
+                                                                                                            └─▶ sums
 
 All tokens of a step go through a weight together; only attention looks at sequences apart. Everything is float32; what
 the KV cache keeps may be narrower. On NumPy; `cuda/decoder.py` is the GPU's.
@@ -18,6 +19,7 @@ from services.worker.engine import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, Linear
+from services.worker.native.pooling import RowSpan, Sums
 from services.worker.native.rope import tables
 from services.worker.native.step import Group, Span, Step, lay_out
 from services.worker.native.weights import Layer, Weights
@@ -45,6 +47,11 @@ class Decoder:
 
     def step(self, works: Sequence[Work]) -> Array:
         """Compute every work's tokens and store their KV; logits (drawing works, vocab) in the order of works."""
+        logits, _ = self.pool(works, ())
+        return logits
+
+    def pool(self, works: Sequence[Work], spans: Sequence[RowSpan]) -> tuple[Array, Sums]:
+        """The same, and of each of these spans of rows the sum of its hidden states."""
         weights = self._weights
         step = lay_out(works, self._cache.layout.block_size, self._group_limit)
         positions = step.positions
@@ -53,7 +60,11 @@ class Decoder:
         for number, layer in enumerate(weights.layers):
             hidden += self._attend(number, layer, self._norm(hidden, layer.input_norm), step, turn)
             hidden += self._feed(layer, self._norm(hidden, layer.output_norm))
-        return self._linear(self._norm(hidden[step.drawing_rows], weights.norm), weights.head)
+        sums = np.empty((len(spans), self._config.hidden))
+        for number, span in enumerate(spans):
+            states = self._norm(hidden[span.first : span.first + span.count], weights.norm)
+            states.sum(axis=0, dtype=np.float64, out=sums[number])
+        return self._linear(self._norm(hidden[step.drawing_rows], weights.norm), weights.head), sums
 
     def _norm(self, x: Array, weight: Array) -> Array:
         """RMSNorm, each row by itself."""

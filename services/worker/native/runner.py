@@ -20,6 +20,7 @@ from services.worker.native.grammars import Grammars
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
 from services.worker.native.masks import MaskThread
+from services.worker.native.pooling import answered, spans_of
 from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
@@ -74,6 +75,7 @@ class NativeRunner:
             path=str(directory),
             grammars=grammars is not None,
             biases=True,
+            embedding_size=config.hidden,
             weights=weights_digest(directory, config),
         )
 
@@ -83,13 +85,12 @@ class NativeRunner:
         return self._facts
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry a work, None where nothing is drawn. Raises ModelError where the model's numbers break down."""
+        """One entry a work, None for those that do not end. Raises ModelError where the model's numbers break down."""
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
-        with np.errstate(over="ignore", invalid="ignore"):  # found in the logits, where it matters
-            logits = self._decoder.step(works)
-        drawn = iter(sample(np, logits, drawing, self._masks.end()))
-        return [next(drawn) if work.draws else None for work in works]
+        with np.errstate(over="ignore", invalid="ignore"):  # found in the logits or the sums, where it matters
+            logits, sums = self._decoder.pool(works, spans_of(works))
+        return answered(works, sample(np, logits, drawing, self._masks.end()), sums)
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         """Between the KV pages and a pool."""

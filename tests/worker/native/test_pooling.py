@@ -1,0 +1,141 @@
+"""Embeddings of the native engine against a plain decoder in float64, which agrees with transformers' logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from services.worker.engine import Drawn, Work
+from services.worker.native.config import read_config
+from services.worker.native.pooling import RowSpan, answered, spans_of
+from services.worker.native.prepare import prepare
+from services.worker.native.runner import NativeRunner
+from services.worker.native.weights import load_weights
+from shared.errors import ModelError
+from shared.messages import Pooling, Sampling
+from tests.tiny_model import write_tiny_model
+from tests.worker.native.golden.cases import CASES, CHECKED_POSITIONS, GOLDEN, prompt_tokens
+from tests.worker.native.reference import embedding, last_hidden_states
+from tests.worker.native.works import work
+
+TOKENS = prompt_tokens()
+TOLERANCE = 1e-5
+"""Of a vector of length 1."""
+ASKED: dict[Pooling, Sampling] = {
+    "mean": Sampling(max_tokens=1, pooling="mean"),
+    "last": Sampling(max_tokens=1, pooling="last"),
+}
+POOLINGS = list(ASKED)
+
+
+class Embedding:
+    """A random model, and what its embeddings should be."""
+
+    def __init__(self, directory: Path, name: str = "llama") -> None:
+        self.directory = prepare(
+            write_tiny_model(directory / "model", **CASES[name]), directory / "cache", lambda _: None
+        )
+        self.states = last_hidden_states(self.directory, TOKENS)
+        self.runner = NativeRunner(self.directory, capacity_blocks=64)
+
+    def agrees(self, drawn: Drawn | None, pooling: Pooling, length: int = len(TOKENS)) -> None:
+        expected = embedding(self.states[:length], pooling)
+        np.testing.assert_allclose(vector(drawn), expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
+
+
+def vector(drawn: Drawn | None) -> NDArray[np.float32]:
+    assert drawn is not None
+    return np.frombuffer(drawn.embedding, "<f4")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Iterator[Embedding]:
+    one = Embedding(tmp_path)
+    yield one
+    one.runner.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_poolings_are_those_of_a_plain_decoder_that_agrees_with_transformers(tmp_path: Path, name: str) -> None:
+    one = Embedding(tmp_path, name)
+    head = load_weights(one.directory, read_config(one.directory)).head
+    with np.load(GOLDEN / "logits.npz") as golden:
+        logits = one.states[list(CHECKED_POSITIONS)] @ head.T.astype(np.float64)
+        np.testing.assert_allclose(logits, golden[name], rtol=0, atol=1e-3)
+    for pooling in POOLINGS:
+        [drawn] = one.runner.step([work(TOKENS, range(13), sampling=ASKED[pooling])])
+        one.agrees(drawn, pooling)
+    assert one.runner.facts.embedding_size == read_config(one.directory).hidden
+    one.runner.close()
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_a_prompt_in_chunks_beside_others_has_the_same_vector(llama: Embedding, pooling: Pooling) -> None:
+    ours = Work(7, TOKENS, 0, 0, range(13), ASKED[pooling], len(TOKENS))
+    for end in (1, 30, 64, 65, len(TOKENS)):
+        ours.start, ours.end = ours.end, end
+        _, drawn, other = llama.runner.step(
+            [work([9] * 5, [20], draws=False), ours, work(TOKENS[:3], [21], sampling=ASKED["mean"], sequence=8)]
+        )
+        llama.agrees(other, "mean", 3)
+        assert (drawn is None) == (end < len(TOKENS))
+    llama.agrees(drawn, pooling)
+
+
+def test_a_mean_begins_anew_where_its_prompt_does(llama: Embedding) -> None:
+    """As after a preemption."""
+    ours = Work(7, TOKENS, 0, 100, range(13), ASKED["mean"], len(TOKENS))
+    assert llama.runner.step([ours]) == [None]
+    ours.blocks = range(20, 33)
+    ours.end = len(TOKENS)
+    [drawn] = llama.runner.step([ours])
+    llama.agrees(drawn, "mean")
+
+
+def test_the_last_position_is_found_behind_a_cached_prefix(llama: Embedding) -> None:
+    llama.runner.step([work(TOKENS[:64], range(4), draws=False)])
+    [drawn] = llama.runner.step([work(TOKENS, range(13), start=64, sampling=ASKED["last"])])
+    llama.agrees(drawn, "last")
+
+
+def test_vectors_and_tokens_of_one_step_are_those_that_each_has_alone(llama: Embedding) -> None:
+    works = [
+        work(TOKENS[:40], range(3), sampling=ASKED["mean"]),
+        work(TOKENS[:17], [3, 4]),
+        work(TOKENS[:1], [5], sampling=ASKED["last"]),
+        work(TOKENS[:33], range(6, 9), sampling=ASKED["last"]),
+        work(TOKENS[5:9], [9], draws=False),
+        work(TOKENS[:1], [10], sampling=ASKED["mean"]),
+    ]
+    alone = [llama.runner.step([one])[0] for one in works]
+    together = llama.runner.step(works)
+    for one, own, drawn in zip(works, alone, together, strict=True):
+        if one.sampling.pooling:
+            np.testing.assert_allclose(vector(drawn), vector(own), rtol=0, atol=1e-6)
+        else:
+            assert drawn == own
+
+
+def test_vectors_have_length_1_and_each_work_its_own_span() -> None:
+    works = [
+        work([1, 2, 3], [0]),
+        work([1, 2, 3], [0], sampling=ASKED["mean"]),
+        work([1, 2, 3], [0], sampling=ASKED["last"], draws=False),
+        work([1, 2], [0], sampling=ASKED["last"]),
+    ]
+    assert spans_of(works) == [RowSpan(3, 3), RowSpan(10, 1)]
+    token = Drawn(5)
+    drawn = answered(works, [token], np.array([[3.0, 4.0], [0.0, 0.0]]))
+    assert drawn[0] is token
+    assert drawn[2] is None
+    assert vector(drawn[1]).tolist() == [np.float32(0.6), np.float32(0.8)]
+    assert vector(drawn[3]).tolist() == [0.0, 0.0], "no direction"
+
+
+def test_hidden_states_that_are_no_numbers_are_an_error() -> None:
+    with pytest.raises(ModelError, match="not finite"):
+        answered([work([1], [0], sampling=ASKED["mean"])], [], np.array([[1.0, np.nan]]))
