@@ -7,7 +7,6 @@ numbered by token, so that the attempt that goes on draws what the lost one woul
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,16 +21,14 @@ from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 60.0
-TOKENS = 4000
+TOKENS = 2000
 """Seconds of them, on any machine: a worker shows what it runs every 250 ms."""
 READ_BEFORE = 100
-"""Chunks until it happens; the other nine tenths are far more than is on its way."""
+"""Chunks until it happens; those that come after it are far more than is on its way."""
 PROMPT = "The mill at the river turns"
 GREEDY: dict[str, Any] = {"temperature": 0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.95, "presence_penalty": 0.6}
 PENALISED: dict[str, Any] = {**SAMPLED, "frequency_penalty": 0.4}
-HELD = 'start: item{5000,}\nitem: /"[a-z]{1,9}", /'
-"""A grammar whose end is further than any answer's."""
 WORKERS = ("worker 1", "worker 2")
 
 
@@ -71,17 +68,16 @@ def client(services: Fleet) -> Iterator[openai.OpenAI]:
 
 
 def ask(
-    client: openai.OpenAI, sampling: dict[str, Any], then: Callable[[], None] = lambda: None, *, held: str = ""
+    client: openai.OpenAI, sampling: dict[str, Any], then: Callable[[], None] = lambda: None
 ) -> tuple[str, CompletionUsage]:
-    """The text and the usage of a stream; `then` happens in the middle of it. `held`: to a grammar."""
-    until = {"structured_outputs": {"grammar": held}} if held else {"ignore_eos": True}
+    """The text and the usage of a stream; `then` happens in the middle of it."""
     stream = client.completions.create(
         model="tiny",
         prompt=PROMPT,
         max_tokens=TOKENS,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={**until, "repetition_penalty": 1.1 if sampling else 1.0},
+        extra_body={"ignore_eos": True, "repetition_penalty": 1.1 if sampling else 1.0},
         **sampling,
     )
     text, usage, finish = "", None, None
@@ -118,16 +114,11 @@ def lost(services: Fleet) -> float:
     return services.services["frontend"].metric("headrace_attempts_lost_total")
 
 
-@pytest.mark.parametrize(
-    ("sampling", "held"),
-    [(GREEDY, ""), (SAMPLED, ""), (PENALISED, ""), (GREEDY, HELD), (PENALISED, HELD)],
-    ids=["greedy", "sampled", "penalised", "greedy and held", "penalised and held"],
-)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 def test_a_killed_worker_changes_no_token_and_no_count(
-    services: Fleet, client: openai.OpenAI, sampling: dict[str, Any], held: str, model: Path
+    services: Fleet, client: openai.OpenAI, sampling: dict[str, Any], model: Path
 ) -> None:
-    text, usage = ask(client, sampling, held=held)
-    assert not held or re.fullmatch('("[a-z]{1,9}", )+("[a-z]*"?,?)?', text)
+    text, usage = ask(client, sampling)
     before = migrations(services)
     killed: list[Service] = []
 
@@ -135,7 +126,7 @@ def test_a_killed_worker_changes_no_token_and_no_count(
         killed.append(busy(services))
         killed[0].kill()
 
-    again, counted = ask(client, sampling, kill, held=held)
+    again, counted = ask(client, sampling, kill)
     assert again == text
     assert (counted.prompt_tokens, counted.completion_tokens) == (usage.prompt_tokens, TOKENS)
     assert counted.total_tokens == usage.total_tokens

@@ -1,0 +1,210 @@
+"""What an answer is held to, and calls, outlive two workers of one stream; and leave nothing behind when clients go.
+
+Real processes and a small model's real arithmetic. What is asked for ends further on than any answer comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from services.worker.native.grammars import KEPT
+from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.stack import eventually
+from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
+
+LIMIT_S = 60.0
+TOKENS = 2000
+"""Seconds of them: a worker shows what it runs every 250 ms."""
+KILLED_AT = (0.1, 0.5)
+"""Of an answer's characters; a third worker writes the rest."""
+WORKERS = ("worker 1", "worker 2", "worker 3")
+GREEDY: dict[str, Any] = {"temperature": 0}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.6, "frequency_penalty": 0.4}
+ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "of": {"enum": ["rivers", "mills"]}},
+    "required": ["name", "of"],
+    "additionalProperties": False,
+}
+LIST = {"type": "array", "items": ITEM, "minItems": 1000}
+LONG = {"type": "object", "properties": {"items": LIST}, "required": ["items"], "additionalProperties": False}
+WRITE = {"type": "function", "function": {"name": "write", "parameters": LONG}}
+HELD: dict[str, dict[str, Any]] = {
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "items", "schema": LONG}}},
+    "regex": {"structured_outputs": {"regex": "([a-f]{3}[0-9]{2}-){3000,4000}"}},
+    "grammar": {"structured_outputs": {"grammar": 'start: item{5000,}\nitem: /"[a-z]{1,9}", /'}},
+    "call": {"tools": [WRITE], "tool_choice": "required"},
+}
+BEGINS = {
+    "schema": r'\{ ?"items" ?: ?\[ ?\{ ?"name" ?: ?".{0,9}" ?, ?"of" ?: ?"(rivers|mills)"',
+    "regex": "([a-f]{3}[0-9]{2}-){50}",
+    "grammar": '("[a-z]{1,9}", ){50}',
+    "call": r'write\{ ?"items" ?: ?\[ ?\{ ?"name" ?: ?"',
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context_length=8192)
+    shown = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    (directory / "chat_template.jinja").write_text(shown + CHAT_TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Path) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("held")
+    where = ("--namespace", "held", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
+    settings = folder / "frontend.toml"
+    settings.write_text('[tool_parser]\ntiny = "hermes"\n')
+    with fleet(folder, nats_url, *where) as one:
+        one.start("router", "router")
+        start_workers(one, model, *WORKERS)
+        one.start("frontend", "frontend", "--config", str(settings))
+        one.wait_ready()
+        known(one)
+        yield one
+
+
+def start_workers(services: Fleet, model: Path, *names: str) -> None:
+    for name in names:
+        services.start("worker", name, "--model", str(model), "--threads", "1")
+
+
+def known(services: Fleet) -> None:
+    """The router sees workers later than the frontend does, now and then."""
+    router = services.services["router"]
+    eventually(lambda: router.metric("headrace_kv_sources") >= 3, limit_s=LIMIT_S, what="the router knows all workers")
+
+
+@pytest.fixture
+def client(services: Fleet) -> Iterator[OpenAI]:
+    with OpenAI(base_url=url(services), api_key="any", max_retries=0, timeout=LIMIT_S) as client:
+        yield client
+
+
+def url(services: Fleet) -> str:
+    return f"{services.services['frontend'].url}/v1"
+
+
+def asked(held: str, sampling: dict[str, Any] = GREEDY) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "The mill at the river turns"}],
+        "max_tokens": TOKENS,
+        "stream": True,
+        "extra_body": {**HELD[held], **sampling},
+    }
+
+
+def text_of(chunk: Any) -> str:
+    """All that a chunk adds, of content and of a call."""
+    said = ""
+    for choice in chunk.choices:
+        said += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            said += (call.function.name or "") + (call.function.arguments or "")
+    return said
+
+
+def read(client: OpenAI, body: dict[str, Any], at: dict[int, Callable[[], None]]) -> str:
+    """The text of a stream; what is to happen `at` so many characters happens then."""
+    text, coming = "", sorted(at)
+    for chunk in client.chat.completions.create(**body):
+        text += text_of(chunk)
+        if coming and len(text) >= coming[0]:
+            at[coming.pop(0)]()
+    assert not coming, "the stream was long enough for all that was to happen"
+    return text
+
+
+def alive(services: Fleet) -> list[Service]:
+    return [service for name in WORKERS if (service := services.services[name]).process.poll() is None]
+
+
+def busy(services: Fleet) -> Service:
+    """The worker that streams."""
+    return eventually(
+        lambda: next((one for one in alive(services) if one.metric("headrace_inflight_requests")), None),
+        limit_s=LIMIT_S,
+        what="a worker runs the request",
+    )
+
+
+def migrations(services: Fleet) -> float:
+    return services.services["frontend"].metric("headrace_model_migration_total")
+
+
+@pytest.mark.parametrize(
+    ("held", "sampling"),
+    [("schema", GREEDY), ("regex", GREEDY), ("grammar", SAMPLED), ("call", GREEDY), ("call", SAMPLED)],
+    ids=["schema", "regex", "grammar, sampled", "call", "call, sampled"],
+)
+def test_two_workers_killed_within_one_answer_change_nothing_of_it(
+    services: Fleet, client: OpenAI, model: Path, held: str, sampling: dict[str, Any]
+) -> None:
+    body = asked(held, sampling)
+    text = read(client, body, {})
+    assert re.match(BEGINS[held], text), text[:200]
+    before = migrations(services)
+    killed: list[str] = []
+
+    def kill() -> None:
+        worker = busy(services)
+        worker.kill()
+        killed.append(worker.name)
+
+    assert read(client, body, {int(share * len(text)): kill for share in KILLED_AT}) == text
+    assert migrations(services) == before + 2
+    assert len(set(killed)) == 2
+    start_workers(services, model, *killed)
+    services.wait_ready(*killed)
+    known(services)
+
+
+async def test_clients_that_go_leave_no_block_held_whatever_their_answers_were_held_to(services: Fleet) -> None:
+    """More grammars than an engine keeps; afterwards it answers as it did before."""
+    others = [json.loads(json.dumps(LONG).replace("1000", str(1000 + more))) for more in range(KEPT + 8)]
+    async with AsyncOpenAI(base_url=url(services), api_key="any", max_retries=0, timeout=LIMIT_S) as client:
+        first = await whole(client)
+
+        async def go(body: dict[str, Any]) -> None:
+            async with await client.chat.completions.create(**body) as stream:
+                async for chunk in stream:
+                    if text_of(chunk):
+                        return
+
+        for held in HELD:
+            await asyncio.gather(*(go(asked(held)) for _ in range(4)))
+        for schema in others:
+            body = asked("schema")
+            body["extra_body"] = {"structured_outputs": {"json": schema}}
+            await go(body)
+        await asyncio.to_thread(nothing_held, services)
+        assert await whole(client) == first
+    await asyncio.to_thread(nothing_held, services)
+
+
+async def whole(client: AsyncOpenAI) -> str:
+    body = {**asked("call"), "stream": False, "max_tokens": 50}
+    answer = await client.chat.completions.create(**body)
+    [call] = answer.choices[0].message.tool_calls or []
+    return str(call.function.arguments)
+
+
+def nothing_held(services: Fleet) -> None:
+    def free() -> bool:
+        return all(
+            not worker.metric("headrace_blocks", state="held") and not worker.metric("headrace_inflight_requests")
+            for worker in alive(services)
+        )
+
+    eventually(free, limit_s=LIMIT_S, what="no worker holds a block")
