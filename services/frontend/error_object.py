@@ -18,15 +18,20 @@ from shared.errors import (
 )
 
 
-class _Error(Struct, frozen=True):
+class Error(Struct, frozen=True):
+    """OpenAI's."""
+
     message: str
     type: str
     param: str | None
+    """The field that is wrong, or the header."""
     code: str | None
 
 
-class _Body(Struct, frozen=True):
-    error: _Error
+class ErrorBody(Struct, frozen=True):
+    """All that a failure says."""
+
+    error: Error
 
 
 class Failure(Struct, frozen=True):
@@ -47,7 +52,7 @@ class Failure(Struct, frozen=True):
 
 def failure(status: int, message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Failure:
     """`kind` is OpenAI's `type`."""
-    return Failure(status, msgspec.json.encode(_Body(_Error(message, kind, param, code))))
+    return Failure(status, msgspec.json.encode(ErrorBody(Error(message, kind, param, code))))
 
 
 def failure_of(error: HeadraceError) -> Failure:

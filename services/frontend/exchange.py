@@ -19,6 +19,7 @@ from services.frontend.asking import Asking, Operation
 from services.frontend.generation import Generation
 from services.frontend.grammars import Grammars
 from services.frontend.metrics import Metrics
+from services.frontend.model_list import ModelEntry, ModelList
 from services.frontend.models import Models
 from services.frontend.reply import Reply, Whole
 from services.frontend.service import Frontend
@@ -53,23 +54,13 @@ class Exchange:
 
     def models(self) -> bytes:
         """The body of /v1/models."""
-        cards = [_card(name, limits.context_length) for name, limits in self._models.served().items()]
-        return msgspec.json.encode({"object": "list", "data": cards})
+        served = self._models.served().items()
+        return msgspec.json.encode(ModelList([ModelEntry(name, _STARTED, one.context_length) for name, one in served]))
 
     def model(self, name: str) -> bytes:
         """The body of /v1/models/{name}. Raises InvalidRequest and Unavailable."""
         _, limits = self._models.find(name)
-        return msgspec.json.encode(_card(name, limits.context_length))
+        return msgspec.json.encode(ModelEntry(name, _STARTED, limits.context_length))
 
 
 _STARTED = int(time.time())
-
-
-def _card(name: str, context_length: int) -> dict[str, str | int]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": _STARTED,
-        "owned_by": "headrace",
-        "max_model_len": context_length,
-    }

@@ -1,4 +1,4 @@
-"""The bodies of vLLM's /tokenize and /detokenize, typed; fields are classed as openai.py says. Pure.
+"""The bodies of vLLM's /tokenize and /detokenize, and their answers, typed; fields are classed as openai.py says. Pure.
 
 A prompt and messages are one Struct, so that a field of the one beside the other is refused by name.
 """
@@ -83,3 +83,25 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
 def decode_detokenize(body: bytes) -> DetokenizeRequest:
     """Raises InvalidRequest, naming the field."""
     return decode_body(_DETOKENIZE, body)
+
+
+# --- answers
+
+TokenIds = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})]
+TokenTexts = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "array", "items": {"type": ["string", "null"]}})]
+
+
+class Tokenized(Struct, frozen=True):
+    """What /tokenize answers."""
+
+    count: int
+    max_model_len: int
+    tokens: TokenIds
+    token_strs: TokenTexts | None
+    """As the vocabulary has them; null where they were not asked for, and for an id that has no token."""
+
+
+class Detokenized(Struct, frozen=True):
+    """What /detokenize answers."""
+
+    prompt: str

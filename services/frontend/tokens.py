@@ -15,7 +15,6 @@ from concurrent.futures import Executor
 from typing import Literal, assert_never
 
 import msgspec
-from msgspec import Struct
 
 from services.frontend import openai
 from services.frontend.config import LimitsConfig
@@ -26,7 +25,9 @@ from services.frontend.preprocess import check_encoded, check_vocabulary, encode
 from services.frontend.template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.token_fields import (
     TOKENS_LIMIT,
+    Detokenized,
     DetokenizeRequest,
+    Tokenized,
     TokenizeRequest,
     decode_detokenize,
     decode_tokenize,
@@ -38,17 +39,6 @@ from shared.hashing import token_array
 TokenOperation = Literal["tokenize", "detokenize"]
 TURN_TOKENS = 4096
 """Written before others have a turn: 1 ms or so."""
-
-
-class _Tokenized(Struct, frozen=True):
-    count: int
-    max_model_len: int
-    tokens: msgspec.Raw
-    token_strs: msgspec.Raw | None
-
-
-class _Detokenized(Struct, frozen=True):
-    prompt: str
 
 
 class Tokens:
@@ -93,7 +83,7 @@ class Tokens:
         if len(tokens) > TOKENS_LIMIT:
             raise InvalidRequest(f"{param}: {len(tokens)} tokens, more than {TOKENS_LIMIT}", param=param)
         return msgspec.json.encode(
-            _Tokenized(
+            Tokenized(
                 len(tokens),
                 limits.context_length,
                 await _listed(tokens, int),
@@ -117,7 +107,7 @@ class Tokens:
             if left < 0:
                 wrong = f"tokens: their text is longer than {RENDERED_LIMIT_CHARACTERS} characters"
                 raise InvalidRequest(wrong, param="tokens")
-        return msgspec.json.encode(_Detokenized("".join((*pieces, output.finish()))))
+        return msgspec.json.encode(Detokenized("".join((*pieces, output.finish()))))
 
 
 async def _listed(tokens: Sequence[int], shown: Callable[[int], int | str | None]) -> msgspec.Raw:
