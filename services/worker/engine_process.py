@@ -34,7 +34,8 @@ CPU_CAPACITY_BYTES = 512 << 20
 """Of KV on a CPU, where no setting says."""
 SWITCH_INTERVAL_S = 1e-4
 """After which a thread that copies gets the interpreter though the loop goes on: with a core at hand it began 0.22 ms
-after it was told to, and not when the loop was through, as with Python's 5 ms; a step beside copies took no longer."""
+after it was told to, and not when the loop was through, as with Python's 5 ms. A step beside copies without a pause
+both ways took 2 to 4 % longer for it on an H200, none on a CPU; 0.02 ms gained nothing more."""
 
 
 def main(arguments: list[str]) -> int:
