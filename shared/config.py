@@ -26,7 +26,8 @@ from msgspec.structs import FieldInfo, fields
 from shared.errors import ConfigError
 
 PREFIX = "HEADRACE_"
-_SECRETS = ("password", "token")
+SECRETS = ("password", "token")
+"""Names of fields that no flag sets."""
 
 # --- tables that several services have
 
@@ -148,20 +149,20 @@ def _choices(schema: type[Struct], settings: Mapping[str, Any]) -> str:
     """What may be said instead of words that are none of a setting's; msgspec names the setting alone."""
     said = ""
     for path, field in _leaves(schema):
-        words, value = _words(field.type), settings
+        choices, value = words(field.type), settings
         for name in path:
             value = value.get(name, {})
         given = value.values() if isinstance(value, Mapping) else (value,)
-        if words and any(isinstance(word, str) and word not in words for word in given):
-            said += f"; {'.'.join(path)} is one of {', '.join(words)}"
+        if choices and any(isinstance(word, str) and word not in choices for word in given):
+            said += f"; {'.'.join(path)} is one of {', '.join(choices)}"
     return said
 
 
-def _words(kind: Any) -> tuple[str, ...]:
+def words(kind: Any) -> tuple[str, ...]:
     """Of a Literal, or of several that are one type together."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    return tuple(word for part in get_args(kind) for word in _words(part))
+    return tuple(word for part in get_args(kind) for word in words(part))
 
 
 def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -172,7 +173,7 @@ def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Itera
         if name in known:
             path, field = known[name]
             yield path, _value(field, text)
-        elif name.endswith("_FILE") and name[:-5] in known and known[name[:-5]][0][-1] in _SECRETS:
+        elif name.endswith("_FILE") and name[:-5] in known and known[name[:-5]][0][-1] in SECRETS:
             try:
                 yield known[name[:-5]][0], Path(text).read_text(encoding="utf-8").strip()
             except OSError as wrong:
@@ -202,7 +203,7 @@ def _parse_flags(
             file = Path(text)
             continue
         path, field = known[name]
-        if path[-1] in _SECRETS:
+        if path[-1] in SECRETS:
             raise ConfigError(f"{name}: secrets come from the file or the environment, flags show in `ps`")
         given.append((path, _value(field, text)))
     return given, file

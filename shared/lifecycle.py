@@ -45,6 +45,7 @@ from shared.messaging import Bus, Events, Message
 from shared.metrics import counted, process_registry
 from shared.nats_bus import connect
 from shared.observe import Vitals
+from shared.usage import usage
 from shared.version import VERSION
 from shared.zmq_events import ZmqEvents
 
@@ -160,8 +161,12 @@ def run(
 ) -> NoReturn:
     """A service's whole process; ends it with a status. `flags` are those of the command line if not given."""
     instance = secrets.token_hex(8)
+    flags = sys.argv[1:] if flags is None else flags
+    if "--help" in flags:
+        print(usage(f"headrace-{service}", schema), end="")
+        sys.exit(0)
     try:
-        config = load(schema, flags=sys.argv[1:] if flags is None else flags)
+        config = load(schema, flags=flags)
         needed = process(config)
         if not subjects.is_id(needed.namespace):
             raise ConfigError(f"namespace: {needed.namespace!r} is not 1 to 64 letters, digits, - and _")

@@ -1,0 +1,68 @@
+"""shared/usage.py: `--help` has every setting of every service, and what its Struct says of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from msgspec import Struct, field
+
+from services.frontend.config import FrontendConfig
+from services.kvbm.config import KvbmConfig
+from services.router.config import RouterConfig
+from services.worker.config import WorkerConfig
+from shared.config import NatsConfig, load
+from shared.errors import ConfigError
+from shared.usage import usage
+
+
+class Small(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A mill."""
+
+    river: str
+    """Whose water
+    turns it."""
+    wheels: tuple[str, ...] = ("one", "two")
+    turns: bool = True
+    nats: NatsConfig = NatsConfig()
+    names: dict[str, str] = field(default_factory=dict)
+    """Of millers."""
+
+
+def test_a_setting_is_shown_with_its_default_and_its_comment() -> None:
+    lines = usage("mill", Small).splitlines()
+    assert lines[0].startswith("usage: mill ")
+    at = lines.index("A mill.")
+    assert lines[at : lines.index("[nats] How to reach NATS.")] == [
+        "A mill.",
+        "  --river  needed",
+        "      Whose water turns it.",
+        "  --wheels  one,two",
+        "  --turns  true",
+        "  [names]  a table of the file",
+        "      Of millers.",
+        "",
+    ]
+    assert "  --nats-url  nats://127.0.0.1:4222" in lines
+    assert any(line.startswith("  HEADRACE_NATS_PASSWORD ") for line in lines)
+
+
+@pytest.mark.parametrize("schema", [FrontendConfig, RouterConfig, WorkerConfig, KvbmConfig])
+def test_every_flag_that_is_shown_is_one_and_all_are(schema: type[Struct]) -> None:
+    shown = {line.split()[0] for line in usage("x", schema).splitlines() if line.startswith("  --")}
+    with pytest.raises(ConfigError) as unknown:
+        load(schema, flags=["--zzzzzzzzzz", "1"])
+    known = set(str(unknown.value).rpartition("known: ")[2].split(", "))
+    secrets = {flag for flag in known if flag.endswith(("-password", "-token"))}
+    tables = {"--models", "--tool-parser", "--reasoning-parser"}
+    assert shown == known - secrets - tables - {"--config"}
+
+
+@pytest.mark.parametrize("service", ["frontend", "router", "worker", "kvbm"])
+def test_a_service_that_is_asked_shows_them_and_ends_well(service: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", f"services.{service}", "--help"], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"usage: headrace-{service} ")
