@@ -70,13 +70,16 @@ class Admission:
         self._count(place, "tokenising_bytes", place.taken["body_bytes"])
         place.tokenising = True
 
-    def weigh(self, place: Place, tokens: int) -> None:
-        """It is tokenised: its prompt, and what may follow, are so many tokens. Raises Overloaded."""
+    def weigh(self, place: Place, tokens: int, choices: int = 1) -> None:
+        """It is tokenised: its prompts, and what may follow, are so many tokens; each of its choices is computed like a
+        request. Raises Overloaded."""
         assert place.tokenising
         place.tokenising = False
         self._count(place, "tokenising_bytes", -place.taken["tokenising_bytes"])
         self._check(place, "tokens", tokens)
         self._count(place, "tokens", tokens)
+        self._check(place, "requests", choices - 1)
+        self._count(place, "requests", choices - 1)
 
     def leave(self, place: Place) -> None:
         """It has ended, however far it came."""
@@ -119,7 +122,7 @@ class Admission:
             alone = bound != "requests" and sum(map(bool, shares)) == 1
             assert self.all[bound] <= self._limits[bound] or alone
         for place in self.places:
-            assert place.taken["requests"] == place.begun
+            assert place.taken["requests"] <= 1 or (place.begun and not place.tokenising)
             assert place.taken["tokenising_bytes"] == (place.taken["body_bytes"] if place.tokenising else 0)
             assert place.begun or not place.taken["tokens"]
             if place.account is not None:
@@ -168,6 +171,6 @@ class Place:
         """See `Admission.begin`."""
         self._admission.begin(self)
 
-    def weigh(self, tokens: int) -> None:
+    def weigh(self, tokens: int, choices: int = 1) -> None:
         """See `Admission.weigh`."""
-        self._admission.weigh(self, tokens)
+        self._admission.weigh(self, tokens, choices)

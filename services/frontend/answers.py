@@ -5,19 +5,24 @@ request, with only the text encoded in between: 0.07 µs instead of 0.36 for a S
 
     {"id":…,"choices":[{"index":0,"delta":{"content":   "text"   },"logprobs":null,"finish_reason":null}]}
 
+Where a request wants several choices, each has a Shape of its own; a chunk is of one choice.
+
 Where the text was taken apart, "reasoning_content" (DeepSeek's word) and "tool_calls" stand beside "content".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from services.frontend.output import Delta, Entry
 from services.frontend.tools.found import CallPiece
+
+SERVICE_TIER: Literal["default"] = "default"
+"""The only one there is."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -63,8 +68,17 @@ def usage_of(
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
+class Ended(Struct, frozen=True):
+    """A whole choice."""
+
+    index: int
+    delta: Delta
+    """All of it."""
+    finish: str
+
+
 class Shape(Protocol):
-    """Writes one request's answer; every result is one JSON object."""
+    """Writes a request's answer, in chunks that of one choice; every result is one JSON object."""
 
     def opening(self) -> bytes | None:
         """A chunk before the first text, where the operation has one."""
@@ -80,21 +94,31 @@ class Shape(Protocol):
         """The chunk after the closing one, without choices."""
         ...
 
-    def whole(self, delta: Delta, finish: str, usage: Usage) -> bytes:
-        """Everything at once."""
+    def nothing(self) -> bytes:
+        """A chunk without choices."""
+        ...
+
+    def whole(self, choices: Sequence[Ended], usage: Usage) -> bytes:
+        """All choices at once."""
         ...
 
 
 class _Frame:
-    """The bytes around a chunk's choices."""
+    """The bytes around a chunk's one choice."""
 
-    def __init__(self, request: str, kind: str, created: int, model: str, *, with_usage: bool) -> None:
-        head = _encode({"id": request, "object": kind, "created": created, "model": model})
+    def __init__(
+        self, request: str, kind: str, created: int, model: str, index: int, *, with_usage: bool, tier: bool = False
+    ) -> None:
+        named = {"id": request, "object": kind, "created": created, "model": model}
+        head = _encode(named | {"service_tier": SERVICE_TIER} if tier else named)
         self._head = head[:-1] + b',"choices":'
-        self.tail = b',"usage":null}' if with_usage else b"}"
+        self._tail = b',"usage":null}' if with_usage else b"}"
         """With `include_usage`, all chunks but the last have a null usage."""
-        self.choice = self._head + b'[{"index":0,'
-        self.close = b"}]" + self.tail
+        self.choice = self._head + b'[{"index":%d,' % index
+        self.close = b"}]" + self._tail
+
+    def nothing(self) -> bytes:
+        return self._head + b"[]" + self._tail
 
     def usage(self, usage: Usage) -> bytes:
         return self._head + b'[],"usage":' + _encode(usage) + b"}"
@@ -103,82 +127,83 @@ class _Frame:
 # --- chat
 
 
-class _Top(Struct, frozen=True):
+class TopLogprob(Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class _TokenLogprob(Struct, frozen=True):
+class TokenLogprobs(Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[_Top]
+    top_logprobs: list[TopLogprob]
 
 
-class _ChatLogprobs(Struct, frozen=True):
-    content: list[_TokenLogprob]
+class ChatLogprobs(Struct, frozen=True):
+    content: list[TokenLogprobs]
     refusal: None = None
 
 
-class _Function(Struct, frozen=True):
+class FunctionCall(Struct, frozen=True):
     name: str | UnsetType
     arguments: str
 
 
-class _Call(Struct, frozen=True):
+class ToolCall(Struct, frozen=True):
     """In a chunk only a call's first piece has its id, type and name."""
 
     index: int | UnsetType
     id: str | UnsetType
     type: str | UnsetType
-    function: _Function
+    function: FunctionCall
 
     @staticmethod
-    def chunk(piece: CallPiece) -> _Call:
+    def chunk(piece: CallPiece) -> ToolCall:
         if piece.name:
-            return _Call(piece.index, piece.id, "function", _Function(piece.name, piece.arguments))
-        return _Call(piece.index, UNSET, UNSET, _Function(UNSET, piece.arguments))
+            return ToolCall(piece.index, piece.id, "function", FunctionCall(piece.name, piece.arguments))
+        return ToolCall(piece.index, UNSET, UNSET, FunctionCall(UNSET, piece.arguments))
 
     @staticmethod
-    def whole(call: CallPiece) -> _Call:
-        return _Call(UNSET, call.id, "function", _Function(call.name, call.arguments))
+    def whole(call: CallPiece) -> ToolCall:
+        return ToolCall(UNSET, call.id, "function", FunctionCall(call.name, call.arguments))
 
 
-class _ChatDelta(Struct, frozen=True):
+class ChatDelta(Struct, frozen=True):
     content: str | UnsetType
     reasoning_content: str | UnsetType
-    tool_calls: list[_Call] | UnsetType
+    tool_calls: list[ToolCall] | UnsetType
 
     @staticmethod
-    def of(delta: Delta) -> _ChatDelta:
-        calls = [_Call.chunk(piece) for piece in delta.calls]
+    def of(delta: Delta) -> ChatDelta:
+        calls = [ToolCall.chunk(piece) for piece in delta.calls]
         content = UNSET if not delta.text and (delta.reasoning or calls) else delta.text
-        return _ChatDelta(content, delta.reasoning or UNSET, calls or UNSET)
+        return ChatDelta(content, delta.reasoning or UNSET, calls or UNSET)
 
 
-class _Message(Struct, frozen=True):
+class Message(Struct, frozen=True):
     content: str | None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[_Call] | UnsetType = UNSET
-    role: str = "assistant"
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    role: Literal["assistant"] = "assistant"
     refusal: None = None
 
 
-class _ChatChoice(Struct, frozen=True):
-    message: _Message
-    logprobs: _ChatLogprobs | None
+class ChatChoice(Struct, frozen=True):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
     finish_reason: str
-    index: int = 0
 
 
-class _Chat(Struct, frozen=True):
+class ChatAnswer(Struct, frozen=True):
     id: str
     created: int
     model: str
-    choices: list[_ChatChoice]
+    choices: list[ChatChoice]
     usage: Usage
-    object: str = "chat.completion"
+    object: Literal["chat.completion"] = "chat.completion"
+    service_tier: Literal["default"] | UnsetType = UNSET
 
 
 class ChatShape:
@@ -193,13 +218,18 @@ class ChatShape:
         with_logprobs: bool,
         with_usage: bool,
         parsed: bool = False,
+        tier: bool = False,
+        index: int = 0,
     ) -> None:
-        """`parsed`: there may be more than content; where there is none, it is null."""
+        """`parsed`: there may be more than content; where there is none, it is null. `tier`: the request named one.
+        `index`: the choice that its chunks are of."""
         self._identity = (f"chatcmpl-{request}", created, model)
+        self._tier: Literal["default"] | UnsetType = SERVICE_TIER if tier else UNSET
         self._with_logprobs = with_logprobs
         self._parsed = parsed
         self._plain = not (with_logprobs or parsed)
-        self._frame = _Frame(f"chatcmpl-{request}", "chat.completion.chunk", created, model, with_usage=with_usage)
+        named = (f"chatcmpl-{request}", "chat.completion.chunk", created, model)
+        self._frame = _Frame(*named, index, with_usage=with_usage, tier=tier)
         self._before_text = self._frame.choice + b'"delta":{"content":'
         self._after_text = b'},"logprobs":null,"finish_reason":null' + self._frame.close
 
@@ -214,8 +244,8 @@ class ChatShape:
     def chunk(self, delta: Delta) -> bytes:
         if self._plain or not (self._with_logprobs or delta.reasoning or delta.calls):
             return self._before_text + _encode(delta.text) + self._after_text
-        added = _encode(_ChatDelta.of(delta))
-        logprobs = _encode(_chat_logprobs(delta.entries)) if self._with_logprobs else b"null"
+        added = _encode(ChatDelta.of(delta))
+        logprobs = _encode(chat_logprobs(delta.entries)) if self._with_logprobs else b"null"
         middle = b'"delta":' + added + b',"logprobs":' + logprobs + b',"finish_reason":null'
         return self._frame.choice + middle + self._frame.close
 
@@ -225,22 +255,29 @@ class ChatShape:
     def usage(self, usage: Usage) -> bytes:
         return self._frame.usage(usage)
 
-    def whole(self, delta: Delta, finish: str, usage: Usage) -> bytes:
-        logprobs = _chat_logprobs(delta.entries) if self._with_logprobs else None
-        calls = [_Call.whole(call) for call in delta.calls]
+    def nothing(self) -> bytes:
+        return self._frame.nothing()
+
+    def whole(self, choices: Sequence[Ended], usage: Usage) -> bytes:
+        whole = [self._whole(one) for one in choices]
+        return _encode(ChatAnswer(*self._identity, whole, usage, service_tier=self._tier))
+
+    def _whole(self, one: Ended) -> ChatChoice:
+        delta = one.delta
+        logprobs = chat_logprobs(delta.entries) if self._with_logprobs else None
+        calls = [ToolCall.whole(call) for call in delta.calls]
         content = None if self._parsed and not delta.text else delta.text
-        message = _Message(content, delta.reasoning or UNSET, calls or UNSET)
-        return _encode(_Chat(*self._identity, [_ChatChoice(message, logprobs, finish)], usage))
+        return ChatChoice(one.index, Message(content, delta.reasoning or UNSET, calls or UNSET), logprobs, one.finish)
 
 
-def _chat_logprobs(entries: Sequence[Entry]) -> _ChatLogprobs:
-    return _ChatLogprobs(
+def chat_logprobs(entries: Sequence[Entry]) -> ChatLogprobs:
+    return ChatLogprobs(
         [
-            _TokenLogprob(
+            TokenLogprobs(
                 _text(entry.token),
                 entry.logprob,
                 list(entry.token),
-                [_Top(_text(top.token), top.logprob, list(top.token)) for top in entry.top],
+                [TopLogprob(_text(top.token), top.logprob, list(top.token)) for top in entry.top],
             )
             for entry in entries
         ]
@@ -250,36 +287,39 @@ def _chat_logprobs(entries: Sequence[Entry]) -> _ChatLogprobs:
 # --- completions
 
 
-class _TextLogprobs(Struct, frozen=True):
+class CompletionLogprobs(Struct, frozen=True):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class _TextChoice(Struct, frozen=True):
+class CompletionChoice(Struct, frozen=True):
+    index: int
     text: str
-    logprobs: _TextLogprobs | None
+    logprobs: CompletionLogprobs | None
     finish_reason: str
-    index: int = 0
 
 
-class _Completion(Struct, frozen=True):
+class CompletionAnswer(Struct, frozen=True):
     id: str
     created: int
     model: str
-    choices: list[_TextChoice]
+    choices: list[CompletionChoice]
     usage: Usage
-    object: str = "text_completion"
+    object: Literal["text_completion"] = "text_completion"
 
 
 class CompletionShape:
     """text_completion, whole and in chunks."""
 
-    def __init__(self, request: str, created: int, model: str, *, with_logprobs: bool, with_usage: bool) -> None:
+    def __init__(
+        self, request: str, created: int, model: str, *, with_logprobs: bool, with_usage: bool, index: int = 0
+    ) -> None:
+        """`index`: the choice that its chunks are of."""
         self._identity = (f"cmpl-{request}", created, model)
         self._with_logprobs = with_logprobs
-        self._frame = _Frame(f"cmpl-{request}", "text_completion", created, model, with_usage=with_usage)
+        self._frame = _Frame(f"cmpl-{request}", "text_completion", created, model, index, with_usage=with_usage)
         self._before_text = self._frame.choice + b'"text":'
         self._after_text = b',"logprobs":null,"finish_reason":null' + self._frame.close
 
@@ -300,13 +340,19 @@ class CompletionShape:
     def usage(self, usage: Usage) -> bytes:
         return self._frame.usage(usage)
 
-    def whole(self, delta: Delta, finish: str, usage: Usage) -> bytes:
-        logprobs = _text_logprobs(delta.entries) if self._with_logprobs else None
-        return _encode(_Completion(*self._identity, [_TextChoice(delta.text, logprobs, finish)], usage))
+    def nothing(self) -> bytes:
+        return self._frame.nothing()
+
+    def whole(self, choices: Sequence[Ended], usage: Usage) -> bytes:
+        return _encode(CompletionAnswer(*self._identity, [self._whole(one) for one in choices], usage))
+
+    def _whole(self, one: Ended) -> CompletionChoice:
+        logprobs = _text_logprobs(one.delta.entries) if self._with_logprobs else None
+        return CompletionChoice(one.index, one.delta.text, logprobs, one.finish)
 
 
-def _text_logprobs(entries: Sequence[Entry]) -> _TextLogprobs:
-    return _TextLogprobs(
+def _text_logprobs(entries: Sequence[Entry]) -> CompletionLogprobs:
+    return CompletionLogprobs(
         [_text(entry.token) for entry in entries],
         [entry.logprob for entry in entries],
         [_by_text(entry) for entry in entries],

@@ -16,6 +16,7 @@ import msgspec
 
 from services.frontend import openai
 from services.frontend.asking import Asking, Operation
+from services.frontend.completion_fields import decode_completion
 from services.frontend.generation import Generation
 from services.frontend.grammars import Grammars
 from services.frontend.metrics import Metrics
@@ -42,7 +43,7 @@ class Exchange:
         Unavailable and RequestTimeout."""
         match operation:
             case "chat" | "completions":
-                request = openai.decode_chat(body) if operation == "chat" else openai.decode_completion(body)
+                request = openai.decode_chat(body) if operation == "chat" else decode_completion(body)
                 generating = self._generation.answer(request, asking)
                 del body, request  # neither is needed while the answer streams
                 async with generating as reply:

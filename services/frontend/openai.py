@@ -1,11 +1,13 @@
-"""What clients may ask: OpenAI's request bodies, typed, with every field that is not built yet refused by name.
+"""What clients may ask of a chat, and of a completion alike: typed, with every field that is not built refused by name.
 
 A field is in one of four classes:
 
     built         does what OpenAI (or vLLM, for its own fields) documents
-    harmless      accepted and without effect, because it asks for nothing: user, metadata, …
+    harmless      accepted and without effect, because it asks for nothing of the answer: user, metadata, …
     not built     accepted only where its value asks for nothing (null, n: 1, an empty list); else refused by name
     unknown       refused by name; nothing is ever silently ignored
+
+What a completion has besides is in completion_fields.py.
 
 `developer` messages are rendered as `system`: the templates of open models do not know the newer word.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -33,19 +35,22 @@ from services.frontend.tools.formats import CallText
 from shared.errors import InvalidRequest
 from shared.messages import Sampling
 
+if TYPE_CHECKING:
+    from services.frontend.completion_fields import CompletionRequest
+
 BODY_LIMIT_BYTES = 4 << 20
 STOPS_LIMIT = 16
 STOP_LIMIT_CHARACTERS = 256
 TOP_LOGPROBS_LIMIT = 20
 LOGIT_BIAS_LIMIT = 300
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's, for /v1/completions."""
+CHOICES_LIMIT = 128
+"""OpenAI's, for `n`."""
 
 _INT32_MAX = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
 
-Unset = object
-"""The type of a field whose value is only looked at to refuse it."""
+Unset = Annotated[object, Meta(extra_json_schema={"not": {}})]
+"""The type of a field whose value is only looked at to refuse it; it is not in the OpenAPI document."""
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -58,11 +63,17 @@ Seed = Annotated[int, Meta(ge=-_INT64_MAX - 1, le=_INT64_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=_INT32_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LIMIT_CHARACTERS)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_LIMIT)]
+Choices = Annotated[int, Meta(ge=1, le=CHOICES_LIMIT)]
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_LIMIT)]
 Label = Annotated[str, Meta(max_length=512)]
+TokenKey = Annotated[str, Meta(max_length=512, extra_json_schema={"pattern": "^(0|[1-9][0-9]{0,9})$"})]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 TemplateWords = Annotated[dict[Label, bool | int | float | Label | None], Meta(max_length=16)]
-LogitBias = Annotated[dict[Label, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_LIMIT)]
+LogitBias = Annotated[dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_LIMIT)]
 SomeSeconds = Annotated[float, Meta(gt=0)]
 
 
@@ -103,8 +114,8 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     function_call: Unset = None
 
 
-class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both bodies (inherited by msgspec into one flat object; no code is shared through it)."""
+class Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of chats and completions (inherited by msgspec into one flat object; no code is shared through it)."""
 
     model: str | None = None
     """None: the only one that is served."""
@@ -133,13 +144,13 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # our own
     deadline_s: SomeSeconds | None = None
     """How long the request may take; the server has a limit."""
+    n: Choices | None = None
+    """How many answers."""
     # harmless
-    user: str | None = None
-    # not built
-    n: Unset = None
+    user: Label | None = None
 
 
-class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -154,12 +165,13 @@ class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True
     """False: the answer ends with its first call."""
     chat_template_kwargs: TemplateWords | None = None
     """vLLM's: names that the chat template reads, as `enable_thinking`."""
+    service_tier: ServiceTier | None = None
+    """There is one, whichever is asked for; the answer says that it was the default."""
     # harmless
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
+    metadata: Metadata | None = None
+    safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
     # not built
     store: Unset = None
-    service_tier: Unset = None
     audio: Unset = None
     function_call: Unset = None
     functions: Unset = None
@@ -173,22 +185,8 @@ class ChatRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True
     web_search_options: Unset = None
 
 
-class CompletionRequest(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions."""
-
-    prompt: str | list[TokenId | str | list[TokenId]]
-    """A text, or token ids; or a list of exactly one such prompt."""
-    logprobs: TopLogprobs | None = None
-    # not built
-    best_of: Unset = None
-    echo: Unset = None
-    suffix: Unset = None
-
-
 _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
     "store": (False,),
-    "service_tier": ("auto", "default"),
     "audio": (),
     "function_call": (),
     "functions": ([],),
@@ -200,9 +198,6 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "thinking_token_budget": (),  # vLLM's; the engine would have to force the end of thinking
     "verbosity": (),
     "web_search_options": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
 }
 """Field → the values, beside null, that ask for nothing."""
 
@@ -210,9 +205,8 @@ _NOT_YET = "unsupported_parameter"
 _NOT_BUILT_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call")
 
 _CHAT = msgspec.json.Decoder(ChatRequest)
-_COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-_PATH = re.compile(r"^(?P<message>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(?P<field>[^`]*)`")
 
 
@@ -246,7 +240,13 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
 def decode_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest, naming the field."""
     request = decode_body(_CHAT, body)
-    _check_common(request)
+    check_chat(request)
+    return request
+
+
+def check_chat(request: ChatRequest) -> None:
+    """What its types do not say. Raises InvalidRequest, naming the field."""
+    check_common(request)
     for at, message in enumerate(request.messages):
         check_message(message, f"messages[{at}]")
     forced = request.tool_choice not in (None, "none", "auto")
@@ -254,7 +254,6 @@ def decode_chat(body: bytes) -> ChatRequest:
     _check_held(request, forced=forced)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    return request
 
 
 def check_message(message: ChatMessage, where: str) -> None:
@@ -303,31 +302,6 @@ def held(request: ChatRequest | CompletionRequest, written: CallText | None) -> 
         wrong = f"ignore_eos: {found[0].param} says where the answer ends"
         raise InvalidRequest(wrong, param="ignore_eos")
     return found[0] if found else None
-
-
-def decode_completion(body: bytes) -> CompletionRequest:
-    """Raises InvalidRequest, naming the field."""
-    request = decode_body(_COMPLETION, body)
-    _check_common(request)
-    prompt_of(request)
-    return request
-
-
-def prompt_of(request: CompletionRequest) -> str | list[int]:
-    """The one prompt. Raises InvalidRequest."""
-    given = request.prompt
-    if isinstance(given, str):
-        return given
-    tokens = [one for one in given if isinstance(one, int)]
-    if len(tokens) == len(given):
-        return tokens
-    if len(given) > 1:
-        raise InvalidRequest(
-            "several prompts in one request are not supported yet", param="prompt", code="unsupported_value"
-        )
-    [only] = given
-    assert not isinstance(only, int), "else it would be a token id"
-    return only
 
 
 def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -381,9 +355,9 @@ def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, s
 
 def logprobs(request: ChatRequest | CompletionRequest) -> int:
     """As in `Sampling.logprobs`."""
-    if isinstance(request, CompletionRequest):
-        return -1 if request.logprobs is None else request.logprobs
-    return (request.top_logprobs or 0) if request.logprobs else -1
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else -1
+    return -1 if request.logprobs is None else request.logprobs
 
 
 def sampling(request: ChatRequest | CompletionRequest, max_tokens: int, drawn_seed: int, grammar: str = "") -> Sampling:
@@ -413,7 +387,8 @@ def _or(given: N | None, default: N) -> N:
     return default if given is None else given
 
 
-def _check_common(request: ChatRequest | CompletionRequest) -> None:
+def check_common(request: ChatRequest | CompletionRequest) -> None:
+    """Raises InvalidRequest."""
     for field, harmless in _NOT_BUILT.items():
         value = getattr(request, field, None)
         # `1 == True` in Python: a flag is not a count.

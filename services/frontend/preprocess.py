@@ -103,9 +103,9 @@ async def encode_chat(model: Model, rendered: str, pool: Executor) -> bytes:
     return await encode(model, rendered, pool, special=False, param="messages")
 
 
-async def encode_text(model: Model, text: str, pool: Executor) -> bytes:
+async def encode_text(model: Model, text: str, pool: Executor, *, param: str = "prompt") -> bytes:
     """Packed, with the special tokens that the tokenizer puts around a text (Llama: `<s>`). Raises InvalidRequest."""
-    return await encode(model, text, pool, special=True, param="prompt")
+    return await encode(model, text, pool, special=True, param=param)
 
 
 async def encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:

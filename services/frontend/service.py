@@ -43,7 +43,7 @@ from services.frontend.sessions import (
     Tell,
     Withdraw,
 )
-from services.frontend.stream import Job, Stream
+from services.frontend.stream import Job, Reader, Stream
 from services.frontend.tries import Tries
 from services.frontend.watch import Watch
 from services.frontend.withdrawals import Withdrawals
@@ -132,13 +132,15 @@ class Frontend:
             one.stream.end(Fail(Unavailable("this frontend has ended before the answer was complete")))
 
     @asynccontextmanager
-    async def open(self, job: Job, output: Output | ParsedOutput, deadline: float) -> AsyncIterator[Stream]:
-        """Compute a request until `deadline`, on the loop's clock; leaving before its end cancels it. Raises
-        Unavailable once this process gives up what runs."""
+    async def open(
+        self, job: Job, output: Output | ParsedOutput, deadline: float, reader: Reader | None = None
+    ) -> AsyncIterator[Stream]:
+        """Compute a request until `deadline`, on the loop's clock; leaving before its end cancels it. `reader`: of its
+        stream and others. Raises Unavailable once this process gives up what runs."""
         if self._abandoned:
             raise Unavailable("this frontend is about to end")
         tries = Tries(self.limits.attempts, self.limits.rescue_s)
-        stream = Stream(job, Session(job.request, job.sampling.max_tokens, tries), output)
+        stream = Stream(job, Session(job.request, job.sampling.max_tokens, tries), output, reader)
         loop = asyncio.get_running_loop()
         one = Running(stream, loop.time(), deadline)
         one.timer = loop.call_at(one.deadline, self._feed, one, Expired())

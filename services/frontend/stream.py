@@ -4,7 +4,8 @@
                     └─▶ `send`, where the reader gave one and waits for more, and it takes them
 
 What a slow client leaves waiting is handed over as one delta. It is bounded by the request's own max_tokens. `send`
-spares the reader's task its turn: it wakes for the first delta, for what was not taken, and for the end.
+spares the reader's task its turn: it wakes for the first delta, for what was not taken, and for the end. The streams
+of one request, where it wants several choices, have one Reader.
 """
 
 from __future__ import annotations
@@ -39,24 +40,51 @@ class Job(Struct, frozen=True):
     """Requests of one non-empty session prefer one worker."""
 
 
+class Reader:
+    """Whoever reads the streams of a request: it waits until one of them calls."""
+
+    def __init__(self) -> None:
+        self.idle = False
+        """Whether it has all there was, and waits; only then nothing can overtake what it holds."""
+        self._called: dict[Stream, None] = {}
+        self._wake = asyncio.Event()
+
+    def call(self, stream: Stream) -> None:
+        """The stream has something for it."""
+        self.idle = False
+        self._called[stream] = None
+        self._wake.set()
+
+    async def called(self) -> list[Stream]:
+        """Those that have called since it asked last, at least one. It must have read all there was."""
+        while not self._called:
+            self._wake.clear()
+            self.idle = True
+            await self._wake.wait()
+        called = list(self._called)
+        self._called.clear()
+        return called
+
+
 class Stream:
     """The reader's end, and the service's."""
 
-    def __init__(self, job: Job, session: Session, output: Output | ParsedOutput) -> None:
+    def __init__(self, job: Job, session: Session, output: Output | ParsedOutput, reader: Reader | None = None) -> None:
+        """`reader`: of this stream and others."""
         self.job = job
         self.session = session
         self.finish = ""
         """Why the output ended, once it did with an answer."""
+        self.ended = False
+        self.leads = False
+        """Its reader waits for its first token, which may bring no text."""
         self._output = output
+        self._reader = Reader() if reader is None else reader
         self._waiting: list[Delta] = []
         self._encode: Callable[[Delta], bytes] | None = None
         self._send: Callable[[bytes], bool] | None = None
-        self._idle = False
-        """Whether the reader has all there was, and waits; only then nothing can overtake what it holds."""
         self._error: HeadraceError | None = None
-        self._ended = False
         self._stopped = False
-        self._wake = asyncio.Event()
 
     # --- the service's end
 
@@ -76,21 +104,20 @@ class Stream:
             self.finish = "stop" if self._stopped else last.reason
         if self.finish == "stop" and self._output.calls:
             self.finish = "tool_calls"
-        self._ended = True
-        self._call()
+        self.ended = True
+        self._reader.call(self)
 
     def _add(self, delta: Delta) -> None:
         self._stopped = delta.stopped
         if not (delta.text or delta.entries or delta.calls or delta.reasoning):
+            if self.leads:
+                self._reader.call(self)
             return
-        if self._idle and self._send is not None and self._encode is not None and self._send(self._encode(delta)):
+        idle = self._reader.idle
+        if idle and self._send is not None and self._encode is not None and self._send(self._encode(delta)):
             return
         self._waiting.append(delta)
-        self._call()
-
-    def _call(self) -> None:
-        self._idle = False
-        self._wake.set()
+        self._reader.call(self)
 
     # --- the reader's end
 
@@ -101,17 +128,30 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Raises the error that ended the request, after what came before it."""
         while True:
-            if self._waiting:
-                waiting, self._waiting = self._waiting, []
-                yield waiting[0] if len(waiting) == 1 else join(waiting)
-            elif self._ended:
-                if self._error is not None:
-                    raise self._error
+            if (delta := self.taken()) is not None:
+                yield delta
+            elif self.ended:
+                self.check()
                 return
             else:
-                self._wake.clear()
-                self._idle = True
-                await self._wake.wait()
+                await self._reader.called()
+
+    def taken(self) -> Delta | None:
+        """What waited, taken away; None: nothing did."""
+        if not self._waiting:
+            return None
+        waiting, self._waiting = self._waiting, []
+        return waiting[0] if len(waiting) == 1 else join(waiting)
+
+    def check(self) -> None:
+        """Raises the error that ended the request."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def begun(self) -> bool:
+        """Whether its prompt is computed: it has had a token, or an end with none."""
+        return bool(self.session.tokens) or (self.ended and self._error is None)
 
     @property
     def failed(self) -> bool:

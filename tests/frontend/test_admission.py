@@ -92,6 +92,21 @@ def test_tokens_in_flight_are_bounded_and_a_request_alone_is_never_too_many() ->
     assert refused == {"tokens": 1}
 
 
+def test_each_choice_takes_the_place_of_a_request() -> None:
+    refused: Counter[str] = Counter()
+    busy = admission(refused, LimitsConfig(requests=5))
+    several, another = begun(busy), begun(busy)
+    with pytest.raises(Overloaded, match="2 requests are running already"):
+        several.weigh(10, 5)
+    another.weigh(10, 4)
+    busy.validate()
+    with pytest.raises(Overloaded):
+        busy.enter()
+    busy.leave(another)
+    busy.enter()
+    assert refused == {"requests": 2}
+
+
 def test_once_closed_nobody_enters_and_who_is_there_goes_on() -> None:
     ending = admission()
     there = ending.enter()
@@ -172,11 +187,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         those = [one for one in self.admission.places if (one.begun, one.tokenising) == (begun, tokenising)]
         return those[at % len(those)] if those else None
 
-    def refusable(self, place: Place | None, step: str, size: int = 0) -> None:
+    def refusable(self, place: Place | None, step: str, *sizes: int) -> None:
         if place is None:
             return
         try:
-            place.begin() if step == "begin" else getattr(place, step)(size)
+            getattr(place, step)(*sizes)
         except Overloaded:
             self.admission.leave(place)
 
@@ -198,9 +213,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     def begin(self, at: int) -> None:
         self.refusable(self.some(at, begun=False), "begin")
 
-    @rule(at=st.integers(0, 7), tokens=st.integers(1, 1500))
-    def weigh(self, at: int, tokens: int) -> None:
-        self.refusable(self.some(at, begun=True, tokenising=True), "weigh", tokens)
+    @rule(at=st.integers(0, 7), tokens=st.integers(1, 1500), choices=st.integers(1, 4))
+    def weigh(self, at: int, tokens: int, choices: int) -> None:
+        self.refusable(self.some(at, begun=True, tokenising=True), "weigh", tokens, choices)
 
     @rule(at=st.integers(0, 7))
     def leave(self, at: int) -> None:

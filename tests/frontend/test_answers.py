@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.answers import CachedTokensByTier, ChatShape, usage_of
+from services.frontend.answers import CachedTokensByTier, ChatShape, CompletionShape, Ended, usage_of
 from services.frontend.output import Delta, Entry
 from services.frontend.tools.found import CallPiece
 
@@ -29,8 +30,9 @@ def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
     assert usage.total_tokens == 13
 
 
-def shape(*, parsed: bool, with_logprobs: bool = False) -> ChatShape:
-    return ChatShape("r", 7, "m", with_logprobs=with_logprobs, with_usage=False, parsed=parsed)
+def shape(*, parsed: bool, with_logprobs: bool = False, tier: bool = False, index: int = 0) -> ChatShape:
+    told = partial(ChatShape, "r", 7, "m", with_logprobs=with_logprobs, with_usage=False)
+    return told(parsed=parsed, tier=tier, index=index)
 
 
 def choice(payload: bytes) -> Any:
@@ -72,11 +74,30 @@ def test_log_probabilities_stand_beside_whatever_came() -> None:
 
 def test_a_whole_message_has_calls_and_thinking_only_where_there_are_some() -> None:
     usage = usage_of(1, 1, 0)
-    message = choice(shape(parsed=True).whole(BOTH, "tool_calls", usage))["message"]
+    message = choice(shape(parsed=True).whole([Ended(0, BOTH, "tool_calls")], usage))["message"]
     assert (message["content"], message["reasoning_content"]) == ("so", "hm")
     first = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": "{"}}
     assert message["tool_calls"][0] == first
     plain = {"content": "so", "role": "assistant", "refusal": None}
     for parsed in (False, True):
-        assert choice(shape(parsed=parsed).whole(Delta("so"), "stop", usage))["message"] == plain
-    assert choice(shape(parsed=True).whole(Delta(""), "stop", usage))["message"]["content"] is None
+        assert choice(shape(parsed=parsed).whole([Ended(0, Delta("so"), "stop")], usage))["message"] == plain
+    assert choice(shape(parsed=True).whole([Ended(0, Delta(""), "stop")], usage))["message"]["content"] is None
+
+
+def test_a_chunk_is_of_one_choice_and_an_answer_of_all() -> None:
+    told = shape(parsed=True, tier=True, index=2)
+    for payload in (told.opening(), told.chunk(Delta("so")), told.chunk(BOTH), told.closing("stop")):
+        assert choice(payload)["index"] == 2
+        assert json.loads(payload)["service_tier"] == "default"
+    assert json.loads(told.nothing())["choices"] == []
+    whole = json.loads(told.whole([Ended(0, Delta("a"), "stop"), Ended(1, BOTH, "tool_calls")], usage_of(1, 1, 0)))
+    told_of = [(one["index"], one["message"]["content"], one["finish_reason"]) for one in whole["choices"]]
+    assert told_of == [(0, "a", "stop"), (1, "so", "tool_calls")]
+    assert whole["service_tier"] == "default"
+    assert "service_tier" not in json.loads(shape(parsed=False).chunk(Delta("so")))
+
+
+def test_a_completions_chunk_is_of_one_choice_too() -> None:
+    told = CompletionShape("r", 7, "m", with_logprobs=False, with_usage=True, index=3)
+    assert [choice(payload)["index"] for payload in (told.chunk(Delta("so")), told.closing("stop"))] == [3, 3]
+    assert json.loads(told.nothing())["usage"] is None

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from services.frontend.completion_fields import decode_completion
 from services.frontend.config import LimitsConfig
 from services.frontend.deadline import FIELD, HEADER, allowed_s
 from services.frontend.nats_api import STATUS_HEADER
-from services.frontend.openai import decode_chat, decode_completion
+from services.frontend.openai import decode_chat
 from shared import subjects
 from shared.errors import InvalidRequest
 from shared.memory_bus import MemoryBus

@@ -18,10 +18,6 @@ def chat(**fields: Any) -> openai.ChatRequest:
     return openai.decode_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
 
 
-def completion(**fields: Any) -> openai.CompletionRequest:
-    return openai.decode_completion(json.dumps({"prompt": "x", **fields}).encode())
-
-
 def test_defaults_are_openais() -> None:
     assert openai.sampling(chat(), 5, 77) == Sampling(5, seed=77)
     assert openai.token_limit(chat()) == (None, "max_tokens")
@@ -29,29 +25,30 @@ def test_defaults_are_openais() -> None:
 
 def test_every_not_built_field_is_a_field_and_its_harmless_values_pass() -> None:
     for field, harmless in openai._NOT_BUILT.items():
-        kinds = [kind for kind in (openai.ChatRequest, openai.CompletionRequest) if field in kind.__struct_fields__]
-        assert kinds, field
-        for kind in kinds:
-            ask = chat if kind is openai.ChatRequest else completion
-            for value in (None, *harmless):
-                ask(**{field: value})
-            with pytest.raises(InvalidRequest) as refusal:
-                ask(**{field: {"another": "value"}})
-            assert refusal.value.param == field
+        for value in (None, *harmless):
+            chat(**{field: value})
+        with pytest.raises(InvalidRequest) as refusal:
+            chat(**{field: {"another": "value"}})
+        assert refusal.value.param == field
 
 
 def test_every_field_is_read_or_refused() -> None:
     """A field that is neither would be silently ignored."""
     harmless = {"user", "metadata", "safety_identifier"}
     read = {
-        *("model", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "logprobs"),
-        *("top_logprobs", "prompt_cache_key", "cache_salt", "messages", "prompt", "temperature", "top_p", "top_k"),
+        *("model", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "logprobs", "n"),
+        *("top_logprobs", "prompt_cache_key", "cache_salt", "messages", "temperature", "top_p", "top_k"),
         *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
         *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls", "chat_template_kwargs"),
-        *("tool_choice", "response_format", "structured_outputs", "logit_bias"),
+        *("tool_choice", "response_format", "structured_outputs", "logit_bias", "service_tier"),
     }
-    fields = {*openai.ChatRequest.__struct_fields__, *openai.CompletionRequest.__struct_fields__}
-    assert fields == read | harmless | openai._NOT_BUILT.keys()
+    assert {*openai.ChatRequest.__struct_fields__} == read | harmless | openai._NOT_BUILT.keys()
+
+
+def test_harmless_fields_are_bounded_as_openais_are() -> None:
+    pairs = {f"{at:064}": "x" * 512 for at in range(16)}
+    assert chat(metadata=pairs, safety_identifier="x" * 64, user="x" * 512).metadata == pairs
+    assert [chat(service_tier=tier).service_tier for tier in ("auto", "priority", None)] == ["auto", "priority", None]
 
 
 def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
@@ -60,7 +57,7 @@ def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
 
 def test_a_bias_is_of_a_token_id() -> None:
     assert openai.sampling(chat(logit_bias={"5": -100, "0": 0.5}), 1, 0).logit_bias == ((5, -100.0), (0, 0.5))
-    assert openai.sampling(completion(logit_bias={}), 1, 0).logit_bias == ()
+    assert openai.sampling(chat(logit_bias={}), 1, 0).logit_bias == ()
 
 
 def test_seeds_are_64_bits_and_zero_is_one() -> None:
@@ -74,10 +71,9 @@ def test_a_stop_is_one_string_or_several() -> None:
     assert openai.stops(chat(stop=[])) == openai.stops(chat()) == ()
 
 
-def test_logprobs_of_both_operations_become_one_number() -> None:
+def test_logprobs_become_one_number() -> None:
     assert [openai.logprobs(chat(logprobs=flag)) for flag in (None, False, True)] == [-1, -1, 0]
     assert openai.logprobs(chat(logprobs=True, top_logprobs=4)) == 4
-    assert [openai.logprobs(completion(logprobs=count)) for count in (None, 0, 5)] == [-1, 0, 5]
 
 
 def test_text_parts_are_joined_and_names_are_kept() -> None:
@@ -130,17 +126,10 @@ def test_tools_are_rendered_as_they_were_given_and_not_at_all_with_tool_choice_n
     assert openai.offered(chat(tools=[full], tool_choice="none")) == openai.offered(chat()) == []
 
 
-def test_one_prompt_in_a_list_is_that_prompt() -> None:
-    assert openai.prompt_of(completion(prompt=["x"])) == "x"
-    assert openai.prompt_of(completion(prompt=[[1, 2]])) == [1, 2]
-    assert openai.prompt_of(completion(prompt=[1, 2])) == [1, 2]
-
-
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 def test_no_bytes_raise_anything_but_an_invalid_request(body: bytes) -> None:
-    for decode in (openai.decode_chat, openai.decode_completion):
-        with pytest.raises(InvalidRequest):
-            decode(body)
+    with pytest.raises(InvalidRequest):
+        openai.decode_chat(body)
 
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=5)

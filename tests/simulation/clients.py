@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
+import msgspec
+
 from services.frontend.answers import Usage
+from services.frontend.choices import Planned
+from services.frontend.choices import ask as ask_for
 from services.frontend.detokenize import TokenBytes
 from services.frontend.output import Output
 from services.frontend.service import Frontend
-from services.frontend.stream import Job
+from services.frontend.stream import Job, Reader, Stream
 from services.worker.engine import Work
 from shared.errors import HeadraceError, InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
@@ -21,8 +27,18 @@ from tests.simulation.process import MODEL, facts_of, model_of
 _LETTERS = [b"" if token == EOS else letter(token).encode() for token in range(VOCABULARY)]
 TOKENS = TokenBytes(_LETTERS, _LETTERS, strip_first_space=False)
 
-End = Literal["stop", "length", "failed", "left", "reset"]
+End = Literal["answered", "failed", "left", "reset"]
 """The answer's own end; an error; the client went; its frontend died."""
+
+
+@dataclass
+class Choice:
+    """What one client saw of one choice."""
+
+    text: str = ""
+    entries: int = 0
+    """Log-probabilities."""
+    finish: str = ""
 
 
 @dataclass
@@ -33,9 +49,7 @@ class Answer:
     frontend: str
     """Whom it asked."""
     deadline_s: float
-    text: str = ""
-    entries: int = 0
-    """Log-probabilities."""
+    choices: list[Choice] = field(default_factory=list)
     end: End | None = None
     ended_s: float = 0.0
     error: HeadraceError | None = None
@@ -52,13 +66,13 @@ class Expected:
     completion_tokens: int
 
 
-def expected(request: Request) -> Expected:
+def expected(request: Request, prompt: tuple[int, ...]) -> Expected:
     """Asks the model itself, one token after another."""
     model = model_of(facts_of(1))
-    history = list(request.tokens)
+    history = list(prompt)
     limit = min(request.sampling.max_tokens, CONTEXT_LENGTH - len(history))
     end: Literal["stop", "length"] = "length"
-    while len(history) - len(request.tokens) < limit:
+    while len(history) - len(prompt) < limit:
         work = Work(
             sequence=0,
             history=history,
@@ -66,7 +80,7 @@ def expected(request: Request) -> Expected:
             end=len(history),
             blocks=(),
             sampling=request.sampling,
-            prompt_tokens=len(request.tokens),
+            prompt_tokens=len(prompt),
         )
         (drawn,) = model.draw([work])
         assert drawn is not None
@@ -74,7 +88,7 @@ def expected(request: Request) -> Expected:
         if drawn.token == EOS and not request.sampling.ignore_eos:
             end = "stop"
             break
-    produced = history[len(request.tokens) :]
+    produced = history[len(prompt) :]
     shown = produced[:-1] if end == "stop" else produced
     text = "".join(map(letter, shown))
     cut = min((text.index(stop) for stop in request.stops if stop in text), default=None)
@@ -83,18 +97,31 @@ def expected(request: Request) -> Expected:
     return Expected(text, len(shown), end, len(produced))
 
 
-def job_of(request: Request, name: str) -> Job:
-    """As the frontend makes it of a body."""
-    packed = pack_tokens(request.tokens)
+def jobs_of(request: Request) -> list[list[Job]]:
+    """For each prompt those of its choices, as the frontend makes them of a body."""
+    prompts = (request.tokens, *request.others)
+    if len(prompts) * request.choices == 1:
+        return [[_job(request, request.name, request.tokens, 0)]]
+    return [
+        [
+            _job(request, f"{request.name}/{at * request.choices + draw}", tokens, draw)
+            for draw in range(request.choices)
+        ]
+        for at, tokens in enumerate(prompts)
+    ]
+
+
+def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int) -> Job:
+    packed = pack_tokens(tokens)
     return Job(
         request=name,
         model=MODEL,
         prompt=packed,
-        prompt_tokens=len(request.tokens),
+        prompt_tokens=len(tokens),
         hashes=pack_hashes(sequence_hashes(packed, BLOCK_SIZE, seed_of("", request.salt))),
-        sampling=request.sampling,
+        sampling=msgspec.structs.replace(request.sampling, seed=draw),
         salt=request.salt,
-        session="",
+        session=request.name if request.choices > 1 else "",
     )
 
 
@@ -114,35 +141,54 @@ async def ask(frontend: Frontend, answer: Answer, tell: Callable[[str], None]) -
     tell(f"{request.name} ends: {answer.end} {answer.error or ''}")
 
 
-async def _read(frontend: Frontend, answer: Answer) -> Literal["stop", "length"]:
+async def _read(frontend: Frontend, answer: Answer) -> Literal["answered"]:
     request = answer.request
-    output = Output(TOKENS, request.stops)
+    prompts = [[Planned(job, Output(TOKENS, request.stops)) for job in jobs] for jobs in jobs_of(request)]
+    answer.choices = [Choice() for planned in prompts for _ in planned]
+    opening = partial(_open, frontend, answer.deadline_s)
     with frontend.admitted(4 * len(request.tokens)):
-        async with frontend.open(job_of(request, request.name), output, answer.deadline_s) as stream:
-            async for delta in stream:
-                answer.text += delta.text
-                answer.entries += len(delta.entries)
-            answer.usage = stream.usage
-            assert stream.finish in ("stop", "length")
-            return "stop" if stream.finish == "stop" else "length"
+        async with ask_for(opening, prompts) as choices:
+            async for index, delta in choices:
+                choices.validate()
+                seen = answer.choices[index]
+                if delta is None:
+                    seen.finish = choices.streams[index].finish
+                else:
+                    seen.text += delta.text
+                    seen.entries += len(delta.entries)
+            answer.usage = choices.usage
+            return "answered"
+
+
+def _open(frontend: Frontend, deadline_s: float, one: Planned, reader: Reader) -> AbstractAsyncContextManager[Stream]:
+    return frontend.open(one.job, one.output, deadline_s, reader)
 
 
 def judge(answer: Answer) -> str:
     """What is wrong with an answer; empty: nothing."""
-    request, due = answer.request, expected(answer.request)
+    request = answer.request
+    prompts = (request.tokens, *request.others)
+    due = [one for tokens in prompts for one in [expected(request, tokens)] * request.choices]
     if answer.end is None:
         return f"{request.name} has no end"
     if isinstance(answer.error, InvalidRequest):
         return f"{request.name} was called invalid: {answer.error}"
-    if not due.text.startswith(answer.text):
-        return f"{request.name} got {answer.text!r} instead of {due.text!r}"
-    if answer.end not in ("stop", "length"):
+    for seen, one in zip(answer.choices, due, strict=answer.end == "answered"):
+        if wrong := _judge(answer, seen, one):
+            return f"{request.name} {wrong}"
+    usage, counted = answer.usage, (sum(map(len, prompts)), sum(one.completion_tokens for one in due))
+    if answer.end == "answered" and (usage is None or (usage.prompt_tokens, usage.completion_tokens) != counted):
+        return f"{request.name} counted {usage}, {counted} were due"
+    return ""
+
+
+def _judge(answer: Answer, seen: Choice, due: Expected) -> str:
+    if not due.text.startswith(seen.text):
+        return f"got {seen.text!r} instead of {due.text!r}"
+    if answer.end != "answered":
         return ""
-    if (answer.text, answer.end) != (due.text, due.end):
-        return f"{request.name} ended by {answer.end} with {answer.text!r}; by {due.end} with {due.text!r} was due"
-    usage = answer.usage
-    if usage is None or (usage.prompt_tokens, usage.completion_tokens) != (len(request.tokens), due.completion_tokens):
-        return f"{request.name} counted {usage}, {due.completion_tokens} were due"
-    if request.sampling.logprobs >= 0 and answer.entries != due.entries:
-        return f"{request.name} got {answer.entries} log-probabilities, {due.entries} were due"
+    if (seen.text, seen.finish) != (due.text, due.end):
+        return f"ended by {seen.finish} with {seen.text!r}; by {due.end} with {due.text!r} was due"
+    if answer.request.sampling.logprobs >= 0 and seen.entries != due.entries:
+        return f"got {seen.entries} log-probabilities, {due.entries} were due"
     return ""

@@ -114,6 +114,10 @@ class Request(Struct, frozen=True):
     deadline_s: float
     patience_s: float
     """After that the client leaves."""
+    others: tuple[tuple[int, ...], ...] = ()
+    """Further prompts."""
+    choices: int = 1
+    """Of each prompt."""
 
 
 class Plan(Struct, frozen=True):
@@ -213,11 +217,17 @@ def _requests(draw: Random, from_s: float, until_s: float) -> tuple[Request, ...
 def request(draw: Random, name: str, at_s: float, prefixes: list[tuple[int, ...]]) -> Request:
     """One that begins as one of `prefixes` does."""
     shared = draw.choice(prefixes)[: draw.choice((0, 8, 15, SHARED_TOKENS))]
+    frontend = draw.randrange(1 << 16)
+    tokens = shared + _tokens(draw, draw.randint(1, 30))
+    apart = Random(f"choices {name} {tokens}")  # so that the rest of a seed's world is what it was without them
+    others = tuple(shared + _tokens(apart, apart.randint(1, 30)) for _ in range(apart.choice((0, 0, 0, 1, 2))))
     return Request(
         name=name,
         at_s=at_s,
-        frontend=draw.randrange(1 << 16),
-        tokens=shared + _tokens(draw, draw.randint(1, 30)),
+        frontend=frontend,
+        tokens=tokens,
+        others=others,
+        choices=apart.choice((1, 1, 1, 2, 4)),
         sampling=Sampling(
             max_tokens=draw.choice((1, 3, 12, 30)),
             ignore_eos=draw.random() < 0.5,

@@ -253,7 +253,9 @@ class World:
                 f"{process.instance} still computes {answer.request.name}, whose client went {FREED_S} s ago"
                 for process in self._alive("worker")
                 if process.worker is not None
-                and any(request == answer.request.name for request, _ in process.worker._attempts.names)
+                and any(
+                    request.partition("/")[0] == answer.request.name for request, _ in process.worker._attempts.names
+                )
             ]
 
     async def _ask_again(self) -> None:
@@ -265,7 +267,7 @@ class World:
             one = msgspec.structs.replace(one, deadline_s=8.0, patience_s=30.0)
             answer = self._ask(process, one)
             await asyncio.wait([self._asking[name]], timeout=one.deadline_s + LATE_S)
-            if answer.end not in ("stop", "length"):
+            if answer.end != "answered":
                 self.wrong.append(f"in quiet, {name} ended by {answer.end}: {answer.error!r}")
 
     # --- quiet
