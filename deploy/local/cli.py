@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from deploy.local.stack import Gpus, Options, Place
+from deploy.local.stack import Access, Gpus, Options, Place, ServiceName, Setting
 from deploy.local.terminal import Terminal
 from deploy.local.usage import DEFAULT_MODEL, DEFAULT_URL, GPU_MEMORY_SHARE, parser
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 BENCH_LIMIT = 1_000_000
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
 """Settings of a worker's table `cuda` that `up` makes itself."""
+SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
+WIRING = {"namespace", "nats", "discovery", "observe", "frontend.http.port", "frontend.http.reuse_port"}
+"""What makes one of all processes."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -73,6 +76,7 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
     simulated = _settings("--simulated", flags.simulated)
     wanted = wish(flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device)
     gpus = _gpus(flags)
+    access, more = _access(flags), _more(flags.set)
     policy.check(flags.policy)  # now: the model may take minutes
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
@@ -102,8 +106,36 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
             store=store,
             nats=flags.nats,
             etcd=flags.etcd,
+            access=access,
+            more=more,
         )
         return up(options, place, terminal)
+
+
+def _access(flags: argparse.Namespace) -> Access:
+    files: dict[str, str] = {}
+    for name in ("keys", "tls_cert", "tls_key"):
+        file = getattr(flags, name)
+        if file is not None and not file.is_file():
+            raise ConfigError(f"--{name.replace('_', '-')} {file}: no such file")
+        files[name] = "" if file is None else str(file.absolute())
+    if bool(flags.tls_cert) != bool(flags.tls_key):
+        raise ConfigError("--tls-cert and --tls-key need each other")
+    return Access(**files)
+
+
+def _more(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
+    """Each is SERVICE.SETTING=VALUE; the service knows which settings and values there are."""
+    more: dict[ServiceName, list[Setting]] = {}
+    for text in given:
+        path, equals, value = text.partition("=")
+        service, _, setting = path.partition(".")
+        if service not in SERVICES or not equals or not setting:
+            raise ConfigError(f"--set {text}: not SERVICE.SETTING=VALUE; services are {', '.join(SERVICES)}")
+        if setting.partition(".")[0] in WIRING or f"{service}.{setting}" in WIRING:
+            raise ConfigError(f"--set {path}: `up` sets that itself")
+        more.setdefault(service, []).append(("--" + setting.replace(".", "-").replace("_", "-"), value))
+    return more
 
 
 def _gpus(flags: argparse.Namespace) -> Gpus | None:

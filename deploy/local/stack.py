@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +44,19 @@ class Gpus(Struct, frozen=True):
     """Others of a worker's table `cuda`."""
 
 
+class Access(Struct, frozen=True):
+    """Who may ask, and how the way there is protected. Files, absolute; empty: none."""
+
+    keys: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+
+ServiceName = Literal["frontend", "router", "worker", "kvbm"]
+Setting = tuple[str, str]
+"""A service's flag, and its value."""
+
+
 class Options(Struct, frozen=True):
     """What `up` was asked for."""
 
@@ -68,6 +81,9 @@ class Options(Struct, frozen=True):
     etcd: str = ""
     """host:port of an etcd that runs already; empty: start one."""
     namespace: str = "default"
+    access: Access = Access()
+    more: Mapping[ServiceName, Sequence[Setting]] = {}
+    """Settings of services, over those that follow from the others here."""
 
 
 DEFAULT_HOME = Path(__file__).resolve().parents[2] / ".headrace"
@@ -118,6 +134,7 @@ class Stack(Struct, frozen=True):
     nats: str
     etcd: str
     """Empty with the file back end."""
+    asks_for_keys: bool = False
 
 
 def ports_needed(options: Options) -> int:
@@ -135,12 +152,13 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
     files: dict[Path, str] = {}
 
     def service(
-        name: str, module: str, stage: int, settings: Settings, *, needed: bool = True, late: bool = False
+        name: str, module: ServiceName, stage: int, settings: Settings, *, needed: bool = True, late: bool = False
     ) -> None:
         port = observed.pop()
         file = place.run / f"{name}.toml"
         files[file] = toml({**settings, "observe": {"port": port}})
-        arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file))
+        flags = [f"{flag}={value}" for flag, value in options.more.get(module, ())]
+        arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
         program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
         launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}"))
 
@@ -166,11 +184,12 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
     if etcd and not options.etcd:
         arguments = servers.etcd_arguments(client_port, peer_port, place.run / "etcd")
         launches.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *arguments)))
-    http: dict[str, Value] = {"port": options.port}
+    access = options.access
+    http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
     if options.frontends > 1:
         http["reuse_port"] = True
     for name in _names("frontend", options.frontends):
-        service(name, "frontend", 0, common() | {"http": http})
+        service(name, "frontend", 0, common() | {"http": http, "access": {"keys_file": access.keys}})
     for name in _names("router", options.routers):
         service(name, "router", 2, common() | {"policy": options.policy})
     store = options.store
@@ -191,8 +210,8 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
         if options.gpus is not None:
             settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
         service(f"worker-{index}", "worker", 1, settings)
-    url = f"http://127.0.0.1:{options.port}"
-    return Stack(tuple(launches), files, url, options.model_name, nats, etcd)
+    url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, bool(access.keys))
 
 
 def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:

@@ -242,11 +242,13 @@ class Shell:
         message = {"role": "user", "content": "What is the capital of France?"}
         question = json.dumps({"model": self._stack.model, "messages": [message], "temperature": 0})
         state = "" if self._place.home == DEFAULT_HOME else f" --state {shlex.quote(str(self._place.home))}"
+        keyed = self._stack.asks_for_keys
+        by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if keyed else ("", "")
         print(f"ready {url}/v1", flush=True)
         print(
             f"""
-ask it:  ./headrace chat{state} "What is the capital of France?"
-   or:   curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'
+ask it:  ./headrace chat{state}{by_file} "What is the capital of France?"
+   or:   curl {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
 see it:  ./headrace status{state}
 logs:    {self._place.logs}
 end it:  Ctrl-C

@@ -77,6 +77,19 @@ def parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--kvbm-disk", type=Path, metavar="DIR", help="for blocks that this memory has no room for (none)")
     up.add_argument("--kvbm-disk-bytes", default="", metavar="SIZE", help="of that directory (10G)")
+    up.add_argument("--keys", type=Path, metavar="FILE", help="ask for API keys: those that it names (docs/access.md)")
+    up.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="speak TLS alone, with this certificate and its chain"
+    )
+    up.add_argument("--tls-key", type=Path, metavar="FILE", help="of that certificate")
+    up.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SERVICE.SETTING=VALUE",
+        help="of all frontends, routers, workers or the kvbm: frontend.limits.requests=64, worker.max_running=8, …; all"
+        " that there are: `.venv/bin/headrace-frontend --help`",
+    )
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
 

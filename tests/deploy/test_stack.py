@@ -11,7 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.stack import Gpus, Options, Place, Stack, Store, Value, plan, ports_needed, toml
+from deploy.local.stack import (
+    Access,
+    Gpus,
+    Options,
+    Place,
+    ServiceName,
+    Setting,
+    Stack,
+    Store,
+    Value,
+    plan,
+    ports_needed,
+    toml,
+)
 from services.frontend.config import FrontendConfig
 from services.kvbm.config import DiskConfig, KvbmConfig
 from services.router.config import RouterConfig
@@ -51,6 +64,27 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
     observed = [frontend.observe.port, router.observe.port, *(worker.observe.port for worker in workers)]
     assert [f"http://127.0.0.1:{port}" for port in observed] == [launch.observe for launch in stack.launches[2:]]
     assert len(set(observed)) == 5
+
+
+def test_keys_and_certificates_are_all_frontends_and_the_url_says_so(tmp_path: Path) -> None:
+    access = Access(keys="/keys.toml", tls_cert="/tls.pem", tls_key="/tls.key")
+    stack = planned(msgspec.structs.replace(OPTIONS, frontends=2, access=access))
+    for name in ("frontend-0", "frontend-1"):
+        frontend = load(FrontendConfig, file=settings(stack, name, tmp_path), environ={})
+        assert frontend.access.keys_file == "/keys.toml"
+        assert (frontend.http.tls_cert, frontend.http.tls_key) == ("/tls.pem", "/tls.key")
+    assert (stack.url, stack.asks_for_keys) == ("https://127.0.0.1:8123", True)
+    assert (planned(OPTIONS).url, planned(OPTIONS).asks_for_keys) == ("http://127.0.0.1:8123", False)
+
+
+def test_a_setting_that_is_given_by_name_wins_in_all_of_that_service(tmp_path: Path) -> None:
+    more: dict[ServiceName, list[Setting]] = {"worker": [("--threads", "7"), ("--max-running", "8")]}
+    stack = planned(msgspec.structs.replace(OPTIONS, more=more))
+    for launch in stack.launches[4:]:
+        flags = launch.arguments[launch.arguments.index("--config") + 2 :]
+        worker = load(WorkerConfig, file=settings(stack, launch.program.name, tmp_path), environ={}, flags=flags)
+        assert (worker.threads, worker.max_running, worker.model) == (7, 8, "/models/tiny")
+    assert all("--threads=7" not in launch.arguments for launch in stack.launches[:4])
 
 
 def test_several_frontends_share_the_port_and_each_is_observed_on_one_of_its_own(tmp_path: Path) -> None:

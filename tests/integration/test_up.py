@@ -7,8 +7,10 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,10 +21,13 @@ import pytest
 from openai import OpenAI
 
 from deploy.local import servers
+from services.frontend.keys import digest
 from shared import subjects
 from tests.forge import FORGED
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
+from tests.tiny_model import write_tiny_model
 
+CERTIFICATES = ROOT / "tests" / "frontend" / "certificates"
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
 LEASE_S = 10.0
@@ -227,3 +232,36 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, discovery: str) -> None
     for program in record["programs"].values():
         assert not Path(f"/proc/{program['pid']}").exists()
     assert not (tmp_path / "run" / "up.json").exists()
+
+
+def test_keys_a_certificate_and_settings_by_name_are_in_force(tmp_path: Path) -> None:
+    keys, model = tmp_path / "keys.toml", write_tiny_model(tmp_path / "tiny")
+    keys.write_text(f'alice = {{ sha256 = "{digest("sk-alice").hex()}" }}\n')
+    (tmp_path / "state").mkdir()
+    access = (
+        "--keys",
+        str(keys),
+        "--tls-cert",
+        str(CERTIFICATES / "one.pem"),
+        "--tls-key",
+        str(CERTIFICATES / "one.key"),
+    )
+    small = ("--engine", "echo", "--model", str(model), "--workers", "1", "--discovery", "file")
+    page = "https://chat.example.org"
+    with running(tmp_path / "state", *small, *access, "--set", f"frontend.http.cors_origins={page}") as stack:
+        assert stack.url.startswith("https://")
+        trusted = ssl.create_default_context(cafile=str(CERTIFICATES / "one.pem"))
+
+        def models(key: str) -> tuple[int, str | None]:
+            asked = urllib.request.Request(
+                f"{stack.url}/models", headers={"Authorization": f"Bearer {key}", "Origin": page}
+            )
+            try:
+                with urllib.request.urlopen(asked, timeout=LIMIT_S, context=trusted) as answer:
+                    return int(answer.status), answer.headers["Access-Control-Allow-Origin"]
+            except urllib.error.HTTPError as refused:
+                with refused:
+                    return refused.code, refused.headers["Access-Control-Allow-Origin"]
+
+        assert models("sk-alice") == (200, page)
+        assert models("sk-bob") == (401, page)
