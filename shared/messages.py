@@ -13,6 +13,7 @@ Channels, each with its union and its codec at the end of the file:
                          ResendRequest → Resent                  request and reply
     anyone → service     Ping → Pong                             request and reply, `control`
     worker → frontend    StepFrame of Parts                      published, at most one a step
+    frontend → frontend  Recall | Forget → Recalled …            request, streamed replies
     worker → everyone    LoadReport                              published every 250 ms
     router → worker      SnapshotRequest → SnapshotChunk …       request, streamed replies; kvbm has them too
     worker → routers     EventBatch of vLLM's KV events          ZMQ; kvbm has them too
@@ -612,6 +613,36 @@ class LoadReport(Struct, frozen=True):
     """(request, attempt) of all that is waiting or running here."""
 
 
+# --- frontend → frontend: a response that the other one keeps
+
+
+class Recall(Struct, frozen=True, tag="recall"):
+    """What is kept of a response, please; it counts as used."""
+
+    response: str
+    account: str
+    """The name of the key that asks for it; empty: no key is asked for."""
+    what: Literal["conversation", "response"]
+
+
+class Forget(Struct, frozen=True, tag="forget"):
+    """Keep it no longer."""
+
+    response: str
+    account: str
+
+
+KeptQuestion = Recall | Forget
+
+
+class Recalled(Struct, frozen=True):
+    """A piece of the answer; JSON, put together."""
+
+    found: bool
+    """False: it is not kept, or not this account's."""
+    piece: bytes = b""
+
+
 # --- router → worker: every block held, to rebuild an index
 
 
@@ -745,6 +776,8 @@ PING: Codec[Ping] = Codec(Ping, "ping")
 PONG: Codec[Pong] = Codec(Pong, "pong")
 STEP_FRAME: Codec[StepFrame] = Codec(StepFrame, "step frame")
 LOAD_REPORT: Codec[LoadReport] = Codec(LoadReport, "load report")
+KEPT_QUESTION: Codec[KeptQuestion] = Codec(KeptQuestion, "question for a response")
+RECALLED: Codec[Recalled] = Codec(Recalled, "piece of a response")
 SNAPSHOT_REQUEST: Codec[SnapshotRequest] = Codec(SnapshotRequest, "snapshot request")
 SNAPSHOT_CHUNK: Codec[SnapshotChunk] = Codec(SnapshotChunk, "snapshot chunk")
 EVENT_BATCH: Codec[EventBatch] = Codec(EventBatch, "event batch")

@@ -48,7 +48,10 @@ def check(subject: str, *, wildcards: bool = False) -> None:
 
 # --- frontend: what clients ask, and where workers stream to
 
-CLIENT_OPERATIONS = ("chat", "completions", "models", "tokenize", "detokenize")
+CLIENT_OPERATIONS = (
+    *("chat", "completions", "responses", "retrieve_response", "delete_response"),
+    *("models", "tokenize", "detokenize"),
+)
 
 
 def client(namespace: str, operation: str) -> str:
@@ -59,6 +62,11 @@ def client(namespace: str, operation: str) -> str:
 def stream(namespace: str, frontend: str) -> str:
     """Where workers publish step frames for one frontend."""
     return f"{ROOT}.{namespace}.frontend.{frontend}.stream"
+
+
+def kept(namespace: str, frontend: str) -> str:
+    """Where one frontend is asked for a response that it keeps, by the others."""
+    return f"{ROOT}.{namespace}.frontend.{frontend}.kept"
 
 
 # --- router

@@ -57,8 +57,11 @@ class Admission:
         return place
 
     def grow(self, place: Place, size_bytes: int) -> None:
-        """So much more of its body is there. Raises Overloaded."""
+        """So much more of its body is there, or of what belongs to it. Raises Overloaded."""
         self._check(place, "body_bytes", size_bytes)
+        if place.tokenising:
+            self._check(place, "tokenising_bytes", size_bytes)
+            self._count(place, "tokenising_bytes", size_bytes)
         self._count(place, "body_bytes", size_bytes)
 
     def begin(self, place: Place) -> None:

@@ -37,8 +37,11 @@ class _Response(web.StreamResponse):
 class Body:
     """One response, from its headers to its end."""
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str], *, unread_s: float) -> None:
-        """Raises ConnectionError where the client has gone already."""
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str], *, unread_s: float, named: bool = False
+    ) -> None:
+        """`named`: an event's name is what its first field, `type`, says. Raises ConnectionError where the client has
+        gone already."""
         if request.transport is None:
             raise ConnectionResetError("the client has gone")
         self._request = request
@@ -46,6 +49,7 @@ class Body:
         self._response = _Response(headers=headers)
         self._chunked = request.version >= HttpVersion11
         self._unread_s = unread_s
+        self._named = named
         self._held = b""
         """Events that go out with the next one."""
 
@@ -59,10 +63,11 @@ class Body:
         transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size():
             return False
+        lead = _lead(payload) if self._named else b"data: "
         if self._chunked:
-            transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(payload) + 8, payload))
+            transport.write(b"%x\r\n%b%b\n\n\r\n" % (len(lead) + len(payload) + 2, lead, payload))
         else:
-            transport.write(b"data: %b\n\n" % payload)
+            transport.write(b"%b%b\n\n" % (lead, payload))
         return True
 
     async def write(self, payload: bytes, *, more: bool = False) -> None:
@@ -70,7 +75,7 @@ class Body:
 
         Raises ConnectionError when the client has gone, or does not read.
         """
-        self._held += b"data: %b\n\n" % payload
+        self._held += b"%b%b\n\n" % (_lead(payload) if self._named else b"data: ", payload)
         if more:
             return
         held, self._held = self._held, b""
@@ -84,11 +89,13 @@ class Body:
                 async with self._patience():
                     await self._response.write(chunk)
 
-    async def end(self, payload: bytes) -> web.StreamResponse:
-        """The last event, and the end of the body. Raises as `write` does."""
+    async def end(self, payload: bytes | None) -> web.StreamResponse:
+        """The last event, if there is one more, and the end of the body. Raises as `write` does."""
+        if payload is not None:
+            self._held += b"%b%b\n\n" % (_lead(payload) if self._named else b"data: ", payload)
         await (self._taken() if self.begun else self._begin())
         async with self._patience():
-            await self._response.write_eof(b"%bdata: %b\n\n" % (self._held, payload))
+            await self._response.write_eof(self._held)
         return self._response
 
     async def whole(self, payload: bytes) -> web.StreamResponse:
@@ -126,3 +133,11 @@ class Body:
         except TimeoutError:
             self._transport.abort()  # closing would wait until the rest is read
             raise ConnectionAbortedError(f"the client has not read for {self._unread_s:g} s") from None
+
+
+def _lead(payload: bytes) -> bytes:
+    """What comes before an event that names itself: {"type":"name",…}."""
+    return b"event: %b\ndata: " % payload[_NAME_AT : payload.index(b'"', _NAME_AT)]
+
+
+_NAME_AT = len(b'{"type":"')

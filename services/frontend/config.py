@@ -106,6 +106,17 @@ class AccessConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Names of keys, their hashes and limits (keys.py), read again when it changes. Empty: no key is asked for."""
 
 
+class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Responses that one frontend keeps in memory, for `previous_response_id` and for who asks for them again. At a
+    bound the one used least recently goes, of the key that has the most."""
+
+    kept: Natural = 4096
+    kept_bytes: Natural = 256 << 20
+    """Of their conversations and bodies."""
+    kept_s: SomeSeconds = 3600.0
+    """Since it was made, continued or asked for last."""
+
+
 class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One frontend process."""
 
@@ -118,6 +129,7 @@ class FrontendConfig(Struct, frozen=True, forbid_unknown_fields=True):
     http: HttpConfig = HttpConfig()
     access: AccessConfig = AccessConfig()
     limits: LimitsConfig = LimitsConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     models: dict[str, str] = {}
     """Model name → directory with its tokenizer, where the path in the worker's card is not valid on this machine."""
     tool_parser: dict[str, FormatName | Literal["auto", "none"]] = {}

@@ -14,7 +14,7 @@ from services.frontend.error_object import Failure, failure
 ANY = "*"
 _ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
 _HEADERS = re.compile(r"[a-z0-9-]{1,64}(, ?[a-z0-9-]{1,64}){0,63}", re.IGNORECASE)
-_METHODS = ("GET", "POST")
+_METHODS = ("GET", "POST", "DELETE")
 _SHOWN = (
     *("Retry-After", "X-Request-Id"),
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
@@ -61,7 +61,7 @@ class Cors:
         if not self._any and headers["Origin"] not in self._origins:
             return failure(403, "pages of this origin may not ask", "invalid_request_error", code="origin_not_allowed")
         if headers["Access-Control-Request-Method"] not in _METHODS:
-            return failure(403, f"pages may use {' and '.join(_METHODS)}", "invalid_request_error")
+            return failure(403, f"pages may use {', '.join(_METHODS)}", "invalid_request_error")
         asked = headers.get("Access-Control-Request-Headers", "")
         if asked and not _HEADERS.fullmatch(asked):
             return failure(403, "Access-Control-Request-Headers cannot be read", "invalid_request_error")

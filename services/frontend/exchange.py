@@ -1,6 +1,7 @@
 """One request from its body to its answer, whichever door it came through: HTTP or NATS.
 
 body ─▶ decode ─┬─▶ chat, completions: generation.py
+                ├─▶ responses: responses.py, over generation.py
                 └─▶ tokenize, detokenize: tokens.py
 """
 
@@ -23,6 +24,8 @@ from services.frontend.metrics import Metrics
 from services.frontend.model_list import ModelEntry, ModelList
 from services.frontend.models import Models
 from services.frontend.reply import Reply, Whole
+from services.frontend.response_desk import ResponseDesk
+from services.frontend.responses import Responses
 from services.frontend.service import Frontend
 from services.frontend.tokens import Tokens
 
@@ -31,10 +34,17 @@ class Exchange:
     """Turns bodies into replies."""
 
     def __init__(
-        self, frontend: Frontend, models: Models, pool: Executor, metrics: Metrics, grammars: Grammars
+        self,
+        frontend: Frontend,
+        models: Models,
+        pool: Executor,
+        metrics: Metrics,
+        grammars: Grammars,
+        desk: ResponseDesk,
     ) -> None:
         self._models = models
         self._generation = Generation(frontend, models, pool, metrics, grammars)
+        self._responses = Responses(self._generation, models, desk)
         self._tokens = Tokens(models, pool, frontend.limits)
 
     @asynccontextmanager
@@ -48,6 +58,15 @@ class Exchange:
                 del body, request  # neither is needed while the answer streams
                 async with generating as reply:
                     yield reply
+            case "responses":
+                responding = self._responses.create(body, asking)
+                del body
+                async with responding as reply:
+                    yield reply
+            case "retrieve_response":
+                yield Whole(await self._responses.retrieve(body, asking))
+            case "delete_response":
+                yield Whole(await self._responses.delete(body, asking))
             case "tokenize" | "detokenize":
                 yield Whole(await self._tokens.answer(operation, body, deadline_header=asking.deadline_header))
             case _:

@@ -23,6 +23,7 @@ from services.frontend.asking import Asking, RequestId
 from services.frontend.choices import Choices, Planned, ask
 from services.frontend.completion_fields import DEFAULT_TOKENS, CompletionRequest, prompts_of
 from services.frontend.deadline import allowed_s
+from services.frontend.error_object import Failure
 from services.frontend.grammars import Grammars
 from services.frontend.metrics import Metrics
 from services.frontend.model import Limits, Model
@@ -53,6 +54,8 @@ from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 class Generated:
     """One request's answer, in the shape of its operation."""
 
+    named = False
+
     def __init__(
         self, shapes: Sequence[Shape], choices: Choices, echoes: Sequence[str], *, streams: bool, with_usage: bool
     ) -> None:
@@ -78,6 +81,10 @@ class Generated:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
         [first, *others] = self._shapes
         return first.nothing() if others else first.chunk(join(()))  # of several, the first may have ended
+
+    def failed(self, wrong: Failure) -> bytes:
+        """As in Reply."""
+        return wrong.payload
 
     async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
         """The answer in pieces; the first comes with the first text, so that errors before it stay errors.

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from aiohttp import HttpVersion11, web
 
 from services.frontend import deadline
 from services.frontend.admission import Place
-from services.frontend.asking import PATHS, Asking, Operation
+from services.frontend.asking import KEPT, KEPT_RESPONSE, PATHS, Asking, Operation
 from services.frontend.body import Body
 from services.frontend.config import HttpConfig
 from services.frontend.error_object import failure, failure_of
@@ -70,6 +71,8 @@ class HttpDoor:
         app.on_response_prepare.append(self._gate.prepare)
         for operation, path in PATHS.items():
             app.router.add_post(path, self._handler(operation), expect_handler=_continue_later)
+        for operation, method in KEPT.items():
+            app.router.add_route(method, KEPT_RESPONSE, self._handler(operation))
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app
@@ -96,7 +99,7 @@ class HttpDoor:
         """The response, and the status that its outcome amounts to."""
         try:
             with self._frontend.arriving(account_of(request)) as place:
-                sent = await self._body(request, place)
+                sent = _asked(request) if operation in KEPT else await self._body(request, place)
                 place.begin()
                 asking = Asking(named(request), place, request.headers.get(deadline.HEADER))
                 answer = self._exchange.answer(operation, sent, asking)
@@ -134,8 +137,8 @@ class HttpDoor:
         return await Body(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s).whole(payload)
 
     async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
-        body = Body(request, _SSE_HEADERS, unread_s=self._config.unread_s)
-        status, last = 200, b"[DONE]"
+        body = Body(request, _SSE_HEADERS, unread_s=self._config.unread_s, named=reply.named)
+        status, last = 200, None if reply.named else b"[DONE]"
         try:
             async for chunk in reply.chunks(body.send):
                 await body.write(chunk.payload, more=chunk.more)
@@ -143,7 +146,7 @@ class HttpDoor:
             if not body.begun:
                 raise
             wrong = failure_of(error)
-            status, last = wrong.status, wrong.payload
+            status, last = wrong.status, reply.failed(wrong)
         return await body.end(last), status
 
     async def _list_models(self, _request: web.Request) -> web.Response:
@@ -154,6 +157,11 @@ class HttpDoor:
             return _respond(200, self._exchange.model(request.match_info["model"]))
         except HeadraceError as error:
             return failed(failure_of(error))
+
+
+def _asked(request: web.Request) -> bytes:
+    """What the path and the query say, as a body."""
+    return msgspec.json.encode({**request.query, **request.match_info})
 
 
 async def _continue_later(_request: web.Request) -> None:

@@ -119,6 +119,14 @@ class Metrics:
             "Requests refused with 401: missing (no key), unknown (one that the keys' file does not have)",
             ["reason"],
         )
+        self.kept_responses = gauge(registry, "headrace_kept_responses", "Responses that can be continued")
+        self.kept_response_bytes = gauge(registry, "headrace_kept_response_bytes", "What they take")
+        self.dropped_responses = counter(
+            registry,
+            "headrace_dropped_responses",
+            "Responses no longer kept that nobody deleted: age, or for room: count, bytes",
+            ["reason"],
+        )
         self.stale_files = gauge(
             registry,
             "headrace_stale_files",

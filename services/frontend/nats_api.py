@@ -23,7 +23,7 @@ from msgspec import Struct
 from services.frontend import deadline
 from services.frontend.access import HEADER, Access
 from services.frontend.accounts import Account
-from services.frontend.asking import PATHS, Asking, Operation, RequestId, request_id
+from services.frontend.asking import OPERATIONS, Asking, Operation, RequestId, request_id
 from services.frontend.error_object import failure_of
 from services.frontend.exchange import Exchange
 from services.frontend.gate import REQUEST_ID_HEADER
@@ -82,7 +82,7 @@ class NatsDoor:
         """Subscribe, one of the queue group."""
         self._runtime.tasks.create_task(self._inboxes.run(), name="ask whether NATS clients listen")
 
-        receivers: dict[str, _Receiver] = {operation: self._receiver(operation) for operation in PATHS}
+        receivers: dict[str, _Receiver] = {operation: self._receiver(operation) for operation in OPERATIONS}
         for operation, receive in (receivers | {"models": self._models}).items():
             subject = subjects.client(self._runtime.namespace, operation)
             self._subscriptions.append(await self._runtime.bus.subscribe(subject, receive, queue=QUEUE))

@@ -67,6 +67,8 @@ Choices = Annotated[int, Meta(ge=1, le=CHOICES_LIMIT)]
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_LIMIT)]
 Label = Annotated[str, Meta(max_length=512)]
+CacheName = Annotated[str, Meta(max_length=256)]
+"""Routers and workers take no longer one."""
 TokenKey = Annotated[str, Meta(max_length=512, extra_json_schema={"pattern": "^(0|[1-9][0-9]{0,9})$"})]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -91,7 +93,7 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
     text: str
 
 
-class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -139,7 +141,7 @@ class Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     """OpenAI has it for chats only."""
-    cache_salt: Label | None = None
+    cache_salt: CacheName | None = None
     """Prompts share cached blocks only with prompts of the same salt."""
     # our own
     deadline_s: SomeSeconds | None = None
@@ -157,7 +159,7 @@ class ChatRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True)
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    prompt_cache_key: Label | None = None
+    prompt_cache_key: CacheName | None = None
     """Requests of one key prefer one worker."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

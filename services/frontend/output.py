@@ -55,8 +55,8 @@ class Delta(Struct, frozen=True):
 class Output:
     """Grows by `push` until it is stopped or finished."""
 
-    calls = 0
-    """Of tools: a text as such has none."""
+    calls = thought = 0
+    """Calls of tools, and tokens of thinking: a text as such has none."""
 
     def __init__(self, tokens: TokenBytes, stops: Sequence[str]) -> None:
         self._tokens = tokens

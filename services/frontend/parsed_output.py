@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.frontend.output import Delta, Output
+from msgspec.structs import replace
+
+from services.frontend.output import Delta, Entry, Output
 from services.frontend.tools.parser import Parser
 from shared.messages import TokenLogprob
 
@@ -20,6 +22,8 @@ class ParsedOutput:
     def __init__(self, output: Output, parser: Parser) -> None:
         self._output = output
         self._parser = parser
+        self.thought = 0
+        """Tokens up to and with the last one that thinking came from."""
 
     @property
     def calls(self) -> int:
@@ -33,16 +37,35 @@ class ParsedOutput:
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
         """As Output's."""
+        found = self._parser.found
+        if len(tokens) > 1 and not (found.content_characters or found.calls):  # else thinking could not be counted
+            return self._one_by_one(tokens, logprobs)
         delta = self._output.push(tokens, logprobs)
-        if delta.text:
-            self._parser.push(delta.text)
+        self._parse(delta.text)
         return self._taken(delta, last=delta.stopped)
+
+    def _one_by_one(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Delta:
+        entries: list[Entry] = []
+        for at, token in enumerate(tokens):
+            delta = self._output.push((token,), None if logprobs is None else (logprobs[at],))
+            entries += delta.entries
+            self._parse(delta.text)
+            if delta.stopped or self._parser.enough:
+                break
+        return self._taken(replace(delta, entries=tuple(entries)), last=delta.stopped)
+
+    def _parse(self, text: str) -> None:
+        if not text:
+            return
+        before = self._parser.found.thought_characters
+        self._parser.push(text)
+        if self._parser.found.thought_characters > before:
+            self.thought = self._output.counted
 
     def finish(self) -> Delta:
         """As Output's."""
         delta = self._output.finish()
-        if delta.text:
-            self._parser.push(delta.text)
+        self._parse(delta.text)
         return self._taken(delta, last=True)
 
     def _taken(self, delta: Delta, *, last: bool) -> Delta:

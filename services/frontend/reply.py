@@ -7,6 +7,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from services.frontend.error_object import Failure
+
 
 class Chunk(Struct, frozen=True):
     """One JSON object of a streamed answer."""
@@ -25,12 +27,22 @@ class Reply(Protocol):
         """Whether the client wants chunks."""
         ...
 
+    @property
+    def named(self) -> bool:
+        """Chunks are events, each with its name in its first field, `type`; none is needed to say that it was the last
+        one. Else over HTTP [DONE] is."""
+        ...
+
     async def whole(self) -> bytes:
         """The answer as one JSON object. Raises what ended the request."""
         ...
 
     def nothing(self) -> bytes:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
+        ...
+
+    def failed(self, wrong: Failure) -> bytes:
+        """The last chunk, in place of the rest, of an answer that has begun and failed."""
         ...
 
     def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
@@ -44,7 +56,7 @@ class Reply(Protocol):
 class Whole:
     """An answer that is there already, in one piece."""
 
-    streams = False
+    streams = named = False
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload
@@ -56,6 +68,10 @@ class Whole:
     def nothing(self) -> bytes:
         """As in Reply."""
         return b""
+
+    def failed(self, wrong: Failure) -> bytes:
+        """As in Reply."""
+        return wrong.payload
 
     async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:  # noqa: ARG002
         """As in Reply."""

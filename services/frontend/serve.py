@@ -30,6 +30,7 @@ from services.frontend.model import Parsers
 from services.frontend.models import Models
 from services.frontend.nats_api import NatsDoor
 from services.frontend.readiness import Readiness
+from services.frontend.response_desk import ResponseDesk
 from services.frontend.service import Frontend
 from shared import subjects
 from shared.discovery import Registration
@@ -59,7 +60,8 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         requests = Frontend(runtime, config.limits, metrics)
         access = Access(config.access, metrics)
         grammars = Grammars()
-        exchange = Exchange(requests, models, pool, metrics, grammars)
+        desk = ResponseDesk(runtime, config.responses, metrics)
+        exchange = Exchange(requests, models, pool, metrics, grammars, desk)
         port = Port(with_files(config.http), metrics)
         http = HttpDoor(exchange, requests, metrics, config.http, port, Gate(access, config.http))
         nats = NatsDoor(runtime, exchange, requests, metrics, access)
@@ -69,6 +71,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         await access.start(runtime.tasks)
         await port.start(runtime.tasks)
         await requests.start()
+        await desk.start()
         Readiness(runtime, models).start()
         await _informed(runtime, models)
         async with aclosing(grammars), port.open(app) as url:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -22,6 +23,8 @@ from services.frontend.sessions import Fail, Finish, Session
 from services.frontend.tools.found import join_pieces
 from shared.errors import HeadraceError, RequestTimeout
 from shared.messages import Sampling, TokenLogprob
+
+T = TypeVar("T")
 
 
 class Job(Struct, frozen=True):
@@ -81,8 +84,8 @@ class Stream:
         self._output = output
         self._reader = Reader() if reader is None else reader
         self._waiting: list[Delta] = []
-        self._encode: Callable[[Delta], bytes] | None = None
-        self._send: Callable[[bytes], bool] | None = None
+        self._encode: Callable[[Delta], Any] | None = None
+        self._send: Callable[[Any], bool] | None = None
         self._error: HeadraceError | None = None
         self._stopped = False
 
@@ -121,7 +124,7 @@ class Stream:
 
     # --- the reader's end
 
-    def send_by(self, encode: Callable[[Delta], bytes], send: Callable[[bytes], bool]) -> None:
+    def send_by(self, encode: Callable[[Delta], T], send: Callable[[T], bool]) -> None:
         """From now on, while the reader waits, deltas go to `send` at once, unless it says that it cannot take one."""
         self._encode, self._send = encode, send
 
@@ -162,6 +165,11 @@ class Stream:
     def late(self) -> bool:
         """Whether its time was over before its end."""
         return isinstance(self._error, RequestTimeout)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the output so far, those up to the last one that thinking came from."""
+        return self._output.thought
 
     @property
     def usage(self) -> Usage:

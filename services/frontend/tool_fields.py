@@ -44,7 +44,7 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
 Tools = Annotated[list[Tool], Meta(max_length=TOOLS_LIMIT)]
 
 
-class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
+class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the model called."""
 
     name: ToolName
@@ -54,7 +54,7 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
     """The same, as OpenAI's client leaves it beside them."""
 
 
-class Call(Struct, frozen=True, forbid_unknown_fields=True):
+class Call(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One of an assistant message's `tool_calls`."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]

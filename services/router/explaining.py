@@ -16,6 +16,8 @@ AT_ONCE = 20
 def asked_for(payload: bytes) -> str:
     """The request that a question names, as an answer's `id` has it or bare; empty: the latest ones."""
     request = payload.decode("utf-8", "replace").strip().strip('"')
+    if request.startswith("resp_"):  # …and the frontend that keeps it
+        return request.partition(".")[2] or request
     return request.removeprefix("chatcmpl-").removeprefix("cmpl-") or request
 
 

@@ -78,6 +78,21 @@ def test_what_waits_to_be_tokenised_is_bounded_until_it_is() -> None:
     assert refused == {"tokenising_bytes": 1}
 
 
+def test_what_belongs_to_a_body_counts_as_one_that_waits_to_be_tokenised() -> None:
+    admission = Admission(LIMITS, lambda _bound: None)
+    first, second = admission.enter(), admission.enter()
+    for place in (first, second):
+        place.grow(10)
+        place.begin()
+    first.grow(30)
+    admission.validate()
+    with pytest.raises(Overloaded):
+        second.grow(1)
+    first.weigh(10)
+    second.grow(40)
+    admission.validate()
+
+
 def test_tokens_in_flight_are_bounded_and_a_request_alone_is_never_too_many() -> None:
     refused: Counter[str] = Counter()
     busy = admission(refused)

@@ -70,7 +70,7 @@ async def test_a_page_of_an_origin_that_is_set_may_ask_and_read(directory: Path,
         async with http.options("/v1/chat/completions", headers=PREFLIGHT) as response:
             assert response.status == 204, "no key is needed to ask what may be asked"
             assert response.headers["Access-Control-Allow-Origin"] == PAGE
-            assert response.headers["Access-Control-Allow-Methods"] == "GET, POST"
+            assert response.headers["Access-Control-Allow-Methods"] == "GET, POST, DELETE"
             assert response.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
             assert response.headers["Vary"] == "Origin"
             assert "Access-Control-Allow-Credentials" not in response.headers

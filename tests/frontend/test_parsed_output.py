@@ -43,7 +43,7 @@ def whole(output: ParsedOutput, text: str, *, step: int = 1) -> tuple[Delta, boo
 def test_calls_come_out_of_tokens_however_they_are_cut(step: int) -> None:
     output = parsed()
     delta, stopped = whole(output, "Well. " + CALL, step=step)
-    assert delta == Delta("Well. ", calls=(CallPiece(0, '{"zone": "é"}', "id", "now"),))
+    assert delta == Delta("Well. ", calls=(CallPiece(0, '{"zone": "é"}', "id", "now", behind=6),))
     assert not stopped
     assert output.calls == 1
 
@@ -82,3 +82,11 @@ def test_log_probabilities_go_out_with_the_text_that_they_came_with() -> None:
 def test_thinking_comes_apart_from_content() -> None:
     delta, _ = whole(parsed(plan=Plan(thinks=True)), "<think>hm</think>yes")
     assert delta == Delta("yes", reasoning="hm")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_tokens_of_thinking_are_counted_however_many_come_at_once(size: int) -> None:
+    output = parsed(plan=Plan(None, thinks=True))
+    text = "<think>why</think>so"
+    whole(output, text, step=size)
+    assert output.thought == text.index("</think>")

@@ -104,6 +104,9 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
             attempts=[("r", 1)],
         ),
     ),
+    (messages.KEPT_QUESTION, messages.Recall("resp_f.r", "alice", "conversation")),
+    (messages.KEPT_QUESTION, messages.Forget("resp_f.r", "")),
+    (messages.RECALLED, messages.Recalled(True, b"[]")),
     (messages.SNAPSHOT_REQUEST, messages.SnapshotRequest()),
     (messages.SNAPSHOT_CHUNK, messages.SnapshotChunk(1, 8, [messages.SnapshotBlock(5, None, b"\1\0\0\0")], True)),
     (

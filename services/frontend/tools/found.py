@@ -31,6 +31,8 @@ class CallPiece(Struct, frozen=True):
     id: str = ""
     name: str = ""
     """Both in a call's first piece only."""
+    behind: int = 0
+    """In the first piece: how many characters of content came before the call."""
 
 
 class Enough(Exception):
@@ -55,6 +57,8 @@ class Found:
         """What grammars read."""
         self.calls = 0
         """Calls that have begun."""
+        self.content_characters = self.thought_characters = 0
+        """Found so far."""
         self._names = names
         self._draw_id = draw_id
         self._count = count
@@ -78,11 +82,16 @@ class Found:
             self._white = text if self._bare else ""
             if self._bare:
                 return
+        self._say(text)
+
+    def _say(self, text: str) -> None:
         self._content.append(text)
+        self.content_characters += len(text)
 
     def reasoning(self, text: str) -> None:
         """Thinking."""
         self._reasoning.append(text)
+        self.thought_characters += len(text)
 
     def attempt(self, call: Callable[[Source, Found], Reading[None]]) -> Reading[bool]:
         """Reads one call; or text, up to where it turned out to be none. Whether it was a call."""
@@ -106,7 +115,7 @@ class Found:
     def begin(self, name: str) -> None:
         """It is a call, of a tool that is `known`; its arguments follow."""
         self._white, self._open = "", True
-        self._pieces.append(CallPiece(self.calls, "", self._draw_id(), name))
+        self._pieces.append(CallPiece(self.calls, "", self._draw_id(), name, self.content_characters))
         self.calls += 1
         self.source.mark()
 
@@ -128,7 +137,7 @@ class Found:
     def finish(self) -> None:
         """The text has ended: white space that is still kept back is content."""
         if self._white:
-            self._content.append(self._white)
+            self._say(self._white)
             self._white = ""
 
     def take(self) -> tuple[str, str, tuple[CallPiece, ...]]:
@@ -152,6 +161,6 @@ def join_pieces(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
     for piece in pieces:
         if joined and joined[-1].index == piece.index:
             before = joined.pop()
-            piece = CallPiece(piece.index, before.arguments + piece.arguments, before.id, before.name)
+            piece = CallPiece(piece.index, before.arguments + piece.arguments, before.id, before.name, before.behind)
         joined.append(piece)
     return tuple(joined)
