@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,10 +51,12 @@ def write_tiny_model(
     dtype: DType = "float32",
     shards: int = 1,
     seed: int = 0,
+    marks: Sequence[str] = (),
 ) -> Path:
     """Write the model into `directory` (made if missing) and return it.
 
     `bias` adds a bias to q, k and v: always there for Qwen2, never for Llama, so None is the only other choice.
+    `marks` are the vocabulary's last tokens, none of them special: as Qwen 3's </think>.
     `shards` > 1 writes `model-0000i-of-0000n.safetensors` and their index.
     """
     qwen = architecture == "Qwen2ForCausalLM"
@@ -86,7 +88,7 @@ def write_tiny_model(
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [0, 2]})
-    _write_tokenizer(directory, vocab)
+    _write_tokenizer(directory, vocab, marks)
     _write_weights(directory, _weights(config, bias, seed), dtype, shards)
     return directory
 
@@ -164,9 +166,9 @@ def _bytes(tensor: NDArray[np.float32], dtype: DType) -> bytes:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
 
 
-def _write_tokenizer(directory: Path, vocab: int) -> None:
+def _write_tokenizer(directory: Path, vocab: int, marks: Sequence[str]) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fewest = len(SPECIAL_TOKENS) + len(alphabet)
+    fewest = len(SPECIAL_TOKENS) + len(alphabet) + len(marks)
     assert vocab >= fewest, f"a byte-level vocabulary has at least {fewest} ids"
     merges = list(itertools.islice(_merges(), vocab - fewest))
     ids = {text: number for number, text in enumerate([*SPECIAL_TOKENS, *alphabet, *(a + b for a, b in merges)])}
@@ -174,6 +176,7 @@ def _write_tokenizer(directory: Path, vocab: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in marks])
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(
         directory / "tokenizer_config.json",

@@ -25,6 +25,7 @@ from services.frontend.completion_fields import DEFAULT_TOKENS, CompletionReques
 from services.frontend.deadline import allowed_s
 from services.frontend.error_object import Failure
 from services.frontend.grammars import Grammars
+from services.frontend.held import held
 from services.frontend.metrics import Metrics
 from services.frontend.model import Limits, Model
 from services.frontend.models import Models
@@ -43,6 +44,7 @@ from services.frontend.preprocess import (
 from services.frontend.reply import Chunk, Reply
 from services.frontend.service import Frontend
 from services.frontend.stream import Job, Stream, join
+from services.frontend.thinking_fields import AS_IT_IS, ThinkingAsked, thinking_asked
 from services.frontend.tools import thinking
 from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.found import Found
@@ -226,7 +228,7 @@ class Generation:
 
     async def _chat(self, request: ChatRequest, model: Model, limits: Limits) -> tuple[bytes, Plan]:
         tools = openai.offered(request)
-        more = request.chat_template_kwargs or {}
+        more = _thought(request, model).words
         text = await render_chat(model, openai.turns(request.messages), self._pool, tools, more)
         plan = Plan(model.tool_format if tools else None, model.thinks, thinking.begun(text))
         tokens = await encode_chat(model, text, self._pool)
@@ -243,16 +245,16 @@ class Generation:
 
     async def _grammar(self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits, plan: Plan) -> str:
         """What the answer is held to; empty: nothing. Raises InvalidRequest."""
-        held = openai.held(request, None if plan.calls is None else FORMATS[plan.calls].forced)
-        if held is None:
+        thought = _thought(request, model) if isinstance(request, ChatRequest) else AS_IT_IS
+        found = held(request, plan, model.marks, thought)
+        if found is None:
             return ""
         if not limits.grammars:
-            wrong = f"{held.param}: not every worker of {model.name!r} can be held to a grammar"
-            raise InvalidRequest(wrong, param=held.param, code="unsupported_parameter")
-        chat = isinstance(request, ChatRequest)
-        grammar = held.text(thinks=chat and plan.thinks, begun=chat and plan.thinks and plan.begun)
-        await self._grammars.check(grammar, held.param)
-        return grammar
+            wrong = f"{found.param}: not every worker of {model.name!r} can be held to a grammar"
+            raise InvalidRequest(wrong, param=found.param, code="unsupported_parameter")
+        if found.checked:
+            await self._grammars.check(found.checked, found.param)
+        return found.grammar
 
     def _output(self, request: ChatRequest | CompletionRequest, model: Model, plan: Plan) -> Output | ParsedOutput:
         """Nothing more than an Output, where the answer can only be content."""
@@ -269,6 +271,19 @@ class Generation:
             parallel=request.parallel_tool_calls is not False,
         )
         return ParsedOutput(Output(model.marked_token_bytes, stops), Parser(plan, found))
+
+
+def _thought(request: ChatRequest, model: Model) -> ThinkingAsked:
+    """Raises InvalidRequest."""
+    offers = request.tools and request.tool_choice != "none"
+    template = model.tool_template if offers else model.template
+    return thinking_asked(
+        request.reasoning_effort,
+        request.thinking_token_budget,
+        request.chat_template_kwargs or {},
+        reads=() if template is None else template.reads,
+        thinks=model.thinks,
+    )
 
 
 def _check_biases(biases: Mapping[str, float], model: Model, limits: Limits) -> None:

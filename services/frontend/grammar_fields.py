@@ -1,31 +1,22 @@
-"""What a request says its answer must look like, and the grammar that says the same to an engine. Pure.
-
-    response_format, structured_outputs, tool_choice ─▶ one piece of grammar ─▶ behind thinking, if there is any ─▶ text
-
-The text is llguidance's JSON: a list of grammars, the first one begins and may name others.
-"""
+"""What a request says its answer must look like, each field as a piece of grammar; held.py puts them together. Pure."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from services.frontend.tool_fields import Tool, ToolName, check_size, decoded_object
-from services.frontend.tools.formats import CallText
+from services.frontend.tool_fields import ToolName, check_size, decoded_object
+from services.frontend.tools.lark import OPTIONS, quoted
 from shared.errors import InvalidRequest
 
+UNSUPPORTED = "unsupported_parameter"
 TEXT_LIMIT_CHARACTERS = 16 << 10
 """Of a regular expression or a grammar."""
 CHOICES_LIMIT = 1000
 GRAMMAR_LIMIT_CHARACTERS = 160 << 10
 """Of all that is sent to a worker."""
-_OPTIONS = {"whitespace_pattern": "[ ]?"}
-"""Between JSON's tokens: more would let a weak model go on with white space to its limit."""
 
 Text = Annotated[str, Meta(max_length=TEXT_LIMIT_CHARACTERS)]
 
@@ -85,51 +76,33 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class Held(Struct, frozen=True):
-    """What an answer is held to."""
+class Form(Struct, frozen=True):
+    """What one field holds an answer to."""
 
     piece: dict[str, Any]
     """One grammar."""
     param: str
     """The field that says so."""
-
-    def text(self, *, thinks: bool, begun: bool) -> str:
-        """The whole grammar: of a model that thinks, behind its thinking; `begun`, if the prompt ends within that.
-        Raises InvalidRequest."""
-        if begun:
-            grammars = [{"lark_grammar": _THOUGHT.format("thought white @answer")}, {"name": "answer", **self.piece}]
-        elif thinks:
-            whole = _THOUGHT.format('("<think>" thought white)? @answer')
-            grammars = [{"lark_grammar": whole}, {"name": "answer", **self.piece}]
-        else:
-            grammars = [self.piece]
-        text = msgspec.json.encode({"grammars": grammars}).decode()
-        if len(text) > GRAMMAR_LIMIT_CHARACTERS:
-            raise InvalidRequest(
-                f"{self.param}: a grammar of {len(text)} characters; {GRAMMAR_LIMIT_CHARACTERS} are the limit",
-                param=self.param,
-            )
-        return text
+    spelled: dict[str, Any] | None = None
+    """The same with its marks spelled out, where it names any by their ids."""
+    content: dict[str, Any] | None = None
+    """A grammar that the piece names as `content`."""
 
 
-_THOUGHT = "start: {}\nthought[lazy]: /(.|\\n)*<\\/think>/\nwhite: /[ \\n]{{0,4}}/\n"
-"""Lazy: thinking ends with the first closing tag."""
-
-
-def held_by_format(asked: ResponseFormat | None) -> Held | None:
-    """None: to nothing. Raises InvalidRequest."""
+def form_of_response(asked: ResponseFormat | None) -> Form | None:
+    """None: anything. Raises InvalidRequest."""
     match asked:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
-            return Held(_json({"type": "object"}), "response_format")
+            return Form(_json({"type": "object"}), "response_format")
         case JsonSchemaFormat(schema):
             where = "response_format.json_schema.schema"
-            return Held(_schema(schema.schema, where), where)
+            return Form(_schema(schema.schema, where), where)
 
 
-def held_by_structure(asked: StructuredOutputs | None) -> Held | None:
-    """None: to nothing. Raises InvalidRequest."""
+def form_of_structure(asked: StructuredOutputs | None) -> Form | None:
+    """None: anything. Raises InvalidRequest."""
     if asked is None:
         return None
     named = [field for field in asked.__struct_fields__ if getattr(asked, field) is not None]
@@ -139,45 +112,14 @@ def held_by_structure(asked: StructuredOutputs | None) -> Held | None:
     where = f"structured_outputs.{named[0]}"
     if asked.json is not None:
         schema = decoded_object(asked.json, where) if isinstance(asked.json, str) else asked.json
-        return Held(_schema(schema, where), where)
+        return Form(_schema(schema, where), where)
     if asked.regex is not None:
-        return Held({"lark_grammar": f"start: /{_within_slashes(asked.regex)}/"}, where)
+        return Form({"lark_grammar": f"start: /{_within_slashes(asked.regex)}/"}, where)
     if asked.choice is not None:
-        return Held({"lark_grammar": "start: " + " | ".join(map(_quoted, asked.choice))}, where)
+        return Form({"lark_grammar": "start: " + " | ".join(map(quoted, asked.choice))}, where)
     if asked.grammar is not None:
-        return Held({"lark_grammar": asked.grammar}, where)
-    return Held(_json({"type": "object"}), where)
-
-
-def held_to_calls(
-    tools: Sequence[Tool], choice: ToolChoice | None, written: CallText | None, *, parallel: bool
-) -> Held:
-    """At least one call, or exactly one of the named tool; `written`: as the model's format has it, None where it
-    cannot be held to that. Raises InvalidRequest."""
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    callable_ = [tool for tool in tools if named in (None, tool.function.name)]
-    if not callable_:
-        wrong = "there are no tools" if named is None else f"there is no tool {named!r}"
-        raise InvalidRequest(f"tool_choice: {wrong}", param="tool_choice")
-    if written is None:
-        raise InvalidRequest(
-            "tool_choice: calls cannot be forced in the format that this model writes them in",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    once = named is not None or not parallel
-    rules = ["start: call" if once else f"start: call ({_quoted(written.between)} call)*"]
-    rules.append("call: " + " | ".join(f"call_{at}" for at in range(len(callable_))))
-    for at, tool in enumerate(callable_):
-        function = tool.function
-        arguments = {"properties": {}, **function.parameters} if function.parameters else _NO_ARGUMENTS
-        name = json.dumps(function.name)
-        opening, schema = _quoted(written.opening.replace("NAME", name)), _json({"type": "object", **arguments})
-        rules.append(f"call_{at}: {opening} %json {json.dumps(schema['json_schema'])} {_quoted(written.closing)}")
-    return Held({"lark_grammar": "\n".join(rules)}, "tools")
-
-
-_NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
+        return Form({"lark_grammar": asked.grammar}, where)
+    return Form(_json({"type": "object"}), where)
 
 
 def _schema(schema: dict[str, Any], where: str) -> dict[str, Any]:
@@ -188,12 +130,7 @@ def _schema(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"json_schema": {**schema, "x-guidance": _OPTIONS}}
-
-
-def _quoted(text: str) -> str:
-    """As a literal of the Lark dialect."""
-    return json.dumps(text, ensure_ascii=False)
+    return {"json_schema": {**schema, "x-guidance": OPTIONS}}
 
 
 def _within_slashes(regex: str) -> str:

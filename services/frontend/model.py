@@ -56,6 +56,8 @@ class Model(Struct, frozen=True):
     """Its answers may begin with thinking."""
     marked_token_bytes: TokenBytes
     """With the special tokens that mark calls and thinking: for answers that are taken apart."""
+    marks: Mapping[str, int]
+    """Those marks that are tokens of their own → their ids."""
     tokenizer_digest: str
     block_size: int
 
@@ -102,6 +104,7 @@ def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE)
     tool_format = format_of(source) if parsers.tools == "auto" else None if parsers.tools == "none" else parsers.tools
     thinks = parsers.reasoning == "think" or (parsers.reasoning == "auto" and reasoning_of(source) is not None)
     marks = (*(FORMATS[tool_format].marks if tool_format else ()), *(thinking.MARKS if thinks else ()))
+    added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
     return Model(
         name=card.model,
         tokenizer=tokenizer,
@@ -114,6 +117,7 @@ def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE)
         tool_format=tool_format,
         thinks=thinks,
         marked_token_bytes=token_bytes.showing(marks) if marks else token_bytes,
+        marks={mark: added[mark] for mark in marks if mark in added},
         tokenizer_digest=digest,
         block_size=card.block_size,
     )

@@ -21,17 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from services.frontend.grammar_fields import (
-    Held,
-    ResponseFormat,
-    StructuredOutputs,
-    ToolChoice,
-    held_by_format,
-    held_by_structure,
-    held_to_calls,
-)
+from services.frontend.grammar_fields import ResponseFormat, StructuredOutputs, ToolChoice
+from services.frontend.thinking_fields import Effort, ThinkingBudget
 from services.frontend.tool_fields import Calls, Tools, calls_as_rendered, check_tools, tools_as_rendered
-from services.frontend.tools.formats import CallText
 from shared.errors import InvalidRequest
 from shared.messages import Sampling
 
@@ -167,6 +159,9 @@ class ChatRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """False: the answer ends with its first call."""
     chat_template_kwargs: TemplateWords | None = None
     """vLLM's: names that the chat template reads, as `enable_thinking`."""
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    """vLLM's."""
     service_tier: ServiceTier | None = None
     """There is one, whichever is asked for; the answer says that it was the default."""
     # harmless
@@ -181,8 +176,6 @@ class ChatRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True)
     moderation: Unset = None
     prediction: Unset = None
     prompt_cache_retention: Unset = None
-    reasoning_effort: Unset = None
-    thinking_token_budget: Unset = None
     verbosity: Unset = None
     web_search_options: Unset = None
 
@@ -196,8 +189,6 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "moderation": (),
     "prediction": (),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning_effort": (),
-    "thinking_token_budget": (),  # vLLM's; the engine would have to force the end of thinking
     "verbosity": (),
     "web_search_options": (),
 }
@@ -251,9 +242,7 @@ def check_chat(request: ChatRequest) -> None:
     check_common(request)
     for at, message in enumerate(request.messages):
         check_message(message, f"messages[{at}]")
-    forced = request.tool_choice not in (None, "none", "auto")
-    check_tools(request.tools or (), forced=forced)
-    _check_held(request, forced=forced)
+    check_tools(request.tools or ())
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
 
@@ -270,40 +259,6 @@ def check_message(message: ChatMessage, where: str) -> None:
         raise InvalidRequest("a tool's message that names no call", param=f"{where}.tool_call_id")
     if message.content is None and not message.tool_calls and not message.reasoning_content:
         raise InvalidRequest("a message without content", param=f"{where}.content")
-
-
-def _check_held(request: ChatRequest, *, forced: bool) -> None:
-    """An answer may be held to one thing. Raises InvalidRequest."""
-    calls = forced or (bool(request.tools) and request.tool_choice != "none")
-    for field in ("response_format", "structured_outputs") if calls else ():
-        asked = getattr(request, field)
-        if asked is not None and held_of(asked) is not None:
-            raise InvalidRequest(
-                f"{field}: not beside tools that may be called: tool_choice can be none", param=field, code=_NOT_YET
-            )
-
-
-def held_of(asked: ResponseFormat | StructuredOutputs | None) -> Held | None:
-    """What this alone holds an answer to. Raises InvalidRequest."""
-    return held_by_structure(asked) if isinstance(asked, StructuredOutputs) else held_by_format(asked)
-
-
-def held(request: ChatRequest | CompletionRequest, written: CallText | None) -> Held | None:
-    """What the answer is held to, None: nothing; `written`: a call, as the model's format has it. Raises
-    InvalidRequest."""
-    if isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto"):
-        parallel = request.parallel_tool_calls is not False
-        return held_to_calls(request.tools or (), request.tool_choice, written, parallel=parallel)
-    if request.response_format is None and request.structured_outputs is None:
-        return None
-    found = [one for one in map(held_of, (request.structured_outputs, request.response_format)) if one is not None]
-    if len(found) > 1:
-        wrong = "structured_outputs: response_format says already what the answer is held to"
-        raise InvalidRequest(wrong, param="structured_outputs")
-    if found and request.ignore_eos:
-        wrong = f"ignore_eos: {found[0].param} says where the answer ends"
-        raise InvalidRequest(wrong, param="ignore_eos")
-    return found[0] if found else None
 
 
 def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

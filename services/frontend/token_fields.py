@@ -76,7 +76,7 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
                 raise InvalidRequest(f"{field}: only beside messages", param=field)
     for at, message in enumerate(request.messages or ()):
         check_message(message, f"messages[{at}]")
-    check_tools(request.tools or (), forced=False)
+    check_tools(request.tools or ())
     return request
 
 

@@ -31,7 +31,7 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     """A JSON Schema of an object; None: it has none."""
     strict: bool | None = None
-    """Arguments hold to the schema where `tool_choice` forces a call; else only false asks for nothing."""
+    """Arguments hold to the schema; they do so anyway where `tool_choice` forces a call."""
 
 
 class Tool(Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,8 +67,8 @@ class Call(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 Calls = Annotated[list[Call], Meta(max_length=TOOLS_LIMIT)]
 
 
-def check_tools(tools: Sequence[Tool], *, forced: bool) -> None:
-    """`forced`: the answer is held to calls. Raises InvalidRequest, naming the field."""
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequest, naming the field."""
     names: set[str] = set()
     left = TOOLS_LIMIT_BYTES
     for at, tool in enumerate(tools):
@@ -76,12 +76,6 @@ def check_tools(tools: Sequence[Tool], *, forced: bool) -> None:
         if function.name in names:
             raise InvalidRequest(f"{where}.name: there are two tools {function.name!r}", param=f"{where}.name")
         names.add(function.name)
-        if function.strict and not forced:
-            raise InvalidRequest(
-                f"{where}.strict: only where tool_choice is required, or names a tool, yet",
-                param=f"{where}.strict",
-                code="unsupported_parameter",
-            )
         _check_schema(function.parameters or {}, f"{where}.parameters")
         left -= len(msgspec.json.encode(tool))
         if left < 0:

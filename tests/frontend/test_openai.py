@@ -41,6 +41,7 @@ def test_every_field_is_read_or_refused() -> None:
         *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
         *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls", "chat_template_kwargs"),
         *("tool_choice", "response_format", "structured_outputs", "logit_bias", "service_tier"),
+        *("reasoning_effort", "thinking_token_budget"),
     }
     assert {*openai.ChatRequest.__struct_fields__} == read | harmless | openai._NOT_BUILT.keys()
 

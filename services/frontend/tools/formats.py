@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
-from services.frontend.tools import hermes, llama3_json, mistral, pythonic, thinking
+from services.frontend.tools import hermes, lark, llama3_json, mistral, pythonic, thinking
 from services.frontend.tools.found import Found
 from services.frontend.tools.source import Reading, Source
 
@@ -16,46 +16,42 @@ FormatName = Literal["hermes", "llama3_json", "mistral", "pythonic"]
 ReasoningName = Literal["think"]
 
 
-class CallText(Struct, frozen=True):
-    """How a call is written, where its arguments are JSON and no special token is needed."""
-
-    opening: str
-    """NAME stands for the name as JSON."""
-    closing: str
-    between: str
-    """Two calls."""
-
-
 class Format(Struct, frozen=True):
     """How one family of models writes calls."""
 
     grammar: Callable[[Source, Found], Reading[None]]
+    """What reads an answer."""
+    rules: Callable[[Sequence[lark.Callable], lark.Tokens, lark.How], list[str]]
+    """What an answer is held to, as rules of Lark. Raises lark.Unwritable."""
     look: re.Pattern[str]
     """Found in the source of a chat template that asks for this format."""
     marks: tuple[str, ...]
     """What the grammar reads that may be a special token of the model, and then is part of no text otherwise."""
     id_prefix: str = "call_"
     id_digits: int = 24
-    forced: CallText | None = None
-    """What an answer is held to that must be a call; None: it cannot be."""
+    json_apart: bool = False
+    """No JSON can be read as a call or begins like one: an answer may be held to the one or the other (`or`)."""
 
 
 FORMATS: Mapping[FormatName, Format] = {
     "hermes": Format(
         hermes.hermes,
+        hermes.rules,
         re.compile(r'<tool_call>[^<]{,40}\{\\?"name'),
         hermes.MARKS,
-        forced=CallText('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>", "\n"),
+        json_apart=True,
     ),
     "llama3_json": Format(
         llama3_json.llama3_json,
+        llama3_json.rules,
         re.compile(r'\{\\?"name\\?": function name, \\?"parameters'),
         llama3_json.MARKS,
-        forced=CallText('{"name": NAME, "parameters": ', "}", "; "),
     ),
     # Its templates raise an error on ids that are not nine letters or digits.
-    "mistral": Format(mistral.mistral, re.compile(r"\[TOOL_CALLS\]"), mistral.MARKS, id_prefix="", id_digits=9),
-    "pythonic": Format(pythonic.pythonic, re.compile(r"\[func_name1\("), pythonic.MARKS),
+    "mistral": Format(
+        mistral.mistral, mistral.rules, re.compile(r"\[TOOL_CALLS\]"), mistral.MARKS, id_prefix="", id_digits=9
+    ),
+    "pythonic": Format(pythonic.pythonic, pythonic.rules, re.compile(r"\[func_name1\("), pythonic.MARKS),
 }
 
 

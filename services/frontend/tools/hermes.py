@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from services.frontend.tools import lark
 from services.frontend.tools.call_object import call_object
 from services.frontend.tools.found import Found
 from services.frontend.tools.source import Reading, Source
@@ -23,3 +26,16 @@ def _call(source: Source, found: Found) -> Reading[None]:
     yield from source.expect(_OPEN)
     yield from source.white()
     yield from call_object(source, found)
+
+
+def rules(calls: Sequence[lark.Callable], tokens: lark.Tokens, how: lark.How) -> list[str]:
+    """A grammar's, that an answer is held to."""
+    start = {"one": "tagged", "some": "calls", "any": "(upto body)* TEXT", "or": "calls | @content"}[how]
+    return [
+        f"start: {start}",
+        'calls: tagged ("\\n" tagged)*',
+        f"tagged: {lark.mark(_OPEN, tokens)} body",
+        f'body: "\\n" call "\\n" {lark.mark(_CLOSE, tokens)}',
+        *lark.upto(_OPEN, tokens),
+        *lark.objects(calls, "arguments"),
+    ]

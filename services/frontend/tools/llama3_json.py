@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from services.frontend.tools import lark
 from services.frontend.tools.call_object import call_object
 from services.frontend.tools.found import Found
 from services.frontend.tools.source import Reading, Source
@@ -35,3 +38,15 @@ def _call(source: Source, found: Found) -> Reading[None]:
     if (yield from source.optional(_TAG)):
         yield from source.white()
     yield from call_object(source, found)
+
+
+def rules(calls: Sequence[lark.Callable], tokens: lark.Tokens, how: lark.How) -> list[str]:
+    """A grammar's, that an answer is held to. What begins like an object is a call."""
+    tag = f"({lark.mark(_TAG, tokens)})? " if _TAG in tokens else ""
+    start = {"one": f"{tag}call", "some": f"{tag}calls", "any": "calls | TEXT | upto calls"}[how]
+    return [
+        f"start: {start}",
+        'calls: call ("; " call)*',
+        *lark.upto(_TAG, tokens, not_first=lark.WHITE + "\\{"),
+        *lark.objects(calls, "parameters"),
+    ]

@@ -7,8 +7,9 @@ from v11   [TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]…      also with [CALL_ID]id
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from services.frontend.tools import json_text
+from services.frontend.tools import json_text, lark
 from services.frontend.tools.call_object import call_object
 from services.frontend.tools.found import Found
 from services.frontend.tools.source import Malformed, Reading, Source
@@ -58,3 +59,25 @@ def _named(source: Source, found: Found) -> Reading[None]:
     found.begin(name)
     yield from json_text.value(source, found.arguments)
     found.end()
+
+
+def rules(calls: Sequence[lark.Callable], tokens: lark.Tokens, how: lark.How) -> list[str]:
+    """A grammar's, that an answer is held to: the model chooses between the two ways, where it has a token for the
+    second."""
+    further = "" if how == "one" else '(", " call)*'
+    ways, named = [f'(" ")? "[" call {further} "]"'], list[str]()
+    if _ARGS in tokens:
+        start, args = lark.mark(_CALLS, tokens), lark.mark(_ARGS, tokens)
+        ways.append("named" if how == "one" else f"named ({start} named)*")
+        with_id = f"({lark.mark(_ID, tokens)} /[0-9A-Za-z]{{9}}/)? " if _ID in tokens else ""
+        named = [lark.either("named", len(calls))]
+        for at, call in enumerate(calls):
+            arguments = lark.value(call.arguments or {"type": "object"})
+            named.append(f"named_{at}: {lark.quoted(call.name)} {with_id}{args} {arguments}")
+    return [
+        "start: TEXT | upto calls" if how == "any" else f"start: {lark.mark(_CALLS, tokens)} calls",
+        f"calls: {' | '.join(ways)}",
+        *named,
+        *lark.upto(_CALLS, tokens),
+        *lark.objects(calls, "arguments"),
+    ]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from services.frontend.tools import python_text
+from services.frontend.tools import lark, python_text
 from services.frontend.tools.found import Found
 from services.frontend.tools.source import Malformed, Reading, Source
 
@@ -84,3 +86,73 @@ def _keyword(source: Source) -> Reading[str]:
     yield from source.expect("=")
     yield from source.white()
     return keyword
+
+
+_ANNOTATIONS = frozenset({"$schema", "title", "description", "default", "examples", "deprecated"})
+_DEFINITIONS = ("$defs", "definitions")
+_WORDS = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS, *_ANNOTATIONS}
+"""Of an arguments' schema."""
+
+
+def rules(calls: Sequence[lark.Callable], tokens: lark.Tokens, how: lark.How) -> list[str]:
+    """A grammar's, that an answer is held to. What begins like a list is one of calls. Raises lark.Unwritable.
+
+    Arguments come in the schema's order, and none beside those that it names. Their values are JSON, which this format
+    is read as too, but for a boolean, which models write as Python has it.
+    """
+    before, behind = (f"({lark.mark(one, tokens)})? " if one in tokens else "" for one in MARKS)
+    further = "" if how == "one" else '(", " call)*'
+    first = f"({'|'.join(re.escape(one) for one in ('[', _START))})"
+    return [
+        "start: calls | TEXT" if how == "any" else "start: calls",
+        f'calls: {before}"[" call {further} "]" {behind}',
+        f"TEXT: {lark.text(not_first=lark.WHITE + first)}",
+        lark.either("call", len(calls)),
+        *(rule for at, call in enumerate(calls) for rule in _call_rules(f"call_{at}", call)),
+    ]
+
+
+def _call_rules(rule: str, call: lark.Callable) -> list[str]:
+    """Each argument's rule ends with what may follow it."""
+    opening = lark.quoted(call.name + "(")
+    if call.arguments is None:
+        value = lark.value({})
+        return [
+            f'{rule}: {opening} ({rule}_any (", " {rule}_any)*)? ")"',
+            f"{rule}_any: /[A-Za-z_][A-Za-z0-9_]{{0,63}}=/ {value}",
+        ]
+    properties, required = _arguments(call.name, call.arguments)
+    definitions = {word: call.arguments[word] for word in _DEFINITIONS if word in call.arguments}
+    rules = [f'{rule}: {opening} {rule}_0 ")"']
+    for at, (keyword, schema) in enumerate(properties.items()):
+        argument = f"{lark.quoted(keyword + '=')} {_value({**definitions, **schema})}"
+        skipped = "" if keyword in required else f" | {rule}_{at + 1}"
+        further = "" if keyword in required else f" | {rule}_{at + 1}_more"
+        rules += [
+            f"{rule}_{at}_value: {argument}",
+            f"{rule}_{at}: {rule}_{at}_value {rule}_{at + 1}_more{skipped}",
+            f'{rule}_{at}_more: ", " {rule}_{at}_value {rule}_{at + 1}_more{further}',
+        ]
+    return [*rules, f'{rule}_{len(properties)}: ""', f'{rule}_{len(properties)}_more: ""']
+
+
+def _arguments(tool: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Their schemas by keyword, and those that are required. Raises lark.Unwritable."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    for word in schema.keys() - _WORDS:
+        raise lark.Unwritable(tool, word, "cannot be held to where calls are written as Python")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise lark.Unwritable(tool, "properties", "not an object, or `required` is not a list")
+    for keyword, one in properties.items():
+        if not isinstance(one, dict) or not keyword.isidentifier() or len(keyword) > _KEYWORD_LIMIT_CHARACTERS:
+            raise lark.Unwritable(tool, f"properties.{keyword}", "not a schema, or its name no keyword of Python's")
+    for keyword in required:
+        if keyword not in properties:
+            raise lark.Unwritable(tool, "required", f"{keyword!r} is not one of the properties")
+    return properties, required
+
+
+def _value(schema: Mapping[str, Any]) -> str:
+    if schema.get("type") == "boolean" and not schema.keys() - {"type", *_DEFINITIONS, *_ANNOTATIONS}:
+        return '("True" | "False")'
+    return lark.value(schema)
