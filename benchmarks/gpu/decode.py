@@ -1,4 +1,4 @@
-"""Decode and prefill of an 8B Llama shape with random bfloat16 weights on one GPU, against what its memory allows.
+"""Decode, prefill and embeddings: an 8B Llama shape with random bfloat16 weights on one GPU, against its memory.
 
     python -m benchmarks.gpu.decode [--quick] [--json]
 
@@ -23,18 +23,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from benchmarks.gpu import llama, part
 from benchmarks.gpu.llama import CONTEXT
 from services.worker.config import CudaConfig
 from services.worker.engine import Work
 from services.worker.native.config import ModelConfig
+from shared.messages import Pooling, Sampling
 
 if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner
 
 BATCHES = (1, 32, 128)
 PREFILL_TOKENS = 8192
+PROMPTS, PROMPT_TOKENS = 16, 512
+"""One step's, which are embedded, or have a token drawn."""
 SETTINGS = {
     "default": CudaConfig(),
     "busy_wait_events off": CudaConfig(busy_wait_events=False),
@@ -82,6 +86,17 @@ class Setting(Struct, frozen=True):
     step_ms: float
 
 
+class Prompts(Struct, frozen=True):
+    """The whole step of PROMPTS prompts."""
+
+    pooling: Pooling
+    """Empty: a token is drawn for each."""
+    tokens: int
+    """Of them all."""
+    step_ms: float
+    tokens_per_s: float
+
+
 def main() -> int:
     """See the module."""
     return part.main("decode", __doc__, measure)
@@ -115,6 +130,7 @@ def measure(flags: argparse.Namespace) -> part.Measured:
             rows.append(_measured(how, runner, llama.decoding(batch, most), rounds, floor_s))
     prompt = llama.work(0, 0, PREFILL_TOKENS, list(range(PREFILL_TOKENS // llama.BLOCK_SIZE)))
     rows.append(_measured("prefill", runner, [prompt], max(3, rounds // 4), _flops(config) / matrix_rate))
+    prompts = _prompts(runner, rounds)
     runner.close()
     runners = {
         name: CudaRunner(
@@ -130,12 +146,15 @@ def measure(flags: argparse.Namespace) -> part.Measured:
     }
     settings = _settings(runners, 10 * rounds)
     yardsticks = {"read_tb_per_s": read_rate / 1e12, "matrix_tflops": matrix_rate / 1e12}
-    return part.Measured(_figures(rows, settings), [*rows, *settings], yardsticks)
+    return part.Measured(_figures(rows, prompts, settings), [*rows, *prompts, *settings], yardsticks)
 
 
-def _figures(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str, float]:
+def _figures(rows: Sequence[Row], prompts: Sequence[Prompts], settings: Sequence[Setting]) -> dict[str, float]:
     figures = {f"decode, batch {row.batch}, {row.what}": row.share for row in rows if row.what != "prefill"}
     figures["prefill of 8,192 tokens"] = next(row.share for row in rows if row.what == "prefill")
+    drawn, *embedded = prompts
+    figures["16 prompts of 512 embedded"] = max(row.step_ms for row in embedded) / drawn.step_ms
+    figures["the same, the slower pooling"] = min(row.tokens_per_s for row in embedded)
     plain, *others = settings
     for row in others:
         figures[f"whole step of batch {row.batch}, {row.setting}"] = row.step_ms / plain.step_ms
@@ -146,6 +165,23 @@ def _measured(what: str, runner: CudaRunner, works: list[Work], rounds: int, flo
     device_ms = median([llama.device_ms(runner, works) for _ in range(rounds + 2)][2:])
     step_ms = median([llama.step_ms(runner, works) for _ in range(rounds + 2)][2:])
     return Row(what, len(works), works[0].end, device_ms, step_ms, floor_s * 1e3, floor_s * 1e3 / device_ms)
+
+
+def _prompts(runner: CudaRunner, rounds: int) -> list[Prompts]:
+    """Drawn first, then each pooling; in turn, so that all find the GPU alike."""
+    each = PROMPT_TOKENS // llama.BLOCK_SIZE
+    slots = [list(range(number * each, (number + 1) * each)) for number in range(PROMPTS)]
+    plain = [llama.work(number, 0, PROMPT_TOKENS, own) for number, own in enumerate(slots)]
+    ways: dict[Pooling, list[Work]] = {"": plain}
+    poolings: tuple[Pooling, ...] = ("mean", "last")
+    for pooling in poolings:
+        ways[pooling] = [replace(work, sampling=Sampling(max_tokens=1, pooling=pooling)) for work in plain]
+    took: dict[Pooling, list[float]] = {pooling: [] for pooling in ways}
+    for _ in range(rounds):
+        for pooling, works in ways.items():
+            took[pooling].append(llama.step_ms(runner, works))
+    tokens = PROMPTS * PROMPT_TOKENS
+    return [Prompts(way, tokens, median(times), tokens / median(times) * 1e3) for way, times in took.items()]
 
 
 def _settings(runners: dict[str, CudaRunner], rounds: int) -> list[Setting]:

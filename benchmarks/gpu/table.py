@@ -62,6 +62,8 @@ PROMISES = (
     Promise("decode", "whole step of batch 32, busy_wait_events off", "of the default's"),
     Promise("decode", "whole step of batch 32, output_copy_stream on", "of the default's"),
     Promise("decode", "prefill of 8,192 tokens", "of the matrix rate", least=0.50),
+    Promise("decode", "16 prompts of 512 embedded", "of the step that draws a token each", most=1.10),
+    Promise("decode", "the same, the slower pooling", "tokens/s"),
     Promise("first", "first token of 8,192 from memory, less a step", "of its bytes' time", most=1.25),
     Promise("first", "first token of 8,192 from memory, a step and all", "ms"),
     Promise("first", "first token of 8,192, computed", "ms"),

@@ -81,9 +81,13 @@ def test_steps_of_any_kind_allocate_nothing(tmp_path: Path, element_type: Any) -
         random = np.random.default_rng(1)
         tokens = random.integers(0, 320, 3000).tolist()
         sampled = Sampling(max_tokens=9, temperature=0.8, seed=4)
+        mean, last = Sampling(max_tokens=1, pooling="mean"), Sampling(max_tokens=1, pooling="last")
         before = memory.statistics().allocated
         for count in (1, 2, 3, 4, 5, 8):  # by graphs, and eagerly
             slots = [list(range(number * 50, number * 50 + 50)) for number in range(count)]
+            runner.step(
+                [work(tokens[:790], slots[0], sampling=mean), *(work([7], own, sampling=last) for own in slots[1:])]
+            )
             runner.step([work(tokens[:600], slots[0], draws=False)])
             runner.step([work(tokens[:790], slots[0], start=600), *(work(tokens[:3], own) for own in slots[1:])])
             for length in range(700, 706):

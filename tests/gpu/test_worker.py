@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from shared.hashing import unpack_tokens
+from shared.messages import Pooling
 from tests.integration.fleet import fleet
 from tests.integration.kinds import CPU, GPU, GPU_16_BITS, Kind, params
 from tests.integration.machine import BLOCK_TOKENS, Machine, Wire, full_blocks, prompt, settled
@@ -28,6 +30,9 @@ SHAPE: dict[str, Any] = {
 }
 """Where its ends are not tied, every token of an answer hangs on all that was before; else such a model repeats one."""
 POOL_BYTES = 256 << 20
+VECTORS_APART = 1e-5
+"""At most, where all compute in float32: the length of the difference of two vectors of length 1."""
+POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 LENGTHS = (1, 2, 16, 17, 33, 100, 257, 700, 1500, 2600)
 """Of prompts: from a lone token to several steps."""
 MOST_BEHIND = 0.3
@@ -110,6 +115,16 @@ async def test_a_cpu_loads_what_the_workers_computed_and_they_load_what_it_did(e
     assert (answer.tokens, answer.host) == (computed.tokens, full_blocks(its) * BLOCK_TOKENS)
     assert machine.process("cpu").metric("headrace_kvbm_differing_blocks_total") == 0
     machine.process("cpu").stop()
+
+
+async def test_in_float32_embeddings_are_the_references_behind_loaded_blocks_too(wire: Wire) -> None:
+    for length in (1, 33, 700, 2600):
+        asked = prompt(length, ("embedded", length))
+        await wire.compute("first", asked)  # "second" loads them: a mean computes all the same
+        for pooling in POOLINGS:
+            expected = await wire.embed("reference", asked, pooling)
+            for name in ("alone", "first", "second"):
+                assert np.linalg.norm(await wire.embed(name, asked, pooling) - expected) < VECTORS_APART
 
 
 async def test_in_16_bits_loaded_blocks_give_the_numbers_that_a_workers_own_do(narrow: Rig, narrow_wire: Wire) -> None:

@@ -16,6 +16,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.config import NatsConfig, environment
@@ -30,6 +33,7 @@ from shared.messages import (
     Accepted,
     Instance,
     LoadReport,
+    Pooling,
     Sampling,
     ServiceName,
     SnapshotRequest,
@@ -191,6 +195,15 @@ class Wire:
         answer = await self.end(name, request)
         parts = (await self.peer(name)).parts(request)
         return Scored(answer.tokens, [one for part in parts for one in part.logprobs or ()])
+
+    async def embed(self, name: str, tokens: list[int], pooling: Pooling) -> NDArray[np.float32]:
+        """Of length 1."""
+        peer = await self.peer(name)
+        asked = request(secrets.token_hex(8), tokens, sampling=Sampling(max_tokens=1, pooling=pooling))
+        reply = await peer.generate(asked)
+        assert isinstance(reply, Accepted), reply
+        assert await peer.ended(asked.request) == "stop", peer.parts(asked.request)[-1]
+        return np.frombuffer(peer.parts(asked.request)[-1].embedding, "<f4")
 
     async def cancel(self, name: str, request: str) -> None:
         await (await self.peer(name)).cancel(request)

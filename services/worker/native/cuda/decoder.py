@@ -3,6 +3,7 @@
     embed → for each layer: RMSNorm → q, k, v in one product → rotate, write KV → attend over paged KV → + product
                             RMSNorm → gate and up in one product → SwiGLU                              → + product
                                                                         → RMSNorm of drawing rows → logits (float32)
+                                                                        → RMSNorm of all rows → sums (`pool`)
 
 Activations are of the element type. The residual stream stays float32, and the products that end in it are accumulated
 there by cuBLAS itself: no kernel adds, and nothing is rounded between layers. Nothing here waits for the device or
@@ -95,6 +96,16 @@ class CudaDecoder:
             self._norm(drawn, hidden, None, weights.norm, ints[at.drawing :])
             self._product(logits, drawn, weights.head)
         return logits
+
+    def pool(self, rows: int, spans: int, spans_at: np.uintp, sums_at: np.uintp) -> None:
+        """Enqueue, behind a step and before the next: of each span (first row, rows) int32, all within the step's first
+        `rows`, the sum of its hidden states behind the final norm, (spans, hidden) float64. Both lie in pinned memory.
+        """
+        room, width = self._buffers, self._config.hidden
+        normed = room.normed[:rows]
+        self._norm(normed, room.hidden[:rows], None, self._weights.norm)
+        arguments = (sums_at, normed, spans_at, np.int32(width))
+        self._kernels.sum_rows((-(-width // _THREADS), spans), (_THREADS,), arguments)
 
     def _splits(self, singles: int, longest: int) -> int:
         """Into how many thread blocks a context is cut for each KV head, so that few sequences fill the GPU."""

@@ -32,6 +32,7 @@ class Kernels:
     fetch: Kernel
     embed: Kernel
     rms_norm: Kernel
+    sum_rows: Kernel
     swiglu: Kernel
     rotate_and_store: Kernel
     row_product: Kernel
@@ -89,6 +90,7 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kern
         fetch=rows.get_function("fetch"),
         embed=rows.get_function("embed"),
         rms_norm=rows.get_function("rms_norm"),
+        sum_rows=rows.get_function("sum_rows"),
         swiglu=rows.get_function("swiglu"),
         rotate_and_store=rows.get_function("rotate_and_store"),
         row_product=row_product.get_function("row_product"),

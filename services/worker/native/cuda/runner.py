@@ -31,10 +31,12 @@ from services.worker.native.cuda.graphs import Graphs
 from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
 from services.worker.native.cuda.layout import Layout, most_ints
 from services.worker.native.cuda.pinned import address, pinned
+from services.worker.native.cuda.pooling import Pooling
 from services.worker.native.cuda.weights import DTYPES, CudaWeights
 from services.worker.native.grammars import Grammars
 from services.worker.native.linear import Array
 from services.worker.native.masks import MaskThread
+from services.worker.native.pooling import answered, spans_of
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
@@ -85,6 +87,7 @@ class CudaRunner:
             path=path,
             grammars=grammars is not None,
             biases=True,
+            embedding_size=config.hidden,
             weights=digest,
         )
         self._masks = MaskThread(grammars)
@@ -113,6 +116,7 @@ class CudaRunner:
                 self._kernels = compile_kernels(config, element_type, block_size)
                 self._blas = Blas(element_type, self.stream)
                 self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, self._buffers)
+                self._pooling = Pooling(self._decoder, limits.drawing, config.hidden)
                 self._drawing = Drawing(self._kernels, self.stream, limits.drawing, settings)
             with naming_no_room(model, "graphs"):
                 self._graphs = Graphs(
@@ -132,19 +136,21 @@ class CudaRunner:
         return self._facts
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry a work, None where nothing is drawn. When it returns the device has done the step: blocks that it
-        filled may be copied, on any stream. Raises ModelError if the device fails."""
+        """One entry a work, None for those that do not end. When it returns the device has done the step: blocks that
+        it filled may be copied, on any stream. Raises ModelError if the device fails."""
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
         with failing_the_step(), self.stream:
             logits = self.logits(works)
+            spans = spans_of(works)
+            self._pooling.begin(spans)
             masks = self._masks.end()  # made while the device computes
             if drawing:
-                drawn = iter(self._drawing.draw(logits, drawing, masks))
+                drawn = self._drawing.draw(logits, drawing, masks)
             else:
-                drawn = iter(())
+                drawn = []
                 self._drawing.wait()
-        return [next(drawn) if work.draws else None for work in works]
+        return answered(works, drawn, self._pooling.sums(spans))
 
     def logits(self, works: Sequence[Work]) -> Array:
         """Enqueue a step on the runner's stream; (drawing works, vocab) float32 on the device, until the next step."""
@@ -185,7 +191,7 @@ class CudaRunner:
             return
         self._blas.close()
         # Nothing is left for the interpreter's end to free: by then CUDA may be gone.
-        del self._graphs, self._drawing, self._decoder, self._buffers, self._blas, self.pages
+        del self._graphs, self._drawing, self._pooling, self._decoder, self._buffers, self._blas, self.pages
 
 
 def step_limits(context_length: int, block_size: int, *, max_running: int, max_rows: int) -> StepLimits:

@@ -51,6 +51,18 @@ extern "C" __global__ void rms_norm(ELEMENT* normed, float* hidden, const float*
   }
 }
 
+// sums (spans, width) float64, in the host's memory = the sum of each span (first row, rows) of normed (rows, width).
+extern "C" __global__ void sum_rows(double* sums, const ELEMENT* normed, const int2* spans, int width) {
+  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+  if (column >= width) return;
+  const int2 span = spans[blockIdx.y];
+  const ELEMENT* from = normed + (long long)span.x * width + column;
+  double sum = 0;
+#pragma unroll 8
+  for (int row = 0; row < span.y; row++) sum += wide(from[(long long)row * width]);
+  sums[(long long)blockIdx.y * width + column] = sum;
+}
+
 // activated (rows, width) = silu(gate) · up, where gate_up (rows, 2 · width) float32 holds the gate, then up.
 extern "C" __global__ void swiglu(ELEMENT* activated, const float* gate_up, int width) {
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * PACK;
