@@ -112,8 +112,13 @@ class Frames:
         return "due"
 
     def reported(self, instance: str, last: int, now_s: float) -> None:
-        """The worker's load report: `last` is the sequence of the latest frame that it made for us."""
-        link = self._links.get(instance) or self._new(instance)
+        """The worker's load report: `last` is the sequence of the latest frame that it made for us; -1: of none, also
+        where it has forgotten us, and numbers anew when there is something."""
+        link = self._links.get(instance)
+        if link is None:
+            if last < 0:
+                return
+            link = self._new(instance)
         link.last = last
         if last < link.expected or link.adrift:
             link.told_s = float("-inf")

@@ -119,9 +119,7 @@ class Watch:
         if report.instance in self._runtime.directory.instances:
             now = asyncio.get_running_loop().time()
             self._pulses.report(report, now)
-            last = report.frames.get(self._runtime.instance)
-            if last is not None:
-                self._frames.reported(report.instance, last, now)
+            self._frames.reported(report.instance, report.frames.get(self._runtime.instance, -1), now)
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()

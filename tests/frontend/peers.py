@@ -192,6 +192,8 @@ class ScriptedWorker:
         self.resends: Seen[ResendRequest] = Seen()
         self.loses = 0
         """So many of the next frames do not arrive."""
+        self.epoch = 1
+        """Of the frames' numbers."""
         self.keeps_from = 0
         """Frames before this one are not kept for a resend."""
         self.sends_again = True
@@ -215,6 +217,11 @@ class ScriptedWorker:
         """Nobody answers any more, and its lease is not over yet."""
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
+
+    def forget(self) -> None:
+        """The frontend has left its address book: what there will be for it is numbered anew."""
+        self.epoch += 1
+        self._frames.clear()
 
     async def report(self, progress: int, attempts: list[tuple[str, int]]) -> None:
         """A load report that names `attempts`, and the frames made so far."""
@@ -250,7 +257,7 @@ class ScriptedWorker:
         part = Part(
             *(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error), *cached
         )
-        self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, 1, len(self._frames), [part])))
+        self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, self.epoch, len(self._frames), [part])))
         if self.loses:
             self.loses -= 1
         else:
@@ -259,11 +266,11 @@ class ScriptedWorker:
     async def _on_resend(self, message: Message) -> None:
         asked = RESEND_REQUEST.decode(message.payload)
         for parts in self.at_hand:
-            self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, 1, len(self._frames), parts)))
+            self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, self.epoch, len(self._frames), parts)))
             await self.bus.publish(subjects.stream(NAMESPACE, asked.frontend), self._frames[-1])
         self.at_hand.clear()
         first, after = max(asked.first, self.keeps_from), len(self._frames)
-        await self.bus.publish(message.reply, RESENT.encode(Resent(1, first, after, self.streams)))
+        await self.bus.publish(message.reply, RESENT.encode(Resent(self.epoch, min(first, after), after, self.streams)))
         for frame in self._frames[first:] if self.sends_again else ():
             await self.bus.publish(subjects.stream(NAMESPACE, asked.frontend), frame)
         self.resends.add(asked)

@@ -219,6 +219,26 @@ def test_a_last_frame_that_was_lost_with_its_whole_numbering_comes_once_its_atte
     assert frames.tick(9.2) == [unheard(A)], "whoever has heard the end does not mind"
 
 
+def test_an_attempt_is_in_doubt_though_its_worker_has_forgotten_what_its_reports_once_named() -> None:
+    frames = flowing(3)
+    frames.reported(W, 3, 1.0)
+    frames.on(W, 1, 5, 1.1)
+    assert frames.look(W, 1.1) == [Ask(W, 3)]
+    frames.answered(Ask(W, 3), resent(0, 0, epoch=2), [A])
+    frames.reported(W, 3, 1.2)  # late, of before
+    frames.reported(W, -1, 1.3)
+    frames.doubt(W, A)
+    assert frames.tick(2.0) == [Ask(W, 0)]
+    frames.answered(Ask(W, 0), resent(0, 0, epoch=2), [A])
+    assert frames.tick(2.0) == [unheard(A)]
+
+
+def test_a_report_that_names_no_frame_makes_no_link() -> None:
+    frames = links()
+    frames.reported(W, -1, 1.0)
+    assert frames.tick(9.0) == []
+
+
 def test_a_larger_epoch_numbers_anew_and_the_old_one_is_over() -> None:
     frames = flowing(3)
     assert frames.on(W, 2, 0, 1.0) == "due"

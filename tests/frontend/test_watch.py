@@ -115,6 +115,24 @@ async def test_an_end_that_cannot_be_had_again_costs_a_new_attempt_anywhere(dire
         assert w.metric("headrace_resends_total", outcome="too_old") == 1
 
 
+async def test_an_end_that_was_lost_and_forgotten_with_its_frontend_costs_a_new_attempt(directory: Path) -> None:
+    async with world(directory, limits=QUICK) as w:
+        worker, tokens = w.workers[0], [*w.ids(TEXT), END]
+
+        async def forget_the_end(offered: Generate) -> None:
+            await worker.send(offered, 0, tokens[:3])
+            worker.loses = 1
+            await worker.send(offered, 3, tokens[3:], "stop")
+            await worker.report(0, [])
+            worker.forget()
+            async with reporting(worker, []):
+                again = (await worker.generates.at_least(2))[1]
+            assert unpack_tokens(again.tokens)[again.prompt_tokens :] == tokens[:3]
+            await worker.send(again, 3, tokens[3:], "stop")
+
+        assert await answer(w, forget_the_end) == TEXT
+
+
 async def test_tokens_that_cannot_be_had_again_cost_a_new_attempt_behind_those_before(directory: Path) -> None:
     async with world(directory, limits=QUICK) as w:
         worker, tokens = w.workers[0], [*w.ids(TEXT), END]
