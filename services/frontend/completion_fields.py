@@ -25,14 +25,14 @@ class CompletionRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only
     prompt: str | list[TokenId | str | list[TokenId]]
     """One, as a text or as token ids, or a list of such ones."""
     logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    """Each answer begins with its prompt."""
+    suffix: str | None = None
+    """The answer is what stands between the prompt and this; empty: as if there were none."""
     # not built
     best_of: Unset = None
-    echo: Unset = None
-    suffix: Unset = None
+    """1 asks for nothing: the one answer is the best."""
 
-
-_NOT_BUILT: dict[str, object] = {"best_of": 1, "echo": False, "suffix": ""}
-"""Field → the value, beside null, that asks for nothing."""
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
@@ -41,14 +41,17 @@ def decode_completion(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest, naming the field."""
     request = decode_body(_COMPLETION, body)
     check_common(request)
-    for field, harmless in _NOT_BUILT.items():
-        value = getattr(request, field)
-        # `1 == True` in Python: a flag is not a count.
-        if value is not None and not (value == harmless and type(value) is type(harmless)):
-            raise not_supported(field)
-    if request.best_of is not None and request.n not in (None, 1):
-        raise InvalidRequest("best_of: less than n", param="best_of")
-    prompts_of(request)
+    if request.best_of is not None:
+        if request.best_of != 1 or isinstance(request.best_of, bool):
+            raise not_supported("best_of")
+        if request.n not in (None, 1):
+            raise InvalidRequest("best_of: less than n", param="best_of")
+    if request.echo and request.logprobs is not None:
+        wrong = "echo: not beside logprobs, as there are none of a prompt"
+        raise InvalidRequest(wrong, param="echo", code="unsupported_parameter")
+    prompts = prompts_of(request)
+    if request.suffix and not all(isinstance(prompt, str) for _, prompt in prompts):
+        raise InvalidRequest("suffix: only beside prompts that are texts", param="suffix")
     return request
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,100 +18,42 @@ from msgspec.structs import replace
 
 from services.frontend import openai
 from services.frontend.accounts import Spent
-from services.frontend.answers import ChatShape, CompletionShape, Ended, Shape
+from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.asking import Asking, RequestId
 from services.frontend.choices import Choices, Planned, ask
 from services.frontend.completion_fields import DEFAULT_TOKENS, CompletionRequest, prompts_of
 from services.frontend.deadline import allowed_s
-from services.frontend.error_object import Failure
+from services.frontend.generated import Generated
 from services.frontend.grammars import Grammars
 from services.frontend.held import held
 from services.frontend.metrics import Metrics
 from services.frontend.model import Limits, Model
 from services.frontend.models import Models
 from services.frontend.openai import ChatRequest
-from services.frontend.output import Delta, Output
+from services.frontend.output import Output
 from services.frontend.parsed_output import ParsedOutput
 from services.frontend.preprocess import (
     Prompt,
     check_encoded,
     check_vocabulary,
+    encode_between,
     encode_chat,
     encode_text,
     fit,
     render_chat,
 )
-from services.frontend.reply import Chunk, Reply
+from services.frontend.reply import Reply
 from services.frontend.service import Frontend
-from services.frontend.stream import Job, Stream, join
+from services.frontend.stream import Job, Stream
+from services.frontend.template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.thinking_fields import AS_IT_IS, ThinkingAsked, thinking_asked
+from services.frontend.tokens import text_of
 from services.frontend.tools import thinking
 from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.found import Found
 from services.frontend.tools.parser import Parser, Plan
 from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
-
-
-class Generated:
-    """One request's answer, in the shape of its operation."""
-
-    named = False
-
-    def __init__(
-        self, shapes: Sequence[Shape], choices: Choices, echoes: Sequence[str], *, streams: bool, with_usage: bool
-    ) -> None:
-        """A shape and an echo (a text before the answer, mostly none) for each choice."""
-        self.streams = streams
-        """Whether the client wants chunks."""
-        self._with_usage = with_usage
-        self._shapes = shapes
-        self._choices = choices
-        self._echoes = echoes
-
-    async def whole(self) -> bytes:
-        """The answer as one JSON object. Raises what ended the request."""
-        deltas = [[Delta(echo)] for echo in self._echoes]
-        async for index, delta in self._choices:
-            if delta is not None:
-                deltas[index].append(delta)
-        finishes = self._choices.streams
-        ended = [Ended(index, join(found), finishes[index].finish) for index, found in enumerate(deltas)]
-        return self._shapes[0].whole(ended, self._choices.usage)
-
-    def nothing(self) -> bytes:
-        """A chunk that adds nothing to the answer; it may come at any time before the last one."""
-        [first, *others] = self._shapes
-        return first.nothing() if others else first.chunk(join(()))  # of several, the first may have ended
-
-    def failed(self, wrong: Failure) -> bytes:
-        """As in Reply."""
-        return wrong.payload
-
-    async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
-        """The answer in pieces; the first comes with the first text, so that errors before it stay errors.
-
-        Once that of a choice is out, its pieces go to `send`, where there is one; only what it does not take comes
-        here.
-        """
-        choices, opened, left = self._choices, set[int](), len(self._shapes)
-        async for index, delta in choices:
-            shape, stream = self._shapes[index], choices.streams[index]
-            if index not in opened:
-                opened.add(index)
-                if (opening := shape.opening()) is not None:
-                    yield Chunk(opening, more=True)
-                if self._echoes[index]:
-                    yield Chunk(shape.chunk(Delta(self._echoes[index])), more=True)
-            if delta is not None:
-                yield Chunk(shape.chunk(delta))
-                if send is not None:
-                    stream.send_by(shape.chunk, send)
-                continue
-            left -= 1
-            yield Chunk(shape.closing(stream.finish), more=not left, last=not left and not self._with_usage)
-        if self._with_usage:
-            yield Chunk(self._shapes[0].usage(choices.usage), more=True, last=True)
 
 
 class Opened(Struct, frozen=True):
@@ -168,6 +110,7 @@ class Generation:
             async with asyncio.timeout_at(deadline):
                 prompts, plan = await self._prompts(request, model, limits)
                 grammar = await self._grammar(request, model, limits, plan)
+                echoes = await self._echoes(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
         each, place, name = request.n or 1, asking.place, model.name
@@ -181,7 +124,6 @@ class Generation:
             [Planned(job, self._output(request, model, plan)) for job in jobs]
             for jobs in _jobs(asking.named.unique, request, model, prompts, grammar)
         ]
-        echoes = [""] * answered
         parsed = isinstance(planned[0][0].output, ParsedOutput)
         del request, prompts, model
         async with ask(
@@ -191,6 +133,20 @@ class Generation:
                 yield Opened(name, choices, echoes, parsed)
             finally:
                 place.spent = _spent(charged, choices, hurried=hurried)
+
+    async def _echoes(self, request: ChatRequest | CompletionRequest, model: Model) -> list[str]:
+        """For each choice. Raises InvalidRequest."""
+        each = request.n or 1
+        if isinstance(request, ChatRequest):
+            return [""] * each
+        prompts = prompts_of(request)
+        if not request.echo:
+            return [""] * (each * len(prompts))
+        texts = [one if isinstance(one, str) else await text_of(model, one, param=param) for param, one in prompts]
+        if each * sum(map(len, texts)) > RENDERED_LIMIT_CHARACTERS:
+            wrong = f"echo: the prompts of all answers have more than {RENDERED_LIMIT_CHARACTERS} characters"
+            raise InvalidRequest(wrong, param="echo")
+        return [text for text in texts for _ in range(each)]
 
     def _check_choices(self, each: int, prompts: int) -> None:
         """Raises InvalidRequest."""
@@ -222,7 +178,8 @@ class Generation:
         prompts = prompts_of(request)
         self._check_choices(request.n or 1, len(prompts))
         found = [
-            fitted(await self._text(given, model, limits, param), param, DEFAULT_TOKENS) for param, given in prompts
+            fitted(await self._text(given, request.suffix or "", model, limits, param), param, DEFAULT_TOKENS)
+            for param, given in prompts
         ]
         return found, Plan()
 
@@ -235,11 +192,14 @@ class Generation:
         check_encoded(model, tokens, limits, param="messages")
         return tokens, plan
 
-    async def _text(self, given: str | Sequence[int], model: Model, limits: Limits, param: str) -> bytes:
+    async def _text(self, given: str | Sequence[int], suffix: str, model: Model, limits: Limits, param: str) -> bytes:
         if not isinstance(given, str):
             check_vocabulary(given, limits, param=param)
             return pack_tokens(given)
-        tokens = await encode_text(model, given, self._pool, param=param)
+        if suffix:
+            tokens = await encode_between(model, given, suffix, self._pool, param=param)
+        else:
+            tokens = await encode_text(model, given, self._pool, param=param)
         check_encoded(model, tokens, limits, param=param)
         return tokens
 
@@ -316,6 +276,8 @@ def _jobs(
     alone = each * len(prompts) == 1
     for at, prompt in enumerate(prompts):
         sampling = openai.sampling(request, prompt.max_tokens, random.getrandbits(64), grammar)
+        if isinstance(request, CompletionRequest) and request.suffix and model.infill is not None:
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.infill.ends))
         first = Job(
             request=name if alone else f"{name}/{at * each}",
             model=model.name,

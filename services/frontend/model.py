@@ -15,6 +15,7 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from services.frontend.detokenize import TokenBytes, read_token_bytes
+from services.frontend.infill import Infill, read_infill
 from services.frontend.template import ChatTemplate, pick_templates
 from services.frontend.tools import thinking
 from services.frontend.tools.formats import FORMATS, FormatName, ReasoningName, format_of, reasoning_of
@@ -58,6 +59,8 @@ class Model(Struct, frozen=True):
     """With the special tokens that mark calls and thinking: for answers that are taken apart."""
     marks: Mapping[str, int]
     """Those marks that are tokens of their own → their ids."""
+    infill: Infill | None
+    """For answers between a prompt and a suffix; None: its tokenizer has no marks for that."""
     tokenizer_digest: str
     block_size: int
 
@@ -118,6 +121,7 @@ def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE)
         thinks=thinks,
         marked_token_bytes=token_bytes.showing(marks) if marks else token_bytes,
         marks={mark: added[mark] for mark in marks if mark in added},
+        infill=_read_infill(tokenizer),
         tokenizer_digest=digest,
         block_size=card.block_size,
     )
@@ -132,6 +136,15 @@ def _read_words(tokenizer: Tokenizer, content: bytes) -> tuple[Words | None, tup
     around = {_around(tokenizer, words, probe) for probe in ("a", "b")}
     [found] = around if len(around) == 1 else [None]
     return (None, (b"", b"")) if found is None else (words, found)
+
+
+def _read_infill(tokenizer: Tokenizer) -> Infill | None:
+    try:
+        return read_infill(
+            tokenizer.token_to_id, lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids
+        )
+    except BaseException:  # noqa: BLE001  a tokenizer comes with the model, and may not know even these texts
+        return None
 
 
 def _around(tokenizer: Tokenizer, words: Words, probe: str) -> tuple[bytes, bytes] | None:

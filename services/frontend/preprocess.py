@@ -22,6 +22,7 @@ from typing import Any
 from msgspec import Struct
 from tokenizers import Tokenizer
 
+from services.frontend.infill import JOINT
 from services.frontend.model import Limits, Model
 from services.frontend.template import STEPS_LIMIT, ChatTemplate, Unfinished
 from shared.errors import InvalidRequest
@@ -106,6 +107,18 @@ async def encode_chat(model: Model, rendered: str, pool: Executor) -> bytes:
 async def encode_text(model: Model, text: str, pool: Executor, *, param: str = "prompt") -> bytes:
     """Packed, with the special tokens that the tokenizer puts around a text (Llama: `<s>`). Raises InvalidRequest."""
     return await encode(model, text, pool, special=True, param=param)
+
+
+async def encode_between(model: Model, before: str, behind: str, pool: Executor, *, param: str) -> bytes:
+    """The packed tokens of a prompt for the text between the two; `param` names the field of the first. Raises
+    InvalidRequest."""
+    infill = model.infill
+    if infill is None:
+        raise _not_read(f"suffix: {model.name!r} has no marks for a text that is missing", "suffix")
+    prefix = await encode(model, before, pool, special=False, param=param)
+    joined = JOINT + behind if infill.joint else behind
+    suffix = await encode(model, joined, pool, special=False, param="suffix")
+    return infill.prompt(prefix, suffix.removeprefix(infill.joint))
 
 
 async def encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:

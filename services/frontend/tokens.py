@@ -20,6 +20,7 @@ from services.frontend import openai
 from services.frontend.config import LimitsConfig
 from services.frontend.deadline import allowed_s
 from services.frontend.detokenize import Detokenizer
+from services.frontend.model import Model
 from services.frontend.models import Models
 from services.frontend.preprocess import check_encoded, check_vocabulary, encode, render_chat
 from services.frontend.template import RENDERED_LIMIT_CHARACTERS
@@ -93,21 +94,26 @@ class Tokens:
 
     async def _detokenize(self, request: DetokenizeRequest) -> bytes:
         model, limits = self._models.find(request.model)
-        tokens = request.tokens
-        check_vocabulary(tokens, limits, param="tokens")
-        # Special tokens as they are written, as in vLLM.
-        output = Detokenizer(msgspec.structs.replace(model.token_bytes, table=model.token_bytes.names))
-        pieces: list[str] = []
-        left = RENDERED_LIMIT_CHARACTERS
-        for start in range(0, len(tokens), TURN_TOKENS):
-            if start:
-                await asyncio.sleep(0)
-            pieces.append(output.push(tokens[start : start + TURN_TOKENS]))
-            left -= len(pieces[-1])
-            if left < 0:
-                wrong = f"tokens: their text is longer than {RENDERED_LIMIT_CHARACTERS} characters"
-                raise InvalidRequest(wrong, param="tokens")
-        return msgspec.json.encode(Detokenized("".join((*pieces, output.finish()))))
+        check_vocabulary(request.tokens, limits, param="tokens")
+        text = await text_of(model, request.tokens, param="tokens")
+        return msgspec.json.encode(Detokenized(text))
+
+
+async def text_of(model: Model, tokens: Sequence[int], *, param: str) -> str:
+    """The text of tokens of the vocabulary; special ones as they are written, as in vLLM. `param` names the field that
+    they came from. Raises InvalidRequest."""
+    output = Detokenizer(msgspec.structs.replace(model.token_bytes, table=model.token_bytes.names))
+    pieces: list[str] = []
+    left = RENDERED_LIMIT_CHARACTERS
+    for start in range(0, len(tokens), TURN_TOKENS):
+        if start:
+            await asyncio.sleep(0)
+        pieces.append(output.push(tokens[start : start + TURN_TOKENS]))
+        left -= len(pieces[-1])
+        if left < 0:
+            wrong = f"{param}: the text is longer than {RENDERED_LIMIT_CHARACTERS} characters"
+            raise InvalidRequest(wrong, param=param)
+    return "".join((*pieces, output.finish()))
 
 
 async def _listed(tokens: Sequence[int], shown: Callable[[int], int | str | None]) -> msgspec.Raw:

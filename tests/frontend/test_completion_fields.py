@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend import openai
-from services.frontend.completion_fields import _NOT_BUILT, CompletionRequest, decode_completion, prompts_of
+from services.frontend.completion_fields import CompletionRequest, decode_completion, prompts_of
 from shared.errors import InvalidRequest
 
 
@@ -21,17 +21,12 @@ def completion(**fields: Any) -> CompletionRequest:
 def test_every_field_is_read_or_refused() -> None:
     """A field that is neither would be silently ignored; those that chats have too are in test_openai.py."""
     own = {*CompletionRequest.__struct_fields__} - {*openai.Common.__struct_fields__}
-    assert own == {"prompt", "logprobs"} | _NOT_BUILT.keys()
+    assert own == {"prompt", "logprobs", "echo", "suffix", "best_of"}
 
 
-def test_every_not_built_fields_harmless_value_passes_and_no_other() -> None:
-    for field, harmless in _NOT_BUILT.items():
-        for value in (None, harmless):
-            completion(**{field: value})
-        for value in ({"another": "value"}, not harmless):
-            with pytest.raises(InvalidRequest) as refusal:
-                completion(**{field: value})
-            assert refusal.value.param == field
+def test_the_best_of_one_is_it() -> None:
+    assert completion(best_of=1).n is None
+    assert completion(best_of=1, n=1).n == 1
 
 
 def test_logprobs_are_a_number() -> None:
