@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from services.frontend import grammars as grammars_module
 from services.frontend.grammars import Grammars
 from shared.errors import InvalidRequest, Overloaded, Unavailable
+from shared.hashing import unpack_tokens
 from tests.frontend.peers import MODEL, World, clients, world
 from tests.frontend.test_tools import CALL, HELLO, TEMPLATE, TOOLS
+from tests.tiny_model import write_tiny_model
 
 PERSON: Any = {
     "type": "object",
@@ -149,6 +152,63 @@ async def test_calls_are_forced_in_the_models_own_format(directory: Path, tmp_pa
         strict: Any = [{"type": "function", "function": {"name": "p", "strict": True, "parameters": PERSON}}]
         await client.chat.completions.create(**{**ask, "tools": strict}, tool_choice="required")
         assert not fits(w, grammar_of(w), '<tool_call>\n{"name": "p", "arguments": {}}\n</tool_call>')
+
+
+async def test_the_official_clients_strict_tools_are_held_to_where_the_model_chooses(
+    directory: Path, tmp_path: Path
+) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+        hours: int
+
+    shutil.copytree(directory, tmp_path / "templated")
+    (tmp_path / "templated" / "chat_template.jinja").write_text(TEMPLATE)
+    call = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Zürich", "hours": 3}}\n</tool_call>'
+    async with world(tmp_path / "templated", grammars=True) as w, clients(w) as (client, _):
+        w.say(f"I look.\n{call}")
+        tools = [openai.pydantic_function_tool(Weather)]
+        answer = await client.chat.completions.parse(model=MODEL, messages=HELLO, tools=tools)
+        calls = answer.choices[0].message.tool_calls
+        assert calls is not None
+        assert [one.function.parsed_arguments for one in calls] == [Weather(city="Zürich", hours=3)]
+        fitting = (call, f"I look.\n{call}", "No.", call.replace("3", '"3"'), call.replace("Weather", "other"))
+        assert [fits(w, grammar_of(w), text) for text in fitting] == [True, True, True, False, False]
+        w.say(call)
+        await client.chat.completions.parse(model=MODEL, messages=HELLO, tools=tools, response_format=Weather)
+        content = '{"city": "Zürich", "hours": 3}'
+        assert [fits(w, grammar_of(w), text) for text in (content, call, "No.")] == [True, True, False]
+        await client.chat.completions.create(model=MODEL, messages=HELLO, tools=tools, tool_choice="none")
+        assert grammar_of(w) == ""
+
+
+async def test_thinking_ends_with_the_models_own_token(tmp_path: Path) -> None:
+    tags = ("<think>", "</think>")
+    directory = write_tiny_model(tmp_path / "thinking", marks=tags)
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}{# </think> #}{{ enable_thinking }}")
+    async with world(directory, grammars=True) as w, clients(w) as (client, _):
+        w.say("fine")
+        ask: dict[str, Any] = {"model": MODEL, "messages": HELLO}
+        await client.chat.completions.create(**ask, extra_body={"thinking_token_budget": 1})
+        fitting = ("<think>a</think>b", "<think>ab", "<think></think>", "no <think>")
+        assert [fits(w, grammar_of(w), text) for text in fitting] == [True, False, True, False]
+        await client.chat.completions.create(**ask, response_format={"type": "json_object"})
+        assert [fits(w, grammar_of(w), text) for text in ("<think>ab</think>{}", "{}", "ab")] == [True, True, False]
+        await client.chat.completions.create(**ask, reasoning_effort="none")
+        assert grammar_of(w) == "", "the template says so"
+        latest = next(worker.generates.all[-1] for worker in w.workers if worker.generates.all)
+        assert list(unpack_tokens(latest.tokens)) == w.ids("helloFalse")
+
+
+async def test_a_budget_is_for_models_that_think_and_workers_that_can_be_held(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "thinking", marks=("<think>", "</think>"))
+    budget: dict[str, Any] = {"model": MODEL, "messages": HELLO, "extra_body": {"thinking_token_budget": 1}}
+    for template, grammars in (("{{ messages[0].content }}", True), ("{{ messages[0].content }}<think>", False)):
+        (directory / "chat_template.jinja").write_text(template)
+        async with world(directory, grammars=grammars) as w, clients(w) as (client, _):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**budget)
+            assert refused.value.param == "thinking_token_budget"
+            assert w.router.asked.all == []
 
 
 async def test_a_model_may_think_before_it_is_held(directory: Path, tmp_path: Path) -> None:
