@@ -111,6 +111,24 @@ def test_what_an_answer_is_held_to_follows_thinking_of_a_budget(client: openai.O
     assert said.content in ("left", "right")
 
 
+def test_each_of_several_answers_has_the_budget(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        max_tokens=40,
+        n=3,
+        seed=1,
+        logprobs=True,
+        extra_body={"thinking_token_budget": 10},
+    )
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        tokens = [one.token for one in choice.logprobs.content or ()]
+        assert tokens.index(CLOSE) <= 10 + 1, "with a tag that opens thinking once more"
+        assert choice.finish_reason == "stop" or choice.message.content
+    assert len(answer.choices) == 3
+
+
 def test_no_effort_is_no_thinking(client: openai.OpenAI) -> None:
     said = ask(client, max_tokens=20, reasoning_effort="none")
     assert not thought_of(said)

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import given as examples
 from hypothesis import strategies as st
@@ -19,10 +20,13 @@ from tokenizers import Tokenizer
 from services.frontend.completion_fields import CompletionRequest
 from services.frontend.grammar_fields import StructuredOutputs
 from services.frontend.held import held
+from services.frontend.openai import ChatRequest
+from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.parser import Plan
 from services.worker.native.runner import NativeRunner
 from shared.messages import Sampling
 from tests import schemas
+from tests.frontend.tools.transcripts import read
 from tests.schemas import holds
 from tests.worker.native.works import work
 
@@ -101,3 +105,41 @@ def test_answers_of_a_real_model_hold_to_random_schemas(smollm2: Path) -> None:
     finally:
         runner.close()
     assert asked >= SCHEMAS
+
+
+def test_calls_that_a_real_model_is_forced_to_are_read_in_every_format_and_hold_to_random_schemas(
+    smollm2: Path,
+) -> None:
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    prompt = tokenizer.encode(PROMPT, add_special_tokens=False).ids
+    runner = NativeRunner(smollm2, capacity_blocks=BATCH * BLOCKS, block_size=BLOCK_SIZE)
+
+    @settings(
+        max_examples=2,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
+    )
+    @examples(st.lists(schemas.SCHEMAS, min_size=2 * len(FORMATS), max_size=2 * len(FORMATS)))
+    def all_of(values: list[dict[str, Any]]) -> None:
+        asked = [(name, schema) for name, schema in zip(2 * list(FORMATS), values, strict=True)]
+        samplings = []
+        for at, (name, schema) in enumerate(asked):
+            parameters = schemas.object_of({"value": schema}, 0)
+            tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+            chat = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "tool_choice": "required"}
+            found = held(msgspec.convert({**chat, "parallel_tool_calls": False}, ChatRequest), Plan(name), {})
+            assert found is not None
+            samplings.append(Sampling(MOST_TOKENS, temperature=at % 2, seed=at, top_p=0.9, grammar=found.grammar))
+        for (name, schema), output in zip(asked, answers(runner, prompt, samplings), strict=True):
+            text = tokenizer.decode(output, skip_special_tokens=False)
+            answer = read(Plan(name), [text])
+            [(called, arguments)] = answer.calls
+            assert (called, answer.outcomes, answer.content) == ("weather", ["complete"], ""), text
+            assert holds(json.loads(arguments)["value"], schema), (schema, text)
+
+    try:
+        all_of()
+    finally:
+        runner.close()
