@@ -75,9 +75,14 @@ class Body:
 
         Raises ConnectionError when the client has gone, or does not read.
         """
+        self._hold(payload)
+        if not more:
+            await self._flush()
+
+    def _hold(self, payload: bytes) -> None:
         self._held += b"%b%b\n\n" % (_lead(payload) if self._named else b"data: ", payload)
-        if more:
-            return
+
+    async def _flush(self) -> None:
         held, self._held = self._held, b""
         for start in range(0, len(held), CHUNK_BYTES):
             chunk = held[start : start + CHUNK_BYTES]
@@ -92,7 +97,9 @@ class Body:
     async def end(self, payload: bytes | None) -> web.StreamResponse:
         """The last event, if there is one more, and the end of the body. Raises as `write` does."""
         if payload is not None:
-            self._held += b"%b%b\n\n" % (_lead(payload) if self._named else b"data: ", payload)
+            self._hold(payload)
+        if len(self._held) > CHUNK_BYTES:
+            await self._flush()
         await (self._taken() if self.begun else self._begin())
         async with self._patience():
             await self._response.write_eof(self._held)

@@ -50,6 +50,7 @@ from services.frontend.openai import (
     not_supported,
 )
 from services.frontend.response_items import ITEMS_LIMIT, InputItem, check_calls, decode_items, messages_of
+from services.frontend.thinking_fields import Effort, ThinkingBudget
 from services.frontend.tool_fields import DESCRIPTION_LIMIT_CHARACTERS, TOOLS_LIMIT, Function, Tool, ToolName
 from shared.errors import InvalidRequest
 
@@ -88,7 +89,7 @@ class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How a model thinks."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     """As chat's `reasoning_effort`."""
     summary: Unset = None
     generate_summary: Unset = None
@@ -137,6 +138,7 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ignore_eos: bool | None = None
     cache_salt: CacheName | None = None
     chat_template_kwargs: TemplateWords | None = None
+    thinking_token_budget: ThinkingBudget | None = None
     # our own
     deadline_s: SomeSeconds | None = None
     # harmless
@@ -241,7 +243,8 @@ def as_chat(asked: Asked, before: Sequence[ChatMessage]) -> ChatRequest:
 
 _AS_IN_CHAT = (
     *("seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop"),
-    *("stop_token_ids", "logit_bias", "ignore_eos", "cache_salt", "chat_template_kwargs", "deadline_s"),
+    *("stop_token_ids", "logit_bias", "ignore_eos", "cache_salt", "chat_template_kwargs"),
+    *("thinking_token_budget", "deadline_s"),
 )
 
 

@@ -8,7 +8,7 @@ Each item is where the model wrote it: pieces of calls say how much content came
 into deltas changes nothing of the response, and an answer as a whole is one delta that is written like any other.
 
 A delta that only continues the open item is one event, whose bytes are put together from a beginning made once an item:
-0.5 µs, as a chat's chunk; `single` makes it, and changes nothing until `took`.
+0.8 µs, where a chat's chunk takes 0.3; `single` makes it, and changes nothing until `took`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ from services.frontend.tools.found import CallPiece
 
 _encode = msgspec.json.Encoder().encode
 _DONE: Literal["completed"] = "completed"
+_DELTAS = {
+    OutputMessage: (b"output_text", b',"content_index":0', b',"logprobs":[]'),
+    OutputThought: (b"reasoning_text", b',"content_index":0', b""),
+    OutputCall: (b"function_call_arguments", b"", b""),
+}
+"""What a delta of each is called, and has beside its text."""
 
 
 class _Open:
@@ -62,17 +68,12 @@ class _Open:
         self.index = index
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
-        match item:
-            case OutputMessage():
-                kind, part = "output_text", b',"content_index":0'
-            case OutputThought():
-                kind, part = "reasoning_text", b',"content_index":0'
-            case OutputCall():
-                kind, part = "function_call_arguments", b""
-        self.head = b'{"type":"response.%b.delta","item_id":%b,"output_index":%d%b,' % (
-            *(kind.encode(), _encode(item.id), index, part),
+        kind, part, logprobs = _DELTAS[type(item)]
+        self.head = b'{"type":"response.%b.delta","item_id":%b,"output_index":%d%b' % (
+            *(kind, _encode(item.id), index, part),
         )
-        """Of a delta's event."""
+        """Of a delta's event; and `plain`, up to its text, where that has no log-probabilities."""
+        self.plain = b'%b%b,"delta":' % (self.head, logprobs)
 
     def whole(self, status: Literal["completed", "incomplete"]) -> OutputItem:
         text = "".join(self.pieces)
@@ -156,18 +157,17 @@ class ResponseWriter:
 
     def single(self, delta: Delta) -> bytes | None:
         """The one event of a delta that only continues the open item; None: it does more, and is to be pushed."""
-        grown = self._open
+        grown, text, calls = self._open, delta.text, delta.calls
         if grown is None or delta.entries:
             return None
-        match grown.item:
-            case OutputMessage() if delta.text and not (delta.reasoning or delta.calls):
-                return self._text_event(grown, delta.text, b"[]")
-            case OutputThought() if delta.reasoning and not (delta.text or delta.calls):
-                return self._event(grown, delta.reasoning)
-            case OutputCall() if len(delta.calls) == 1 and not (delta.text or delta.reasoning or delta.calls[0].name):
-                return self._event(grown, delta.calls[0].arguments)
-            case _:
-                return None
+        if text:
+            alone = not calls and not delta.reasoning
+            return self._event(grown, text) if alone and type(grown.item) is OutputMessage else None
+        if delta.reasoning:
+            return self._event(grown, delta.reasoning) if not calls and type(grown.item) is OutputThought else None
+        if len(calls) == 1 and not calls[0].name and type(grown.item) is OutputCall:
+            return self._event(grown, calls[0].arguments)
+        return None
 
     def took(self, delta: Delta) -> None:
         """Its `single` event is out."""
@@ -225,10 +225,14 @@ class ResponseWriter:
         if not (text or entries):
             return
         grown = self._message()
-        logprobs = chat_logprobs(entries).content
-        self._events.append(self._text_event(grown, text, _encode(logprobs)))
+        if entries:
+            logprobs = chat_logprobs(entries).content
+            grown.logprobs += logprobs
+            told = (grown.head, _encode(logprobs), _encode(text), self._sequence)
+            self._events.append(b'%b,"logprobs":%b,"delta":%b,"sequence_number":%d}' % told)
+        else:
+            self._events.append(self._event(grown, text))
         grown.pieces.append(text)
-        grown.logprobs += logprobs
         self._content += len(text)
         self._sequence += 1
 
@@ -239,13 +243,8 @@ class ResponseWriter:
 
     # --- bytes
 
-    def _text_event(self, grown: _Open, text: str, logprobs: bytes) -> bytes:
-        return b'%b"logprobs":%b,"delta":%b,"sequence_number":%d}' % (
-            *(grown.head, logprobs, _encode(text), self._sequence),
-        )
-
     def _event(self, grown: _Open, text: str) -> bytes:
-        return b'%b"delta":%b,"sequence_number":%d}' % (grown.head, _encode(text), self._sequence)
+        return b'%b%b,"sequence_number":%d}' % (grown.plain, _encode(text), self._sequence)
 
     def _say(self, event: ResponseEvent) -> None:
         assert event.sequence_number == self._sequence

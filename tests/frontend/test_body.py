@@ -156,6 +156,21 @@ async def test_a_client_that_reads_a_large_whole_answer_slowly_gets_all_of_it_an
             await w.counted("headrace_inflight_requests", 0)
 
 
+async def test_a_large_last_event_is_cut_like_any_other_and_none_says_done(directory: Path) -> None:
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    asked = {"model": MODEL, "input": "x", "stream": True, "max_output_tokens": CONTEXT - 100, **include}
+    async with world(directory) as w, connected(w) as (reader, writer):
+        said = stream_much(w)
+        writer.write(post(json.dumps(asked).encode(), path="responses"))
+        await head(reader)
+        pieces = [piece async for piece in chunks(reader)]
+        assert max(map(len, pieces)) == CHUNK_BYTES
+        last = b"".join(pieces).decode().split("\n\n")[-2]
+        name, _, content = last.partition("\ndata: ")
+        assert name == "event: response.incomplete"
+        assert json.loads(content)["response"]["output"][0]["content"][0]["text"] == said
+
+
 def stream_much(w: World) -> str:
     """The workers answer with much; what."""
     tokens = w.ids("the water finds the wheel ")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import msgspec
@@ -66,17 +67,22 @@ def parsed(text: str, cuts: Iterable[int], plan: Plan) -> list[Delta]:
     return deltas
 
 
-def written(deltas: Sequence[Delta], finish: str = "stop", *, directly: bool = True) -> tuple[Response, list[bytes]]:
-    """The response, and its events; `directly`: as by the fast path, where it goes."""
+def written(
+    deltas: Sequence[Delta], finish: str = "stop", directly: Callable[[], bool] = lambda: True
+) -> tuple[Response, list[bytes]]:
+    """The response, and its events; `directly`: whether a delta may take the fast path, as a client that reads."""
     writer = ResponseWriter(response(), "abc")
     events = writer.opening()
     for delta in deltas:
-        if directly and (event := writer.single(delta)) is not None:
-            assert writer.single(delta) == event, "nothing has changed"
+        event = writer.single(delta)
+        assert writer.single(delta) == event, "nothing has changed"
+        if event is not None and directly():
             writer.took(delta)
             events.append(event)
         else:
-            events += writer.push(delta)
+            pushed = writer.push(delta)
+            assert event is None or pushed == [event]
+            events += pushed
         writer.validate()
     events += writer.finish(finish, USAGE, 2, now=9)
     writer.validate()
@@ -133,20 +139,20 @@ def folded(events: Sequence[bytes]) -> dict[str, Any]:
     st.booleans(),
     st.sampled_from(["hermes", None]),
     st.sampled_from(["stop", "length", "tool_calls"]),
+    st.randoms(use_true_random=False),
 )
 def test_events_add_up_to_the_whole_answer_wherever_it_is_cut(
-    text: str, cuts: list[int], thinks: bool, calls: FormatName | None, finish: str
+    text: str, cuts: list[int], thinks: bool, calls: FormatName | None, finish: str, draw: Random
 ) -> None:
     plan = Plan(calls, thinks)
     deltas = parsed(text, cuts, plan)
-    whole, _ = written([join(parsed(text, (), plan))], finish, directly=False)
-    for directly in (False, True):
-        streamed, events = written(deltas, finish, directly=directly)
-        assert streamed == whole
-        told = folded(events)
-        assert told == msgspec.json.decode(msgspec.json.encode(whole))
-        assert OpenAIResponse.model_validate(told).status == ("incomplete" if finish == "length" else "completed")
-    joined, _ = written([join(deltas)], finish, directly=False)
+    whole, _ = written([join(parsed(text, (), plan))], finish)
+    streamed, events = written(deltas, finish, lambda: draw.random() < 0.5)
+    assert streamed == whole
+    told = folded(events)
+    assert told == msgspec.json.decode(msgspec.json.encode(whole))
+    assert OpenAIResponse.model_validate(told).status == ("incomplete" if finish == "length" else "completed")
+    joined, _ = written([join(deltas)], finish)
     assert joined == whole, "a client that reads slowly gets the same"
 
 

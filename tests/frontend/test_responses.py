@@ -209,6 +209,22 @@ async def test_thinking_and_calls_are_items_streamed_and_not_and_go_back_as_they
             w.say(THOUGHTFUL)
 
 
+async def test_strict_tools_hold_the_answer_and_those_that_may_not_be_called_do_not(templated: Templated) -> None:
+    async with world(templated(TEMPLATE), grammars=True) as w, clients(w) as (client, _):
+        w.say(CALL)
+        strict = WEATHER | {"strict": True}
+        answer = await client.responses.create(**ASK, tools=[strict])
+        assert answer.tools[0].type == "function"
+        assert answer.tools[0].strict is True
+        assert "city" in w.workers[0].generates.all[-1].sampling.grammar
+        choice: Any = {"type": "function", "name": "weather"}
+        named = await client.responses.create(**ASK, tools=[WEATHER], tool_choice=choice)
+        assert named.tool_choice.model_dump() == choice
+        assert "city" in w.workers[0].generates.all[-1].sampling.grammar
+        await client.responses.create(**ASK, tools=[strict], tool_choice="none")
+        assert not w.workers[0].generates.all[-1].sampling.grammar
+
+
 class Person(BaseModel):
     name: str
     born: int
@@ -470,6 +486,10 @@ async def test_what_a_former_conversation_takes_counts_as_a_body(directory: Path
         ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "sometimes"}}, "reasoning.effort"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"prompt_cache_key": "x" * 257}, "prompt_cache_key"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 1_000_000}, "max_output_tokens"),
         ({"truncation": "auto"}, "truncation"),
