@@ -11,13 +11,14 @@ from msgspec import Struct
 from services.frontend.admission import Place
 
 Operation = Literal[
-    "chat", "completions", "responses", "retrieve_response", "delete_response", "tokenize", "detokenize"
+    "chat", "completions", "embeddings", "responses", "retrieve_response", "delete_response", "tokenize", "detokenize"
 ]
 """What a body asks for. Over NATS it is the last word of the subject."""
 PATHS: dict[Operation, str] = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
     "responses": "/v1/responses",
+    "embeddings": "/v1/embeddings",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }

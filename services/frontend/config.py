@@ -66,6 +66,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     process's memory; workers' queues and `wait_s` keep the fleet's, whose size it need not know."""
     choices: Positive = 128
     """That one request may want, of all its prompts, each of which counts as one of `requests`; beyond it: 400."""
+    inputs_at_once: Positive = 64
+    """Of one request for embeddings: what it asks of workers at the same time, each counting as one of `requests`."""
     wait_s: Seconds = 60.0
     """A request for whose first token every worker is predicted to need longer gets 429 too; 0: none."""
     deadline_s: SomeSeconds = 600.0

@@ -2,6 +2,7 @@
 
 body ─▶ decode ─┬─▶ chat, completions: generation.py
                 ├─▶ responses: responses.py, over generation.py
+                ├─▶ embeddings: embeddings.py
                 └─▶ tokenize, detokenize: tokens.py
 """
 
@@ -18,6 +19,8 @@ import msgspec
 from services.frontend import openai
 from services.frontend.asking import Asking, Operation
 from services.frontend.completion_fields import decode_completion
+from services.frontend.embedding_fields import decode_embeddings
+from services.frontend.embeddings import Embeddings
 from services.frontend.generation import Generation
 from services.frontend.grammars import Grammars
 from services.frontend.metrics import Metrics
@@ -45,6 +48,7 @@ class Exchange:
         self._models = models
         self._generation = Generation(frontend, models, pool, metrics, grammars)
         self._responses = Responses(self._generation, models, desk)
+        self._embeddings = Embeddings(frontend, models, pool)
         self._tokens = Tokens(models, pool, frontend.limits)
 
     @asynccontextmanager
@@ -67,6 +71,8 @@ class Exchange:
                 yield Whole(await self._responses.retrieve(body, asking))
             case "delete_response":
                 yield Whole(await self._responses.delete(body, asking))
+            case "embeddings":
+                yield Whole(await self._embeddings.answer(decode_embeddings(body), asking))
             case "tokenize" | "detokenize":
                 yield Whole(await self._tokens.answer(operation, body, deadline_header=asking.deadline_header))
             case _:

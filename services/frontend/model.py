@@ -22,7 +22,7 @@ from services.frontend.tools.formats import FORMATS, FormatName, ReasoningName, 
 from services.frontend.words import Words, read_words
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
-from shared.messages import ModelCard
+from shared.messages import ModelCard, Pooling
 
 
 class Parsers(Struct, frozen=True):
@@ -74,15 +74,22 @@ class Limits(Struct, frozen=True):
     """Whether all of them can be held to a grammar."""
     biases: bool
     """Whether all of them add a `logit_bias`."""
+    embedding_size: int = 0
+    """Numbers of the embeddings of all of them; 0: not all embed, or not to as many."""
+    pooling: Pooling = ""
+    """What these are meant to be of; empty: something that is not built, or not the same for all."""
 
 
 def limits_of(cards: Sequence[ModelCard]) -> Limits:
     """`cards` are those of one model, at least one."""
+    sizes, poolings = {card.embedding_size for card in cards}, {card.pooling for card in cards}
     return Limits(
         min(card.context_length for card in cards),
         min(card.vocab_size for card in cards),
         all(card.grammars for card in cards),
         all(card.biases for card in cards),
+        sizes.pop() if len(sizes) == 1 else 0,
+        poolings.pop() if len(poolings) == 1 else "",
     )
 
 

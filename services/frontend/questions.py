@@ -136,13 +136,15 @@ class Questions:
 
     def _lacking(self, instance: str, job: Job) -> str:
         """What of a request a worker would pass over, as one of an earlier version does; empty: nothing."""
-        if not (job.sampling.grammar or job.sampling.logit_bias):
+        if not (job.sampling.grammar or job.sampling.logit_bias or job.sampling.pooling):
             return ""
         card = self._runtime.directory.cards.get((job.model, instance))
         if job.sampling.grammar and not (card is not None and card.grammars):
             return "it cannot be held to a grammar"
         if job.sampling.logit_bias and not (card is not None and card.biases):
             return "it adds no logit_bias"
+        if job.sampling.pooling and not (card is not None and card.embedding_size == job.embedding_size):
+            return f"it embeds nothing to {job.embedding_size} numbers"
         return ""
 
     def _is_behind(self, answer: SelectReply, model: str) -> TypeGuard[SelectRefused]:

@@ -140,7 +140,8 @@ class Frontend:
         if self._abandoned:
             raise Unavailable("this frontend is about to end")
         tries = Tries(self.limits.attempts, self.limits.rescue_s)
-        stream = Stream(job, Session(job.request, job.sampling.max_tokens, tries), output, reader)
+        session = Session(job.request, job.sampling.max_tokens, tries, embedding_bytes=4 * job.embedding_size)
+        stream = Stream(job, session, output, reader)
         loop = asyncio.get_running_loop()
         one = Running(stream, loop.time(), deadline)
         one.timer = loop.call_at(one.deadline, self._feed, one, Expired())
@@ -273,4 +274,5 @@ class Frontend:
         del self._running[one.stream.job.request]
         assert one.timer is not None
         one.timer.cancel()
-        self._metrics.output_tokens.observe(len(one.stream.session.tokens))
+        if not one.stream.job.embedding_size:
+            self._metrics.output_tokens.observe(len(one.stream.session.tokens))

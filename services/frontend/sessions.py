@@ -184,6 +184,8 @@ class Finish(Struct, frozen=True):
 
     reason: str
     """stop or length."""
+    embedding: bytes = b""
+    """As in Part."""
 
 
 class Fail(Struct, frozen=True):
@@ -198,8 +200,10 @@ Action = Ask | Later | Offer | Emit | Withdraw | Note | Tell | Finish | Fail
 class Session:
     """One request."""
 
-    def __init__(self, request: str, max_tokens: int, tries: Tries | None = None) -> None:
+    def __init__(self, request: str, max_tokens: int, tries: Tries | None = None, *, embedding_bytes: int = 0) -> None:
+        """`embedding_bytes`: how long its embedding is to be, where that is the answer, without tokens."""
         self._tries = Tries() if tries is None else tries
+        self._embedding_bytes = embedding_bytes
         self.request = request
         self.max_tokens = max_tokens
         self.state = State.CHOOSING
@@ -322,7 +326,9 @@ class Session:
             case None:
                 return actions
             case "stop" | "length":
-                return actions + self._end([Finish(part.finish)], withdraw=False)
+                if part.embedding:
+                    actions += self._prefill(part)
+                return actions + self._end([Finish(part.finish, part.embedding)], withdraw=False)
             case "deadline":
                 late = RequestTimeout(self._tries.told("the request's deadline has passed"))
                 return actions + self._end([Fail(late)], withdraw=False)
@@ -338,7 +344,9 @@ class Session:
     def _is_sound(self, part: Part) -> bool:
         """Whether the part's own numbers agree, and with what was asked for. What passes can be read without fail."""
         count, rest = divmod(len(part.tokens), 4)
-        if rest or part.first < 0 or part.first + count > self.max_tokens:
+        embedding_bytes = self._embedding_bytes if part.finish in ("stop", "length") else 0
+        most_tokens = 0 if self._embedding_bytes else self.max_tokens
+        if rest or part.first < 0 or part.first + count > most_tokens or len(part.embedding) != embedding_bytes:
             return False
         if part.logprobs is None:
             return True
@@ -346,24 +354,26 @@ class Session:
             len(one.top_tokens) == 4 * len(one.top_logprobs) for one in part.logprobs
         )
 
+    def _prefill(self, part: Part) -> list[Action]:
+        """The first part of the attempt that brings something."""
+        self.prefilled = True
+        self._tries.bear()
+        if not self.tokens:
+            self.cached_tokens = part.cached_tokens
+            self.cached_host_tokens = part.cached_host_tokens
+            self.cached_disk_tokens = part.cached_disk_tokens
+        prefilled = Prefilled(
+            self.request,
+            self.attempt,
+            part.cached_tokens,
+            instance=self.instance,
+            cached_host_tokens=part.cached_host_tokens,
+            cached_disk_tokens=part.cached_disk_tokens,
+        )
+        return [Tell(prefilled)]
+
     def _take_in(self, new: list[int], part: Part, known: int) -> list[Action]:
-        actions: list[Action] = []
-        if not self.prefilled:
-            self.prefilled = True
-            self._tries.bear()
-            if not self.tokens:
-                self.cached_tokens = part.cached_tokens
-                self.cached_host_tokens = part.cached_host_tokens
-                self.cached_disk_tokens = part.cached_disk_tokens
-            prefilled = Prefilled(
-                self.request,
-                self.attempt,
-                part.cached_tokens,
-                instance=self.instance,
-                cached_host_tokens=part.cached_host_tokens,
-                cached_disk_tokens=part.cached_disk_tokens,
-            )
-            actions.append(Tell(prefilled))
+        actions = [] if self.prefilled else self._prefill(part)
         self.tokens.extend(new)
         shown = new[:-1] if part.finish == "stop" else new
         if shown:

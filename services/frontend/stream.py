@@ -41,6 +41,8 @@ class Job(Struct, frozen=True):
     salt: str
     session: str
     """Requests of one non-empty session prefer one worker."""
+    embedding_size: int = 0
+    """Floats, where an embedding is asked for."""
 
 
 class Reader:
@@ -81,6 +83,8 @@ class Stream:
         self.ended = False
         self.leads = False
         """Its reader waits for its first token, which may bring no text."""
+        self.embedding = b""
+        """The answer, where it is one; as in Part."""
         self._output = output
         self._reader = Reader() if reader is None else reader
         self._waiting: list[Delta] = []
@@ -105,6 +109,7 @@ class Stream:
         else:
             self._add(self._output.finish())
             self.finish = "stop" if self._stopped else last.reason
+            self.embedding = last.embedding
         if self.finish == "stop" and self._output.calls:
             self.finish = "tool_calls"
         self.ended = True

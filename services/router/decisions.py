@@ -123,14 +123,21 @@ class Decisions:
 
     def explain(self, request: str, latest: int) -> list[Decision]:
         """The latest kept of a request, or of all requests where it is empty; oldest first, with their rows. A client's
-        own name for it does as well, before the hyphen and what the frontend added: then there may be several."""
-        found = [kept for (name, _), kept in self._kept.items() if request in ("", name, name.rpartition("-")[0])]
+        own name for it does as well, before the hyphen and what the frontend added: then there may be several. So there
+        are where the request asks for several things, whose names differ behind a slash."""
+        found = [kept for (name, _), kept in self._kept.items() if request in ("", name, *_names(name))]
         return [_in_words(kept) for kept in found[-latest:]]
 
     def validate(self) -> None:
         """Assert every invariant."""
         assert len(self._kept) <= self._limit
         assert all(1 <= len(kept.scored) <= ROWS for kept in self._kept.values())
+
+
+def _names(name: str) -> tuple[str, str]:
+    """Of the whole request, and of that its client's own."""
+    whole = name.partition("/")[0]
+    return whole, whole.rpartition("-")[0]
 
 
 def _in_words(kept: _Kept) -> Decision:

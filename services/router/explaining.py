@@ -18,7 +18,7 @@ def asked_for(payload: bytes) -> str:
     request = payload.decode("utf-8", "replace").strip().strip('"')
     if request.startswith("resp_"):  # …and the frontend that keeps it
         return request.partition(".")[2] or request
-    return request.removeprefix("chatcmpl-").removeprefix("cmpl-") or request
+    return request.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("embd-") or request
 
 
 def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:

@@ -9,10 +9,12 @@ from msgspec import Struct
 
 from tests.frontend.peers import CONTEXT, MODEL, VOCABULARY
 
+EMBEDDING_SIZE = 8
+
 _MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-Operation = Literal["chat", "completions", "tokenize", "detokenize"]
+Operation = Literal["chat", "completions", "embeddings", "tokenize", "detokenize"]
 
 
 class Bad(Struct, frozen=True):
@@ -32,6 +34,10 @@ def _chat(name: str, param: str | None, status: int = 400, code: str | None = No
 
 def _completion(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
     return _bad(name, "completions", {"model": MODEL, "prompt": "hello", **fields}, param, status, code)
+
+
+def _embed(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
+    return _bad(name, "embeddings", {"model": MODEL, "input": "hello", **fields}, param, status, code)
 
 
 def _tokenize(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
@@ -286,6 +292,34 @@ BAD_BODIES = [
     _completion("a negative id", "prompt[1]", prompt=[5, -1]),
     _completion("a huge id", "prompt[0]", prompt=[1 << 40]),
     _completion("a fraction as id", "prompt[0]", prompt=[1.5]),
+    Bad("no JSON to embed", "embeddings", b"hello", 400),
+    _bad("nothing to embed", "embeddings", {"model": MODEL}, "input", 400, None),
+    _embed("an empty text to embed", "input", input=""),
+    _embed("an empty list to embed", "input", input=[]),
+    _embed("an empty text among others", "input[1]", input=["a", "", "b"]),
+    _embed("an empty list of tokens among others", "input[2]", input=[[1], [2], []]),
+    _embed("tokens and texts mixed", "input[1]", input=["a", 5]),
+    _embed("tokens mixed with lists of them", "input[0]", input=[5, [5]]),
+    _embed("a list of lists of texts", "input[0][0]", input=[["a"]]),
+    _embed("a number to embed", "input", input=5),
+    _embed("a fraction of a token", "input[0]", input=[1.5]),
+    _embed("a negative token to embed", "input[0]", input=[-1]),
+    _embed("a token outside the vocabulary to embed", "input[1]", input=[1, VOCABULARY]),
+    _embed("a token outside the vocabulary in a list", "input[1][2]", input=[[1], [1, 2, VOCABULARY]]),
+    _embed("too many inputs", "input", input=["a"] * 2049),
+    _embed("more than the context to embed", "input", code=_TOO_LONG, input=[1] * (CONTEXT + 1)),
+    _embed("more than the context in a list", "input[1]", code=_TOO_LONG, input=["a", "a " * (CONTEXT + 1)]),
+    _embed("more tokens than are embedded at once", "input[512]", input=[[1] * CONTEXT] * 513),
+    _embed("another encoding", "encoding_format", encoding_format="x"),
+    _embed("no dimensions", "dimensions", dimensions=0),
+    _embed("negative dimensions", "dimensions", dimensions=-3),
+    _embed("more dimensions than there are", "dimensions", dimensions=EMBEDDING_SIZE + 1),
+    _embed("dimensions as a text", "dimensions", dimensions="8"),
+    _embed("another pooling", "pooling", pooling="cls"),
+    _embed("an unknown model to embed", "model", 404, "model_not_found", model="nobody"),
+    _embed("an unknown field to embed", "truncate_prompt_tokens", truncate_prompt_tokens=5),
+    _embed("a salt that is no text", "cache_salt", cache_salt=5),
+    _embed("no time to embed", "deadline_s", deadline_s=0),
     Bad("no JSON to tokenise", "tokenize", b"hello", 400),
     _tokenize("nothing to tokenise", "prompt"),
     _tokenize("a prompt, and messages", "prompt", prompt="x", messages=_MESSAGES),

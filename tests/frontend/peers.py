@@ -9,8 +9,11 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from math import hypot
 from pathlib import Path
+from struct import pack
 from typing import Any, Generic, Literal, TypeVar
+from zlib import crc32
 
 import aiohttp
 import msgspec
@@ -57,6 +60,7 @@ from shared.messages import (
     Overlap,
     Part,
     Pong,
+    Pooling,
     ResendRequest,
     Resent,
     Select,
@@ -85,7 +89,14 @@ def instance_entry(service: ServiceName, instance: str) -> dict[str, bytes]:
 
 
 def card_entry(
-    instance: str, directory: Path, model: str = MODEL, *, grammars: bool = False, biases: bool = False
+    instance: str,
+    directory: Path,
+    model: str = MODEL,
+    *,
+    grammars: bool = False,
+    biases: bool = False,
+    embedding_size: int = 0,
+    pooling: Pooling = "mean",
 ) -> dict[str, bytes]:
     card = ModelCard(
         model=model,
@@ -100,6 +111,8 @@ def card_entry(
         kv_layout=KvLayout("float32", 2, 2, 16, BLOCK_SIZE),
         grammars=grammars,
         biases=biases,
+        embedding_size=embedding_size,
+        pooling=pooling if embedding_size else "",
     )
     return {subjects.model_key(NAMESPACE, model, instance): MODEL_CARD.encode(card, JSON_HEADER)}
 
@@ -176,13 +189,22 @@ class ScriptedRouter:
         await self.bus.publish(message.reply, PONG.encode(Pong(self.instance, 1)))
 
 
+def vector_of(tokens: bytes, size: int) -> bytes:
+    """An embedding that follows from all tokens, as ScriptedWorker makes it."""
+    numbers = [crc32(tokens, number) - (1 << 31) for number in range(size)]
+    length = hypot(*numbers)
+    return pack(f"<{size}f", *(number / length for number in numbers))
+
+
 class ScriptedWorker:
-    """Accepts and then streams `output`, one token a step frame; with `output` None the test sends the parts."""
+    """Accepts and then streams `output`, one token a step frame, or sends an embedding where one is asked for; with
+    `output` None the test sends the parts."""
 
     def __init__(self, bus: Bus, instance: str) -> None:
         self.bus = bus
         self.instance = instance
         self.output: list[int] | None = []
+        self.embedding_size = 0
         self.logprobs: list[TokenLogprob] | None = None
         self.finish: FinishReason = "stop"
         self.cached_tokens = self.cached_host_tokens = self.cached_disk_tokens = 0
@@ -240,6 +262,9 @@ class ScriptedWorker:
         await self.bus.publish(message.reply, GENERATE_REPLY.encode(reply))
         if not isinstance(reply, Accepted) or self.output is None:
             return
+        if generate.sampling.pooling:
+            await self.send(generate, 0, [], "stop", embedding=vector_of(generate.tokens, self.embedding_size))
+            return
         done = len(generate.tokens) // 4 - generate.prompt_tokens
         limit = generate.sampling.max_tokens
         for at in range(done, min(len(self.output), limit)):
@@ -248,14 +273,21 @@ class ScriptedWorker:
             await self.send(generate, at, [self.output[at]], reason if last else None)
 
     async def send(
-        self, to: Generate, first: int, tokens: Iterable[int], finish: FinishReason | None = None, error: str = ""
+        self,
+        to: Generate,
+        first: int,
+        tokens: Iterable[int],
+        finish: FinishReason | None = None,
+        error: str = "",
+        embedding: bytes = b"",
     ) -> None:
         """One part in a frame of its own."""
         tokens = list(tokens)
         logprobs = None if self.logprobs is None else tuple(self.logprobs[first : first + len(tokens)])
         cached = (self.cached_host_tokens, self.cached_disk_tokens)
         part = Part(
-            *(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error), *cached
+            *(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error),
+            *(*cached, embedding),
         )
         self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, self.epoch, len(self._frames), [part])))
         if self.loses:
@@ -311,8 +343,22 @@ class World:
     async def announce_router(self) -> None:
         await self.announce(self.router.instance, instance_entry("router", self.router.instance))
 
-    async def announce_worker(self, instance: str, *, grammars: bool = False, biases: bool = False) -> None:
-        card = card_entry(instance, self.directory, grammars=grammars, biases=biases)
+    async def announce_worker(
+        self,
+        instance: str,
+        *,
+        grammars: bool = False,
+        biases: bool = False,
+        embedding_size: int = 0,
+        pooling: Pooling = "mean",
+    ) -> None:
+        card = card_entry(
+            *(instance, self.directory),
+            grammars=grammars,
+            biases=biases,
+            embedding_size=embedding_size,
+            pooling=pooling,
+        )
         entries = instance_entry("worker", instance) | card
         await self.announce(instance, entries)
 
@@ -355,10 +401,12 @@ async def world(
     access: AccessConfig | None = None,
     grammars: bool = False,
     biases: bool = False,
+    embedding_size: int = 0,
+    pooling: Pooling = "mean",
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
-    `grammars`, `biases`: their cards say that they can be held to one, and add them. `more` is in the address book
-    from the start."""
+    `grammars`, `biases`: their cards say that they can be held to one, and add them; `embedding_size`, `pooling`: how
+    they embed. `more` is in the address book from the start."""
     w = World(MemoryBroker(), MemoryStore(), directory)
     await w.router.start()
     for worker in w.workers:
@@ -366,7 +414,10 @@ async def world(
     if announced:
         await w.announce_router()
         for worker in w.workers:
-            await w.announce_worker(worker.instance, grammars=grammars, biases=biases)
+            worker.embedding_size = embedding_size
+            await w.announce_worker(
+                worker.instance, grammars=grammars, biases=biases, embedding_size=embedding_size, pooling=pooling
+            )
     if more:
         await w.announce("more", more)
     config = FrontendConfig(

@@ -6,16 +6,13 @@ import json
 from io import BytesIO
 from pathlib import Path
 
-from tests.frontend.bad_bodies import BAD_BODIES
+from services.frontend.asking import PATHS
+from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE
 from tests.frontend.peers import MODEL, clients, world
-
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"} | {
-    operation: f"/{operation}" for operation in ("tokenize", "detokenize")
-}
 
 
 async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(directory: Path) -> None:
-    async with world(directory) as w, clients(w) as (client, http):
+    async with world(directory, embedding_size=EMBEDDING_SIZE) as w, clients(w) as (client, http):
         for bad in BAD_BODIES:
             async with http.post(PATHS[bad.operation], data=BytesIO(bad.body)) as response:
                 error = (await response.json())["error"]

@@ -158,7 +158,7 @@ async def test_errors_name_their_request_too(directory: Path) -> None:
         for path, body, status in (
             ("/v1/completions", b"{", 400),
             ("/v1/chat/completions", BytesIO(b"x" * 5_000_000), 413),
-            ("/v1/embeddings", b"{}", 404),
+            ("/v1/nothing", b"{}", 404),
             ("/v1/models", b"", 405),
         ):
             async with http.post(path, data=body, headers=named) as response:

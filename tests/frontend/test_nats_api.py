@@ -15,7 +15,7 @@ from shared.memory_bus import MemoryBus
 from shared.memory_discovery import MemoryDiscovery
 from shared.messages import Cancel, Finished, Generate
 from shared.messaging import LAST_HEADER, Message
-from tests.frontend.bad_bodies import BAD_BODIES
+from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, world
 
 CHAT = subjects.client(NAMESPACE, "chat")
@@ -73,7 +73,7 @@ async def test_a_completion_and_the_models_are_served_too(directory: Path) -> No
 
 
 async def test_every_bad_body_gets_its_error_object_and_nothing_else_notices(directory: Path) -> None:
-    async with world(directory) as w:
+    async with world(directory, embedding_size=EMBEDDING_SIZE) as w:
         for bad in BAD_BODIES:
             answer, headers = await ask(w, bad.operation, bad.body)
             error = answer["error"]

@@ -574,3 +574,36 @@ def test_retry_after_comes_from_the_router() -> None:
     assert isinstance(last, Fail)
     assert isinstance(last.error, Unavailable)
     assert last.error.retry_after_s == 7.0
+
+
+def embedding(vector: bytes, finish: FinishReason | None = "stop", tokens: Sequence[int] = ()) -> Part:
+    return Part(R, 1, 0, pack_tokens(tokens), finish, 4, embedding=vector)
+
+
+def test_an_embedding_is_the_whole_answer_and_what_was_cached_of_its_prompt_is_told() -> None:
+    session = streaming_embedding()
+    actions = step(session, Received("w1", embedding(b"12345678")))
+    assert actions == [Tell(Prefilled(R, 1, 4, instance="w1")), Tell(Finished(R, 1)), Finish("stop", b"12345678")]
+
+
+@pytest.mark.parametrize(
+    "senseless",
+    [embedding(b""), embedding(b"1234"), embedding(b"12345678", None), embedding(b"12345678", tokens=[5])],
+    ids=["none", "short", "not the end", "with a token"],
+)
+def test_what_is_no_embedding_of_the_size_asked_for_makes_no_sense(senseless: Part) -> None:
+    actions = step(streaming_embedding(), Received("w1", senseless))
+    assert Note("senseless", False) in actions
+    assert Ask(2, 0, ("w1",)) in actions
+
+
+def test_an_embedding_that_nobody_asked_for_makes_no_sense() -> None:
+    assert Note("senseless", False) in step(streaming(), Received("w1", embedding(b"1234")))
+
+
+def streaming_embedding() -> Session:
+    session = Session(R, 1, embedding_bytes=8)
+    session.start()
+    session.on(selected(1))
+    session.on(Accepted(R, 1))
+    return session

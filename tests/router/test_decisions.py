@@ -49,6 +49,14 @@ def test_a_request_is_found_by_its_clients_own_name_too() -> None:
     assert found == {"a-b": ["a-b-0e", "a-b-0f", "a-b"], "a": ["a-b", "a", "a-0a"], "a-": []}
 
 
+def test_what_a_request_asks_for_several_times_is_found_by_the_name_of_the_whole() -> None:
+    decisions = kept("a-0e/0", "a-0e/1", "a-0f", "b/0")
+    found = {
+        name: [each.selected.request for each in decisions.explain(name, latest=9)] for name in ("a-0e", "a", "a-0e/1")
+    }
+    assert found == {"a-0e": ["a-0e/0", "a-0e/1"], "a": ["a-0e/0", "a-0e/1", "a-0f"], "a-0e/1": ["a-0e/1"]}
+
+
 def test_rows_are_the_best_few_and_the_chosen_one() -> None:
     (decision,) = kept("a", candidates=ROWS + 9, chosen=ROWS + 5).explain("a", latest=1)
     rows = decision.selected.candidates

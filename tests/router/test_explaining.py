@@ -42,7 +42,7 @@ def ask(router: ModelRouter, request: str, now_s: float = 0.0, *, attempt: int =
     router.select(Select(request, attempt, "f", router.model, pack_hashes([1, 2]), 9, 10), now_s)
 
 
-@pytest.mark.parametrize("payload", [b"abc", b"chatcmpl-abc", b"cmpl-abc", b'"chatcmpl-abc"', b" abc\n"])
+@pytest.mark.parametrize("payload", [b"abc", b"chatcmpl-abc", b"cmpl-abc", b"embd-abc", b'"chatcmpl-abc"', b" abc\n"])
 def test_a_request_is_named_bare_or_as_its_answer_names_it(payload: bytes) -> None:
     assert asked_for(payload) == "abc"
 

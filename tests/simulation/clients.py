@@ -21,7 +21,7 @@ from services.frontend.stream import Job, Reader, Stream
 from services.worker.engine import Work
 from shared.errors import HeadraceError, InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
-from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EOS, VOCABULARY, Request, letter
+from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Request, letter
 from tests.simulation.process import MODEL, facts_of, model_of
 
 _LETTERS = [b"" if token == EOS else letter(token).encode() for token in range(VOCABULARY)]
@@ -38,6 +38,7 @@ class Choice:
     text: str = ""
     entries: int = 0
     """Log-probabilities."""
+    embedding: bytes = b""
     finish: str = ""
 
 
@@ -64,12 +65,17 @@ class Expected:
     entries: int
     end: Literal["stop", "length"]
     completion_tokens: int
+    embedding: bytes = b""
 
 
 def expected(request: Request, prompt: tuple[int, ...]) -> Expected:
-    """Asks the model itself, one token after another."""
+    """Asks the model itself, one token after another; what is embedded, for all of it at once."""
     model = model_of(facts_of(1))
     history = list(prompt)
+    if request.sampling.pooling:
+        (drawn,) = model.draw([Work(0, history, 0, len(history), (), request.sampling, len(history))])
+        assert drawn is not None
+        return Expected("", 0, "stop", 0, drawn.embedding)
     limit = min(request.sampling.max_tokens, CONTEXT_LENGTH - len(history))
     end: Literal["stop", "length"] = "length"
     while len(history) - len(prompt) < limit:
@@ -122,6 +128,7 @@ def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int) -> Job
         sampling=msgspec.structs.replace(request.sampling, seed=draw),
         salt=request.salt,
         session=request.name if request.choices > 1 else "",
+        embedding_size=EMBEDDING_SIZE if request.sampling.pooling else 0,
     )
 
 
@@ -152,7 +159,7 @@ async def _read(frontend: Frontend, answer: Answer) -> Literal["answered"]:
                 choices.validate()
                 seen = answer.choices[index]
                 if delta is None:
-                    seen.finish = choices.streams[index].finish
+                    seen.finish, seen.embedding = choices.streams[index].finish, choices.streams[index].embedding
                 else:
                     seen.text += delta.text
                     seen.entries += len(delta.entries)
@@ -189,6 +196,8 @@ def _judge(answer: Answer, seen: Choice, due: Expected) -> str:
         return ""
     if (seen.text, seen.finish) != (due.text, due.end):
         return f"ended by {seen.finish} with {seen.text!r}; by {due.end} with {due.text!r} was due"
+    if seen.embedding != due.embedding:
+        return f"got the vector {seen.embedding!r} instead of {due.embedding!r}"
     if answer.request.sampling.logprobs >= 0 and seen.entries != due.entries:
         return f"got {seen.entries} log-probabilities, {due.entries} were due"
     return ""

@@ -17,6 +17,7 @@ BLOCK_SIZE = 4
 CONTEXT_LENGTH = 96
 VOCABULARY = 64
 EOS = 0
+EMBEDDING_SIZE = 4
 SHARED_TOKENS = 24
 """Of the longest common prefix."""
 STARTED_S = 0.1
@@ -232,6 +233,7 @@ def request(draw: Random, name: str, at_s: float, prefixes: list[tuple[int, ...]
             max_tokens=draw.choice((1, 3, 12, 30)),
             ignore_eos=draw.random() < 0.5,
             logprobs=draw.choice((-1, -1, 0)),
+            pooling=draw.choice(("", "", "", "", "mean", "last")),
         ),
         salt=draw.choice(("", "", "", "tenant")),
         stops=draw.choice(((), (), (), (letter(draw.randrange(1, VOCABULARY)),))),

@@ -53,7 +53,7 @@ from shared.memory_discovery import MemoryDiscovery, MemoryStore
 from shared.messages import KvLayout, ServiceName
 from shared.pool_format import ALIGN_BYTES, PAGE_BYTES
 from tests.simulation.clock import OWNER, SimulatedLoop
-from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EOS, VOCABULARY, Sizes
+from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Sizes
 
 NAMESPACE = "simulated"
 MODEL = "sim"
@@ -328,6 +328,7 @@ def facts_of(capacity_blocks: int) -> Ready:
         capacity_blocks=capacity_blocks,
         kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=BLOCK_SIZE),
         path=_model().name,
+        embedding_size=EMBEDDING_SIZE,
     )
 
 
