@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from deploy.local import model
 from tests.integration.kinds import GPU, GPU_16_BITS, Kind, params
@@ -23,6 +25,8 @@ LIMIT_S = 60.0
 QUESTION = "What is the capital of France?"
 POEM = "Write a poem about the sea."
 WORKERS = ("worker-0", "worker-1")
+VECTORS_APART = {"float32": 1e-5, "bfloat16": 2.5e-2}
+"""At most: what else is in a step may change the rounding."""
 
 
 @pytest.fixture(scope="module", params=params((GPU[0], GPU_16_BITS[1])))
@@ -99,6 +103,17 @@ def pieces(up: Up, question: str, tokens: int) -> Iterator[str]:
                 yield "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
+def embedded(up: Up, texts: list[str]) -> NDArray[np.float64]:
+    """(texts, size)."""
+    asked = urllib.request.Request(
+        f"{up.url}/embeddings",
+        json.dumps({"model": model.NAME, "input": texts}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
+        return np.array([one["embedding"] for one in json.load(answer)["data"]])
+
+
 def test_a_streamed_answer_knows_the_capital_of_france(up: Up) -> None:
     answer = "".join(pieces(up, QUESTION, 32))
     print(answer)
@@ -111,6 +126,14 @@ def test_status_shows_both_workers_and_their_blocks(up: Up) -> None:
     assert len([one for one in told["instances"] if one["service"] == "worker"]) == len(WORKERS)
     (store,) = told["stores"]
     assert sum(layout["owners"] for layout in store["layouts"]) == len(WORKERS)
+
+
+def test_texts_embedded_at_once_have_the_vectors_that_each_has_alone(up: Up, kind: Kind) -> None:
+    texts = [f"{topic} {n}" for n in range(20) for topic in (QUESTION, POEM, POEM * 40)]
+    together = embedded(up, texts)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
+    alone = np.concatenate([embedded(up, [text]) for text in texts[:9]])
+    assert np.linalg.norm(together[:9] - alone, axis=1).max() < VECTORS_APART[kind.dtype]
 
 
 def test_an_answer_goes_on_when_the_engine_that_makes_it_is_killed(up: Up, kind: Kind) -> None:
