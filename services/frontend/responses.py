@@ -28,7 +28,7 @@ from services.frontend.response_items import messages_of
 from services.frontend.response_store import Kept
 from services.frontend.response_writer import ResponseWriter
 from services.frontend.stream import Stream, join
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, ProtocolError
 
 _MESSAGES = msgspec.json.Decoder(list[ChatMessage])
 _NOTHING = b'{"type":"keepalive"}'
@@ -124,7 +124,10 @@ class Responses:
         asked = decode_response(body)
         self._check_logprobs(asked)
         former = await self._former(asked, asking)
-        before = _MESSAGES.decode(former)
+        try:
+            before = _MESSAGES.decode(former)
+        except msgspec.MsgspecError as strange:  # of a frontend of another version
+            raise ProtocolError(f"the former conversation cannot be read: {strange}") from None
         chat = as_chat(asked, before)
         conversation = _continued(former, messages_of(asked.items)) if asked.kept else b""
         if len(conversation) > BODY_LIMIT_BYTES:

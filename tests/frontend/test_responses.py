@@ -23,7 +23,8 @@ from services.frontend.serve import frontend
 from shared import subjects
 from shared.hashing import unpack_tokens
 from shared.memory_bus import MemoryBus
-from shared.messages import TokenLogprob
+from shared.messages import RECALLED, Recalled, TokenLogprob
+from shared.messaging import LAST_HEADER, Message
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.twins import on_twins
 
@@ -371,6 +372,20 @@ async def test_a_frontend_that_keeps_it_and_does_not_answer_is_503(
         with pytest.raises(openai.InternalServerError) as away:
             await client.responses.create(**ASK, previous_response_id="resp_f2.x")
         assert away.value.status_code == 503
+
+
+async def test_a_conversation_that_another_version_wrote_is_an_error_in_openais_shape(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        bus = MemoryBus(w.broker)
+
+        async def newer(message: Message) -> None:
+            recalled = RECALLED.encode(Recalled(True, b'[{"role": "user", "content": "x", "mood": "new"}]'))
+            await bus.publish(message.reply, recalled, headers={LAST_HEADER: "true"})
+
+        await bus.subscribe(subjects.kept(NAMESPACE, "f2"), newer)
+        with pytest.raises(openai.InternalServerError) as wrong:
+            await client.responses.create(**ASK, previous_response_id="resp_f2.x")
+        assert "mood" in wrong.value.message
 
 
 async def test_over_nats_it_is_the_same(directory: Path) -> None:
