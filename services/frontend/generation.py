@@ -289,7 +289,7 @@ def _jobs(
             session=session or (f"{name}/{at}" if each > 1 else ""),  # else a prompt's choices may go apart
         )
         others = [
-            replace(first, request=f"{name}/{at * each + draw}", sampling=replace(sampling, seed=seed))
+            replace(first, request=f"{name}/{at * each + draw}", sampling=replace(sampling, seed=seed), follows=True)
             for draw in range(1, each)
             for seed in [(sampling.seed + draw) & ((1 << 64) - 1)]  # as vLLM has it
         ]

@@ -59,7 +59,8 @@ class Questions:
                 max_tokens=job.sampling.max_tokens - ask.produced,
                 excluded=ask.excluded,
                 session=job.session,
-                wait_limit_s=self._limits.wait_s if ask.attempt == 1 else 0.0,  # later ones have waited already
+                # Later ones have waited already.
+                wait_limit_s=self._limits.wait_s if ask.attempt == 1 and not job.follows else 0.0,
                 time_left_s=max(0.0, one.deadline - loop.time()),
             )
         )

@@ -146,7 +146,8 @@ class Frontend:
         one = Running(stream, loop.time(), deadline)
         one.timer = loop.call_at(one.deadline, self._feed, one, Expired())
         self._running[job.request] = one
-        self._metrics.input_tokens.observe(job.prompt_tokens)
+        if not job.follows:
+            self._metrics.input_tokens.observe(job.prompt_tokens)
         try:
             self._do(one, stream.session.start())
             yield stream

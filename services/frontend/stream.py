@@ -43,6 +43,8 @@ class Job(Struct, frozen=True):
     """Requests of one non-empty session prefer one worker."""
     embedding_size: int = 0
     """Floats, where an embedding is asked for."""
+    follows: bool = False
+    """A further choice of a prompt that is computed: it is not refused for having to wait."""
 
 
 class Reader:

@@ -207,6 +207,9 @@ async def test_three_choices_are_three_requests_to_the_workers_and_one_to_the_cl
         assert {(select.session, select.request.partition("/")[0]) for select in w.router.asked.all} == {
             (f"{name}/0", name)
         }
+        waits = [select.wait_limit_s for select in w.router.asked.all]
+        assert waits == [60.0, 0.0, 0.0], "who follows is not refused for its wait"
+        assert w.metric("headrace_input_sequence_tokens_count") == 1
         worker.cached_tokens = 0
         await worker.send(generates[2], 0, w.ids("c!x"))
         await worker.send(generates[1], 0, w.ids("bb"), "length")

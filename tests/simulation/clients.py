@@ -129,6 +129,7 @@ def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int) -> Job
         salt=request.salt,
         session=request.name if request.choices > 1 else "",
         embedding_size=EMBEDDING_SIZE if request.sampling.pooling else 0,
+        follows=draw > 0,
     )
 
 
