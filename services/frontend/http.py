@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from services.frontend import deadline
+from services.frontend import deadline, openapi_document
 from services.frontend.admission import Place
 from services.frontend.asking import KEPT, KEPT_RESPONSE, PATHS, Asking, Operation
 from services.frontend.body import Body
@@ -63,8 +63,8 @@ class HttpDoor:
         self.url = ""
         """Where the application listens, once it does."""
 
-    def app(self) -> web.Application:
-        """The routes. Bodies over the limit are 413."""
+    def app(self, described: bytes) -> web.Application:
+        """The routes; `described`: the document that does so. Bodies over the limit are 413."""
         middlewares = [self._port.middleware, _openai_errors, self._gate.middleware]
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(self._port.prepare)
@@ -73,6 +73,11 @@ class HttpDoor:
             app.router.add_post(path, self._handler(operation), expect_handler=_continue_later)
         for operation, method in KEPT.items():
             app.router.add_route(method, KEPT_RESPONSE, self._handler(operation))
+
+        async def describe(_request: web.Request) -> web.Response:
+            return _respond(200, described)
+
+        app.router.add_get(openapi_document.PATH, describe)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app

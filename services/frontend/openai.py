@@ -75,7 +75,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """How a stream ends."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
     """Padding against traffic analysis is not built: only false asks for nothing."""
 
 

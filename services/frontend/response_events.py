@@ -136,6 +136,14 @@ def begun(asked: Asked, response_id: str, created_at: int, model: str) -> Respon
     )
 
 
+class ResponseDeleted(Struct, frozen=True, kw_only=True):
+    """What DELETE answers."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
 # --- events; an event's name is its `type`, which comes first
 
 

@@ -49,12 +49,20 @@ from services.frontend.openai import (
     decode_body,
     not_supported,
 )
-from services.frontend.response_items import ITEMS_LIMIT, InputItem, check_calls, decode_items, messages_of
+from services.frontend.response_items import (
+    ITEMS_LIMIT,
+    AnyInputItem,
+    InputItem,
+    check_calls,
+    decode_items,
+    messages_of,
+)
 from services.frontend.thinking_fields import Effort, ThinkingBudget
 from services.frontend.tool_fields import DESCRIPTION_LIMIT_CHARACTERS, TOOLS_LIMIT, Function, Tool, ToolName
 from shared.errors import InvalidRequest
 
 LOGPROBS = "message.output_text.logprobs"
+Included = Annotated[str, Meta(max_length=512, extra_json_schema={"enum": [LOGPROBS]})]
 ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -100,7 +108,7 @@ class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=ITEMS_LIMIT)]
+    input: str | Annotated[list[AnyInputItem], Meta(min_length=1, max_length=ITEMS_LIMIT)]
     """A text, or items: response_items.py has them."""
     model: str | None = None
     """None: the only one that is served."""
@@ -114,7 +122,7 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_output_tokens: TokenCount | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    include: Annotated[list[Label], Meta(max_length=16)] | None = None
+    include: Annotated[list[Included], Meta(max_length=16)] | None = None
     top_logprobs: TopLogprobs | None = None
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=TOOLS_LIMIT)] | None = None

@@ -10,7 +10,7 @@ annotations) is not looked at where it asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -102,6 +102,12 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 InputItem = InputMessage | PastCall | CallOutput | PastThought
+INPUT_ITEMS: tuple[type[InputItem], ...] = get_args(InputItem)
+AnyInputItem = Annotated[
+    msgspec.Raw,
+    Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{one.__name__}"} for one in INPUT_ITEMS]}),
+]
+"""One of them that is not decoded yet: which it is, its `type` says, and none is a message."""
 
 _NOT_BUILT = ("phase", "namespace", "caller", "name", "summary", "encrypted_content")
 """Fields that ask for nothing where they are null or empty; `name` of a call's output."""

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
 
 from services.frontend.asking import Asking
 from services.frontend.error_object import ErrorBody, Failure
@@ -22,7 +21,7 @@ from services.frontend.openai import BODY_LIMIT_BYTES, ChatMessage
 from services.frontend.output import Delta
 from services.frontend.reply import Chunk, Reply
 from services.frontend.response_desk import ResponseDesk, Whose
-from services.frontend.response_events import Response, ResponseError, begun
+from services.frontend.response_events import Response, ResponseDeleted, ResponseError, begun
 from services.frontend.response_fields import Asked, as_chat, decode_kept, decode_response, renamed
 from services.frontend.response_items import messages_of
 from services.frontend.response_store import Kept
@@ -33,14 +32,6 @@ from shared.errors import InvalidRequest, ProtocolError
 _MESSAGES = msgspec.json.Decoder(list[ChatMessage])
 _NOTHING = b'{"type":"keepalive"}'
 """As OpenAI's own streams have it: an event that its clients pass over."""
-
-
-class ResponseDeleted(Struct, frozen=True, kw_only=True):
-    """What DELETE answers."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True
 
 
 class Answering:

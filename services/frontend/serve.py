@@ -29,6 +29,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.model import Parsers
 from services.frontend.models import Models
 from services.frontend.nats_api import NatsDoor
+from services.frontend.openapi_document import document
 from services.frontend.readiness import Readiness
 from services.frontend.response_desk import ResponseDesk
 from services.frontend.service import Frontend
@@ -65,7 +66,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         port = Port(with_files(config.http), metrics)
         http = HttpDoor(exchange, requests, metrics, config.http, port, Gate(access, config.http))
         nats = NatsDoor(runtime, exchange, requests, metrics, access)
-        app = http.app()
+        app = http.app(document(keys=access.asks))
         # Who has no key is told whether all is well; metrics, and why it is not, are [observe]'s.
         add_routes(app, runtime.vitals, None if access.asks else runtime.registry)
         await access.start(runtime.tasks)

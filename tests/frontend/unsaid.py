@@ -1,0 +1,62 @@
+"""Why a request is refused that fits its schema: what openapi_operations.py says in words instead.
+
+Each is the field, without places in lists, and how the message goes on; so a refusal that a schema could have said is
+not taken for one of these.
+"""
+
+from __future__ import annotations
+
+import re
+
+UNSAID: tuple[tuple[str, str], ...] = (
+    (".*", ".*Expected `.*int.*`, got `float`"),  # 5.0 is an integer to JSON Schema
+    ("model", ""),  # which are served
+    ("deadline_s|Headrace-Deadline-S", ".*: a deadline of"),
+    # fields that need one another, or rule one another out
+    ("stream_options", "stream_options needs stream: true"),
+    ("top_logprobs", "top_logprobs needs logprobs: true"),
+    ("max_tokens", "max_tokens and max_completion_tokens contradict"),
+    ("ignore_eos", "ignore_eos: .* says where the answer ends"),
+    ("response_format|structured_outputs", ".*: not beside tools that may be called"),
+    ("structured_outputs", "structured_outputs: (exactly one of|response_format says already)"),
+    ("prompt", "prompt: either this or messages|a token id beside prompts"),
+    ("add_generation_prompt|tools|chat_template_kwargs", ".*: only beside messages"),
+    ("echo", "echo: not beside logprobs"),
+    ("suffix", "suffix: "),  # texts, and a model that has marks for it
+    # messages, by their roles
+    (r"messages\.(tool_calls|reasoning_content|tool_call_id)", ".*: only a message of role"),
+    (r"messages\.tool_call_id", "a tool's message that names no call"),
+    (r"messages\.content", "a message without content"),
+    (r"messages\.tool_calls\.function\.arguments", ".*: not a JSON object"),
+    ("input", "input.* is empty|input: a list of token ids, of texts|input: .* more than"),
+    ("dimensions|pooling", ".*"),  # the model's
+    # items
+    (r"input\.call_id", ".*: (there are two|no call)"),
+    (r"input\.arguments", ".*: not a JSON object"),
+    ("input", "a message without content"),
+    ("include", "include: .* is not supported beside tools|include: .*thinks"),
+    ("top_logprobs", "top_logprobs needs include"),
+    ("previous_response_id", ""),
+    # tools
+    (r"tools(\.function)?\.name", ".*: there are two tools"),
+    (r"tools(\.function)?\.strict", ".*: only where tool_choice is required"),
+    (r"tools(\.function)?\.parameters", ".*: (nested deeper|longer) than"),
+    (r"tools(\.function)?\.parameters\.type", ".*: not 'object'"),
+    ("tools", "tools: longer than"),
+    ("tool_choice", "tool_choice: (there are no tools|there is no tool|calls cannot be forced)"),
+    # what an answer is held to
+    (r"response_format\.json_schema\.schema(\..*)?|text\.format(\..*)?", ".*"),
+    (r"structured_outputs\.(json|regex|grammar|choice)(\..*)?|tools", ".*"),
+    (r"reasoning_effort|reasoning\.effort|thinking_token_budget", ".*"),
+    # the model, its template, its context and its workers
+    ("messages|input|prompt|max_tokens|max_completion_tokens|max_output_tokens", ".*(context|tokens|empty).*"),
+    ("prompt|input|stop_token_ids|tokens|logit_bias", "token id .* is outside the vocabulary"),
+    (r"tools|messages\.tool_calls|chat_template_kwargs\..*|messages", ".*(template|model).*"),
+)
+_PLACE = re.compile(r"\[[^\]]*\]")
+
+
+def said_elsewhere(param: str | None, message: str) -> bool:
+    """Whether a rule has it."""
+    field = _PLACE.sub("", param or "")
+    return any(re.fullmatch(one, field) and re.match(how, message, re.DOTALL) for one, how in UNSAID)
