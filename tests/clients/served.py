@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,4 +77,16 @@ def served(folder: Path, nats_url: str) -> Iterator[Served]:
         eventually(
             lambda: router.metric("headrace_kv_sources") == 2, limit_s=LIMIT_S, what="the router knows both workers"
         )
+        eventually(
+            lambda: all(served_by(frontend.url) == {SPEAKER, ECHO} for frontend in (open_one, guarded)),
+            limit_s=LIMIT_S,
+            what="both frontends serve both models",
+        )
         yield Served(f"{open_one.url}/v1", f"{guarded.url}/v1")
+
+
+def served_by(url: str) -> set[str]:
+    """Those that a frontend would answer for."""
+    asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
+        return {model["id"] for model in json.load(answer)["data"]}

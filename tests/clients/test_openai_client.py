@@ -186,6 +186,96 @@ def test_an_answer_that_was_cut_off_is_the_clients_error_for_that(client: OpenAI
         )
 
 
+def test_a_strict_tool_may_be_left_to_the_model(client: OpenAI) -> None:
+    """As `pydantic_function_tool` makes them, and no `tool_choice`."""
+    [choice] = client.chat.completions.create(
+        model=SPEAKER,
+        messages=asks("Who was Ada Lovelace?"),
+        tools=[openai.pydantic_function_tool(Person)],
+        temperature=0,
+        max_tokens=50,
+    ).choices
+    assert choice.message.content or choice.message.tool_calls
+
+
+# --- several answers
+
+
+def test_several_answers_are_the_same_whole_and_streamed(client: OpenAI) -> None:
+    asked: Any = {"model": SPEAKER, "messages": asks("Name a river."), "max_tokens": 8, "n": 3, "seed": 7}
+    whole = client.chat.completions.create(**asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) > 1
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+def test_several_prompts_are_answered_in_their_order(client: OpenAI) -> None:
+    asked: Any = {"model": ECHO, "prompt": ["one mill", "two mills"], "max_tokens": 50}
+    whole = client.completions.create(n=2, **asked)
+    assert [choice.text for choice in whole.choices] == ["one mill", "one mill", "two mills", "two mills"]
+    texts = {0: "", 1: ""}
+    for chunk in client.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == {0: "one mill", 1: "two mills"}
+
+
+# --- responses
+
+
+def test_a_response_is_the_same_whole_and_streamed_and_goes_on(client: OpenAI) -> None:
+    asked: Any = {"model": SPEAKER, "input": "What is the capital of France?", "temperature": 0}
+    whole = client.responses.create(**asked)
+    assert whole.output_text
+    with client.responses.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert events[0] == "response.created"
+    assert "response.output_text.delta" in events
+    assert final.output_text == whole.output_text
+    more = client.responses.create(**{**asked, "input": "And one more."}, previous_response_id=whole.id)
+    assert more.usage is not None
+    assert whole.usage is not None
+    assert more.usage.input_tokens > whole.usage.input_tokens
+    assert client.responses.retrieve(more.id).output_text == more.output_text
+    client.responses.delete(more.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(more.id)
+    with pytest.raises(openai.BadRequestError) as gone:
+        client.responses.create(**asked, previous_response_id=more.id)
+    assert gone.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_calls_of_a_response_come_and_their_results_go_back(client: OpenAI, streamed: bool) -> None:
+    tools: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+    for tool in tools:
+        tool.setdefault("parameters", {"type": "object", "properties": {}})
+    asked: Any = {"model": ECHO, "tools": tools}
+    if streamed:
+        with client.responses.stream(input=says(*CALLS), **asked) as stream:
+            response: Any = stream.get_final_response()
+    else:
+        response = client.responses.create(input=says(*CALLS), **asked)
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
+    results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "warm"} for call in calls]
+    end = client.responses.create(input=results, previous_response_id=response.id, **asked)
+    assert end.output_text == "warm"
+
+
+def test_a_response_is_parsed_into_a_pydantic_model(client: OpenAI) -> None:
+    parsed = client.responses.parse(
+        model=SPEAKER, input="Who was Ada Lovelace?", text_format=Person, temperature=0, max_output_tokens=200
+    )
+    assert isinstance(parsed.output_parsed, Person)
+
+
 # --- errors
 
 

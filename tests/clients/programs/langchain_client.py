@@ -91,7 +91,21 @@ def structured_output_is_what_was_asked_for() -> None:
     )
 
 
+def it_works_over_responses_too() -> None:
+    """OpenAI's newer API, which LangChain's agents take where they are told to."""
+    echo = model("echo", use_responses_api=True).bind_tools([multiply])
+    asked = HumanMessage(CALL)
+    for answer in (echo.invoke([asked]), add_up(list(echo.stream([asked])))):
+        assert calls(answer) == CALLED, answer
+        end = echo.invoke([asked, answer, *(multiply.invoke(call) for call in answer.tool_calls)])
+        assert (end.text, end.tool_calls) == ("42", []), end
+    speaker = model("speaker", use_responses_api=True, max_tokens=200)
+    person = speaker.with_structured_output(Person, method="json_schema").invoke("Who was Ada Lovelace?")
+    assert isinstance(person, Person), person
+
+
 the_model_calls_and_is_told()
 asyncio.run(it_streams_to_a_loop())
 a_forced_call_is_one_with_arguments_of_their_types()
 structured_output_is_what_was_asked_for()
+it_works_over_responses_too()
