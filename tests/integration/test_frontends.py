@@ -94,6 +94,25 @@ def test_each_has_an_address_of_its_own_and_a_share_of_the_connections(up: Up) -
         connection.close()
 
 
+def test_a_conversation_goes_on_at_whichever_of_them_a_connection_comes_to(up: Up) -> None:
+    previous, keepers = None, set[str]()
+    cached: list[int] = []
+    url = urlsplit(up.url)
+    while len(keepers) < 2 or len(cached) < 8:
+        asked = {"model": "tiny", "input": "hello there", "max_output_tokens": 2, "previous_response_id": previous}
+        request = urllib.request.Request(
+            f"http://{url.netloc}/v1/responses", json.dumps(asked).encode(), {"Connection": "close"}
+        )
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:  # a connection of its own
+            response: dict[str, Any] = json.load(answer)
+        assert response["previous_response_id"] == previous
+        previous = response["id"]
+        keepers.add(previous.partition(".")[0])
+        cached.append(response["usage"]["input_tokens_details"]["cached_tokens"])
+        assert len(cached) < 64, "both of them get some"
+    assert cached[-1] > cached[0], "former turns are found in the cache"
+
+
 def test_one_that_drains_loses_nothing(up: Up) -> None:
     pid = up.pid("frontend-0")
     ended = Event()
