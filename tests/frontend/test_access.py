@@ -360,6 +360,20 @@ async def test_an_answer_longer_than_what_is_left_is_owed(directory: Path, keys:
             assert response.headers["x-ratelimit-remaining-tokens"] == "0"
 
 
+async def test_all_choices_are_paid_for_and_each_prompt_once(directory: Path, keys: KeysFile) -> None:
+    async with world(directory, access=keys.write(tokens_per_minute=200)) as w, clients(w) as (_, http):
+        w.workers[0].output = [5] * 50
+        body = {**BODY, "prompt": [[5] * 10, [6] * 20], "n": 3, "max_tokens": 20}
+        async with http.post("/v1/completions", json=body, headers=bearer(ALICE)) as response:
+            assert response.status == 200
+            assert len((await response.json())["choices"]) == 6
+        for kind, tokens in (("prompt", 30), ("output", 120)):
+            assert w.metric("headrace_key_tokens_total", key="alice", kind=kind) == tokens
+        async with http.post("/v1/completions", json=body, headers=bearer(ALICE)) as response:
+            assert response.status == 429
+            assert "Requested 150" in (await response.json())["error"]["message"]
+
+
 async def test_requests_at_once_are_bounded_and_a_client_that_goes_makes_room(directory: Path, keys: KeysFile) -> None:
     async with world(directory, access=keys.write(concurrency=2)) as w, clients(w) as (_, http):
         w.workers[0].output = None

@@ -344,3 +344,42 @@ async def test_thinking_is_told_from_the_answer_and_the_calls(templated: Templat
         assert (whole["content"], whole["reasoning_content"]) == (None, "Never done")
         completion = await client.completions.create(model=MODEL, prompt="x")
         assert completion.choices[0].text == "Never done", "a completion is its text"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_each_choice_has_its_own_calls(templated: Templated, streams: bool) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (_, http):
+        worker, tokens = w.workers[0], w.ids
+        worker.output = None
+        body = {"model": MODEL, "messages": HELLO, "tools": TOOLS, "n": 2, "stream": streams}
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        [first] = await worker.generates.at_least(1)
+        await worker.send(first, 0, tokens(CALL)[:1])
+        [_, second] = await worker.generates.at_least(2)
+        for at, (call, text) in enumerate(zip(tokens(CALL)[1:], tokens(TWO), strict=False)):
+            await worker.send(first, at + 1, [call])
+            await worker.send(second, at, [text])
+        done = len(tokens(CALL)) - 1
+        await worker.send(second, done, [*tokens(TWO)[done:], 2], "stop")
+        await worker.send(first, done + 1, [2], "stop")
+        answer = (await (await asking).read()).decode()
+        if streams:
+            chunks = [json.loads(line.removeprefix("data: ")) for line in answer.split("\n\n")[:-2]]
+            apart = [[one for one in chunks if one["choices"][0]["index"] == index] for index in (0, 1)]
+            told = [(made["content"], made["tool_calls"], made["finish_reason"]) for made in map(added_up, apart)]
+        else:
+            told = [
+                (
+                    one["message"]["content"],
+                    [
+                        (call["function"]["name"], call["function"]["arguments"])
+                        for call in one["message"]["tool_calls"]
+                    ],
+                    one["finish_reason"],
+                )
+                for one in json.loads(answer)["choices"]
+            ]
+        assert told == [
+            (None, [("weather", ARGUMENTS)], "tool_calls"),
+            ("I look.\n", [("weather", ARGUMENTS), ("get_time", "{}")], "tool_calls"),
+        ]
