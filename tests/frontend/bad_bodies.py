@@ -14,7 +14,7 @@ EMBEDDING_SIZE = 8
 _MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-Operation = Literal["chat", "completions", "embeddings", "tokenize", "detokenize"]
+Operation = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
 
 
 class Bad(Struct, frozen=True):
@@ -40,6 +40,10 @@ def _embed(name: str, param: str | None, status: int = 400, code: str | None = N
     return _bad(name, "embeddings", {"model": MODEL, "input": "hello", **fields}, param, status, code)
 
 
+def _response(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
+    return _bad(name, "responses", {"model": MODEL, "input": "hello", **fields}, param, status, code)
+
+
 def _tokenize(name: str, param: str | None, status: int = 400, code: str | None = None, **fields: Any) -> Bad:
     return _bad(name, "tokenize", {"model": MODEL, **fields}, param, status, code)
 
@@ -61,9 +65,16 @@ def _bad(
 
 _NOT_BUILT = "unsupported_parameter"
 _TOO_LONG = "context_length_exceeded"
+_UNKNOWN = "previous_response_not_found"
 _GOOD = json.dumps({"model": MODEL, "messages": _MESSAGES}).encode()
 
+_FUNCTION_CALL = {"type": "function_call", "call_id": "a", "name": "x", "arguments": ""}
+_CALL_OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "x"}
 _CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+
+
+def _item(name: str, param: str, code: str | None = None, /, **item: Any) -> Bad:
+    return _response(name, f"input[0].{param}", code=code, input=[item])
 
 
 def _called(call: dict[str, Any]) -> list[dict[str, Any]]:
@@ -320,6 +331,78 @@ BAD_BODIES = [
     _embed("an unknown field to embed", "truncate_prompt_tokens", truncate_prompt_tokens=5),
     _embed("a salt that is no text", "cache_salt", cache_salt=5),
     _embed("no time to embed", "deadline_s", deadline_s=0),
+    Bad("no JSON to respond to", "responses", b"hello", 400),
+    _response("nothing to respond to", "input", input=[]),
+    _response("a number to respond to", "input", input=5),
+    _response("a number for an item", "input[0]", input=[5]),
+    _response("4,097 items", "input", input=[{"role": "user", "content": "x"}] * 4097),
+    _response("more than the context", "input", code=_TOO_LONG, input="x" * 3000),
+    _response("messages to respond to", "messages", messages=_MESSAGES),
+    _item("an item without content", "content", role="user"),
+    _item("an item of a tool's role", "role", role="tool", content="x"),
+    _item("a reference to an item", "type", _NOT_BUILT, type="item_reference", id="msg_1"),
+    _item("an item of a tool of OpenAI's", "type", _NOT_BUILT, type="web_search_call", id="1"),
+    _item("an item whose type is no text", "type", type=5),
+    _item("an image", "content[0].type", role="user", content=[{"type": "input_image", "image_url": "x"}]),
+    _item("a part without text", "content[0].text", role="user", content=[{"type": "input_text"}]),
+    _item("a refusal again", "content[0].type", role="assistant", content=[{"type": "refusal", "refusal": "x"}]),
+    _item("a phase", "phase", _NOT_BUILT, role="assistant", content="x", phase="commentary"),
+    _item("an output of no call", "call_id", type="function_call_output", call_id="a", output="x"),
+    _item("arguments that are a list", "arguments", **(_FUNCTION_CALL | {"arguments": "[]"})),
+    _item("a call of a bad name", "name", **(_FUNCTION_CALL | {"name": "a b"})),
+    _item("a call's namespace", "namespace", _NOT_BUILT, **(_FUNCTION_CALL | {"namespace": "x"})),
+    _response("two calls of one id", "input[1].call_id", input=[_FUNCTION_CALL] * 2),
+    _response("two outputs of one call", "input[2].call_id", input=[_FUNCTION_CALL, _CALL_OUTPUT, _CALL_OUTPUT]),
+    _item("encrypted thinking", "encrypted_content", _NOT_BUILT, type="reasoning", encrypted_content="x"),
+    _item(
+        "thinking in short", "summary", _NOT_BUILT, type="reasoning", summary=[{"type": "summary_text", "text": "x"}]
+    ),
+    _response("a tool of OpenAI's", "tools[0].type", tools=[{"type": "web_search"}]),
+    _response("chat's form of a tool", "tools[0].function", tools=[_tool("a")]),
+    _response("a response's bad tool", "tools[0].name", tools=[{"type": "function", "name": "x y"}]),
+    _response("a response's tool twice", "tools[1].name", tools=[{"type": "function", "name": "x"}] * 2),
+    _response(
+        "a response's tool that takes a list",
+        "tools[0].parameters.type",
+        tools=[{"type": "function", "name": "x", "parameters": {"type": "array"}}],
+    ),
+    _response("a response's tools, and no place", "tools", code=_NOT_BUILT, tools=[{"type": "function", "name": "x"}]),
+    _response("a call forced of no tool", "tool_choice", tool_choice="required"),
+    _response("a call forced of an unknown tool", "tool_choice", tool_choice={"type": "function", "name": "x"}),
+    _response("allowed tools", "tool_choice.type", tool_choice={"type": "allowed_tools", "mode": "auto", "tools": []}),
+    _response("text as XML", "text.format.type", text={"format": {"type": "xml"}}),
+    _response("text of few words", "text.verbosity", code=_NOT_BUILT, text={"verbosity": "low"}),
+    _response("JSON of nobody", "text.format", code=_NOT_BUILT, text={"format": {"type": "json_object"}}),
+    _response("thinking kept secret", "include[0]", code="unsupported_value", include=["reasoning.encrypted_content"]),
+    _response("likeliest tokens of nothing", "top_logprobs", top_logprobs=3),
+    _response("21 likeliest tokens", "top_logprobs", top_logprobs=21, include=["message.output_text.logprobs"]),
+    _response("thinking summed up", "reasoning.summary", code=_NOT_BUILT, reasoning={"summary": "auto"}),
+    _response("hard thinking", "reasoning.effort", code=_NOT_BUILT, reasoning={"effort": "high"}),
+    _response("thinking now and then", "reasoning.effort", reasoning={"effort": "sometimes"}),
+    _response("a response's budget", "thinking_token_budget", code=_NOT_BUILT, thinking_token_budget=5),
+    _response("no output tokens", "max_output_tokens", max_output_tokens=0),
+    _response("more output than the context", "max_output_tokens", code=_TOO_LONG, max_output_tokens=1_000_000),
+    _response("a hot response", "temperature", temperature=3),
+    _response("a response's long key", "prompt_cache_key", prompt_cache_key="x" * 257),
+    _response("a response's metadata of numbers", "metadata[...]", metadata={"a": 5}),
+    _response(
+        "a template's word for a response", "chat_template_kwargs.x", code=_NOT_BUILT, chat_template_kwargs={"x": 1}
+    ),
+    _response("an input cut to size", "truncation", code=_NOT_BUILT, truncation="auto"),
+    _response("a response in the background", "background", code=_NOT_BUILT, background=True),
+    _response("a conversation of OpenAI's", "conversation", code=_NOT_BUILT, conversation="conv_1"),
+    _response("a prompt of OpenAI's", "prompt", code=_NOT_BUILT, prompt={"id": "pmpt_1"}),
+    _response("a previous response that is none", "previous_response_id", code=_UNKNOWN, previous_response_id="x"),
+    _response("a previous response of nobody", "previous_response_id", code=_UNKNOWN, previous_response_id="resp_f9.x"),
+    _response("a previous response without a name", "previous_response_id", previous_response_id=""),
+    _response(
+        "padding of a response",
+        "stream_options.include_obfuscation",
+        code=_NOT_BUILT,
+        stream=True,
+        stream_options={"include_obfuscation": True},
+    ),
+    _response("a model of nobody to respond", "model", 404, "model_not_found", model="nobody"),
     Bad("no JSON to tokenise", "tokenize", b"hello", 400),
     _tokenize("nothing to tokenise", "prompt"),
     _tokenize("a prompt, and messages", "prompt", prompt="x", messages=_MESSAGES),
