@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.frontend.held import Held, held
 from services.frontend.openai import ChatRequest
@@ -184,3 +186,27 @@ def test_a_schema_that_python_cannot_say_is_named_by_its_tool() -> None:
     with pytest.raises(InvalidRequest) as refused:
         held(request(tools=[tool("a"), odd], tool_choice="required"), Plan("pythonic"), {})
     assert refused.value.param == "tools[1].function.parameters.properties.a-b"
+
+
+WORDS = st.sampled_from(["properties", "required", "$defs", "additionalProperties", "anyOf", "a", "type", "title"])
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.dictionaries(WORDS, JSON, max_size=4), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_given_as_a_schema_is_a_grammar_or_refused(
+    name: FormatName, schema: dict[str, Any], forced: bool
+) -> None:
+    odd = {"type": "function", "function": {"name": "a", "parameters": schema, "strict": True}}
+    try:
+        found = held(request(tools=[odd], tool_choice="required" if forced else "auto"), Plan(name), {})
+    except InvalidRequest as wrong:
+        param = wrong.param or ""
+    else:
+        assert found is not None
+        return
+    assert param.startswith("tools[0].function.parameters.")

@@ -18,6 +18,7 @@ Tokens = Mapping[str, int]
 How = Literal["one", "some", "any", "or"]
 """What an answer is held to: one call; one or several; any text, and any calls in it; calls, or else the grammar that
 is named `content`."""
+TOLD_CHARACTERS = 100
 WHITE = "[ \\t\\r\\n]*"
 OPTIONS = {"whitespace_pattern": "[ ]?"}
 """Between JSON's tokens: more would let a weak model go on with white space to its limit."""
@@ -35,9 +36,9 @@ class Unwritable(Exception):
     """No call of the tool can be held to in its format."""
 
     def __init__(self, tool: str, word: str, why: str) -> None:
-        """`word`: a place in its arguments' schema."""
+        """`word`: a place in its arguments' schema, of which no more is told than TOLD_CHARACTERS."""
         super().__init__(why)
-        self.tool, self.word = tool, word
+        self.tool, self.word = tool, word[:TOLD_CHARACTERS]
 
 
 def quoted(text: str) -> str:

@@ -139,16 +139,15 @@ def _call_rules(rule: str, call: lark.Callable) -> list[str]:
 def _arguments(tool: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Their schemas by keyword, and those that are required. Raises lark.Unwritable."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    for word in schema.keys() - _WORDS:
+    for word in sorted(schema.keys() - _WORDS):
         raise lark.Unwritable(tool, word, "cannot be held to where calls are written as Python")
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise lark.Unwritable(tool, "properties", "not an object, or `required` is not a list")
     for keyword, one in properties.items():
         if not isinstance(one, dict) or not keyword.isidentifier() or len(keyword) > _KEYWORD_LIMIT_CHARACTERS:
             raise lark.Unwritable(tool, f"properties.{keyword}", "not a schema, or its name no keyword of Python's")
-    for keyword in required:
-        if keyword not in properties:
-            raise lark.Unwritable(tool, "required", f"{keyword!r} is not one of the properties")
+    if not all(isinstance(keyword, str) and keyword in properties for keyword in required):
+        raise lark.Unwritable(tool, "required", "not all of it are properties")
     return properties, required
 
 

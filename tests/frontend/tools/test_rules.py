@@ -128,8 +128,10 @@ def test_pythons_arguments_come_in_order_and_those_that_are_not_required_may_be_
         ({"properties": []}, "properties"),
         ({"properties": {"a-b": {}}}, "properties.a-b"),
         ({"properties": {"a": True}}, "properties.a"),
-        ({"properties": {"a" * 257: {}}}, "properties." + "a" * 257),
+        ({"properties": {"a" * 257: {}}}, ("properties." + "a" * 257)[: lark.TOLD_CHARACTERS]),
         ({"properties": {}, "required": ["a"]}, "required"),
+        ({"properties": {"a": {}}, "required": [["a"]]}, "required"),
+        ({"minProperties": 1, "allOf": []}, "allOf"),
         ({"properties": {}, "required": "a"}, "properties"),
     ],
 )

@@ -21,7 +21,7 @@ from services.frontend.completion_fields import CompletionRequest
 from services.frontend.grammar_fields import StructuredOutputs
 from services.frontend.held import held
 from services.frontend.openai import ChatRequest
-from services.frontend.tools.formats import FORMATS
+from services.frontend.tools.formats import FORMATS, FormatName
 from services.frontend.tools.parser import Plan
 from services.worker.native.runner import NativeRunner
 from shared.messages import Sampling
@@ -123,7 +123,8 @@ def test_calls_that_a_real_model_is_forced_to_are_read_in_every_format_and_hold_
     )
     @examples(st.lists(schemas.SCHEMAS, min_size=2 * len(FORMATS), max_size=2 * len(FORMATS)))
     def all_of(values: list[dict[str, Any]]) -> None:
-        asked = [(name, schema) for name, schema in zip(2 * list(FORMATS), values, strict=True)]
+        names: list[FormatName] = [*FORMATS, *FORMATS]
+        asked = list(zip(names, values, strict=True))
         samplings = []
         for at, (name, schema) in enumerate(asked):
             parameters = schemas.object_of({"value": schema}, 0)
