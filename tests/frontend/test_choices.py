@@ -98,18 +98,23 @@ def test_each_choice_is_what_it_would_have_been_alone(each: list[int], happening
 
 
 async def _together_and_alone(each: Sequence[int], happenings: Sequence[Happening]) -> None:
-    count, asked, ready = sum(each), Asked(), True
+    count, asked, ready, writing = sum(each), Asked(), True, False
     got, ends, brought = [""] * count, [0] * count, [list[int]() for _ in range(count)]
     prompts = [[planned(sum(each[:at]) + index) for index in range(many)] for at, many in enumerate(each)]
 
     def send(index: int, text: bytes) -> bool:
+        assert not writing, "an event in the middle of another one"
         if ready:
             got[index] += text.decode()
         return ready
 
     async def read(choices: Choices) -> None:
+        nonlocal writing
         async for index, delta in choices:
             choices.validate()
+            writing = True
+            await asyncio.sleep(0)
+            writing = False
             if delta is None:
                 ends[index] += 1
                 continue
