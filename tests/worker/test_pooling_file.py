@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from services.worker.card import card_of
+from services.worker.model_facts import facts_of
 from services.worker.pooling_file import read_pooling
 from shared.errors import ModelError
+from tests.tiny_model import write_tiny_model
 
 TYPE = "sentence_transformers.models."
 
@@ -47,6 +51,14 @@ def test_a_module_that_is_not_built_leaves_no_default(tmp_path: Path) -> None:
     assert (
         read_pooling(written(tmp_path, {"pooling_mode_mean_tokens": True}, ["Transformer", "Pooling", "Dense"])) == ""
     )
+
+
+def test_a_model_card_has_it_where_the_engine_embeds(tmp_path: Path) -> None:
+    written(write_tiny_model(tmp_path), {"pooling_mode_lasttoken": True})
+    facts = facts_of(tmp_path, block_size=16, capacity_blocks=8)
+    for one, size, pooling in ((facts, 64, "last"), (msgspec.structs.replace(facts, embedding_size=0), 0, "")):
+        card = card_of(one, model=str(tmp_path), model_name="tiny", instance="w1")
+        assert (card.embedding_size, card.pooling) == (size, pooling)
 
 
 @pytest.mark.parametrize("text", ["[", "[]", '"\xff"'])

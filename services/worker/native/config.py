@@ -39,6 +39,8 @@ class _Json(Struct, frozen=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool = False
+    is_causal: bool = True
+    """False: an embedding model's, in which a position attends to those behind it, too."""
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -125,6 +127,7 @@ def _refuse_unknown_arithmetic(path: Path, raw: _Json) -> None:
         ("hidden_act", raw.hidden_act, "silu"),
         ("mlp_bias", raw.mlp_bias, False),
         ("use_sliding_window", raw.use_sliding_window, False),
+        ("is_causal", raw.is_causal, True),
     ):
         if value != expected:
             raise ModelError(f"{path}: {field} is {value}; only {expected} is supported")

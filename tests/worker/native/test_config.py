@@ -99,6 +99,7 @@ def test_rope_parameters_of_old_and_new_files(
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"is_causal": False}, "is_causal is False"),
         ({"num_hidden_layers": 0}, "layers is 0"),
         ({"num_hidden_layers": 10**9}, "layers is 1000000000; expected at most"),
         ({"num_attention_heads": 0}, "heads is 0"),
