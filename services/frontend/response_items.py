@@ -31,7 +31,6 @@ class InputText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type
     """One part of a message."""
 
     text: str
-    prompt_cache_breakpoint: Unset = None
 
 
 class PastText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
@@ -79,7 +78,8 @@ class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
     output: str | list[InputText]
     id: str | None = None
     status: Status | None = None
-    name: Unset = None
+    name: ToolName | None = None
+    """Of the tool; templates that want it are told the call's, where this says none."""
     namespace: Unset = None
     caller: Unset = None
 
@@ -109,8 +109,8 @@ AnyInputItem = Annotated[
 ]
 """One of them that is not decoded yet: which it is, its `type` says, and none is a message."""
 
-_NOT_BUILT = ("phase", "namespace", "caller", "name", "summary", "encrypted_content")
-"""Fields that ask for nothing where they are null or empty; `name` of a call's output."""
+_NOT_BUILT = ("phase", "namespace", "caller", "summary", "encrypted_content")
+"""Fields that ask for nothing where they are null or empty."""
 
 
 class _Kind(Struct, frozen=True):
@@ -143,9 +143,7 @@ def _decode_item(raw: bytes, where: str) -> InputItem:
             raise InvalidRequest(wrong, param="type", code="unsupported_parameter")
         item = decode_body(decoder, raw)
         for field in _NOT_BUILT:
-            if getattr(item, field, None) not in (None, [], "") and not (
-                field == "name" and isinstance(item, PastCall)
-            ):
+            if getattr(item, field, None) not in (None, [], ""):
                 raise not_supported(field)
         if isinstance(item, PastCall):
             decoded_object(item.arguments or "{}", "arguments")
@@ -228,7 +226,7 @@ def messages_of(items: Iterable[InputItem | OutputItem]) -> list[ChatMessage]:
                 calls.append(Call(item.call_id, "function", CalledFunction(item.name, item.arguments)))
             case CallOutput():
                 end_turn()
-                messages.append(ChatMessage("tool", _text(item.output), tool_call_id=item.call_id))
+                messages.append(ChatMessage("tool", _text(item.output), item.name, tool_call_id=item.call_id))
             case InputMessage():
                 end_turn()
                 messages.append(ChatMessage(item.role, _text(item.content)))

@@ -345,6 +345,12 @@ BAD_BODIES = [
     _item("an item whose type is no text", "type", type=5),
     _item("an image", "content[0].type", role="user", content=[{"type": "input_image", "image_url": "x"}]),
     _item("a part without text", "content[0].text", role="user", content=[{"type": "input_text"}]),
+    _item(
+        "a part that parts the cache",
+        "content[0].prompt_cache_breakpoint",
+        role="user",
+        content=[{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+    ),
     _item("a refusal again", "content[0].type", role="assistant", content=[{"type": "refusal", "refusal": "x"}]),
     _item("a phase", "phase", _NOT_BUILT, role="assistant", content="x", phase="commentary"),
     _item("an output of no call", "call_id", type="function_call_output", call_id="a", output="x"),
