@@ -52,13 +52,7 @@ def says(*calls: tuple[str, dict[str, Any]], text: str = "") -> str:
 @contextlib.contextmanager
 def served(folder: Path, nats_url: str) -> Iterator[Served]:
     """All of it, until it would serve a request."""
-    models = ROOT / ".headrace" / "models"
-    smollm2 = prepare(fetch_default(models, lambda what, share: None), models, lambda loading: None)
-    speaker = folder / SPEAKER
-    speaker.mkdir()
-    for file in smollm2.iterdir():
-        (speaker / file.name).symlink_to(file)
-    (speaker / "chat_template.jinja").write_text(HERMES)
+    speaker = smollm2_with_tools(folder / SPEAKER)
     echo = write_tiny_model(folder / ECHO, context_length=65536)
     (echo / "chat_template.jinja").write_text(LAST)
     settings, keys = folder / "frontend.toml", folder / "keys.json"
@@ -83,6 +77,16 @@ def served(folder: Path, nats_url: str) -> Iterator[Served]:
             what="both frontends serve both models",
         )
         yield Served(f"{open_one.url}/v1", f"{guarded.url}/v1")
+
+
+def smollm2_with_tools(folder: Path) -> Path:
+    """The default model in a directory of its own, with a template that knows tools."""
+    models = ROOT / ".headrace" / "models"
+    folder.mkdir()
+    for file in prepare(fetch_default(models, lambda what, share: None), models, lambda loading: None).iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(HERMES)
+    return folder
 
 
 def served_by(url: str) -> set[str]:

@@ -276,6 +276,34 @@ def test_a_response_is_parsed_into_a_pydantic_model(client: OpenAI) -> None:
     assert isinstance(parsed.output_parsed, Person)
 
 
+# --- embeddings
+
+
+def test_embeddings_are_the_same_in_either_form_and_together_or_alone(client: OpenAI) -> None:
+    texts = ["The mill at the river", "A mill by a river", "Taxes are due in May"]
+    asked: Any = {"model": SPEAKER, "dimensions": 64}
+    usual = client.embeddings.create(input=texts, **asked)  # the client asks for base64, and unpacks it
+    assert [entry.index for entry in usual.data] == [0, 1, 2]
+    assert usual.usage.prompt_tokens > 0
+    vectors = [entry.embedding for entry in usual.data]
+    for vector in vectors:
+        assert len(vector) == 64
+        assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-5)
+    plain = client.embeddings.create(input=texts, encoding_format="float", **asked)
+    alone = [client.embeddings.create(input=text, **asked).data[0].embedding for text in texts]
+    for other in ([entry.embedding for entry in plain.data], alone):
+        for one, vector in zip(other, vectors, strict=True):
+            assert one == pytest.approx(vector, abs=1e-5)
+
+    def near(a: int, b: int) -> float:
+        return sum(x * y for x, y in zip(vectors[a], vectors[b], strict=True))
+
+    assert near(0, 1) > near(0, 2)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.embeddings.create(model=SPEAKER, input="x", dimensions=-1)
+    assert wrong.value.param == "dimensions"
+
+
 # --- errors
 
 

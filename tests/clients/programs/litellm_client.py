@@ -88,8 +88,15 @@ def what_is_wrong_is_litellms_error() -> None:
         raise AssertionError(f"no {expected.__name__}")
 
 
+def texts_are_embedded() -> None:
+    answer = litellm.embedding("openai/speaker", input=["a mill", "a river"], api_base=URL, api_key="any")
+    assert [entry["index"] for entry in answer.data] == [0, 1], answer
+    assert {len(entry["embedding"]) for entry in answer.data} == {576}, answer
+
+
 the_model_calls_and_is_told()
 asyncio.run(it_streams_to_a_loop())
 a_real_model_is_held_to_a_call_and_to_a_schema()
 completions_come_too()
 what_is_wrong_is_litellms_error()
+texts_are_embedded()
