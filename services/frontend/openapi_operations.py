@@ -49,8 +49,8 @@ _TOOLS = (
 )
 _HELD = (
     "an answer is held to one thing: `response_format`, exactly one of `structured_outputs`, or calls; beside"
-    " tools, to `response_format` only where calls are written as Hermes does; its schema, expression or grammar compiles"
-    " within bounds"
+    " tools, to `response_format` only where calls are written as Hermes does; its schema, expression or grammar"
+    " compiles within bounds"
 )
 _AROUND = "`echo` is not beside `logprobs`; `suffix` is beside texts, and of a model that has marks for it"
 _ITEMS = "calls have different ids, and JSON as arguments; a call's one output comes behind it"
