@@ -72,7 +72,9 @@ class Exchange:
             case "delete_response":
                 yield Whole(await self._responses.delete(body, asking))
             case "embeddings":
-                yield Whole(await self._embeddings.answer(decode_embeddings(body), asking))
+                embedding = self._embeddings.answer(decode_embeddings(body), asking)
+                del body
+                yield Whole(await embedding)
             case "tokenize" | "detokenize":
                 yield Whole(await self._tokens.answer(operation, body, deadline_header=asking.deadline_header))
             case _:

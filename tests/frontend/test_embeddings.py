@@ -188,8 +188,11 @@ async def test_one_input_that_fails_for_good_ends_the_others(directory: Path) ->
         assert [one.request for one in await w.workers[0].cancels.at_least(1)] == [six.request]
 
 
-async def test_no_more_inputs_are_asked_for_at_once_than_is_set(directory: Path) -> None:
-    limits = LimitsConfig(inputs_at_once=3, drain_s=0.0)
+@pytest.mark.parametrize(
+    "limits", [LimitsConfig(inputs_at_once=3), LimitsConfig(requests=3)], ids=["inputs", "requests"]
+)
+async def test_no_more_inputs_are_asked_for_at_once_than_is_set(directory: Path, limits: LimitsConfig) -> None:
+    limits = msgspec.structs.replace(limits, drain_s=0.0)
     async with world(directory, embedding_size=SIZE, limits=limits) as w, clients(w) as (client, _):
         w.workers[0].output = None
         asking = asyncio.create_task(client.embeddings.create(model=MODEL, input=[[token] for token in range(5)]))

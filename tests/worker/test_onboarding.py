@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.worker.offloading import Offload
 from shared.blocks import BlockPool
 from shared.hashing import ContentKey
-from shared.messages import Sampling
+from shared.messages import Pooling, Sampling
 from tests.worker.exchanged import Kvbm
-from tests.worker.fake_runner import continuation
+from tests.worker.fake_runner import continuation, embedding
 from tests.worker.scheduled import Engine
 
 PROMPT = [1 + position % 4 for position in range(13)]
@@ -59,6 +59,17 @@ def test_what_the_device_had_already_is_no_gain_of_the_kvbm() -> None:
     kvbm.run()
     last = kvbm.engine.last("b")
     assert (last.cached_tokens, last.cached_host_tokens, last.cached_disk_tokens) == (12, 6, 0)
+
+
+def test_a_mean_asks_for_nothing_and_a_last_for_all_but_its_last_token() -> None:
+    asked: tuple[tuple[Pooling, int], ...] = (("mean", 0), ("last", 12))
+    for pooling, cached in asked:
+        kvbm = kvbm_with(PROMPT)
+        kvbm.engine.submit("a", PROMPT, sampling=Sampling(max_tokens=1, pooling=pooling))
+        kvbm.run()
+        last = kvbm.engine.last("a")
+        assert (last.embedding, last.cached_host_tokens) == (embedding(PROMPT), cached)
+        assert kvbm.loaded_blocks == cached // 2
 
 
 def test_of_a_continuation_only_the_prompts_tokens_count() -> None:
@@ -434,7 +445,7 @@ class OnboardingMachine(RuleBasedStateMachine):
         )
         self.kvbm = Kvbm(self.engine)
         self.kvbm.up()
-        self.asked: dict[str, tuple[list[int], int]] = {}
+        self.asked: dict[str, tuple[list[int], Sampling]] = {}
 
     @rule(
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=22),
@@ -442,11 +453,14 @@ class OnboardingMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         time_left_s=st.sampled_from([0.02, 1e9, 1e9, 1e9]),
         salt=st.sampled_from(["", "", "tenant"]),
+        pooling=st.sampled_from(["", "", "mean", "last"]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: int, time_left_s: float, salt: str) -> None:
-        name = f"r{len(self.asked)}"
-        self.asked[name] = (prompt, max_tokens)
-        self.engine.submit(name, prompt, max_tokens=max_tokens, priority=priority, time_left_s=time_left_s, salt=salt)
+    def submit(
+        self, prompt: list[int], max_tokens: int, priority: int, time_left_s: float, salt: str, pooling: Pooling = ""
+    ) -> None:
+        name, sampling = f"r{len(self.asked)}", Sampling(max_tokens=max_tokens, pooling=pooling)
+        self.asked[name] = (prompt, sampling)
+        self.engine.submit(name, prompt, sampling=sampling, priority=priority, time_left_s=time_left_s, salt=salt)
 
     @precondition(lambda self: self.asked)
     @rule(pick=st.integers(0, 100), suffix=st.lists(st.integers(1, 2), max_size=4))
@@ -540,9 +554,10 @@ class OnboardingMachine(RuleBasedStateMachine):
         assert not load.waiting or self.kvbm.saving or any(fetch.loading for fetch in self.kvbm.fetches.values())
 
     def check_answers(self) -> None:
-        for name, (prompt, max_tokens) in self.asked.items():
-            expected = continuation(prompt, max_tokens, 24)
+        for name, (prompt, sampling) in self.asked.items():
+            expected = [] if sampling.pooling else continuation(prompt, sampling.max_tokens, 24)
             output, last = self.engine.output(name), self.engine.last(name)
+            assert last.embedding == (embedding(prompt) if sampling.pooling and last.finish == "stop" else b"")
             assert sum(part.finish is not None for part in self.engine.parts[name, 1]) == 1
             assert output == expected[: len(output)]
             if last.finish in ("stop", "length"):
