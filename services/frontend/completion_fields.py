@@ -15,6 +15,9 @@ from shared.errors import InvalidRequest
 DEFAULT_TOKENS = 16
 """OpenAI's, where no `max_tokens` is given."""
 
+PROMPTS_LIMIT = 2048
+"""OpenAI's; `limits.choices` may be less."""
+
 Prompt = str | Sequence[int]
 """A text, or token ids."""
 
@@ -63,6 +66,8 @@ def prompts_of(request: CompletionRequest) -> list[tuple[str, Prompt]]:
     tokens = [one for one in given if isinstance(one, int)]
     if len(tokens) == len(given):
         return [("prompt", tokens)]
+    if len(given) > PROMPTS_LIMIT:
+        raise InvalidRequest(f"prompt: {len(given)} prompts, more than {PROMPTS_LIMIT}", param="prompt")
     prompts: list[tuple[str, Prompt]] = []
     for at, one in enumerate(given):
         if isinstance(one, int):

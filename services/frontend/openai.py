@@ -14,16 +14,24 @@ What a completion has besides is in completion_fields.py.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.grammar_fields import ResponseFormat, StructuredOutputs, ToolChoice
 from services.frontend.thinking_fields import Effort, ThinkingBudget
-from services.frontend.tool_fields import Calls, Tools, calls_as_rendered, check_tools, tools_as_rendered
+from services.frontend.tool_fields import (
+    Calls,
+    Tools,
+    Unread,
+    calls_as_rendered,
+    check_tools,
+    tools_as_rendered,
+)
 from shared.errors import InvalidRequest
 from shared.messages import Sampling
 
@@ -31,6 +39,10 @@ if TYPE_CHECKING:
     from services.frontend.completion_fields import CompletionRequest
 
 BODY_LIMIT_BYTES = 4 << 20
+LARGE_BODY_BYTES = 64 << 10
+MESSAGES_LIMIT = 4096
+PARTS_LIMIT = 4096
+"""Of one message."""
 STOPS_LIMIT = 16
 STOP_LIMIT_CHARACTERS = 256
 TOP_LOGPROBS_LIMIT = 20
@@ -89,7 +101,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=PARTS_LIMIT)] | None = None
     name: str | None = None
     tool_calls: Calls | None = None
     """An assistant's."""
@@ -97,15 +109,18 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """An assistant's; what is made of it, if anything, is the template's choice."""
     tool_call_id: Label | None = None
     """Which call a tool's message answers."""
-    parsed: object = None
+    parsed: Unread | UnsetType = UNSET
     """An assistant's content again, as OpenAI's client leaves it beside it."""
-    provider_specific_fields: object = None
+    provider_specific_fields: Unread | UnsetType = UNSET
     """What LiteLLM notes of an answer beside it."""
     # What clients send back of an answer they got, always empty here.
     refusal: Unset = None
     annotations: Unset = None
     audio: Unset = None
     function_call: Unset = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_LIMIT)]
 
 
 class Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,7 +162,7 @@ class Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class ChatRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -218,6 +233,10 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     """Raises InvalidRequest, naming the field."""
     if len(body) > BODY_LIMIT_BYTES:
         raise body_too_large(len(body))
+    # The collector would look at 4 MiB of brackets, 1.4 million lists, again and again: 0.8 s instead of 0.3.
+    paused = len(body) > LARGE_BODY_BYTES and gc.isenabled()
+    if paused:
+        gc.disable()
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as wrong:
@@ -228,6 +247,9 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
         raise InvalidRequest(f"the body is not UTF-8: {wrong.reason} 0x{wrong.object[wrong.start]:02x}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
+    finally:
+        if paused:
+            gc.enable()
 
 
 def decode_chat(body: bytes) -> ChatRequest:

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, get_args
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.answers import TokenLogprobs
-from services.frontend.openai import ChatMessage, Unset, decode_body, not_supported
-from services.frontend.tool_fields import TOOLS_LIMIT, Call, CalledFunction, ToolName, decoded_object
+from services.frontend.openai import PARTS_LIMIT, ChatMessage, Unset, decode_body, not_supported
+from services.frontend.tool_fields import TOOLS_LIMIT, Call, CalledFunction, ToolName, Unread, decoded_object
 from shared.errors import InvalidRequest
 
 ITEMS_LIMIT = 4096
@@ -37,9 +37,9 @@ class PastText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
     """One part of what the assistant said, as it comes back."""
 
     text: str
-    annotations: object = None
-    logprobs: object = None
-    parsed: object = None
+    annotations: Unread | UnsetType = UNSET
+    logprobs: Unread | UnsetType = UNSET
+    parsed: Unread | UnsetType = UNSET
     """The text again, as OpenAI's client leaves it beside it."""
 
 
@@ -47,7 +47,7 @@ class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """A turn of the user, of the assistant, or instructions."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | PastText]
+    content: str | Annotated[list[InputText | PastText], Meta(max_length=PARTS_LIMIT)]
     type: Literal["message"] = "message"
     id: str | None = None
     status: Status | None = None
@@ -64,7 +64,7 @@ class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON object, or nothing."""
     id: str | None = None
     status: Status | None = None
-    parsed_arguments: object = None
+    parsed_arguments: Unread | UnsetType = UNSET
     """The same, as OpenAI's client leaves it beside them."""
     namespace: Unset = None
     caller: Unset = None
@@ -75,7 +75,7 @@ class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: str | list[InputText]
+    output: str | Annotated[list[InputText], Meta(max_length=PARTS_LIMIT)]
     id: str | None = None
     status: Status | None = None
     name: ToolName | None = None

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.frontend.openai import (
-    ChatMessage,
+    Messages,
     TemplateWords,
     TokenId,
     Unset,
@@ -32,7 +32,7 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     model: str | None = None
     """None: the only one that is served."""
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Those that the tokenizer puts around a text. None: around a prompt; a chat template writes them itself."""
     return_token_strs: bool | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shared.errors import InvalidRequest
 
@@ -41,6 +41,9 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
     function: Function
 
 
+Unread = Annotated[msgspec.Raw, Meta(extra_json_schema={"description": "Anything; it is not read."})]
+"""What clients leave beside a field: kept as its bytes, since 4 MiB of it would be a million objects."""
+
 Tools = Annotated[list[Tool], Meta(max_length=TOOLS_LIMIT)]
 
 
@@ -50,7 +53,7 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     name: ToolName
     arguments: str
     """A JSON object, or nothing."""
-    parsed_arguments: object = None
+    parsed_arguments: Unread | UnsetType = UNSET
     """The same, as OpenAI's client leaves it beside them."""
 
 

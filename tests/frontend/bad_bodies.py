@@ -70,6 +70,7 @@ _GOOD = json.dumps({"model": MODEL, "messages": _MESSAGES}).encode()
 
 _FUNCTION_CALL = {"type": "function_call", "call_id": "a", "name": "x", "arguments": ""}
 _CALL_OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "x"}
+_PART = {"type": "text", "text": "x"}
 _CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
 
 
@@ -127,6 +128,26 @@ BAD_BODIES = [
     _chat("a number as model", "model", model=7),
     _chat("empty messages", "messages", messages=[]),
     _chat("messages no list", "messages", messages="hello"),
+    _chat("4,097 messages", "messages", messages=[{"role": "user", "content": "x"}] * 4097),
+    _chat("4,097 parts", "messages[0].content", messages=[{"role": "user", "content": [_PART] * 4097}]),
+    *(
+        _chat(
+            f"a part of type {kind}",
+            "messages[0].content[1].type",
+            messages=[{"role": "user", "content": [_PART, part]}],
+        )
+        for kind, part in {
+            "image_url": {"type": "image_url", "image_url": {"url": "data:image/png;base64,????"}},
+            "input_audio": {"type": "input_audio", "input_audio": {"data": "????", "format": "wav"}},
+            "file": {"type": "file", "file": {"file_data": "????", "filename": "a.pdf"}},
+        }.items()
+    ),
+    _chat("brackets alone", "audio", code=_NOT_BUILT, audio=[[]] * 1_000_000),
+    _chat("a schema of brackets", "tools[0].function.parameters", tools=[_schema({"a": [[]] * 1_000_000})]),
+    _completion("2,049 prompts", "prompt", prompt=[""] * 2049),
+    _completion("a million prompts", "prompt", prompt=[[]] * 1_000_000),
+    _chat("a long cache_salt", "cache_salt", cache_salt="x" * 257),
+    _chat("a long prompt_cache_key", "prompt_cache_key", prompt_cache_key="x" * 257),
     _chat("unknown role", "messages[1].role", messages=[*_MESSAGES, {"role": "oracle", "content": "x"}]),
     _chat("no role", "messages[0].role", messages=[{"content": "x"}]),
     _chat("a tool that names no call", "messages[0].tool_call_id", messages=[{"role": "tool", "content": "x"}]),

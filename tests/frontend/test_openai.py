@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,21 @@ def test_every_not_built_field_is_a_field_and_its_harmless_values_pass() -> None
         with pytest.raises(InvalidRequest) as refusal:
             chat(**{field: {"another": "value"}})
         assert refusal.value.param == field
+
+
+def test_what_clients_leave_beside_a_message_is_not_decoded() -> None:
+    left = {"parsed": [[]] * 3, "provider_specific_fields": {"a": {}}}
+    [message] = chat(messages=[{"role": "assistant", "content": "x", **left}]).messages
+    assert isinstance(message.parsed, msgspec.Raw)
+    assert isinstance(message.provider_specific_fields, msgspec.Raw)
+    assert json.loads(msgspec.json.encode(message)) == {"role": "assistant", "content": "x", **left}
+
+
+@pytest.mark.parametrize("body", [b"[" * openai.LARGE_BODY_BYTES, b'{"messages":[]}' + b" " * openai.LARGE_BODY_BYTES])
+def test_the_collector_works_again_after_a_large_body(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        openai.decode_chat(body)
+    assert gc.isenabled()
 
 
 def test_every_field_is_read_or_refused() -> None:
