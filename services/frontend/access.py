@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from services.frontend.accounts import Account, Accounts
@@ -11,6 +12,8 @@ from services.frontend.follow import Followed
 from services.frontend.keys import FILE_LIMIT_BYTES, KeyEntry, read_keys
 from services.frontend.metrics import Metrics
 from shared.errors import InvalidRequest
+
+_log = logging.getLogger(__name__)
 
 HEADER = "Authorization"
 """At both doors: `Authorization: Bearer KEY`."""
@@ -56,4 +59,6 @@ class Access:
             raise
 
     def _use(self, entries: dict[str, KeyEntry]) -> None:
+        if not entries:
+            _log.warning("access.keys_file %s names no key: nobody can ask", self._file)
         self._accounts.replace(entries, asyncio.get_running_loop().time())

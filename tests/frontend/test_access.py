@@ -262,6 +262,16 @@ async def stale(w: World, value: int) -> None:
     await w.until("/health", lambda _: w.metric("headrace_stale_files", file="keys") == value)
 
 
+async def test_a_keys_file_that_names_nobody_is_told_and_refuses_everybody(
+    directory: Path, keys: KeysFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys.path.write_text("")
+    async with world(directory, access=keys.config) as w, clients(w, ALICE) as (client, _):
+        assert f"{keys.path} names no key" in caplog.text
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+
+
 @pytest.mark.parametrize(("file", "said"), [(None, "No such file"), ("alice = 1", "alice: Expected `object`")])
 async def test_a_keys_file_that_cannot_be_read_ends_the_start(
     directory: Path, keys: KeysFile, file: str | None, said: str
