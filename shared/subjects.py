@@ -48,14 +48,9 @@ def check(subject: str, *, wildcards: bool = False) -> None:
 
 # --- frontend: what clients ask, and where workers stream to
 
-CLIENT_OPERATIONS = (
-    *("chat", "completions", "responses", "retrieve_response", "delete_response"),
-    *("models", "tokenize", "detokenize"),
-)
-
 
 def client(namespace: str, operation: str) -> str:
-    """Where a NATS client asks any frontend: `operation` is one of CLIENT_OPERATIONS."""
+    """Where a NATS client asks any frontend, as services/frontend/asking.py names it; or `models`."""
     return f"{ROOT}.{namespace}.frontend.{operation}"
 
 

@@ -12,6 +12,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from deploy.local.servers import nats_settings
+from services.frontend.asking import OPERATIONS
 from shared import subjects
 from shared.nats_connection import sync
 from tests.servers import NatsServer, nats_server
@@ -68,7 +69,7 @@ async def client(server: NatsServer) -> AsyncIterator[Peer]:
     await peer.client.close()
 
 
-@pytest.mark.parametrize("operation", subjects.CLIENT_OPERATIONS)
+@pytest.mark.parametrize("operation", [*OPERATIONS, "models"])
 async def test_a_client_asks_the_frontend_and_hears_the_answer(services: Peer, client: Peer, operation: str) -> None:
     async def answer(message: Msg) -> None:
         await message.respond(b"answer")
