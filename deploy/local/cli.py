@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,12 @@ BENCH_LIMIT = 1_000_000
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
 """Settings of a worker's table `cuda` that `up` makes itself."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
-WIRING = {"namespace", "nats", "discovery", "observe", "frontend.http.port", "frontend.http.reuse_port"}
-"""What makes one of all processes."""
+WIRING = re.compile(
+    r"\w+-(config|namespace|(nats|discovery|observe)-.*)"
+    r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
+    r"|worker-cuda-(gpu|memory-share)"
+)
+"""What makes one of all processes, and what `up` has to know itself."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -132,9 +137,10 @@ def _more(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
         service, _, setting = path.partition(".")
         if service not in SERVICES or not equals or not setting:
             raise ConfigError(f"--set {text}: not SERVICE.SETTING=VALUE; services are {', '.join(SERVICES)}")
-        if setting.partition(".")[0] in WIRING or f"{service}.{setting}" in WIRING:
+        flag = setting.replace(".", "-").replace("_", "-")
+        if WIRING.fullmatch(f"{service}-{flag}"):
             raise ConfigError(f"--set {path}: `up` sets that itself")
-        more.setdefault(service, []).append(("--" + setting.replace(".", "-").replace("_", "-"), value))
+        more.setdefault(service, []).append((f"--{flag}", value))
     return more
 
 
