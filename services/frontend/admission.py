@@ -81,8 +81,9 @@ class Admission:
         self._count(place, "tokenising_bytes", -place.taken["tokenising_bytes"])
         self._check(place, "tokens", tokens)
         self._count(place, "tokens", tokens)
-        self._check(place, "requests", choices - 1)
-        self._count(place, "requests", choices - 1)
+        if choices > 1:  # else it has its place already, whoever has come since
+            self._check(place, "requests", choices - 1)
+            self._count(place, "requests", choices - 1)
 
     def leave(self, place: Place) -> None:
         """It has ended, however far it came."""

@@ -122,6 +122,18 @@ def test_each_choice_takes_the_place_of_a_request() -> None:
     assert refused == {"requests": 2}
 
 
+def test_a_place_that_a_key_has_is_not_taken_back_by_who_comes_before_it_is_weighed() -> None:
+    refused: Counter[str] = Counter()
+    shared = admission(refused, LimitsConfig(requests=20))
+    greedy = key("greedy")
+    mine = [begun(shared, account=greedy) for _ in range(17)]
+    for _ in range(2):
+        begun(shared, account=key("late"))
+    for place in mine:
+        place.weigh(1)
+    assert not refused
+
+
 def test_once_closed_nobody_enters_and_who_is_there_goes_on() -> None:
     ending = admission()
     there = ending.enter()
