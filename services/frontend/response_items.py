@@ -202,20 +202,21 @@ OutputItem = OutputThought | OutputMessage | OutputCall
 def messages_of(items: Iterable[InputItem | OutputItem]) -> list[ChatMessage]:
     """In order; what the assistant thought, said and called without anybody between is one message."""
     messages: list[ChatMessage] = []
-    thought, said, calls = "", None, list[Call]()
+    thoughts, said, calls = list[str](), None, list[Call]()
 
     def end_turn() -> None:
-        nonlocal thought, said, calls
+        nonlocal thoughts, said, calls
+        thought = "".join(thoughts) or None
         if said is not None or calls or thought:
-            messages.append(ChatMessage("assistant", said, tool_calls=calls or None, reasoning_content=thought or None))
-        thought, said, calls = "", None, []
+            messages.append(ChatMessage("assistant", said, tool_calls=calls or None, reasoning_content=thought))
+        thoughts, said, calls = [], None, []
 
     for item in items:
         match item:
             case PastThought() | OutputThought():
                 if said is not None or calls:
                     end_turn()
-                thought += "".join(part.text for part in item.content or ())
+                thoughts += [part.text for part in item.content or ()]
             case OutputMessage() | InputMessage(role="assistant"):
                 if said is not None or calls:
                     end_turn()
