@@ -44,7 +44,10 @@ END_S = 10.0
 LATE_S = 0.2
 """How long after its deadline a request may still end, in quiet as in storm."""
 HEALED_S = 5.0
-"""After so much quiet no request is stuck any more."""
+"""After so much quiet no request is stuck any more …"""
+SEVERAL_HEALED_S = 7.0
+"""… also where it wants several answers: they wait for the first one's first token, and take a slow engine's room from
+one another."""
 FREED_S = 0.6
 """Under a clear sky, after so long nothing is left of a request whose client went."""
 
@@ -291,7 +294,9 @@ class World:
         name, asked = answer.request.name, self._process(answer.frontend)
         if answer.ended_s > answer.deadline_s + LATE_S and not asked.froze:
             return f"{name} ended {answer.ended_s - answer.deadline_s:.3f} s after its deadline"
-        if isinstance(answer.error, RequestTimeout) and answer.deadline_s - self._quiet_s > HEALED_S:
+        several = answer.request.choices > 1 or answer.request.others
+        healed_s = SEVERAL_HEALED_S if several else HEALED_S
+        if isinstance(answer.error, RequestTimeout) and answer.deadline_s - self._quiet_s > healed_s:
             return f"{name} waited for its deadline, though it was quiet for {answer.deadline_s - self._quiet_s:.3f} s"
         if self._plan.survived and answer.end == "failed" and not isinstance(answer.error, RequestTimeout):
             return f"{name} failed for what should cost a pause: {answer.error!r}"
