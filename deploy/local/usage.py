@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="SERVICE.SETTING=VALUE",
         help="of all frontends, routers, workers or the kvbm: frontend.limits.requests=64, worker.max_running=8, …; all"
-        " that there are: `.venv/bin/headrace-frontend --help`",
+        " that there are: `.venv/bin/python -m services.frontend --help`",
     )
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -66,6 +69,15 @@ def test_wrong_settings_are_told_in_one_line(
     assert shown.startswith(said)
     assert shown.count("\n") == 1
     assert not (tmp_path / ".headrace").exists()
+
+
+def test_the_command_that_shows_all_settings_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["up", "--help"])
+    named = re.search(r"`\S*python (.*?)`", " ".join(capsys.readouterr().out.split()))
+    assert named is not None
+    shown = subprocess.run([sys.executable, *named[1].split()], check=True, capture_output=True, text=True)
+    assert "--limits-requests" in shown.stdout
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["up", "--port", "x"], ["up", "--discovery", "dns"], ["chat"]])
