@@ -23,6 +23,7 @@ import jsonschema_rs
 import schemathesis
 from schemathesis.cli import schemathesis as run
 from schemathesis.core.failures import Failure
+from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 URL, SEED, EXAMPLES, UNSAID = sys.argv[1:]
 CHECKS = (
@@ -47,6 +48,9 @@ RULES = [(re.compile(field), re.compile(how, re.DOTALL)) for field, how in json.
 PLACE = re.compile(r"\[[^\]]*\]")
 with urllib.request.urlopen(f"{URL}/openapi.json") as answer:
     DOCUMENT: dict[str, Any] = json.load(answer)
+
+for wrong in OPENAPI_31_VALIDATOR.iter_errors(DOCUMENT):
+    sys.exit(f"no OpenAPI 3.1: {wrong.instance_path}: {wrong.message}")
 
 
 def closed(schemas: dict[str, Any]) -> dict[str, Any]:
