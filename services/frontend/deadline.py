@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from msgspec import Struct
+
 from services.frontend.config import LimitsConfig
 from shared.errors import InvalidRequest
 
@@ -14,6 +16,21 @@ HEADER = "Headrace-Deadline-S"
 FIELD = "deadline_s"
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+class Deadline(Struct, frozen=True):
+    """Of one request."""
+
+    at: float
+    """On the loop's clock."""
+    hurried: bool
+    """It is sooner than the server's own."""
+
+
+def deadline_of(field: float | None, header: str | None, begun: float, limits: LimitsConfig) -> Deadline:
+    """`begun`: when the body was there, on the loop's clock. Raises InvalidRequest, naming field or header."""
+    allowed = allowed_s(field, header, limits)
+    return Deadline(begun + allowed, hurried=allowed < limits.deadline_s)
 
 
 def allowed_s(field: float | None, header: str | None, limits: LimitsConfig) -> float:

@@ -47,7 +47,7 @@ class Exchange:
     ) -> None:
         self._models = models
         self._generation = Generation(frontend, models, pool, metrics, grammars)
-        self._responses = Responses(self._generation, models, desk)
+        self._responses = Responses(self._generation, models, desk, frontend.limits)
         self._embeddings = Embeddings(frontend, models, pool)
         self._tokens = Tokens(models, pool, frontend.limits)
 

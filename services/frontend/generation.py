@@ -22,7 +22,7 @@ from services.frontend.answers import ChatShape, CompletionShape, Shape
 from services.frontend.asking import Asking, RequestId
 from services.frontend.choices import Choices, Planned, ask
 from services.frontend.completion_fields import DEFAULT_TOKENS, CompletionRequest, prompts_of
-from services.frontend.deadline import allowed_s
+from services.frontend.deadline import deadline_of
 from services.frontend.generated import Generated
 from services.frontend.grammars import Grammars
 from services.frontend.held import held
@@ -102,12 +102,10 @@ class Generation:
     async def open(self, request: ChatRequest | CompletionRequest, asking: Asking) -> AsyncIterator[Opened]:
         """Leaving it cancels what is still running, and says what it has cost its key. Raises InvalidRequest,
         Unavailable and RequestTimeout."""
-        started = asyncio.get_running_loop().time()
-        allowed = allowed_s(request.deadline_s, asking.deadline_header, self._frontend.limits)
-        deadline, hurried = started + allowed, allowed < self._frontend.limits.deadline_s
+        deadline = deadline_of(request.deadline_s, asking.deadline_header, asking.begun, self._frontend.limits)
         model, limits = self._models.find(request.model)
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline.at):
                 prompts, plan = await self._prompts(request, model, limits)
                 grammar = await self._grammar(request, model, limits, plan)
                 echoes = await self._echoes(request, model)
@@ -127,12 +125,12 @@ class Generation:
         parsed = isinstance(planned[0][0].output, ParsedOutput)
         del request, prompts, model
         async with ask(
-            lambda one, reader: self._frontend.open(one.job, one.output, deadline, reader), planned
+            lambda one, reader: self._frontend.open(one.job, one.output, deadline.at, reader), planned
         ) as choices:
             try:
                 yield Opened(name, choices, echoes, parsed)
             finally:
-                place.spent = _spent(charged, choices, hurried=hurried)
+                place.spent = _spent(charged, choices, hurried=deadline.hurried)
 
     async def _echoes(self, request: ChatRequest | CompletionRequest, model: Model) -> list[str]:
         """For each choice. Raises InvalidRequest."""
@@ -177,10 +175,12 @@ class Generation:
             return [fitted(tokens, "messages", None)], plan
         prompts = prompts_of(request)
         self._check_choices(request.n or 1, len(prompts))
-        found = [
-            fitted(await self._text(given, request.suffix or "", model, limits, param), param, DEFAULT_TOKENS)
-            for param, given in prompts
-        ]
+        found: list[Prompt] = []
+        for param, given in prompts:
+            if found:
+                await asyncio.sleep(0)  # each takes a millisecond of the loop at most, all of them 100
+            tokens = await self._text(given, request.suffix or "", model, limits, param)
+            found.append(fitted(tokens, param, DEFAULT_TOKENS))
         return found, Plan()
 
     async def _chat(self, request: ChatRequest, model: Model, limits: Limits) -> tuple[bytes, Plan]:

@@ -106,7 +106,8 @@ class HttpDoor:
             with self._frontend.arriving(account_of(request)) as place:
                 sent = _asked(request) if operation in KEPT else await self._body(request, place)
                 place.begin()
-                asking = Asking(named(request), place, request.headers.get(deadline.HEADER))
+                begun = asyncio.get_running_loop().time()
+                asking = Asking(named(request), place, begun, request.headers.get(deadline.HEADER))
                 answer = self._exchange.answer(operation, sent, asking)
                 del sent  # the answer drops it too, once it is read
                 async with answer as reply:

@@ -148,7 +148,8 @@ class NatsDoor:
             inbox.nothing = b""
         try:
             with self._frontend.admitted(len(message.payload), asked.account) as place:
-                asking = Asking(asked.named, place, message.headers.get(deadline.HEADER))
+                begun = asyncio.get_running_loop().time()
+                asking = Asking(asked.named, place, begun, message.headers.get(deadline.HEADER))
                 async with self._exchange.answer(operation, message.payload, asking) as reply:
                     if not reply.streams:
                         await inbox.send(await reply.whole(), asked.last())

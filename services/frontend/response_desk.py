@@ -23,12 +23,12 @@ from shared.messages import KEPT_QUESTION, RECALLED, Forget, KeptQuestion, Recal
 from shared.messaging import LAST_HEADER, Message
 
 PREFIX = "resp_"
-PIECE_BYTES = 1 << 20
-"""Of one message between frontends."""
+PIECE_BYTES = 512 << 10
+"""Of one message between frontends: half of what a NATS takes that nobody has set."""
 PATIENCE_S = 2.0
 """For each message of another frontend, and …"""
 LIMIT_S = 10.0
-"""… for all of its answer."""
+"""… for all of its answer; never longer than the request's own deadline."""
 EXPIRE_EVERY_S = 30.0
 """Old ones go, even where nobody asks for any."""
 
@@ -72,15 +72,16 @@ class ResponseDesk:
         self._store.keep(kept, self._now())
         self._count()
 
-    async def find(self, whose: Whose, what: Literal["conversation", "response"]) -> bytes | None:
-        """JSON; None: it is not kept, or not this account's. Raises Unavailable."""
-        return await self._ask(whose, Recall(whose.id, whose.account, what))
+    async def find(self, whose: Whose, what: Literal["conversation", "response"], deadline: float) -> bytes | None:
+        """JSON; None: it is not kept, or not this account's. `deadline`: on the loop's clock. Raises Unavailable and
+        RequestTimeout."""
+        return await self._ask(whose, Recall(whose.id, whose.account, what), deadline)
 
-    async def forget(self, whose: Whose) -> bool:
-        """Whether it was kept. Raises Unavailable."""
-        return await self._ask(whose, Forget(whose.id, whose.account)) is not None
+    async def forget(self, whose: Whose, deadline: float) -> bool:
+        """Whether it was kept. Raises Unavailable and RequestTimeout."""
+        return await self._ask(whose, Forget(whose.id, whose.account), deadline) is not None
 
-    async def _ask(self, whose: Whose, question: KeptQuestion) -> bytes | None:
+    async def _ask(self, whose: Whose, question: KeptQuestion, deadline: float) -> bytes | None:
         frontend = whose.frontend
         if not frontend:
             return None
@@ -90,7 +91,7 @@ class ResponseDesk:
         asking = self._runtime.bus.stream(subject, KEPT_QUESTION.encode(question), idle_timeout_s=PATIENCE_S)
         pieces: list[bytes] = []
         try:
-            async with asyncio.timeout(LIMIT_S), asking as messages:
+            async with asyncio.timeout_at(min(deadline, self._now() + LIMIT_S)), asking as messages:
                 async for message in messages:
                     recalled = RECALLED.decode(message.payload)
                     if not recalled.found:
@@ -99,6 +100,9 @@ class ResponseDesk:
         except NoResponders:
             return None
         except (RequestTimeout, TimeoutError):
+            if self._now() >= deadline:
+                late = "the request's deadline passed before the frontend that keeps this response answered"
+                raise RequestTimeout(late) from None
             raise Unavailable("the frontend that keeps this response does not answer") from None
         return b"".join(pieces)
 

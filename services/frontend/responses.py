@@ -14,6 +14,8 @@ from typing import Literal
 import msgspec
 
 from services.frontend.asking import Asking
+from services.frontend.config import LimitsConfig
+from services.frontend.deadline import deadline_of
 from services.frontend.error_object import ErrorBody, Failure
 from services.frontend.generation import Generation
 from services.frontend.models import Models
@@ -104,8 +106,9 @@ def _itself(delta: Delta) -> Delta:
 class Responses:
     """Answers such bodies."""
 
-    def __init__(self, generation: Generation, models: Models, desk: ResponseDesk) -> None:
+    def __init__(self, generation: Generation, models: Models, desk: ResponseDesk, limits: LimitsConfig) -> None:
         self._generation = generation
+        self._limits = limits
         self._models = models
         self._desk = desk
 
@@ -146,26 +149,28 @@ class Responses:
             raise renamed(wrong) from None
 
     async def retrieve(self, body: bytes, asking: Asking) -> bytes:
-        """JSON. Raises InvalidRequest and Unavailable."""
+        """JSON. Raises InvalidRequest, Unavailable and RequestTimeout."""
         response_id = decode_kept(body)
-        found = await self._desk.find(Whose(response_id, _account(asking)), "response")
+        found = await self._desk.find(Whose(response_id, _account(asking)), "response", self._until(asking))
         if found is None:
             raise _not_found(response_id)
         return found
 
     async def delete(self, body: bytes, asking: Asking) -> bytes:
-        """JSON. Raises InvalidRequest and Unavailable."""
+        """JSON. Raises InvalidRequest, Unavailable and RequestTimeout."""
         response_id = decode_kept(body)
-        if not await self._desk.forget(Whose(response_id, _account(asking))):
+        if not await self._desk.forget(Whose(response_id, _account(asking)), self._until(asking)):
             raise _not_found(response_id)
         return msgspec.json.encode(ResponseDeleted(id=response_id))
 
     async def _former(self, asked: Asked, asking: Asking) -> bytes:
-        """The conversation that goes on: a JSON list of messages. Raises InvalidRequest and Unavailable."""
+        """The conversation that goes on: a JSON list of messages. Raises InvalidRequest, Unavailable and
+        RequestTimeout."""
         previous = asked.request.previous_response_id
         if previous is None:
             return b"[]"
-        found = await self._desk.find(Whose(previous, _account(asking)), "conversation")
+        until = self._until(asking, asked.request.deadline_s)
+        found = await self._desk.find(Whose(previous, _account(asking)), "conversation", until)
         if found is None:
             raise InvalidRequest(  # in OpenAI's words, and with its status
                 f"Previous response with id {previous!r} not found.",
@@ -174,6 +179,10 @@ class Responses:
             )
         asking.place.grow(len(found))
         return found
+
+    def _until(self, asking: Asking, field: float | None = None) -> float:
+        """The request's deadline. Raises InvalidRequest."""
+        return deadline_of(field, asking.deadline_header, asking.begun, self._limits).at
 
     def _check_logprobs(self, asked: Asked) -> None:
         """Which tokens' text is the message's cannot be told where thinking comes before it. Raises InvalidRequest."""

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from services.frontend import response_desk, responses
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
+from services.frontend.deadline import HEADER
 from services.frontend.keys import digest
 from services.frontend.serve import frontend
 from shared import subjects
@@ -372,6 +373,23 @@ async def test_a_frontend_that_keeps_it_and_does_not_answer_is_503(
         with pytest.raises(openai.InternalServerError) as away:
             await client.responses.create(**ASK, previous_response_id="resp_f2.x")
         assert away.value.status_code == 503
+
+
+async def test_asking_another_frontend_takes_no_longer_than_the_request_may(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, http):
+
+        async def silence(_message: Message) -> None:
+            """Frozen."""
+
+        await MemoryBus(w.broker).subscribe(subjects.kept(NAMESPACE, "f2"), silence)
+        with pytest.raises(openai.InternalServerError) as late:
+            await client.responses.create(**ASK, previous_response_id="resp_f2.x", extra_body={"deadline_s": 0.05})
+        assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+        for ask in (http.get, http.delete):
+            async with ask("/v1/responses/resp_f2.x", headers={HEADER: "0.05"}) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (504, "deadline_exceeded")
+            async with ask("/v1/responses/resp_f2.x", headers={HEADER: "soon"}) as response:
+                assert (response.status, (await response.json())["error"]["param"]) == (400, HEADER)
 
 
 async def test_a_conversation_that_another_version_wrote_is_an_error_in_openais_shape(directory: Path) -> None:
