@@ -44,7 +44,7 @@ class Job(Struct, frozen=True):
     embedding_size: int = 0
     """Floats, where an embedding is asked for."""
     follows: bool = False
-    """A further choice of a prompt that is computed: it is not refused for having to wait."""
+    """A further choice of a prompt that is computed, or a further input: it is not refused for having to wait."""
 
 
 class Reader:

@@ -101,6 +101,20 @@ async def test_a_mean_is_sent_where_there_is_least_to_do_and_a_last_where_its_bl
         assert isinstance(last, Finished)
 
 
+async def test_only_the_first_input_is_refused_for_having_to_wait_for_all_would_wait_for_each_other(
+    directory: Path,
+) -> None:
+    async with world(directory, embedding_size=SIZE) as w, clients(w) as (client, _):
+        await client.embeddings.create(model=MODEL, input=TEXTS)
+        asked = w.router.asked.all
+        assert [(select.request.rpartition("/")[2], select.wait_limit_s) for select in asked] == [
+            ("0", 60.0),
+            ("1", 0.0),
+            ("2", 0.0),
+        ]
+        assert w.metric("headrace_input_sequence_tokens_count") == len(TEXTS), "all the same each is counted"
+
+
 async def test_a_model_whose_own_pooling_is_not_built_is_asked_for_another_by_name(directory: Path) -> None:
     async with world(directory, embedding_size=SIZE, pooling="") as w, clients(w) as (client, _):
         with pytest.raises(openai.BadRequestError, match="not built; mean and last are") as refused:
