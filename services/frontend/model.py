@@ -82,7 +82,8 @@ class Limits(Struct, frozen=True):
 
 def limits_of(cards: Sequence[ModelCard]) -> Limits:
     """`cards` are those of one model, at least one."""
-    sizes, poolings = {card.embedding_size for card in cards}, {card.pooling for card in cards}
+    sizes = {card.embedding_size for card in cards}
+    poolings: set[Pooling] = {card.pooling for card in cards}
     return Limits(
         min(card.context_length for card in cards),
         min(card.vocab_size for card in cards),

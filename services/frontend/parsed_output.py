@@ -46,6 +46,7 @@ class ParsedOutput:
 
     def _one_by_one(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Delta:
         entries: list[Entry] = []
+        delta = Delta("")
         for at, token in enumerate(tokens):
             delta = self._output.push((token,), None if logprobs is None else (logprobs[at],))
             entries += delta.entries

@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import ResponseFunctionToolCall
 
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
@@ -101,7 +102,7 @@ def test_the_official_client_reads_calls_streamed_and_not_and_answers_them(clien
     with clients[0].responses.stream(**asked) as stream:
         streamed = stream.get_final_response()
     for each in (answer, streamed):
-        [call, *_] = [item for item in each.output if item.type == "function_call"]
+        [call] = [item for item in each.output if isinstance(item, ResponseFunctionToolCall)]
         assert (call.name, call.arguments) == ("write", '{"text": "the mill"}')
         outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "written"}]
         after = clients[1].responses.create(model="tiny", input=outputs, tools=TOOLS, previous_response_id=each.id)
