@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from services.frontend.accounts import Spent
 from services.frontend.asking import Asking
-from services.frontend.deadline import allowed_s
+from services.frontend.deadline import deadline_of
 from services.frontend.embedding_fields import (
     NUMBERS_LIMIT,
     TOKENS_LIMIT,
@@ -90,8 +90,7 @@ class Embeddings:
     async def answer(self, request: EmbeddingRequest, asking: Asking) -> bytes:
         """JSON. Says what it has cost its key. Raises InvalidRequest, Unavailable and RequestTimeout."""
         loop = asyncio.get_running_loop()
-        allowed = allowed_s(request.deadline_s, asking.deadline_header, self._frontend.limits)
-        deadline, hurried = loop.time() + allowed, allowed < self._frontend.limits.deadline_s
+        deadline = deadline_of(request.deadline_s, asking.deadline_header, asking.begun, self._frontend.limits)
         model, limits = self._models.find(request.model)
         asked = _asked(request, model, limits, asking.named.unique)
         inputs = inputs_of(request)
@@ -99,7 +98,7 @@ class Embeddings:
             wrong = f"input: {len(inputs)} vectors of {asked.dimensions} numbers, more than {NUMBERS_LIMIT} in all"
             raise InvalidRequest(f"{wrong}; ask for fewer, or for fewer `dimensions`", param="input")
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline.at):
                 prompts = await self._prompts(inputs, model, limits)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its input was tokenised") from None
@@ -110,11 +109,12 @@ class Embeddings:
         place.weigh(tokens + len(prompts) * asked.dimensions, at_once)
         if place.account is not None:
             place.account.charge(tokens, loop.time())
-        vectors = _Vectors(self._frontend, asked, prompts, deadline)
+        vectors = _Vectors(self._frontend, asked, prompts, deadline.at)
         try:
             await vectors.compute(at_once)
         finally:
-            free = vectors.failed and not (hurried and vectors.late)  # as for other requests before their first token
+            # As for other requests before their first token.
+            free = vectors.failed and not (deadline.hurried and vectors.late)
             place.spent = Spent(tokens, 0 if free else vectors.begun_tokens)
         usage = EmbeddingUsage(tokens, tokens)
         ending = msgspec.json.encode({"model": model.name, "usage": usage, "id": f"embd-{asked.unique}"})
