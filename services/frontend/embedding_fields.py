@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from services.frontend.openai import CacheName, SomeSeconds, TokenCount, TokenId, decode_body
+from services.frontend.openai import CacheName, Label, SomeSeconds, TokenCount, TokenId, decode_body
 from shared.errors import InvalidRequest
 
 INPUTS_LIMIT = 2048
@@ -40,7 +40,7 @@ class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     deadline_s: SomeSeconds | None = None
     """How long the request may take; the server has a limit."""
     # harmless
-    user: str | None = None
+    user: Label | None = None
 
 
 class Embedding(Struct, frozen=True, kw_only=True):

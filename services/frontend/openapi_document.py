@@ -102,13 +102,16 @@ _PARAMETERS: dict[str, Schema] = {
 }
 
 
+_SHARED: list[Schema] = [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
+
+
 def _operation(operation: Operation, one: Described, keys: bool) -> Schema:
     rules = "\n".join(f"- {rule}" for rule in one.rules)
     return {
         "operationId": operation,
         "summary": one.summary,
         "description": rules,
-        "parameters": [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS],
+        "parameters": _SHARED,
         "requestBody": {"required": True, "content": {"application/json": {"schema": ref(one.request)}}},
         "responses": {"200": _answer(one, keys=keys), **_refusals(_OF_BODIES, keys=keys)},
     }
@@ -180,6 +183,7 @@ def _kept(operation: Operation, *, keys: bool) -> Schema:
     return {
         "operationId": operation,
         "summary": summary,
+        "parameters": _SHARED,
         "responses": {"200": _json(answer, keys=keys), **_refusals(_OF_BODIES, keys=keys)},
     }
 

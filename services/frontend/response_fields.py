@@ -23,6 +23,7 @@ from services.frontend.grammar_fields import (
     TextFormat,
 )
 from services.frontend.openai import (
+    MESSAGES_LIMIT,
     CacheName,
     ChatMessage,
     ChatRequest,
@@ -223,9 +224,13 @@ def as_chat(asked: Asked, before: Sequence[ChatMessage]) -> ChatRequest:
     """The same as a chat, behind the messages of `before`. Raises InvalidRequest, with this body's names."""
     request = asked.request
     check_calls(before, asked.items)
+    conversation = [*before, *messages_of(asked.items)]
+    if len(conversation) > MESSAGES_LIMIT:
+        param = "previous_response_id" if before else "input"
+        raise InvalidRequest(f"{param}: the whole conversation has more than {MESSAGES_LIMIT} messages", param=param)
     instructions = [] if request.instructions is None else [ChatMessage("system", request.instructions)]
     chat = ChatRequest(
-        messages=[*instructions, *before, *messages_of(asked.items)],
+        messages=[*instructions, *conversation],
         model=request.model,
         stream=request.stream,
         stream_options=request.stream_options,

@@ -95,7 +95,7 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["reasoning"]
     id: str | None = None
-    content: list[ThoughtText] | None = None
+    content: Annotated[list[ThoughtText], Meta(max_length=PARTS_LIMIT)] | None = None
     status: Status | None = None
     summary: Unset = None
     encrypted_content: Unset = None

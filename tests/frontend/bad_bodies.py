@@ -382,6 +382,12 @@ BAD_BODIES = [
     _response("two outputs of one call", "input[2].call_id", input=[_FUNCTION_CALL, _CALL_OUTPUT, _CALL_OUTPUT]),
     _item("encrypted thinking", "encrypted_content", _NOT_BUILT, type="reasoning", encrypted_content="x"),
     _item(
+        "thinking in very many parts",
+        "content",
+        type="reasoning",
+        content=[{"type": "reasoning_text", "text": ""}] * 4097,
+    ),
+    _item(
         "thinking in short", "summary", _NOT_BUILT, type="reasoning", summary=[{"type": "summary_text", "text": "x"}]
     ),
     _response("a tool of OpenAI's", "tools[0].type", tools=[{"type": "web_search"}]),

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.frontend.openai import ChatRequest, decode_chat
+from services.frontend.openai import MESSAGES_LIMIT, ChatMessage, ChatRequest, decode_chat
 from services.frontend.response_fields import ResponseRequest, as_chat, decode_response, renamed
 from shared.errors import InvalidRequest
 
@@ -101,6 +101,15 @@ def test_instructions_come_first_and_former_messages_before_the_input() -> None:
     asked = decode_response(json.dumps({"input": "and?", "instructions": "Be kind."}).encode())
     before = chat().messages
     assert [message.content for message in as_chat(asked, before).messages] == ["Be kind.", "hello", "and?"]
+
+
+def test_a_conversation_has_no_more_messages_than_a_chat() -> None:
+    before = [ChatMessage("user", "hello")] * MESSAGES_LIMIT
+    asked = decode_response(json.dumps({"input": "and?", "instructions": "Be kind."}).encode())
+    assert len(as_chat(asked, before[1:]).messages) == 1 + MESSAGES_LIMIT
+    with pytest.raises(InvalidRequest, match="more than 4096 messages") as refused:
+        as_chat(asked, before)
+    assert refused.value.param == "previous_response_id"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from services.frontend import response_desk, responses
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
 from services.frontend.deadline import HEADER
 from services.frontend.keys import digest
+from services.frontend.nats_api import STATUS_HEADER
 from services.frontend.serve import frontend
 from shared import subjects
 from shared.hashing import unpack_tokens
@@ -426,6 +427,24 @@ async def test_over_nats_it_is_the_same(directory: Path) -> None:
         assert deleted["deleted"]
         [gone] = await ask("retrieve_response", {"response_id": first["id"]})
         assert gone["error"]["code"] == "response_not_found"
+
+
+async def test_a_last_event_over_natss_limit_is_an_error_in_its_place(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("long " * 200)
+        monkeypatch.setattr(w.bus, "_payload_limit_bytes", 2000)
+        body = json.dumps(ASK | {"stream": True}).encode()
+        subject = subjects.client(NAMESPACE, "responses")
+        async with MemoryBus(w.broker).stream(subject, body, idle_timeout_s=DEADLINE_S) as messages:
+            told = [(json.loads(message.payload), message.headers) async for message in messages]
+        types = [event.get("type") for event, _ in told]
+        assert types[-2:] == ["response.output_item.done", None]
+        last, headers = told[-1]
+        assert (last["error"]["code"], headers[STATUS_HEADER]) == ("request_too_large", "413")
+        kept = await client.responses.retrieve(told[0][0]["response"]["id"])
+        assert kept.output_text == "long " * 200, "over HTTP it can still be had"
 
 
 async def test_a_worker_that_fails_after_the_first_text_ends_the_stream_with_failed(directory: Path) -> None:
