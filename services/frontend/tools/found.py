@@ -12,8 +12,10 @@ White space before the first content is kept back, and dropped where a call come
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.frontend.tools.source import Malformed, Reading, Source
 
@@ -157,10 +159,10 @@ class Found:
 
 def join_pieces(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
     """Neighbours of one call as one piece."""
-    joined: list[CallPiece] = []
-    for piece in pieces:
-        if joined and joined[-1].index == piece.index:
-            before = joined.pop()
-            piece = CallPiece(piece.index, before.arguments + piece.arguments, before.id, before.name, before.behind)
-        joined.append(piece)
-    return tuple(joined)
+    if len(pieces) < 2:
+        return tuple(pieces)
+    return tuple(_joined(list(same)) for _, same in groupby(pieces, lambda piece: piece.index))
+
+
+def _joined(pieces: Sequence[CallPiece]) -> CallPiece:
+    return replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
