@@ -213,7 +213,7 @@ class Generation:
             wrong = f"{found.param}: not every worker of {model.name!r} can be held to a grammar"
             raise InvalidRequest(wrong, param=found.param, code="unsupported_parameter")
         if found.checked:
-            await self._grammars.check(found.checked, found.param)
+            await self._grammars.check(found.checked, found.param, found.parts)
         return found.grammar
 
     def _output(self, request: ChatRequest | CompletionRequest, model: Model, plan: Plan) -> Output | ParsedOutput:
@@ -287,9 +287,11 @@ def _jobs(
             sampling=sampling,
             salt=salt,
             session=session or (f"{name}/{at}" if each > 1 else ""),  # else a prompt's choices may go apart
+            follows=at > 0,
         )
+        again = replace(first, follows=True, repeats=True)
         others = [
-            replace(first, request=f"{name}/{at * each + draw}", sampling=replace(sampling, seed=seed), follows=True)
+            replace(again, request=f"{name}/{at * each + draw}", sampling=replace(sampling, seed=seed))
             for draw in range(1, each)
             for seed in [(sampling.seed + draw) & ((1 << 64) - 1)]  # as vLLM has it
         ]

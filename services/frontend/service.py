@@ -146,7 +146,7 @@ class Frontend:
         one = Running(stream, loop.time(), deadline)
         one.timer = loop.call_at(one.deadline, self._feed, one, Expired())
         self._running[job.request] = one
-        if job.embedding_size or not job.follows:  # a further choice has the first one's prompt
+        if not job.repeats:
             self._metrics.input_tokens.observe(job.prompt_tokens)
         try:
             self._do(one, stream.session.start())

@@ -44,7 +44,9 @@ class Job(Struct, frozen=True):
     embedding_size: int = 0
     """Floats, where an embedding is asked for."""
     follows: bool = False
-    """A further choice of a prompt that is computed, or a further input: it is not refused for having to wait."""
+    """Another one of the same request comes before it: it is not refused for having to wait, perhaps for that one."""
+    repeats: bool = False
+    """That one has the same prompt."""
 
 
 class Reader:

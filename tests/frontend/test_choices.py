@@ -288,6 +288,9 @@ async def test_prompts_of_every_kind_go_at_once_and_are_answered_in_their_order(
         told = [(one["index"], one["text"], one["finish_reason"]) for one in answer["choices"]]
         assert told == [(index, ("a" if index % 2 == 0 else "") + str(index), "length") for index in range(6)]
         assert answer["usage"]["prompt_tokens"] == sum(map(len, packed)) // 4
+        waits = {select.request.partition("/")[2]: select.wait_limit_s for select in w.router.asked.all}
+        assert waits == {"0": 60.0, **dict.fromkeys("12345", 0.0)}, "they wait for one another"
+        assert w.metric("headrace_input_sequence_tokens_count") == len(packed)
 
 
 async def test_log_probabilities_are_of_their_choice(directory: Path) -> None:
