@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -76,6 +77,14 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
+class FormPart(Struct, frozen=True):
+    """What one field brings to a form of several."""
+
+    piece: dict[str, Any]
+    """A grammar for it alone."""
+    param: str
+
+
 class Form(Struct, frozen=True):
     """What one field holds an answer to."""
 
@@ -87,6 +96,8 @@ class Form(Struct, frozen=True):
     """The same with its marks spelled out, where it names any by their ids."""
     content: dict[str, Any] | None = None
     """A grammar that the piece names as `content`."""
+    parts: Sequence[FormPart] = ()
+    """What it is made of, where that comes from several fields."""
 
 
 def form_of_response(asked: ResponseFormat | None) -> Form | None:
@@ -95,7 +106,7 @@ def form_of_response(asked: ResponseFormat | None) -> Form | None:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
-            return Form(_json({"type": "object"}), "response_format")
+            return Form(json_piece({"type": "object"}), "response_format")
         case JsonSchemaFormat(schema):
             where = "response_format.json_schema.schema"
             return Form(_schema(schema.schema, where), where)
@@ -119,17 +130,18 @@ def form_of_structure(asked: StructuredOutputs | None) -> Form | None:
         return Form({"lark_grammar": "start: " + " | ".join(map(quoted, asked.choice))}, where)
     if asked.grammar is not None:
         return Form({"lark_grammar": asked.grammar}, where)
-    return Form(_json({"type": "object"}), where)
+    return Form(json_piece({"type": "object"}), where)
 
 
 def _schema(schema: dict[str, Any], where: str) -> dict[str, Any]:
     check_size(schema, where)
     if "x-guidance" in schema:
         raise InvalidRequest(f"{where}.x-guidance: not a word of JSON Schema", param=f"{where}.x-guidance")
-    return _json(schema)
+    return json_piece(schema)
 
 
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
+def json_piece(schema: dict[str, Any]) -> dict[str, Any]:
+    """A grammar of JSON that holds to a schema."""
     return {"json_schema": {**schema, "x-guidance": OPTIONS}}
 
 

@@ -12,9 +12,11 @@ import hashlib
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import msgspec
 
+from services.frontend.grammar_fields import FormPart
 from services.frontend.grammar_process import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 
@@ -24,6 +26,9 @@ LINE = 64
 """Requests that wait for one; further ones are refused."""
 TOLD_CHARACTERS = 300
 """Of a verdict; the library's may hold all of the grammar."""
+SLOW_PARTS = 4
+"""Of a grammar that takes too much, so many are compiled alone: each may take as much. Where another thing is wrong,
+all parts before it took less together."""
 _TOO_MUCH = f"compiling it takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
 
 
@@ -37,9 +42,9 @@ class Grammars:
         self._waiting = 0
         self._process: Process | None = None
 
-    async def check(self, grammar: str, param: str) -> None:
-        """`param` names the field that it came from. Raises InvalidRequest, and Overloaded or Unavailable where it
-        cannot be said now."""
+    async def check(self, grammar: str, param: str, parts: Sequence[FormPart] = ()) -> None:
+        """`param` names the field that it came from; where it is no good, so does the first of its `parts` that is no
+        good alone. Raises InvalidRequest, and Overloaded or Unavailable where it cannot be said now."""
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self._known:
             if self._waiting >= LINE:
@@ -56,6 +61,8 @@ class Grammars:
         if len(self._known) > KNOWN:
             self._known.popitem(last=False)
         if wrong:
+            for part in parts[:SLOW_PARTS] if wrong == _TOO_MUCH else parts:
+                await self.check(msgspec.json.encode({"grammars": [part.piece]}).decode(), part.param)
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
     async def aclose(self) -> None:

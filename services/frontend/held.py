@@ -20,10 +20,12 @@ from services.frontend.grammar_fields import (
     GRAMMAR_LIMIT_CHARACTERS,
     UNSUPPORTED,
     Form,
+    FormPart,
     NamedTool,
     ToolChoice,
     form_of_response,
     form_of_structure,
+    json_piece,
 )
 from services.frontend.openai import ChatRequest
 from services.frontend.thinking_fields import AS_IT_IS, ThinkingAsked
@@ -44,6 +46,8 @@ class Held(Struct, frozen=True):
     is nothing of the request's in it."""
     param: str
     """The field that says so."""
+    parts: Sequence[FormPart] = ()
+    """Of what is checked, where it comes from several fields: one of them may be to blame."""
 
 
 def held(
@@ -63,7 +67,7 @@ def held(
     else:
         assert form is not None, "only models that think have a budget"
         grammars = [form.piece]
-    return Held(_text([*grammars, *named], param), checked, param)
+    return Held(_text([*grammars, *named], param), checked, param, () if form is None else form.parts)
 
 
 def _text(grammars: Sequence[dict[str, Any]], param: str) -> str:
@@ -121,15 +125,17 @@ def _calls(
     how: lark.How = "any" if content is None else "or"
     if forced:
         how = "one" if named is not None or request.parallel_tool_calls is False else "some"
+    places = {tool.function.name: f"tools[{at}].function.parameters" for at, tool in enumerate(tools)}
     calls = [lark.Callable(tool.function.name, _arguments(tool, forced=forced)) for tool in callable_]
     try:
         rules, spelled = (FORMATS[written].rules(calls, marks, how) for marks in (tokens, {}))
     except lark.Unwritable as wrong_:
-        at = next(at for at, tool in enumerate(tools) if tool.function.name == wrong_.tool)
-        param = f"tools[{at}].function.parameters.{wrong_.word}"
+        param = f"{places[wrong_.tool]}.{wrong_.word}"
         raise InvalidRequest(f"{param}: {wrong_}", param=param, code=UNSUPPORTED) from None
     pieces = [{"lark_grammar": "\n".join(one)} for one in (rules, spelled)]
-    return Form(pieces[0], "tools", pieces[1], None if content is None else content.piece)
+    parts = [] if content is None else [FormPart(content.piece, content.param)]
+    parts += [FormPart(json_piece(call.arguments), places[call.name]) for call in calls if call.arguments is not None]
+    return Form(pieces[0], "tools", pieces[1], None if content is None else content.piece, parts)
 
 
 def _arguments(tool: Tool, *, forced: bool) -> dict[str, Any] | None:

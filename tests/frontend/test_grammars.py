@@ -181,6 +181,33 @@ async def test_the_official_clients_strict_tools_are_held_to_where_the_model_cho
         assert grammar_of(w) == ""
 
 
+async def test_of_several_schemas_the_one_that_is_no_good_is_named(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "templated")
+    (tmp_path / "templated" / "chat_template.jinja").write_text(TEMPLATE)
+
+    def tool(name: str, given: Any, *, strict: bool) -> Any:
+        parameters = {"type": "object", "properties": {"x": given}}
+        return {"type": "function", "function": {"name": name, "strict": strict, "parameters": parameters}}
+
+    fine, not_built, slow = {"type": "integer"}, HOSTILE["what is not built"], HOSTILE["the library's time"]
+    async with world(tmp_path / "templated", grammars=True) as w, clients(w) as (client, _):
+        ask: dict[str, Any] = {"model": MODEL, "messages": HELLO}
+        for bad in (not_built, slow):
+            loose, good, wrong = (
+                tool("a", bad, strict=False),
+                tool("b", fine, strict=True),
+                tool("c", bad, strict=True),
+            )
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**ask, tools=[loose, good, wrong])
+            assert refused.value.param == "tools[2].function.parameters"
+            assert "call_" not in refused.value.message, "the request knows nothing of our grammar"
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**ask, tools=[good], response_format=schema(bad))
+            assert refused.value.param == "response_format.json_schema.schema"
+        assert w.router.asked.all == []
+
+
 async def test_thinking_ends_with_the_models_own_token(tmp_path: Path) -> None:
     tags = ("<think>", "</think>")
     directory = write_tiny_model(tmp_path / "thinking", marks=tags)
