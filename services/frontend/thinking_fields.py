@@ -55,8 +55,9 @@ def thinking_asked(
             raise InvalidRequest(wrong, param="reasoning_effort")
         return ThinkingAsked({**words, word[0]: word[1]}, budget)
     if effort != "none":
-        wrong = f"reasoning_effort: the chat template has no place for {effort!r}; thinking_token_budget has"
-        raise InvalidRequest(f"{wrong} a number", param="reasoning_effort", code=_UNSUPPORTED)
+        wrong = f"reasoning_effort: the chat template has no place for {effort!r}"
+        wrong += "; thinking_token_budget takes a number" if thinks else ", and the model is not known to think"
+        raise InvalidRequest(wrong, param="reasoning_effort", code=_UNSUPPORTED)
     if budget:
         wrong = "reasoning_effort: thinking_token_budget says something else"
         raise InvalidRequest(wrong, param="reasoning_effort")

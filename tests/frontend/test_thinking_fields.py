@@ -55,3 +55,9 @@ def test_what_cannot_be_done_and_what_contradicts_itself_is_refused_by_name(
     with pytest.raises(InvalidRequest) as refused:
         thinking_asked(effort, budget, words, reads=reads, thinks=thinks)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(("thinks", "said"), [(True, "takes a number$"), (False, "is not known to think$")])
+def test_who_asks_for_an_effort_is_told_what_else_there_is(thinks: bool, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        thinking_asked("high", None, {}, reads=NOTHING, thinks=thinks)
