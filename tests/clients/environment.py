@@ -54,6 +54,8 @@ def _uv(*arguments: str) -> None:
 
 
 def variables(**more: str) -> dict[str, str]:
-    """What a program finds in its environment: nothing of ours that would steer a client, and `more`."""
+    """What a program finds in its environment: nothing of ours that would steer a client, and `more`. LiteLLM asks
+    fetch its prices over the network when it is imported."""
     kept = {name: value for name in ("HOME", "PATH", "TMPDIR", "LANG") if (value := os.environ.get(name)) is not None}
-    return {**kept, "NO_PROXY": "127.0.0.1", "PYTHONUNBUFFERED": "1", **more}
+    ours = {"NO_PROXY": "127.0.0.1", "PYTHONUNBUFFERED": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return {**kept, **ours, **more}
