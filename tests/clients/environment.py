@@ -55,7 +55,7 @@ def _uv(*arguments: str) -> None:
 
 def variables(**more: str) -> dict[str, str]:
     """What a program finds in its environment: nothing of ours that would steer a client, and `more`. LiteLLM asks
-    fetch its prices over the network when it is imported."""
+    GitHub for prices at its import, again and again, unless it is told not to."""
     kept = {name: value for name in ("HOME", "PATH", "TMPDIR", "LANG") if (value := os.environ.get(name)) is not None}
     ours = {"NO_PROXY": "127.0.0.1", "PYTHONUNBUFFERED": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     return {**kept, **ours, **more}
