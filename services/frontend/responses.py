@@ -19,7 +19,7 @@ from services.frontend.deadline import deadline_of
 from services.frontend.error_object import ErrorBody, Failure
 from services.frontend.generation import Generation
 from services.frontend.models import Models
-from services.frontend.openai import BODY_LIMIT_BYTES, ChatMessage
+from services.frontend.openai import BODY_LIMIT_BYTES, ChatMessage, ChatRequest
 from services.frontend.output import Delta
 from services.frontend.reply import Chunk, Reply
 from services.frontend.response_desk import ResponseDesk, Whose
@@ -117,17 +117,7 @@ class Responses:
         """Leaving it cancels what is still running. Raises as Generation.open does."""
         asked = decode_response(body)
         self._check_logprobs(asked)
-        former = await self._former(asked, asking)
-        try:
-            before = _MESSAGES.decode(former)
-        except msgspec.MsgspecError as strange:  # of a frontend of another version
-            raise ProtocolError(f"the former conversation cannot be read: {strange}") from None
-        chat = as_chat(asked, before)
-        conversation = _continued(former, messages_of(asked.items)) if asked.kept else b""
-        if len(conversation) > BODY_LIMIT_BYTES:
-            param = "previous_response_id" if asked.request.previous_response_id else "input"
-            wrong = f"{param}: the whole conversation is longer than {BODY_LIMIT_BYTES} bytes"
-            raise InvalidRequest(wrong, param=param, code="request_too_large", status=413)
+        chat, conversation = await self._chat(asked, asking)
         response_id = self._desk.name(asking.named.unique)
         account = _account(asking)
         streams = bool(asked.request.stream)
@@ -139,7 +129,7 @@ class Responses:
 
         try:
             generating = self._generation.open(chat, asking)
-            del body, former, before, chat  # nobody needs them while the answer streams
+            del body, chat  # nobody needs them while the answer streams
             async with generating as opened:
                 response = begun(asked, response_id, int(time.time()), opened.job.model)
                 del asked
@@ -162,6 +152,22 @@ class Responses:
         if not await self._desk.forget(Whose(response_id, _account(asking)), self._until(asking)):
             raise _not_found(response_id)
         return msgspec.json.encode(ResponseDeleted(id=response_id))
+
+    async def _chat(self, asked: Asked, asking: Asking) -> tuple[ChatRequest, bytes]:
+        """What is asked for, and the conversation up to the answer as it is kept: a JSON list of messages, empty where
+        it is not. Raises InvalidRequest, Unavailable and RequestTimeout."""
+        former = await self._former(asked, asking)
+        try:
+            before = _MESSAGES.decode(former)
+        except msgspec.MsgspecError as strange:  # of a frontend of another version
+            raise ProtocolError(f"the former conversation cannot be read: {strange}") from None
+        chat = as_chat(asked, before)
+        conversation = _continued(former, messages_of(asked.items))
+        if len(conversation) > BODY_LIMIT_BYTES:
+            param = "previous_response_id" if asked.request.previous_response_id else "input"
+            wrong = f"{param}: the whole conversation is longer than {BODY_LIMIT_BYTES} bytes"
+            raise InvalidRequest(wrong, param=param, code="request_too_large", status=413)
+        return chat, conversation if asked.kept else b""
 
     async def _former(self, asked: Asked, asking: Asking) -> bytes:
         """The conversation that goes on: a JSON list of messages. Raises InvalidRequest, Unavailable and

@@ -530,6 +530,7 @@ async def test_a_conversation_that_grew_beyond_a_body_is_refused(
     async with world(directory) as w, clients(w) as (client, _):
         w.say("one")
         first = await client.responses.create(**ASK)
-        with pytest.raises(openai.APIStatusError) as large:
-            await client.responses.create(model=MODEL, input="x" * 200, previous_response_id=first.id)
-        assert (large.value.status_code, large.value.param) == (413, "previous_response_id")
+        for store in (True, False):
+            with pytest.raises(openai.APIStatusError) as large:
+                await client.responses.create(model=MODEL, input="x" * 200, previous_response_id=first.id, store=store)
+            assert (large.value.status_code, large.value.param) == (413, "previous_response_id")
