@@ -25,7 +25,7 @@ from services.frontend.completion_fields import DEFAULT_TOKENS, CompletionReques
 from services.frontend.deadline import deadline_of
 from services.frontend.generated import Generated
 from services.frontend.grammars import Grammars
-from services.frontend.held import held
+from services.frontend.held import Held, held
 from services.frontend.metrics import Metrics
 from services.frontend.model import Limits, Model
 from services.frontend.models import Models
@@ -107,7 +107,7 @@ class Generation:
         try:
             async with asyncio.timeout_at(deadline.at):
                 prompts, plan = await self._prompts(request, model, limits)
-                grammar = await self._grammar(request, model, limits, plan)
+                holding = await self._held(request, model, limits, plan)
                 echoes = await self._echoes(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
@@ -120,7 +120,7 @@ class Generation:
             place.spent = Spent(charged)
         planned = [
             [Planned(job, self._output(request, model, plan)) for job in jobs]
-            for jobs in _jobs(asking.named.unique, request, model, prompts, grammar)
+            for jobs in _jobs(asking.named.unique, request, model, prompts, holding)
         ]
         parsed = isinstance(planned[0][0].output, ParsedOutput)
         del request, prompts, model
@@ -203,18 +203,20 @@ class Generation:
         check_encoded(model, tokens, limits, param=param)
         return tokens
 
-    async def _grammar(self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits, plan: Plan) -> str:
-        """What the answer is held to; empty: nothing. Raises InvalidRequest."""
+    async def _held(
+        self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits, plan: Plan
+    ) -> Held | None:
+        """What the answer is held to; None: nothing. Raises InvalidRequest."""
         thought = _thought(request, model) if isinstance(request, ChatRequest) else AS_IT_IS
         found = held(request, plan, model.marks, thought)
         if found is None:
-            return ""
+            return None
         if not limits.grammars:
             wrong = f"{found.param}: not every worker of {model.name!r} can be held to a grammar"
             raise InvalidRequest(wrong, param=found.param, code="unsupported_parameter")
         if found.checked:
             await self._grammars.check(found.checked, found.param, found.parts)
-        return found.grammar
+        return found
 
     def _output(self, request: ChatRequest | CompletionRequest, model: Model, plan: Plan) -> Output | ParsedOutput:
         """Nothing more than an Output, where the answer can only be content."""
@@ -267,13 +269,14 @@ def _spent(charged: int, choices: Choices, *, hurried: bool) -> Spent:
 
 
 def _jobs(
-    name: str, request: ChatRequest | CompletionRequest, model: Model, prompts: Sequence[Prompt], grammar: str
+    name: str, request: ChatRequest | CompletionRequest, model: Model, prompts: Sequence[Prompt], holding: Held | None
 ) -> Iterator[list[Job]]:
     """For each prompt those of its choices. `name`: of the request; its choices, where it has several, are `name/0`
     and so on."""
     salt, each = request.cache_salt or "", request.n or 1
     session = (request.prompt_cache_key or "") if isinstance(request, ChatRequest) else ""
     alone = each * len(prompts) == 1
+    grammar, held_by = ("", "") if holding is None else (holding.grammar, holding.param)
     for at, prompt in enumerate(prompts):
         sampling = openai.sampling(request, prompt.max_tokens, random.getrandbits(64), grammar)
         if isinstance(request, CompletionRequest) and request.suffix and model.infill is not None:
@@ -287,6 +290,7 @@ def _jobs(
             sampling=sampling,
             salt=salt,
             session=session or (f"{name}/{at}" if each > 1 else ""),  # else a prompt's choices may go apart
+            held_by=held_by,
             follows=at > 0,
         )
         again = replace(first, follows=True, repeats=True)

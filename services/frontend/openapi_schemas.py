@@ -59,6 +59,8 @@ def _plain(schema: Any) -> Any:
             plain[word] = {name: _plain(one) for name, one in value.items() if one.get("not") != _NOTHING}
         elif word == "pattern":
             plain[word] = value.replace(r"\Z", "$")
+        elif word == "enum" and len(value) == 1:
+            plain["const"] = value[0]  # generators of clients take an enum of true or false for none of theirs
         elif word not in ("title", "enum", "default") and not (word == "required" and not value):
             plain[word] = _plain(value)
         elif word == "enum" or (word == "default" and value is not None):

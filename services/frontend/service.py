@@ -140,7 +140,13 @@ class Frontend:
         if self._abandoned:
             raise Unavailable("this frontend is about to end")
         tries = Tries(self.limits.attempts, self.limits.rescue_s)
-        session = Session(job.request, job.sampling.max_tokens, tries, embedding_bytes=4 * job.embedding_size)
+        session = Session(
+            job.request,
+            job.sampling.max_tokens,
+            tries,
+            embedding_bytes=4 * job.embedding_size,
+            held_by=job.held_by,
+        )
         stream = Stream(job, session, output, reader)
         loop = asyncio.get_running_loop()
         one = Running(stream, loop.time(), deadline)

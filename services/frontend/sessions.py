@@ -33,6 +33,7 @@ from shared.errors import HeadraceError, InvalidRequest, Overloaded, RequestTime
 from shared.hashing import unpack_tokens
 from shared.messages import (
     SHUTTING_DOWN,
+    UNFOLLOWABLE,
     Accepted,
     Finished,
     LoadEvent,
@@ -200,8 +201,18 @@ Action = Ask | Later | Offer | Emit | Withdraw | Note | Tell | Finish | Fail
 class Session:
     """One request."""
 
-    def __init__(self, request: str, max_tokens: int, tries: Tries | None = None, *, embedding_bytes: int = 0) -> None:
-        """`embedding_bytes`: how long its embedding is to be, where that is the answer, without tokens."""
+    def __init__(
+        self,
+        request: str,
+        max_tokens: int,
+        tries: Tries | None = None,
+        *,
+        embedding_bytes: int = 0,
+        held_by: str = "",
+    ) -> None:
+        """`embedding_bytes`: how long its embedding is to be, where that is the answer, without tokens. `held_by`: the
+        field that its grammar comes from."""
+        self._held_by = held_by
         self._tries = Tries() if tries is None else tries
         self._embedding_bytes = embedding_bytes
         self.request = request
@@ -336,6 +347,9 @@ class Session:
                 return actions + self._lose("handed_back", "the worker took this frontend for gone", withdraw=False)
             case "error" if part.error == SHUTTING_DOWN:
                 return actions + self._lose("handed_back", part.error, withdraw=False)
+            case "error" if part.error.startswith(UNFOLLOWABLE):
+                wrong = InvalidRequest(f"{self._held_by}: {part.error}", param=self._held_by)
+                return actions + self._end([Fail(wrong)], withdraw=False)
             case "error":
                 return actions + self._lose("failed", f"the worker failed: {part.error}", withdraw=False)
             case _:

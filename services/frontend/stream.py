@@ -41,6 +41,8 @@ class Job(Struct, frozen=True):
     salt: str
     session: str
     """Requests of one non-empty session prefer one worker."""
+    held_by: str = ""
+    """The field that the grammar comes from."""
     embedding_size: int = 0
     """Floats, where an embedding is asked for."""
     follows: bool = False

@@ -324,6 +324,14 @@ def test_errors_are_the_clients_own_classes_and_name_the_field(client: OpenAI) -
         assert getattr(bad.value, text)
 
 
+def test_a_grammar_that_turns_out_too_large_to_follow_is_a_bad_request_and_not_asked_again(client: OpenAI) -> None:
+    too_large = {"structured_outputs": {"regex": "(a{1000}){1000}"}}
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model=SPEAKER, messages=asks("x"), max_tokens=40, extra_body=too_large)
+    assert wrong.value.param == "structured_outputs.regex"
+    assert "cannot be followed" in wrong.value.message
+
+
 def test_without_the_right_key_nothing_is_answered(stack: Served) -> None:
     with OpenAI(base_url=stack.guarded, api_key="sk-wrong", max_retries=0, timeout=LIMIT_S) as stranger:
         with pytest.raises(openai.AuthenticationError) as wrong:

@@ -37,6 +37,8 @@ def values(schema: Schema, document: Schema) -> st.SearchStrategy[Any]:
     """That fit; small ones."""
     if "$ref" in schema:
         return st.deferred(lambda: values(pointed(document, schema["$ref"]), document))
+    if "const" in schema:
+        return st.just(schema["const"])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     if "anyOf" in schema:
@@ -98,6 +100,8 @@ def misfit(value: Any, schema: Schema, document: Schema, *, closed: bool = False
     if "anyOf" in schema:
         found = [misfit(value, one, document, closed=closed, where=where) for one in schema["anyOf"]]
         return None if None in found else f"{where}: fits none: {found}"
+    if "const" in schema:
+        return None if value == schema["const"] else f"{where}: {value!r} is not {schema['const']!r}"
     if "enum" in schema:
         return None if value in schema["enum"] else f"{where}: {value!r} is none of {schema['enum']}"
     types = schema.get("type", [])

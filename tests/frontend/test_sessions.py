@@ -39,6 +39,7 @@ from shared.errors import InvalidRequest, Overloaded, RequestTimeout, Unavailabl
 from shared.hashing import pack_tokens
 from shared.messages import (
     SHUTTING_DOWN,
+    UNFOLLOWABLE,
     Accepted,
     Finished,
     FinishReason,
@@ -429,6 +430,19 @@ def test_a_stream_outlives_any_number_of_rolling_restarts(finish: FinishReason, 
         assert told == Tell(Finished(R, attempt))
         assert isinstance(asked, Ask)
         assert (asked.attempt, asked.produced, asked.excluded[-1]) == (attempt + 1, len(session.tokens), f"w{attempt}")
+
+
+def test_a_grammar_that_cannot_be_followed_is_its_request_s_fault_and_tried_nowhere_else() -> None:
+    session = Session(R, MAX_TOKENS, held_by="structured_outputs.regex")
+    session.start()
+    session.on(selected(1, "w1"))
+    session.on(Accepted(R, 1))
+    told, end = step(session, Received("w1", Part(R, 1, 0, b"", "error", error=f"{UNFOLLOWABLE}: too large")))
+    assert told == Tell(Finished(R, 1))
+    assert isinstance(end, Fail)
+    assert isinstance(end.error, InvalidRequest)
+    assert end.error.param == "structured_outputs.regex"
+    assert "too large" in str(end.error)
 
 
 def test_a_stream_that_is_lost_on_the_way_again_and_again_goes_on_as_long_as_it_grows() -> None:

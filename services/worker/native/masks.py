@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine import Work
 from services.worker.native.grammars import Grammars
+from shared.messages import UNFOLLOWABLE
 
 _TOLD_CHARACTERS = 300
 """Of an error; it may hold all of the grammar."""
@@ -86,7 +87,7 @@ class MaskThread:
             if work.draws:
                 mask = _mask(one, work, self._grammars.vocab)
                 if isinstance(mask, str):
-                    failed[work.sequence] = f"the grammar cannot be followed: {mask:.{_TOLD_CHARACTERS}}"
+                    failed[work.sequence] = f"{UNFOLLOWABLE}: {mask:.{_TOLD_CHARACTERS}}"
                 else:
                     allowed[work.sequence] = mask
         return Masks(allowed, failed)
