@@ -210,10 +210,18 @@ def _parse_flags(
 
 
 def _value(field: FieldInfo, text: str) -> Any:
-    """A setting's text as TOML would have it: tuples are comma-separated, the rest is converted by type."""
-    if getattr(field.type, "__origin__", None) in (tuple, list):
-        return [part.strip() for part in text.split(",") if part.strip()]
-    return text
+    """A setting's text as TOML would have it: tuples are comma-separated, and so are the NAME=VALUE of a table of
+    names; the rest is converted by type."""
+    kind = get_origin(field.type)
+    if kind not in (tuple, list, dict):
+        return text
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if kind is not dict:
+        return parts
+    for part in parts:
+        if "=" not in part:
+            raise ConfigError(f"{field.name}: {part!r} is not NAME=VALUE")
+    return dict(part.split("=", 1) for part in parts)
 
 
 def _set(settings: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

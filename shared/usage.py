@@ -46,12 +46,12 @@ def _lines(schema: type[Struct], above: tuple[str, ...]) -> Iterator[str]:
 
 def _name(path: tuple[str, ...], field: FieldInfo) -> str:
     """Where it is set, and to which words."""
-    if get_origin(field.type) is dict:
-        return f"[{'.'.join(path)}]  a table of the file"
     if field.name in SECRETS:
         return f"{PREFIX}{'_'.join(path).upper()}  no flag, which `ps` would show; …_FILE names a file that has it"
-    choices = words(field.type)
-    return "--" + "-".join(path).replace("_", "-") + (f" ({', '.join(choices)})" if choices else "")
+    choices, flag = words(field.type), "--" + "-".join(path).replace("_", "-")
+    if get_origin(field.type) is dict:
+        flag += " NAME=VALUE,…"
+    return flag + (f" ({', '.join(choices)})" if choices else "")
 
 
 def _default(field: FieldInfo) -> str:

@@ -54,7 +54,7 @@ _HELD = (
 )
 _AROUND = "`echo` is not beside `logprobs`; `suffix` is beside texts, and of a model that has marks for it"
 _ITEMS = "calls have different ids, and JSON as arguments; a call's one output comes behind it"
-_PREVIOUS = "`previous_response_id` is a response of the same key that is still kept, else 404; 4 MiB with this input"
+_PREVIOUS = "`previous_response_id` is a response of the same key that is still kept; 4 MiB with this input"
 _INCLUDE = (
     "`include` has no other word than `message.output_text.logprobs`, which needs text alone: no tools, no thinking;"
     " `top_logprobs` needs it"

@@ -179,18 +179,19 @@ class ResponseWriter:
     # --- items
 
     def _thought(self) -> _Open:
-        if self._open is None or not isinstance(self._open.item, OutputThought):
-            item = self._begin(OutputThought(self._name("rs"), [], "in_progress"))
-            self._say(PartAdded(item.item.id, item.index, ThoughtText(""), self._sequence))
-        assert self._open is not None
-        return self._open
+        if self._open is not None and isinstance(self._open.item, OutputThought):
+            return self._open
+        return self._begin_text(OutputThought(self._name("rs"), [], "in_progress"), ThoughtText(""))
 
     def _message(self) -> _Open:
-        if self._open is None or not isinstance(self._open.item, OutputMessage):
-            item = self._begin(OutputMessage(self._name("msg"), [], "in_progress"))
-            self._say(PartAdded(item.item.id, item.index, OutputText(""), self._sequence))
-        assert self._open is not None
-        return self._open
+        if self._open is not None and isinstance(self._open.item, OutputMessage):
+            return self._open
+        return self._begin_text(OutputMessage(self._name("msg"), [], "in_progress"), OutputText(""))
+
+    def _begin_text(self, item: OutputThought | OutputMessage, part: ThoughtText | OutputText) -> _Open:
+        grown = self._begin(item)
+        self._say(PartAdded(item.id, grown.index, part, self._sequence))
+        return grown
 
     def _begin_call(self, piece: CallPiece) -> None:
         self._begin(OutputCall(self._name("fc"), piece.id, piece.name, "", "in_progress"))
@@ -230,11 +231,11 @@ class ResponseWriter:
             grown.logprobs += logprobs
             told = (grown.head, _encode(logprobs), _encode(text), self._sequence)
             self._events.append(b'%b,"logprobs":%b,"delta":%b,"sequence_number":%d}' % told)
+            grown.pieces.append(text)
+            self._sequence += 1
         else:
-            self._events.append(self._event(grown, text))
-        grown.pieces.append(text)
+            self._grow(grown, text)
         self._content += len(text)
-        self._sequence += 1
 
     def _grow(self, grown: _Open, text: str) -> None:
         self._events.append(self._event(grown, text))

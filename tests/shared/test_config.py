@@ -141,6 +141,14 @@ def test_a_word_that_is_no_choice_in_a_table_of_them_is_refused_likewise(tmp_pat
         load(Table, file=file, environ={})
 
 
+def test_a_table_of_names_is_a_flag_too() -> None:
+    assert load(Table, environ={}, flags=["--each", "my/model=fast, b=well"]).each == {"my/model": "fast", "b": "well"}
+    with pytest.raises(ConfigError, match=r"each: 'fast' is not NAME=VALUE"):
+        load(Table, environ={}, flags=["--each=fast"])
+    with pytest.raises(ConfigError, match=r"; each is one of fast, well$"):
+        load(Table, environ={}, flags=["--each", "a=good"])
+
+
 def test_a_wrong_variable_is_refused() -> None:
     with pytest.raises(ConfigError, match="HEADRACE_COLOUR"):
         load(Settings, environ={"HEADRACE_COLOUR": "1"})

@@ -40,7 +40,7 @@ def test_a_setting_is_shown_with_its_default_and_its_comment() -> None:
         "      Whose water turns it.",
         "  --wheels  one,two",
         "  --turns  true",
-        "  [names]  a table of the file",
+        "  --names NAME=VALUE,…",
         "      Of millers.",
         "",
     ]
@@ -55,8 +55,7 @@ def test_every_flag_that_is_shown_is_one_and_all_are(schema: type[Struct]) -> No
         load(schema, flags=["--zzzzzzzzzz", "1"])
     known = set(str(unknown.value).rpartition("known: ")[2].split(", "))
     secrets = {flag for flag in known if flag.endswith(("-password", "-token"))}
-    tables = {"--models", "--tool-parser", "--reasoning-parser"}
-    assert shown == known - secrets - tables - {"--config"}
+    assert shown == known - secrets - {"--config"}
 
 
 @pytest.mark.parametrize("service", ["frontend", "router", "worker", "kvbm"])
