@@ -22,7 +22,7 @@ class Family(Struct, frozen=True):
     prefix: str
     suffix: str
     middle: str = ""
-    """None: the suffix comes first, and the answer goes on from the prefix."""
+    """Empty: the suffix comes first, and the answer goes on from the prefix."""
     ends: tuple[str, ...] = ()
     """What else may come behind the middle, where a tokenizer has it, beside a new mark and the end of a text."""
 
