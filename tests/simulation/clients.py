@@ -53,6 +53,8 @@ class Answer:
     choices: list[Choice] = field(default_factory=list)
     end: End | None = None
     ended_s: float = 0.0
+    heard_s: float = 0.0
+    """When something of it came last."""
     error: HeadraceError | None = None
     usage: Usage | None = None
 
@@ -107,17 +109,17 @@ def jobs_of(request: Request) -> list[list[Job]]:
     """For each prompt those of its choices, as the frontend makes them of a body."""
     prompts = (request.tokens, *request.others)
     if len(prompts) * request.choices == 1:
-        return [[_job(request, request.name, request.tokens, 0)]]
+        return [[_job(request, request.name, request.tokens, 0, follows=False)]]
     return [
         [
-            _job(request, f"{request.name}/{at * request.choices + draw}", tokens, draw)
+            _job(request, f"{request.name}/{at * request.choices + draw}", tokens, draw, follows=at + draw > 0)
             for draw in range(request.choices)
         ]
         for at, tokens in enumerate(prompts)
     ]
 
 
-def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int) -> Job:
+def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int, *, follows: bool) -> Job:
     packed = pack_tokens(tokens)
     return Job(
         request=name,
@@ -129,7 +131,8 @@ def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int) -> Job
         salt=request.salt,
         session=request.name if request.choices > 1 else "",
         embedding_size=EMBEDDING_SIZE if request.sampling.pooling else 0,
-        follows=draw > 0,
+        follows=follows,
+        repeats=draw > 0,
     )
 
 
@@ -158,6 +161,7 @@ async def _read(frontend: Frontend, answer: Answer) -> Literal["answered"]:
         async with ask_for(opening, prompts) as choices:
             async for index, delta in choices:
                 choices.validate()
+                answer.heard_s = asyncio.get_running_loop().time()
                 seen = answer.choices[index]
                 if delta is None:
                     seen.finish, seen.embedding = choices.streams[index].finish, choices.streams[index].embedding
