@@ -349,7 +349,7 @@ class Links(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Once all is well again, all that is sent comes, and nothing is asked any more."""
         self.wire.clear()
-        for _ in range(4):
+        for _ in range(6):  # reports for LATE_S, which rounding makes longer; then two questions
             self.a_report_comes()
             self.frames.doubt(W, A)  # its reports do not name it: they cannot say that they number anew
             self.time_passes(answered=True, ring=1000, for_s=LATE_S)
