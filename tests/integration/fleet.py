@@ -90,6 +90,15 @@ class Fleet:
         self.services[name] = Service(name, command, log)
         return self.services[name]
 
+    def wait_idle(self, *names: str) -> None:
+        """Until those of these workers that live show nothing that runs: they show it late."""
+        workers = [one for name in names if (one := self.services[name]).process.poll() is None]
+        eventually(
+            lambda: not any(one.metric("headrace_inflight_requests") for one in workers),
+            limit_s=READY_LIMIT_S,
+            what="the workers are idle",
+        )
+
     def wait_ready(self, *names: str) -> None:
         """All of those named, or all there are."""
         for name in names or self.services:

@@ -143,6 +143,7 @@ def test_a_killed_worker_changes_no_token_of_any_choice(
     texts, usage = streamed(client, sampling, 3)
     assert len(set(texts)) == (1 if sampling is GREEDY else 3)
     migrations = services.services["frontend"].metric("headrace_model_migration_total")
+    services.wait_idle(*WORKERS)
     killed: list[Service] = []
 
     def kill() -> None:

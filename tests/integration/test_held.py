@@ -165,6 +165,7 @@ def test_two_workers_killed_within_one_answer_change_nothing_of_it(
     for text in texts:
         assert re.match(BEGINS[held], text), text[:200]
     before = migrations(services)
+    services.wait_idle(*WORKERS)
     killed: list[str] = []
 
     def kill() -> None:

@@ -120,6 +120,7 @@ def test_a_killed_worker_changes_no_token_and_no_count(
 ) -> None:
     text, usage = ask(client, sampling)
     before = migrations(services)
+    services.wait_idle(*WORKERS)
     killed: list[Service] = []
 
     def kill() -> None:
@@ -140,6 +141,7 @@ def test_a_worker_that_is_thawed_after_its_requests_went_elsewhere_mixes_into_no
 ) -> None:
     text, _ = ask(client, SAMPLED)
     before = lost(services)
+    services.wait_idle(*WORKERS)
     frozen: list[Service] = []
 
     def freeze() -> None:
@@ -167,6 +169,7 @@ def test_the_only_worker_loses_its_engine_and_its_stream_goes_on(services: Fleet
             os.kill(child, signal.SIGKILL)
 
     before = lost(services)
+    services.wait_idle(*WORKERS)
     again, counted = ask(client, PENALISED, kill_engine)
     assert again == text
     assert counted.completion_tokens == usage.completion_tokens

@@ -19,7 +19,7 @@ from tests.tiny_model import write_tiny_model
 LIMIT_S = 60.0
 BUDGET = 1500
 """A second and more of them: a worker shows what it runs every 250 ms."""
-READ_BEFORE = 100
+READ_BEFORE = 20
 """Chunks until a worker is killed."""
 WORKERS = ("worker 1", "worker 2")
 OPEN, CLOSE = "<think>", "</think>"
@@ -145,6 +145,7 @@ def test_a_worker_killed_within_thinking_changes_no_token_and_not_where_it_ends(
     more: Any = {"max_tokens": BUDGET + 50, "thinking_token_budget": BUDGET}
     said = ask(client, **more)
     assert len(thought_of(said)) == BUDGET
+    services.wait_idle(*WORKERS)
     killed: list[Service] = []
 
     def kill() -> None:
