@@ -21,6 +21,8 @@ from services.worker.engine import Work
 from services.worker.native.grammars import Grammars
 from shared.messages import UNFOLLOWABLE
 
+_CUT = "<non-verbose/>"
+"""llguidance's word for what it leaves out of an error."""
 _TOLD_CHARACTERS = 300
 """Of an error; it may hold all of the grammar."""
 
@@ -100,6 +102,6 @@ def _mask(one: _Matching, work: Work, vocab: int) -> NDArray[np.bool_] | str:
     one.taken += len(new)
     bits = one.matcher.compute_bitmask()
     if one.matcher.is_error():
-        return one.matcher.get_error()
+        return one.matcher.get_error().removesuffix(_CUT).rstrip()
     mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab, bitorder="little").view(np.bool_)
     return mask if mask.any() else "no token can follow"
