@@ -1,4 +1,6 @@
-"""Fixtures: servers shared by the whole run (`nats_url`, `etcd_endpoint`), and a test's own for faults."""
+"""Hypothesis's settings for all tests, and fixtures: servers shared by the whole run (`nats_url`, `etcd_endpoint`), and
+a test's own for faults.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
+
+settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("headrace")  # no test fails because the machine is slow or busy
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ SEEDS = st.integers(0, 1 << 32)
 DURATIONS_S = (0.5, 4.0, 90.0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS)
 def test_a_seed_always_gives_the_same_faults_and_requests(seed: int) -> None:
     for endless in (
@@ -24,7 +24,7 @@ def test_a_seed_always_gives_the_same_faults_and_requests(seed: int) -> None:
         assert list(islice(endless(), 100)) == list(islice(endless(), 100))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS, st.integers(1, 4))
 def test_every_deck_has_each_fault_once_and_befalls_who_is_there(seed: int, instances: int) -> None:
     decks = list(islice(faults(seed, instances, DURATIONS_S), 3 * len(DECK)))
@@ -35,7 +35,7 @@ def test_every_deck_has_each_fault_once_and_befalls_who_is_there(seed: int, inst
         assert all(fault.number == 0 for fault in deck if fault.target in ALONE)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS)
 def test_nats_is_never_away_for_longer_than_requests_wait(seed: int) -> None:
     for fault in islice(faults(seed, 2, DURATIONS_S), 3 * len(DECK)):

@@ -87,7 +87,7 @@ FAULTS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(RIGHT, max_size=10), FAULTS)
 def test_right_answers_pass_whatever_happened(answers: list[Answer], faults: list[Happened]) -> None:
     judged = verdict(answers, faults)
@@ -95,7 +95,7 @@ def test_right_answers_pass_whatever_happened(answers: list[Answer], faults: lis
     assert judged.answered == len(answers)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(RIGHT, max_size=5), FAULTS, st.integers(-1, 1), st.floats(0, 90))
 def test_a_request_without_an_end_is_always_found(
     answers: list[Answer], faults: list[Happened], frontend: int, at_s: float
@@ -104,7 +104,7 @@ def test_a_request_without_an_end_is_always_found(
     assert kinds(judged) == ["lost"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(RIGHT, FAULTS, st.integers(0, 8), st.sampled_from(["answered", "failed", "broken", "silent", None]))
 def test_a_wrong_token_is_always_found_however_the_answer_ended(
     answer: Answer, faults: list[Happened], at: int, end: Literal["answered", "failed", "broken", "silent"] | None
@@ -113,7 +113,7 @@ def test_a_wrong_token_is_always_found_however_the_answer_ended(
     assert "wrong" in kinds(verdict([answer], faults))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(RIGHT, FAULTS, st.integers(0, 10))
 def test_a_gap_or_a_repeat_in_an_answer_is_found(answer: Answer, faults: list[Happened], at: int) -> None:
     whole = answer.text
@@ -122,14 +122,14 @@ def test_a_gap_or_a_repeat_in_an_answer_is_found(answer: Answer, faults: list[Ha
         assert kinds(verdict([answer], faults)) == ["wrong"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(RIGHT, FAULTS)
 def test_tokens_counted_twice_are_found(answer: Answer, faults: list[Happened]) -> None:
     answer.completion_tokens *= 2
     assert kinds(verdict([answer], faults)) == ["usage"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from([card for card in DECK if card[1] not in ("frontend", "nats")]), st.integers(-1, 1))
 def test_no_fault_but_those_of_frontends_and_nats_excuses_an_error(card: tuple[Kind, Target], frontend: int) -> None:
     during = [happened(*card, at_s=11.0)]

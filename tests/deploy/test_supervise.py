@@ -223,4 +223,4 @@ class Supervision(RuleBasedStateMachine):
 
 
 TestSupervision = Supervision.TestCase
-TestSupervision.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSupervision.settings = settings(max_examples=60, stateful_step_count=30)

@@ -88,7 +88,7 @@ Happening = tuple[int, int]
 behind, 6, or has read all, 7."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 8), st.sampled_from([0, 0, 1, 1, 2, 3, 4, 5, 5, 6, 7])), max_size=80),

@@ -29,7 +29,7 @@ def test_one_key_that_takes_all_it_can_get_leaves_a_part_to_others(limit: int, w
     assert held <= max(first, limit * GREED / (GREED + 1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(2, 20), st.integers(0, 1 << 30))
 def test_keys_that_want_all_they_can_get_come_to_the_same(keys: int, seed: int) -> None:
     """The first has all it could get before the others came; requests end in any order."""

@@ -363,5 +363,5 @@ class Links(RuleBasedStateMachine):
         assert not [action for action in self.frames.tick(self.now_s + LATE_S) if isinstance(action, Ask)]
 
 
-Links.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+Links.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 TestLinks = Links.TestCase

@@ -197,7 +197,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(st.sampled_from(sorted(FORMATS)), st.dictionaries(WORDS, JSON, max_size=4), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_is_given_as_a_schema_is_a_grammar_or_refused(
     name: FormatName, schema: dict[str, Any], forced: bool
 ) -> None:

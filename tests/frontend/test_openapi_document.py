@@ -93,7 +93,7 @@ def test_fields_that_are_only_refused_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("operation", PATHS)
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_what_the_schema_allows_is_refused_only_for_what_it_cannot_say(operation: Operation, data: Any) -> None:
     body = data.draw(values(body_schema(operation), DOCUMENT))

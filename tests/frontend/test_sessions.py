@@ -275,7 +275,7 @@ class Sessions(RuleBasedStateMachine):
         assert not self.reserved, "a reservation outlives its request"
 
 
-Sessions.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+Sessions.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 TestSessions = Sessions.TestCase
 
 

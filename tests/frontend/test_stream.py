@@ -64,7 +64,7 @@ async def test_a_reader_that_waits_is_woken() -> None:
     assert await reading == ["c"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(["token", "token", "turn", "behind", "ready"]), max_size=40))
 def test_sent_or_read_everything_comes_once_and_in_order(happenings: list[str]) -> None:
     asyncio.run(_send_and_read(happenings))

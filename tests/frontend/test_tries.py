@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.tries import (
@@ -66,7 +66,6 @@ def test_only_overload_is_no_reason_to_wait() -> None:
         assert ("w1" in tries.excluded) == (loss not in NOT_ITS_FAULT)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_history_is_bounded(data: st.DataObject) -> None:
     tries = Tries(attempts=data.draw(st.integers(1, 4)), rescue_s=5.0)

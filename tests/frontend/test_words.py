@@ -116,7 +116,7 @@ TEXTS = st.lists(PIECES | _ANY, max_size=40).map("".join)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS)
 def test_any_text_has_the_ids_that_tokenizers_gives(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
@@ -128,7 +128,7 @@ def test_any_text_has_the_ids_that_tokenizers_gives(name: str, text: str) -> Non
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seam=TEXTS)
 def test_a_long_text_is_cut_where_its_ids_do_not_change(name: str, seam: str) -> None:
     tokenizer = TOKENIZERS[name]

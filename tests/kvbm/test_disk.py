@@ -165,7 +165,7 @@ def corrupt(path: Path, seed: int) -> None:
             file.truncate(len(raw))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), while_running=st.booleans())
 async def test_whatever_is_damaged_nothing_wrong_is_ever_read(tmp_path: Path, seed: int, while_running: bool) -> None:
     shutil.rmtree(tmp_path / "disk", ignore_errors=True)

@@ -72,7 +72,7 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("name", WORKING)
 @given(STEPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_after_any_history_a_victim_is_there_and_may_go_and_everybody_can_be_named(
     name: str, steps: list[tuple[str, int, frozenset[ContentKey]]]
 ) -> None:

@@ -399,7 +399,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def disorder(machine: StoreMachine, draw: Random, steps: int) -> None:

@@ -247,7 +247,7 @@ def path(name: str) -> str:
     return path(PARENT[name]) + name if name else ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.sampled_from(NAMES), st.integers(1, 3)), max_size=60))
 def test_whatever_the_order_the_blocks_found_are_those_held_once_no_parent_is_missing(
     steps: list[tuple[bool, int, str, int]],
@@ -286,7 +286,7 @@ def digest_of(names: Iterable[str]) -> int:
     return reduce(xor, (int.from_bytes(name.encode(), "big") for name in names), 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 2)), max_size=40))
 def test_the_digest_of_a_workers_pool_is_that_of_its_events_at_every_step(steps: list[tuple[int, int, int]]) -> None:
     index = Index(limit_bytes=1 << 30)
@@ -426,7 +426,7 @@ def test_runs_that_wait_for_their_parent_keep_no_names_of_any_length() -> None:
 TOLD_NAMES: st.SearchStrategy[EngineHash] = st.one_of(st.integers(1, 9), st.sampled_from([b"x", b"y"]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(

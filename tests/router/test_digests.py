@@ -313,4 +313,4 @@ def waiting(chains: Chains) -> set[int]:
 
 
 TestHealing = HealingMachine.TestCase
-TestHealing.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHealing.settings = settings(max_examples=150, stateful_step_count=40)

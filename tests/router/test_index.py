@@ -398,4 +398,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=80, stateful_step_count=40)

@@ -85,4 +85,4 @@ class LendingMachine(RuleBasedStateMachine):
 
 
 TestLending = LendingMachine.TestCase
-TestLending.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLending.settings = settings(max_examples=80, stateful_step_count=30)

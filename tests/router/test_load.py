@@ -316,4 +316,4 @@ class LoadMachine(RuleBasedStateMachine):
 
 
 TestLoad = LoadMachine.TestCase
-TestLoad.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLoad.settings = settings(max_examples=80, stateful_step_count=30)

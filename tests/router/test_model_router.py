@@ -462,7 +462,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestModelRouter = RouterMachine.TestCase
-TestModelRouter.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestModelRouter.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_what_another_router_reserved_at_an_instance_or_a_rank_that_is_not_there_is_not_kept() -> None:

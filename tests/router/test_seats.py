@@ -154,4 +154,4 @@ class SeatsMachine(RuleBasedStateMachine):
 
 
 TestSeats = SeatsMachine.TestCase
-TestSeats.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSeats.settings = settings(max_examples=60, stateful_step_count=25)

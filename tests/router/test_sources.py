@@ -286,7 +286,7 @@ class World:
 STEPS = st.lists(st.sampled_from(["publish", "lose", "answer", "fail", "report", "distrust", "restart"]), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS)
 def test_after_any_faults_a_quiet_source_is_applied_exactly_once_and_in_order(steps: list[str]) -> None:
     world = World(snapshots=True, epochs=True)
@@ -309,7 +309,7 @@ def test_after_any_faults_a_quiet_source_is_applied_exactly_once_and_in_order(st
     assert world.applied == world.all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STEPS)
 def test_a_source_without_snapshots_or_epochs_holds_nothing_that_was_not_its_own_once_it_is_heard(
     steps: list[str],

@@ -215,4 +215,4 @@ class SpeculationMachine(RuleBasedStateMachine):
 
 
 TestSpeculation = SpeculationMachine.TestCase
-TestSpeculation.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSpeculation.settings = settings(max_examples=60, stateful_step_count=25)

@@ -237,4 +237,4 @@ class Publishing(RuleBasedStateMachine):
 
 
 TestPublishing = Publishing.TestCase
-TestPublishing.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPublishing.settings = settings(max_examples=60, stateful_step_count=30)

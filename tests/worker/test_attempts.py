@@ -232,4 +232,4 @@ class AttemptsMachine(RuleBasedStateMachine):
 
 
 TestAttemptsMachine = AttemptsMachine.TestCase
-TestAttemptsMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestAttemptsMachine.settings = settings(max_examples=40, stateful_step_count=25)

@@ -172,4 +172,4 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLogMachine = LogMachine.TestCase
-TestLogMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestLogMachine.settings = settings(max_examples=40, stateful_step_count=25)

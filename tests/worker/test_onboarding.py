@@ -569,4 +569,4 @@ class OnboardingMachine(RuleBasedStateMachine):
 
 
 TestOnboardingMachine = OnboardingMachine.TestCase
-TestOnboardingMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestOnboardingMachine.settings = settings(max_examples=100, stateful_step_count=40)

@@ -390,4 +390,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=25)

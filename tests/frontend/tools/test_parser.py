@@ -81,7 +81,7 @@ def spell(name: FormatName, calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 @given(st.sampled_from(FORMAT_NAMES), CALLS, st.lists(st.integers(0, 500), max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_call_comes_back_as_it_was_written(
     name: FormatName, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
 ) -> None:
@@ -93,7 +93,7 @@ def test_any_call_comes_back_as_it_was_written(
 
 
 @given(st.sampled_from([*FORMAT_NAMES, None]), st.booleans(), st.booleans(), PIECES, st.lists(st.integers(0, 99)))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_text_says_the_same_however_it_is_cut(
     name: FormatName | None, thinks: bool, begun: bool, written: str, cuts: list[int]
 ) -> None:

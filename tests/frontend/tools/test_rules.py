@@ -46,7 +46,6 @@ def grammar(name: FormatName, tools: Mapping[str, dict[str, Any] | None], tokens
 )
 @settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 def test_whatever_a_grammar_admits_is_read_as_calls_that_hold_to_their_schemas(
@@ -64,7 +63,7 @@ def test_whatever_a_grammar_admits_is_read_as_calls_that_hold_to_their_schemas(
 
 
 @given(st.sampled_from(FORMAT_NAMES), st.booleans(), st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_free_text_that_is_no_call_is_read_as_text(name: FormatName, with_tokens: bool, seed: int) -> None:
     tokens = {mark: TOKENS[mark] for mark in FORMATS[name].marks} if with_tokens else {}
     rules = FORMATS[name].rules([lark.Callable("weather", None)], tokens, "any")

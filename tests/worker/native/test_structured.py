@@ -80,7 +80,6 @@ def test_answers_of_a_real_model_hold_to_random_schemas(smollm2: Path) -> None:
 
     @settings(
         max_examples=max(1, SCHEMAS // BATCH),
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],
@@ -116,7 +115,6 @@ def test_calls_that_a_real_model_is_forced_to_are_read_in_every_format_and_hold_
 
     @settings(
         max_examples=2,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large],

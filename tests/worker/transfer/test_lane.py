@@ -68,7 +68,7 @@ SOME = st.sets(st.integers(0, 7))
 
 
 @given(faulty=SOME, granted=SOME, late=SOME, group=st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_block_that_differs_is_a_fault_unless_its_slot_is_anothers_by_now(
     faulty: set[int], granted: set[int], late: set[int], group: int
 ) -> None:
