@@ -4,7 +4,10 @@
 
 `pair`: allocate and free through DeviceMemory on one stream, of several sizes, the best of several runs of thousands;
 `driver` is the same two calls of CUDA's without DeviceMemory around them. `steps` counts DeviceMemory's allocations
-while a batch of 32 decodes for 200 steps, by graphs and without, each step one position further.
+while a batch of 32 decodes for 200 steps, by graphs and without, each step one position further. `arrays`: a CuPy
+array of 64 KiB made and dropped, by DeviceMemory's allocator, by CuPy's own over the driver's pool, and by functions
+for CuPy to call (`cupy.cuda.PythonFunctionAllocator`, which the collector makes unsafe); interleaved, the best of
+several runs.
 
 What could mislead: the pool has room, and one thread allocates, as in an engine; an allocation that must go to the
 driver costs a hundred times as much, which is what the reserve is for. CuPy's arrays come from the same pool in an
@@ -49,6 +52,13 @@ class Steps(Struct, frozen=True):
     allocations: int
 
 
+class ArrayCost(Struct, frozen=True):
+    """Microseconds to make an array and drop it."""
+
+    allocator: str
+    array_us: float
+
+
 def main() -> int:
     """See the module."""
     return part.main("memory", __doc__, measure)
@@ -57,12 +67,13 @@ def main() -> int:
 def measure(flags: argparse.Namespace) -> part.Measured:
     """Allocations by themselves, then those of steps."""
     pairs = _pairs(2_000 if flags.quick else 20_000)
+    arrays = _arrays(2_000 if flags.quick else 20_000)
     steps = _steps()
     figures = {
         "allocate and free, slowest size": max(row.pair_us for row in pairs),
         "allocations in 200 decode steps": float(max(row.allocations for row in steps)),
     }
-    return part.Measured(figures, [*pairs, *steps])
+    return part.Measured(figures, [*pairs, *arrays, *steps])
 
 
 def _pairs(times: int) -> list[Pair]:
@@ -97,6 +108,38 @@ def _pairs(times: int) -> list[Pair]:
     on.synchronize()
     memory.close()
     return rows
+
+
+def _arrays(times: int) -> list[ArrayCost]:
+    import cupy  # pyright: ignore[reportMissingImports]
+
+    from services.worker.transfer.device_memory import DeviceMemory
+
+    memory = DeviceMemory(0, reserve_bytes=RESERVE_BYTES)
+    on = cupy.cuda.Stream(non_blocking=True)
+    by_functions = cupy.cuda.PythonFunctionAllocator(
+        lambda size_bytes, _device: memory.allocate(size_bytes, cupy.cuda.get_current_stream()),
+        lambda address, _device: memory.free(address),
+    )
+    allocators = {
+        "DeviceMemory": memory.allocator(),
+        "CuPy's MemoryAsyncPool": cupy.cuda.MemoryAsyncPool().malloc,
+        "functions": by_functions.malloc,
+    }
+    best_us = dict.fromkeys(allocators, float("inf"))
+    with on:
+        for _ in range(RUNS):
+            for name, allocator in allocators.items():
+                with cupy.cuda.using_allocator(allocator):
+                    held = cupy.empty(64 << 10, cupy.uint8)  # CUDA's own pool keeps its memory only while some is used
+                    begun_s = time.perf_counter()
+                    for _ in range(times):
+                        cupy.empty(64 << 10, cupy.uint8)
+                    best_us[name] = min(best_us[name], (time.perf_counter() - begun_s) / times * 1e6)
+                    del held
+                on.synchronize()
+    memory.close()
+    return [ArrayCost(name, us) for name, us in best_us.items()]
 
 
 def _steps() -> list[Steps]:

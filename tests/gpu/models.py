@@ -17,8 +17,6 @@ from services.worker.transfer.device_memory import DeviceMemory
 
 MODELS = Path(__file__).parents[2] / ".headrace" / "models"
 SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
-_kept: list[DeviceMemory] = []
-"""With the streams of their arrays, some of which a failed test's traceback may keep."""
 
 
 def cuda_runner(
@@ -26,7 +24,6 @@ def cuda_runner(
 ) -> CudaRunner:
     """Of a prepared directory; its weights come from the memory, too."""
     memory = memory or DeviceMemory(0, keep_bytes=1 << 30)
-    _kept.append(memory)
     config = read_config(directory)
     with cp.cuda.using_allocator(memory.allocator()):
         weights = load_cuda_weights(directory, config, settings.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,6 +170,67 @@ def test_a_step_for_which_sampling_finds_no_memory_fails_by_name_and_a_later_one
         for address in taken:
             memory.free(address)
         assert runner.step([penalised]) == expected
+        runner.close()
+
+
+def test_garbage_on_the_runners_stream_is_freed_after_a_capture_and_not_in_it(tmp_path: Path) -> None:
+    memory = DeviceMemory(0, keep_bytes=1 << 30)
+    rounds: list[float] = []
+
+    def leave_garbage(share: float) -> None:
+        rounds.append(share)
+        for _ in range(50):
+            cycle: list[Any] = [cp.zeros(1000)]
+            cycle.append(cycle)
+
+    with everything_from(memory):
+        was = gc.get_threshold()
+        gc.set_threshold(10)
+        try:
+            runner = cuda_runner(
+                write_tiny_model(tmp_path),
+                CudaConfig(dtype="float32", graph_upper_bound=8),
+                memory=memory,
+                capacity_blocks=40,
+                told=leave_garbage,
+            )
+        finally:
+            gc.set_threshold(*was)
+        gc.collect()
+        in_use = memory.statistics().allocations
+        assert len(rounds) > 1
+        for rows in (1, 2, 3, 8) * 20:
+            runner.step([work([5, 6 + row], [row]) for row in range(rows)])
+            works = [work([5, 6 + row, 7], [row], start=2) for row in range(rows)]
+            runner.use_graphs = True
+            by_graphs = runner.step(works)
+            runner.use_graphs = False
+            assert runner.step(works) == by_graphs
+        assert memory.statistics().allocations == in_use
+        runner.close()
+        del runner
+        gc.collect()
+        assert memory.statistics().allocations == 0
+
+
+@pytest.mark.parametrize("blocks", [1 << 30, 100])
+def test_a_start_that_fails_leaves_no_memory_in_use_and_the_next_one_serves(tmp_path: Path, blocks: int) -> None:
+    directory, memory = write_tiny_model(tmp_path), DeviceMemory(0)
+    config = read_config(directory)
+    with everything_from(memory):
+        weights = load_cuda_weights(directory, config, "bfloat16")
+        of_weights = memory.statistics().allocations
+
+        def fail(share: float) -> None:
+            if share > 0.5:
+                raise ModelError("in the middle of the graphs")
+
+        with pytest.raises(ModelError, match=r"no room for|in the middle"):
+            CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=blocks, told=fail)
+        gc.collect()
+        assert memory.statistics().allocations == of_weights
+        runner = CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
+        assert runner.step([work([1, 2, 3], [0])])[0] is not None
         runner.close()
 
 

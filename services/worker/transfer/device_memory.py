@@ -22,6 +22,9 @@ from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 # CUDA's cudaMemPoolAttr, and the kinds of a pool's properties.
 _RELEASE_THRESHOLD, _RESERVED, _RESERVED_HIGH, _USED, _USED_HIGH = 4, 5, 6, 7, 8
 _PINNED, _NO_HANDLE, _ON_DEVICE = 1, 0, 1
+_in_use: set[DeviceMemory] = set()
+"""Those with allocations. So none of them, and no stream of theirs, can be in garbage together with its arrays: the
+collector would end them in any order, and memory must not be freed on a stream that is gone."""
 
 
 class MemoryStatistics(Struct, frozen=True):
@@ -41,7 +44,11 @@ class MemoryStatistics(Struct, frozen=True):
 
 
 class DeviceMemory:
-    """See the module. Threads may share it."""
+    """See the module.
+
+    `allocate`, `free`, `statistics`, the allocator, and the end of an array that came from it may run at once, on any
+    threads. `close` runs alone, after all of them.
+    """
 
     def __init__(self, device: int, *, reserve_bytes: int = 0, keep_bytes: int | None = None) -> None:
         """`reserve_bytes` are taken from the device at once, and written; `keep_bytes`, at least as many, stay when
@@ -49,8 +56,9 @@ class DeviceMemory:
         self.device = device
         keep_bytes = reserve_bytes if keep_bytes is None else keep_bytes
         assert keep_bytes >= reserve_bytes
-        self._lock = threading.Lock()
-        """Guards the counts and the places."""
+        self._lock = threading.RLock()
+        """Guards the counts and the places. The collector may end an array, which frees, at any line of the thread that
+        holds the lock: so that thread must get it a second time."""
         self._allocated = 0
         self._trims = 0
         self._refused = 0
@@ -80,12 +88,16 @@ class DeviceMemory:
         with self._lock:
             self._streams[address] = on
             self._allocated += 1
+            if len(self._streams) == 1:
+                _in_use.add(self)
         return address
 
     def free(self, address: int) -> None:
         """In the order of the stream that it was allocated for: work on others must have ended."""
         with self._lock:
             on = self._streams.pop(address)
+            if not self._streams:
+                _in_use.discard(self)
         try:
             runtime.freeAsync(address, on if isinstance(on, int) else on.ptr)
         except Error as wrong:
@@ -93,17 +105,12 @@ class DeviceMemory:
 
     def allocator(self) -> Any:
         """For `cupy.cuda.set_allocator`: arrays then come from here, for the stream that is current when they are
-        made."""
+        made. They are freed by the collector too, on whichever thread it runs."""
 
-        def allocate(size_bytes: int, _device: int) -> int:
-            return self.allocate(size_bytes, cupy.cuda.get_current_stream()) if size_bytes else 0
+        def allocate(size_bytes: int) -> Any:
+            return cupy.cuda.MemoryPointer(_ArrayMemory(self, size_bytes), 0)
 
-        def free(address: int, _device: int) -> None:
-            if address:
-                with suppress(DeviceFailed):  # CuPy has nobody to tell; a GPU that is lost has nothing to free
-                    self.free(address)
-
-        return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
+        return allocate
 
     def statistics(self) -> MemoryStatistics:
         with our_errors():
@@ -148,3 +155,23 @@ class DeviceMemory:
         with our_errors():
             free_bytes = runtime.memGetInfo()[0]
         raise DeviceMemoryExhausted(size_bytes, told.used_bytes, told.reserved_bytes, free_bytes)
+
+
+class _ArrayMemory(cupy.cuda.BaseMemory):  # type: ignore[misc]
+    """What a CuPy array holds of a DeviceMemory; an array of no bytes holds address 0.
+
+    It frees in `__del__`. The collector calls the finalizers of cyclic garbage before it clears anything in it. A
+    function that CuPy keeps and calls when the C part of the array goes, as `cupy.cuda.PythonFunctionAllocator` does,
+    may be cleared by then: the process dies of a segmentation fault.
+    """
+
+    def __init__(self, memory: DeviceMemory, size_bytes: int) -> None:
+        self._memory = memory
+        self.size = size_bytes
+        self.device_id = memory.device
+        self.ptr = memory.allocate(size_bytes, cupy.cuda.get_current_stream()) if size_bytes else 0
+
+    def __del__(self) -> None:
+        if self.ptr:
+            with suppress(DeviceFailed):  # a finalizer has no caller; a GPU that is lost has nothing to free
+                self._memory.free(self.ptr)

@@ -6,8 +6,10 @@ the graph's       1   2   4   4     8       16        the rest is padding, which
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -73,8 +75,22 @@ class Graphs:
         padding[4 * rows :] = np.tile(np.arange(rows), 2)
         self._buffers.ints[: len(padding)].set(padding)
         self._decoder.step(counts)
-        self._stream.begin_capture()
-        logits = self._decoder.step(counts)
-        graph = self._stream.end_capture()
+        with _collector_off():
+            self._stream.begin_capture()
+            logits = self._decoder.step(counts)
+            graph = self._stream.end_capture()
         graph.upload(self._stream)  # or its first launch would take memory
         return graph, logits
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """While a stream is captured, nothing may be freed on it: CUDA would put that into the graph, or refuse it. And
+    Python's collector frees arrays in garbage at any line."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
