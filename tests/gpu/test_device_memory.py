@@ -168,7 +168,7 @@ def test_threads_allocate_free_and_read_statistics_at_once(cupy: Any) -> None:
     memory = DeviceMemory(0, reserve_bytes=64 * MIB, keep_bytes=1 << 40)
     before = memory.statistics().allocated
     allocator = memory.allocator()
-    rounds, threads = 300, 8
+    rounds, threads = 100, 8
     wrong: list[str] = []
 
     def allocate_and_free(number: int) -> None:
