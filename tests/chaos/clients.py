@@ -39,14 +39,12 @@ NO_FRONTEND = "no_responders"
 class HttpClients:
     """One `openai` client a frontend."""
 
-    def __init__(self, urls: list[str], now: Callable[[], float], *, read_limit_s: float) -> None:
+    def __init__(self, urls: list[str], key: str, now: Callable[[], float], *, read_limit_s: float) -> None:
         self._now = now
         self.unready: set[int] = set()
         """Frontends that say so; who asks them all the time keeps it."""
         timeout = httpx2.Timeout(read_limit_s, connect=CONNECT_LIMIT_S)
-        self._clients = [
-            AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=timeout) for url in urls
-        ]
+        self._clients = [AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=timeout) for url in urls]
 
     async def close(self) -> None:
         for client in self._clients:
@@ -89,10 +87,11 @@ class HttpClients:
 class NatsClient:
     """One connection, as many requests as one likes. Its own connection breaks when NATS ends: so do its requests."""
 
-    def __init__(self, url: str, namespace: str, now: Callable[[], float], *, silence_limit_s: float) -> None:
+    def __init__(self, url: str, namespace: str, key: str, now: Callable[[], float], *, silence_limit_s: float) -> None:
         """A request that nothing is heard of for `silence_limit_s` is given up."""
         self._url = url
         self._namespace = namespace
+        self._headers = {"Authorization": f"Bearer {key}"}
         self._now = now
         self._silence_limit_s = silence_limit_s
         self._client = Client()
@@ -143,14 +142,14 @@ class NatsClient:
         subscription: Subscription | None = None
         try:
             subscription = await self._client.subscribe(inbox, cb=receive)
-            await self._client.publish(subject, payload, reply=inbox)
+            await self._client.publish(subject, payload, reply=inbox, headers=self._headers)
             while not ended.is_set():
                 await self._wait(answer, ended)
                 if answer.code == NO_FRONTEND and answer.asked_s + CONNECT_LIMIT_S > self._now():
                     answer.end, answer.code, answer.moved = None, "", True
                     ended.clear()
                     await asyncio.sleep(AGAIN_S)
-                    await self._client.publish(subject, payload, reply=inbox)
+                    await self._client.publish(subject, payload, reply=inbox, headers=self._headers)
         except (nats.errors.Error, OSError) as wrong:
             if answer.end is None:
                 answer.end, answer.error, answer.heard_s = "broken", repr(wrong), self._now()

@@ -8,6 +8,8 @@ A deck holds every kind of fault once; it is shuffled, played to its end, and sh
     sever    a process's connections to NATS or etcd break, and new ones are refused, for `for_s`
     hang     nothing passes on them for `for_s`, and then all that was sent meanwhile
     kill with kvbm   the block store dies in the same moment, in the middle of what both are copying
+    damage disk      kvbm is killed, bits of its files on disk change, and it starts again
+    damage keys      a frontend's file of API keys is no such file for `for_s`, and then what it was
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from msgspec import Struct
 
 Target = Literal["worker", "engine", "router", "frontend", "kvbm", "nats", "etcd"]
 Kind = Literal[
-    "kill", "kill with kvbm", "restart", "freeze", "wipe", "sever nats", "hang nats", "sever etcd", "hang etcd"
+    "kill",
+    "kill with kvbm",
+    "restart",
+    "freeze",
+    "wipe",
+    "sever nats",
+    "hang nats",
+    "sever etcd",
+    "hang etcd",
+    "damage disk",
+    "damage keys",
 ]
 
 SERVICES: tuple[Target, ...] = ("worker", "router", "frontend")
@@ -32,6 +44,8 @@ DECK: tuple[tuple[Kind, Target], ...] = (
     ("kill", "engine"),
     ("kill with kvbm", "engine"),
     ("freeze", "engine"),
+    ("damage disk", "kvbm"),
+    ("damage keys", "frontend"),
     ("kill", "nats"),
     ("restart", "nats"),
     ("freeze", "nats"),

@@ -4,6 +4,7 @@ cuttable links."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 
 import aiohttp
 from msgspec import Struct
@@ -32,6 +34,10 @@ from tests.tiny_model import write_tiny_model
 NAMESPACE = "chaos"
 CAPACITY_BLOCKS = 512
 POOL_BYTES = 1 << 24
+KEY = "hr-chaos"
+"""Every client's API key."""
+KEYS = f'chaos = {{ sha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}" }}\n'
+"""Every frontend's file of them."""
 ASK_LIMIT_S = 2.0
 _POLL_S = 0.1
 _HELD = re.compile(
@@ -43,6 +49,7 @@ _STATE = re.compile(r'state="(\w+)"')
 _HELD_STATES = ("held", "writing", "loading", "quarantined")
 """Of blocks and slots; the other ones are free, or hold what can be found."""
 _ATTACHED = re.compile(r"^headrace_kvbm_attached\{[^}]*\} 1\.0$", re.MULTILINE)
+_STALE = re.compile(r"^headrace_stale_files\{[^}]*\} 1\.0$", re.MULTILINE)
 
 
 class Detection(Struct, frozen=True):
@@ -67,6 +74,8 @@ class Stack:
         """(service's name, nats or etcd) → what lies between them."""
         self.urls: dict[str, str] = {}
         """Service's name → where it shows /health and /metrics."""
+        self.api_urls: list[str] = []
+        """The frontends', in order."""
         self._directory = directory
         self._detection = detection
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_LIMIT_S))
@@ -116,6 +125,21 @@ class Stack:
         """While it is down."""
         shutil.rmtree(self._directory / "etcd", ignore_errors=True)
 
+    def damage_disk(self, draw: Random) -> None:
+        """While kvbm is down: every file of blocks has 0 to 200 bits turned."""
+        for file in sorted((self._directory / "disk").rglob("segment-*")):
+            with file.open("r+b") as blocks:
+                size_bytes = blocks.seek(0, 2)
+                for _ in range(draw.randrange(200) if size_bytes else 0):
+                    at = blocks.seek(draw.randrange(size_bytes))
+                    [byte] = blocks.read(1)
+                    blocks.seek(at)
+                    blocks.write(bytes([byte ^ 1 << draw.randrange(8)]))
+
+    def keys_file(self, frontend: str) -> Path:
+        """The one of API keys."""
+        return self._directory / f"{frontend.replace(' ', '-')}.keys.toml"
+
     async def until_whole(self, limit_s: float) -> None:
         """Raises TimeoutError that says what is missing."""
         missing = "nothing was looked at"
@@ -149,7 +173,10 @@ class Stack:
         if cards != len(self.names("worker")):
             return f"{cards} model cards are in etcd"
         apart = [name for name in self.names("worker") if not _ATTACHED.search(await self._metrics(name))]
-        return f"not attached to the kvbm: {apart}" if apart else ""
+        if apart:
+            return f"not attached to the kvbm: {apart}"
+        stale = [name for name in self.names("frontend") if _STALE.search(await self._metrics(name))]
+        return f"files that cannot be read: {stale}" if stale else ""
 
     async def unready(self, name: str) -> bool | None:
         """Whether the service says so; None: it says nothing."""
@@ -209,11 +236,15 @@ class Stack:
             "nats": {"url": f"nats://127.0.0.1:{nats}"},
             "discovery": endpoint | _given(lease_ttl_s=found.lease_ttl_s),
         }
-        if service == "frontend":
-            settings["http"] = {"port": port}
-            settings["limits"] = _given(quiet_s=found.quiet_s, frozen_s=found.frozen_s)
-            return settings
         settings["observe"] = {"port": port}
+        if service == "frontend":
+            api_port = free_port()
+            self.api_urls.append(f"http://127.0.0.1:{api_port}")
+            self.keys_file(name).write_text(KEYS, encoding="utf-8")
+            settings["http"] = {"port": api_port}
+            settings["limits"] = _given(quiet_s=found.quiet_s, frozen_s=found.frozen_s)
+            settings["access"] = {"keys_file": str(self.keys_file(name))}
+            return settings
         if service == "router":
             settings["load"] = _given(frozen_s=found.frozen_s)
             return settings

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 from msgspec import Struct
 
 from tests.chaos.clients import HttpClients, NatsClient
 from tests.chaos.plan import ALONE, NATS_AWAY_S, Ask, Fault, asks, faults, questions
-from tests.chaos.stack import FAST, NAMESPACE, Detection, Stack, running
+from tests.chaos.stack import FAST, KEY, KEYS, NAMESPACE, Detection, Stack, running
 from tests.chaos.verdict import Answer, Happened, Reference, Sample, Verdict, judge
 
 QUESTIONS = 24
@@ -82,10 +83,9 @@ class Storm:
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._questions = questions(QUESTIONS)
-        urls = [stack.urls[name] for name in stack.names("frontend")]
-        self._http = HttpClients(urls, self._now, read_limit_s=READ_LIMIT_S)
+        self._http = HttpClients(stack.api_urls, KEY, self._now, read_limit_s=READ_LIMIT_S)
         self._silence_s = max(*settings.durations_s, *NATS_AWAY_S) + 20.0
-        self._nats = NatsClient(stack.nats_url, NAMESPACE, self._now, silence_limit_s=self._silence_s)
+        self._nats = NatsClient(stack.nats_url, NAMESPACE, KEY, self._now, silence_limit_s=self._silence_s)
         self._answers: list[Answer] = []
         self._asking: set[asyncio.Task[None]] = set()
         self._around: list[asyncio.Task[None]] = []
@@ -249,6 +249,17 @@ class Storm:
                 await (link.sever() if kind == "sever" else link.hang())
                 await asyncio.sleep(fault.for_s)
                 await link.mend()
+            case "damage disk":
+                await program.kill()
+                happened.done_s = self._now()
+                stack.damage_disk(Random(f"damage {self._settings.seed} {len(self._faults)}"))
+                await asyncio.sleep(fault.for_s)
+                await program.start()
+            case "damage keys":
+                file = stack.keys_file(name)
+                file.write_text("no keys at all, and no TOML", encoding="utf-8")
+                await asyncio.sleep(fault.for_s)
+                file.write_text(KEYS, encoding="utf-8")
         happened.undone_s = self._now()
         happened.done_s = max(happened.done_s, happened.began_s)
 

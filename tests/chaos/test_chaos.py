@@ -1,4 +1,4 @@
-"""The stack under faults: one seed of a minute and a half. `python -m tests.chaos` has longer runs and other seeds."""
+"""The stack under faults: one seed of a minute, or of some on a slow machine. `python -m tests.chaos` has longer runs and other seeds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import pytest
 from tests.chaos.plan import Target
 from tests.chaos.storm import Settings, run
 
-SEED = 326
-"""Its first faults befall everything there is."""
+SEED = 2855
+"""Its first nine faults befall everything there is."""
+FAULTS = 16
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_no_fault_costs_a_request_its_end_a_token_or_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told: list[str] = [f"seed {SEED}"]
-    outcome = await run(Settings(seed=SEED, most_s=75.0), tmp_path, told.append)
+    outcome = await run(Settings(seed=SEED, most_s=300.0, most_faults=FAULTS), tmp_path, told.append)
     with capsys.disabled():
         print("", *told, sep="\n")
     everything: set[Target] = {"worker", "engine", "router", "frontend", "kvbm", "nats", "etcd"}
