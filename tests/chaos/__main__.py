@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--instances", type=int, default=2, help="of each service")
     parser.add_argument("--default-detection", action="store_true")
     parser.add_argument("--durations", default="0.5,2,4", help="of faults, s; one is drawn for each")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda wants --keep in /dev/shm")
     parser.add_argument("--keep", type=Path, help="a directory for logs and settings, instead of one that is deleted")
     parser.add_argument("--json", action="store_true", help="one object, last")
     parser.add_argument("--plot", type=Path, help="a PNG; sizes go into another one beside it")
@@ -40,6 +41,7 @@ def main() -> int:
         per_s=flags.per_s,
         instances=flags.instances,
         durations_s=tuple(map(float, flags.durations.split(","))),
+        device=flags.device,
         detection=DEFAULTS if flags.default_detection else FAST,
     )
     print(f"seed {settings.seed}", flush=True)

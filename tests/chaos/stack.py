@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from deploy.local import servers
 from deploy.local.stack import Value, toml
+from services.worker.config import Device
 from shared import subjects
 from shared.discovery import Discovery
 from shared.errors import DiscoveryDown
@@ -34,6 +35,8 @@ from tests.tiny_model import write_tiny_model
 NAMESPACE = "chaos"
 CAPACITY_BLOCKS = 512
 POOL_BYTES = 1 << 24
+CUDA: Mapping[str, Value] = {"dtype": "float32", "graph_upper_bound": 16}
+"""In float32 a GPU answers the same however its batches are made up."""
 KEY = "hr-chaos"
 """Every client's API key."""
 KEYS = f'chaos = {{ sha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}" }}\n'
@@ -68,7 +71,8 @@ FAST = Detection(lease_ttl_s=3.0, quiet_s=0.5, frozen_s=2.0, stall_s=4.0)
 class Stack:
     """`instances` of each service, named "worker 0" and so on, beside "kvbm", "nats" and "etcd"."""
 
-    def __init__(self, directory: Path, instances: int, detection: Detection) -> None:
+    def __init__(self, directory: Path, instances: int, detection: Detection, device: Device) -> None:
+        """`device`: where the workers compute; for a GPU the directory lies in memory, as CUDA pins nothing else."""
         self.programs: dict[str, Program] = {}
         self.links: dict[tuple[str, str], Proxy] = {}
         """(service's name, nats or etcd) → what lies between them."""
@@ -78,6 +82,7 @@ class Stack:
         """The frontends', in order."""
         self._directory = directory
         self._detection = detection
+        self._device: Device = device
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_LIMIT_S))
         self._model = write_tiny_model(directory / MODEL)
         self._nats_port, self._etcd_port = self._servers()
@@ -254,6 +259,8 @@ class Stack:
             return settings
         settings["kvbm"] = {"pool": str(self._directory / "pool"), "wait_s": 1.0}
         settings |= {"model": str(self._model), "cache": str(self._directory / "models"), "threads": 1}
+        if self._device == "cuda":
+            settings |= {"device": "cuda", "cuda": CUDA}
         return settings | {"capacity_blocks": CAPACITY_BLOCKS} | _given(stall_s=found.stall_s)
 
     def _add(self, name: str, arguments: list[str], ready: Callable[[], Awaitable[bool]]) -> None:
@@ -288,9 +295,9 @@ async def _greets(port: int) -> bool:
 
 
 @asynccontextmanager
-async def running(directory: Path, instances: int, detection: Detection) -> AsyncIterator[Stack]:
+async def running(directory: Path, instances: int, detection: Detection, device: Device) -> AsyncIterator[Stack]:
     """A whole stack; every process has ended on leaving."""
-    stack = Stack(directory, instances, detection)
+    stack = Stack(directory, instances, detection, device)
     try:
         await stack.start()
         yield stack

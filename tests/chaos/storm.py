@@ -18,6 +18,7 @@ from random import Random
 
 from msgspec import Struct
 
+from services.worker.config import Device
 from tests.chaos.clients import HttpClients, NatsClient
 from tests.chaos.plan import ALONE, NATS_AWAY_S, Ask, Fault, asks, faults, questions
 from tests.chaos.stack import FAST, KEY, KEYS, NAMESPACE, Detection, Stack, running
@@ -48,6 +49,8 @@ class Settings(Struct, frozen=True):
     durations_s: tuple[float, ...] = (0.5, 2.0, 4.0)
     """Of faults."""
     detection: Detection = FAST
+    device: Device = "cpu"
+    """Where the workers compute."""
     heal_limit_s: float = 45.0
     """From the end of a fault until all must be whole."""
 
@@ -64,7 +67,10 @@ class Outcome(Struct):
 
 async def run(settings: Settings, directory: Path, tell: Callable[[str], None]) -> Outcome:
     """Tells a line per fault, and one for all that was wrong."""
-    async with running(directory, settings.instances, settings.detection) as stack, asyncio.TaskGroup() as tasks:
+    async with (
+        running(directory, settings.instances, settings.detection, settings.device) as stack,
+        asyncio.TaskGroup() as tasks,
+    ):
         storm = Storm(settings, stack, tasks, tell)
         try:
             return await storm.run()
