@@ -1,4 +1,4 @@
-"""The stack under faults: one seed of a minute, or of some on a slow machine. `python -m tests.chaos` has longer runs and other seeds."""
+"""The stack under faults: one seed of a minute, more on a slow machine. `python -m tests.chaos` has longer runs."""
 
 from __future__ import annotations
 
