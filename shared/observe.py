@@ -95,7 +95,8 @@ async def serving(config: ObserveConfig, vitals: Vitals, registry: CollectorRegi
     """Serves the three paths at `config`'s host and port; gives the base URL. Raises ConfigError if it cannot."""
     app = web.Application()
     add_routes(app, vitals, registry)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_S)
+    # No path reads a body; aiohttp would decompress one in the loop all the same.
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_S, auto_decompress=False)
     await runner.setup()
     try:
         try:

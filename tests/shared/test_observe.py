@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from urllib.parse import urlsplit
 
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, Gauge
 
-from shared.observe import Vitals, add_routes, advertised
+from shared.config import ObserveConfig
+from shared.observe import Vitals, add_routes, advertised, serving
+from tests.servers import free_port
+
+DEADLINE_S = 10.0
 
 
 def test_a_process_that_drains_is_never_ready_again() -> None:
@@ -40,3 +46,16 @@ async def test_a_service_may_serve_the_paths_itself() -> None:
             assert (answer.status, await answer.json()) == (200, {"ready": True, "reasons": []})
         async with session.get(server.make_url("/metrics")) as answer:
             assert "headrace_answers 42.0" in await answer.text()
+
+
+async def test_a_body_that_nobody_reads_is_not_decompressed_either() -> None:
+    """It would be in the event loop: a few MB stop it for seconds. One that is no gzip would end the connection."""
+    async with serving(ObserveConfig(port=free_port()), Vitals(), CollectorRegistry()) as url:
+        where = urlsplit(url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        head = b"GET /live HTTP/1.1\r\nHost: x\r\n"
+        for more in (b"Content-Encoding: gzip\r\nContent-Length: 7\r\n\r\nno gzip", b"\r\n"):
+            writer.write(head + more)
+            async with asyncio.timeout(DEADLINE_S):
+                assert (await reader.readuntil(b"live\n")).startswith(b"HTTP/1.1 200 ")
+        writer.close()
