@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 from msgspec import Struct
@@ -46,8 +47,15 @@ class Failure(Struct, frozen=True):
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers beside the content type."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
-        return headers if self.retry_after_s is None else {**headers, "Retry-After": str(self.retry_after_s)}
+        headers = _EXPLAINED.get(self.status, {})
+        return dict(headers) if self.retry_after_s is None else {**headers, "Retry-After": str(self.retry_after_s)}
+
+
+_EXPLAINED: Mapping[int, Mapping[str, str]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    415: {"Accept-Encoding": "identity"},
+}
+"""What a status should be told with: RFC 9110."""
 
 
 def failure(status: int, message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Failure:

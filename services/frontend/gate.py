@@ -1,5 +1,6 @@
 """What all requests at the HTTP door have in common: a browser's question, a key, and some headers of every answer.
 
+a body with a Content-Encoding              ──▶  415, unread
 OPTIONS with Origin, where origins are set  ──▶  204 or 403, no key needed
 any but OPEN, where keys are asked for      ──▶  401, before the body is read, or the request's account
 every answer                                ──▶  X-Request-Id, what is left of the key's limits, and that nobody
@@ -22,6 +23,7 @@ from services.frontend.error_object import Failure, failure_of
 from shared.errors import InvalidRequest
 
 REQUEST_ID_HEADER = "X-Request-Id"
+CODING_HEADER = "Content-Encoding"
 OPEN = frozenset({"/live", "/health"})
 """Paths that need no key: a balancer has none."""
 _NAMED = web.RequestKey("named", RequestId)
@@ -41,6 +43,8 @@ class Gate:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Lets it through, or answers it."""
+        if (unfit := _unfit(request)) is not None:
+            return failed(failure_of(unfit))
         if self._cors.asks(request.method, request.headers):
             allowed = self._cors.preflight(request.headers)
             return failed(allowed) if isinstance(allowed, Failure) else web.Response(status=_OPTIONS, headers=allowed)
@@ -63,6 +67,18 @@ class Gate:
         headers.update(self._cors.headers(request.headers.get("Origin")))
         if (account := account_of(request)) is not None:
             headers.update(account.headers(asyncio.get_running_loop().time()))
+
+
+def _unfit(request: web.Request) -> InvalidRequest | None:
+    """What is wrong with it, whoever asks for whatever."""
+    codings = ",".join(request.headers.getall(CODING_HEADER, ())).lower().split(",")
+    if request.body_exists and {coding.strip() for coding in codings} - {"", "identity"}:
+        return InvalidRequest(
+            f"{CODING_HEADER}: a body is read as it is sent, so send it without a coding",
+            param=CODING_HEADER,
+            status=415,
+        )
+    return None
 
 
 def account_of(request: web.Request) -> Account | None:

@@ -251,6 +251,7 @@ class _Connection(web.RequestHandler):
             loop=loop,
             keepalive_timeout=_NEVER_S,
             lingering_time=LINGER_S,
+            auto_decompress=False,  # it would be done in the loop, for who is refused too
             access_log=_no_log,
             logger=_aiohttp_log,
         )

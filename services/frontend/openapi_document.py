@@ -28,15 +28,17 @@ _REFUSED = {
     "404": "No such model",
     "408": "The body did not come in time",
     "413": "The body is over 4 MiB",
+    "415": "The body has a `Content-Encoding`, as gzip; none is read",
     "417": "`Expect` is something other than 100-continue",
     "429": "Over a limit of the server, or of the key; before any work was done",
     "500": "The server has failed",
     "503": "Something that it takes is away, or every worker refused",
     "504": "The request's deadline has passed",
 }
-_OF_BODIES = ("400", "404", "408", "413", "417", "429", "500", "503", "504")
+_OF_BODIES = ("400", "404", "408", "413", "415", "417", "429", "500", "503", "504")
 _AGAIN = ("429", "503")
 """Those that say when to come back."""
+_TOLD_WITH = {"401": ("WWW-Authenticate",), "415": ("Accept-Encoding",)}
 
 
 @lru_cache
@@ -77,6 +79,7 @@ _HEADERS: dict[str, Schema] = {
         "schema": {"type": "integer", "minimum": 1},
     },
     "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}},
+    "Accept-Encoding": {"required": True, "schema": {"const": "identity"}},
     **{
         f"x-ratelimit-{what}-{of}": {
             "description": f"Of the key's {of} a minute, where it has such a limit",
@@ -216,7 +219,7 @@ def _refusals(statuses: tuple[str, ...], *, keys: bool) -> dict[str, Schema]:
 
 
 def _refusal(status: str, *, keys: bool) -> Schema:
-    names = ("Retry-After",) if status in _AGAIN else ("WWW-Authenticate",) if status == "401" else ()
+    names = ("Retry-After",) if status in _AGAIN else _TOLD_WITH.get(status, ())
     return {
         "description": _REFUSED[status],
         "headers": _headers(names, keys=keys and status != "401"),

@@ -167,14 +167,6 @@ async def test_errors_name_their_request_too(directory: Path) -> None:
                 assert len(response.headers["X-Request-Id"]) == 32
 
 
-async def test_a_body_that_is_not_what_its_encoding_says_is_400(directory: Path) -> None:
-    async with world(directory) as w, clients(w) as (_, http):
-        async with http.post("/v1/completions", data=b"no gzip", headers={"Content-Encoding": "gzip"}) as response:
-            assert response.status == 400
-            assert (await response.json())["error"]["type"] == "invalid_request_error"
-        assert w.metric("headrace_requests_total", operation="completions", status="400") == 1
-
-
 async def test_who_speaks_no_http_is_told_so_and_fills_no_log(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,7 +178,6 @@ async def test_who_speaks_no_http_is_told_so_and_fills_no_log(
             post + b"Content-Length: -5\r\n\r\n",
             post + b"X: " + b"x" * 20_000 + b"\r\n\r\n",
             post + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
-            post + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnone",
         ):
             reader, writer = await asyncio.open_connection(url.hostname, url.port)
             writer.write(sent)
