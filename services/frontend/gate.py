@@ -1,5 +1,6 @@
 """What all requests at the HTTP door have in common: a browser's question, a key, and some headers of every answer.
 
+no version in its first line, or two keys   ──▶  400
 a body with a Content-Encoding              ──▶  415, unread
 OPTIONS with Origin, where origins are set  ──▶  204 or 403, no key needed
 any but OPEN, where keys are asked for      ──▶  401, before the body is read, or the request's account
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from aiohttp import web
+from aiohttp import HttpVersion10, web
 
 from services.frontend.access import HEADER, Access
 from services.frontend.accounts import Account
@@ -71,6 +72,10 @@ class Gate:
 
 def _unfit(request: web.Request) -> InvalidRequest | None:
     """What is wrong with it, whoever asks for whatever."""
+    if request.version < HttpVersion10:
+        return InvalidRequest("the request's first line names no version of HTTP; 1.0 and 1.1 are served")
+    if len(request.headers.getall(HEADER, ())) > 1:
+        return InvalidRequest(f"{HEADER}: it is there more than once", param=HEADER)
     codings = ",".join(request.headers.getall(CODING_HEADER, ())).lower().split(",")
     if request.body_exists and {coding.strip() for coding in codings} - {"", "identity"}:
         return InvalidRequest(

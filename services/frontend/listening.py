@@ -39,6 +39,8 @@ LAST_CALL_S = 1.0
 LINGER_S = 2.0
 """What a refused request goes on to send is read for so long, or its answer would be lost with the connection."""
 SWEEP_S = 0.5
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+"""The end of a body in chunks that has no trailers, with the end of the line before it."""
 _NEVER_S = 1e9
 
 _log = logging.getLogger(__name__)
@@ -99,9 +101,9 @@ class Port:
             if self._last_call:
                 connection.close()  # when it is answered; a stream that began before could not say so in its head
 
-    async def prepare(self, _request: web.Request, response: web.StreamResponse) -> None:
+    async def prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """For `on_response_prepare`: the last answer of a connection says so."""
-        if self._last_call:
+        if self._last_call or cast(_Connection, request.protocol).may_leak(request):
             response.force_close()
             response.headers["Connection"] = "close"
 
@@ -240,7 +242,7 @@ class Port:
 class _Connection(web.RequestHandler):
     """aiohttp's protocol of one connection, which tells the port what happens. The port bounds its idle time."""
 
-    __slots__ = ("_handshake", "_port")
+    __slots__ = ("_ending", "_handshake", "_port")
 
     def __init__(
         self, port: Port, server: web.Server, loop: asyncio.AbstractEventLoop, handshake: Handshake | None
@@ -257,6 +259,8 @@ class _Connection(web.RequestHandler):
         )
         self._port = port
         self._handshake = handshake
+        self._ending = b""
+        """The last bytes that came, as many as LAST_CHUNK has."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._handshake is not None:
@@ -287,7 +291,20 @@ class _Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if data:  # aiohttp calls it itself with none
             self._port.heard(self)
+            self._ending = (self._ending + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
         super().data_received(data)
+
+    def may_leak(self, request: web.Request) -> bool:
+        """Whether the next request may get a header out of this one: then this must be the connection's last.
+
+        aiohttp's parser (3.14.5) takes the last trailer of a body in chunks for the first header of the next request. A
+        request has no trailers where it is whole, LAST_CHUNK came last, and no other request came meanwhile: `0` is
+        no trailer, which has a colon.
+        """
+        if "Transfer-Encoding" not in request.headers:
+            return False
+        whole = request.content.is_eof() and self._ending == LAST_CHUNK
+        return not whole or bool(self._messages) or self._upgraded
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._port.gone(self)

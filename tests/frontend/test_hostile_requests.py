@@ -152,6 +152,35 @@ async def test_bodies_without_an_end_are_cut_off_and_others_are_served(
 # --- one request within another
 
 
+async def test_a_trailer_gives_the_next_request_no_other_key(directory: Path, access: AccessConfig) -> None:
+    """As a proxy would send them that has one connection for two clients."""
+    for trailer in (bearer(BOB), bearer("x"), b"Headrace-Deadline-S: 0.001\r\n", b"Expect: x\r\n"):
+        async with world(directory, access=access) as w:
+            w.say("fine")
+            chunks = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n%s\r\n" % (len(BODY), BODY, trailer)
+            answered = await said(w, POST + bearer(BOB) + chunks + POST + bearer(ALICE) + sized(BODY))
+            assert answered.count(b"HTTP/1.1 200 OK") == answered.count(b"HTTP/1.1") == 1
+            assert b"\r\nConnection: close\r\n" in answered
+            assert w.metric("headrace_key_requests_total", key="a") == 0
+
+
+async def test_two_keys_are_400_whichever_comes_first(directory: Path, access: AccessConfig) -> None:
+    async with world(directory, access=access) as w:
+        for keys in (bearer(ALICE) + bearer(BOB), bearer(ALICE) * 2, bearer("x") + bearer(ALICE)):
+            reader, writer = await connect(w)
+            writer.write(POST + keys + sized(BODY))
+            status, _, body = await answer(reader)
+            assert (status, json.loads(body)["error"]["param"]) == (400, "Authorization")
+            writer.close()
+        assert w.router.asked.all == []
+
+
+async def test_a_request_without_a_version_is_400(directory: Path, access: AccessConfig) -> None:
+    async with world(directory, access=access) as w:
+        for line in (b"GET /live\r\n\r\n", b"GET /v1/models\r\n\r\n", b"GET /live HTTP/0.9\r\n\r\n"):
+            assert b" 400 " in (await said(w, line)).splitlines()[0]
+
+
 INNER = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 

@@ -178,6 +178,7 @@ async def test_who_speaks_no_http_is_told_so_and_fills_no_log(
             post + b"Content-Length: -5\r\n\r\n",
             post + b"X: " + b"x" * 20_000 + b"\r\n\r\n",
             post + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+            b"GET /live\r\n\r\n",
         ):
             reader, writer = await asyncio.open_connection(url.hostname, url.port)
             writer.write(sent)

@@ -17,6 +17,11 @@ from typing import Any, ParamSpec
 import pytest
 import uvloop
 from aiohttp import web
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_parser import HttpRequestParser
+from hypothesis import given, settings
+from hypothesis.strategies import lists, sampled_from
 from prometheus_client import CollectorRegistry
 
 from services.frontend import connections as connections_module
@@ -29,6 +34,10 @@ from tests.servers import free_port
 
 DEADLINE_S = 10.0
 GET = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+CHUNKED = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+BODY = b"5\r\nhello\r\n"
 
 
 P = ParamSpec("P")
@@ -295,6 +304,88 @@ async def test_a_compressed_body_is_never_decompressed() -> None:
             writer.write(head.encode() + b"\r\n\r\n" + body)
             assert (await answer(reader))[1] == body
             writer.close()
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize(
+    "trailers",
+    [
+        b"Authorization: Bearer x\r\n",
+        b"A: b\r\nX-Request-Id: evil\r\n",
+        b"A: \r\n",
+        b"A: 0\r\n",
+        b"A: b\r\n" * 20,
+    ],
+)
+@on_uvloop
+async def test_a_trailer_does_not_become_the_first_header_of_the_next_request(trailers: bytes, pipelined: bool) -> None:
+    async with served() as one:
+        reader, writer = await one.connect()
+        writer.write(CHUNKED + BODY + b"0\r\n" + trailers + b"\r\n")
+        if pipelined:
+            writer.write(CHUNKED + BODY + b"0\r\n\r\n")
+        head, body = await answer(reader)
+        assert (body, b"Connection: close" in head) == (b"hello", True)
+        assert await reader.read() == b""
+        writer.close()
+
+
+@on_uvloop
+async def test_a_trailer_that_comes_after_its_answer_began_is_the_connections_last() -> None:
+    async with served() as one:
+        reader, writer = await one.connect()
+        writer.write(CHUNKED.replace(b"echo", b"stream"))
+        assert b"Connection: close" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"0\r\nHost: y\r\n\r\n" + GET)
+        await one.asked.wait()
+        one.release.set()
+        assert await reader.read() == b"8\r\nstreamed\r\n0\r\n\r\n"
+        writer.close()
+
+
+@pytest.mark.parametrize("end", [b"0\r\n\r\n", b"0\r\n", b""])
+@on_uvloop
+async def test_a_request_in_chunks_without_trailers_keeps_its_connection(end: bytes) -> None:
+    """Wherever its last chunk is cut."""
+    async with served() as one:
+        reader, writer = await one.connect()
+        last = b"0\r\n\r\n"
+        for body in (BODY, BODY + b"2;a=b\r\n, \r\n" + BODY, b""):
+            writer.write(CHUNKED + body + end)
+            await asyncio.sleep(0)
+            writer.write(last.removeprefix(end))
+            head, echoed = await answer(reader)
+            assert b"Connection: close" not in head
+            assert b"Seen: Host; Transfer-Encoding\r\n" in head
+            assert echoed == (body and (b"hello" if body == BODY else b"hello, hello"))
+        writer.close()
+
+
+PIECES = (
+    *(b"0", b"\r\n", b"\r", b"\n", b":", b" ", b"\t", b";", b"=", b'"', b"a", b"a: b", b"a: b\r\n", b"0\r\n", BODY),
+    *(b";a=b", b'0;a="', b'"\r\n', b"7\r\n\r\n0\r\n\r\n\r\n", GET, CHUNKED),
+)
+
+
+@given(pieces=lists(sampled_from(PIECES), max_size=8))
+@settings(deadline=None, max_examples=300)
+def test_a_whole_request_that_ends_in_its_last_chunk_has_no_trailer(pieces: list[bytes]) -> None:
+    """What `_Connection` relies on: aiohttp's parser then has nothing left for the next request."""
+    with asyncio.Runner() as runner:
+        runner.run(_parse(CHUNKED + b"".join(pieces) + b"0\r\n\r\n"))
+
+
+async def _parse(sent: bytes) -> None:
+    parser = HttpRequestParser(BaseProtocol(asyncio.get_running_loop()), asyncio.get_running_loop(), 1 << 16)
+    try:
+        messages, upgraded, _ = parser.feed_data(sent)
+    except HttpProcessingError:
+        return
+    if len(messages) > 1 or not messages[0][1].is_eof() or not sent.endswith(listening.LAST_CHUNK):
+        return
+    assert not upgraded
+    [(message, _)], _, _ = parser.feed_data(GET)
+    assert dict(message.headers) == {"Host": "x"}
 
 
 @pytest.mark.parametrize(
