@@ -89,8 +89,8 @@ class Output:
                 break
         return self._emit(text)
 
-    def finish(self) -> Delta:
-        """The rest, where the output ends for another reason than a stop string."""
+    def finish(self, *, short: bool = False) -> Delta:  # noqa: ARG002  a text as such has no marks
+        """The rest, where the output ends for another reason than a stop string; `short`: it was cut, by a limit."""
         text = self._scanner.push(self._detokenizer.finish())
         return self._emit(text if self._scanner.stopped else text + self._scanner.finish(), last=True)
 

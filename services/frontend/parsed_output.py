@@ -63,16 +63,16 @@ class ParsedOutput:
         if self._parser.found.thought_characters > before:
             self.thought = self._output.counted
 
-    def finish(self) -> Delta:
+    def finish(self, *, short: bool = False) -> Delta:
         """As Output's."""
-        delta = self._output.finish()
+        delta = self._output.finish(short=short)
         self._parse(delta.text)
-        return self._taken(delta, last=True)
+        return self._taken(delta, last=True, short=short and not delta.stopped)
 
-    def _taken(self, delta: Delta, *, last: bool) -> Delta:
+    def _taken(self, delta: Delta, *, last: bool, short: bool = False) -> Delta:
         parser = self._parser
         if last and not parser.enough:
-            parser.finish()
+            parser.finish(short=short)
         content, reasoning, calls = parser.found.take()
         return Delta(content, delta.entries, delta.stopped or parser.enough, reasoning, calls)
 

@@ -113,7 +113,7 @@ class Stream:
         elif isinstance(last, Fail):
             self._error = last.error
         else:
-            self._add(self._output.finish())
+            self._add(self._output.finish(short=last.reason == "length"))
             self.finish = "stop" if self._stopped else last.reason
             self.embedding = last.embedding
         if self.finish == "stop" and self._output.calls:

@@ -241,6 +241,21 @@ async def test_a_call_that_is_cut_off_by_max_tokens_ends_for_length(templated: T
         assert w.metric("headrace_tool_calls_total", format="hermes", outcome="unfinished") == 1
 
 
+@pytest.mark.parametrize("written", ["I look.\n<tool_c", CALL[:-5], TWO[: TWO.rindex("<") - 30]])
+async def test_no_piece_of_a_mark_is_content_where_max_tokens_cuts_streamed_or_not(
+    templated: Templated, written: str
+) -> None:
+    async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
+        most = len(w.say(written))
+        before, _, call = written.partition("<tool_c")
+        streamed = added_up(dumped(await chunks_of(client, tools=TOOLS, max_tokens=most)))
+        asked: Any = {"messages": HELLO, "tools": TOOLS, "max_tokens": most}
+        [choice] = (await client.chat.completions.create(model=MODEL, **asked)).choices
+        assert streamed["finish_reason"] == choice.finish_reason == "length"
+        assert (streamed["content"] or "") == (choice.message.content or "") == before
+        assert len(streamed["tool_calls"]) == len(choice.message.tool_calls or []) == bool(call)
+
+
 async def test_stop_strings_and_logprobs_hold_beside_calls(templated: Templated) -> None:
     async with world(templated(TEMPLATE)) as w, clients(w) as (client, _):
         said = w.say("Hm. " + CALL + "\nand more")

@@ -68,6 +68,8 @@ class Found:
         self._open = False
         """Whether a call has begun and not ended."""
         self._white = ""
+        self._muted = False
+        """What else is read is left out."""
         self._bare = True
         """Whether there was no content yet."""
         self._content: list[str] = []
@@ -78,6 +80,8 @@ class Found:
 
     def text(self, text: str) -> None:
         """Content."""
+        if self._muted:
+            return
         if self._bare and text:
             text = self._white + text
             self._bare = text.isspace() and len(text) <= WHITE_LIMIT_CHARACTERS
@@ -92,6 +96,8 @@ class Found:
 
     def reasoning(self, text: str) -> None:
         """Thinking."""
+        if self._muted:
+            return
         self._reasoning.append(text)
         self.thought_characters += len(text)
 
@@ -135,6 +141,10 @@ class Found:
             raise Enough
 
     # --- what becomes of it
+
+    def mute(self) -> None:
+        """What else is read, and white space that is kept back, is no content and no thinking."""
+        self._muted, self._white = True, ""
 
     def finish(self) -> None:
         """The text has ended: white space that is still kept back is content."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from services.frontend.tools import thinking
 from services.frontend.tools.formats import FORMATS, FormatName
 from services.frontend.tools.found import Enough, Found
 from services.frontend.tools.source import Reading, Source
-from services.frontend.tools.thinking import thinking
 
 
 class Plan(Struct, frozen=True):
@@ -28,6 +28,7 @@ class Parser:
         self.enough = False
         """The answer ends here."""
         self._source = found.source
+        self._marks = (*(FORMATS[plan.calls].marks if plan.calls else ()), *(thinking.MARKS if plan.thinks else ()))
         self._reading = _answer(plan, found.source, found)
         self._go_on()
 
@@ -37,12 +38,22 @@ class Parser:
         self._source.feed(text)
         self._go_on()
 
-    def finish(self) -> None:
-        """There is no more."""
+    def finish(self, *, short: bool = False) -> None:
+        """There is no more. `short`: it was cut, so a mark or a call that has only begun is left out."""
         assert not self.enough
+        if short and self._begun(self._source.kept_back):
+            self.found.mute()
         self._source.end()
         self._go_on()
         self.found.finish()
+
+    def _begun(self, kept_back: str) -> bool:
+        """Whether that is a piece of what is no text. A single character may be a user's, before any call."""
+        if self.found.calls:
+            return True
+        return len(kept_back) > 1 and any(
+            mark.startswith(kept_back) or kept_back.startswith(mark) for mark in self._marks
+        )
 
     def _go_on(self) -> None:
         try:
@@ -58,7 +69,7 @@ class Parser:
 
 def _answer(plan: Plan, source: Source, found: Found) -> Reading[None]:
     if plan.thinks:
-        yield from thinking(source, found, inside=plan.begun)
+        yield from thinking.thinking(source, found, inside=plan.begun)
     if plan.calls is not None:
         yield from FORMATS[plan.calls].grammar(source, found)
     else:

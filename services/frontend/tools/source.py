@@ -53,6 +53,11 @@ class Source:
         """There is no more."""
         self._ended = True
 
+    @property
+    def kept_back(self) -> str:
+        """What is here and was not passed on: it may be more than text, or is read only when more has come."""
+        return self._text[self._at if self._mark is None else self._mark :]
+
     # --- the mark
 
     def mark(self) -> None:

@@ -11,7 +11,7 @@ from services.frontend.tools.formats import FORMATS, FormatName
 from services.frontend.tools.json_text import DEPTH_LIMIT
 from services.frontend.tools.parser import Plan
 from services.frontend.tools.source import HELD_LIMIT_CHARACTERS
-from tests.frontend.tools.transcripts import NAMES, Answer, read, text
+from tests.frontend.tools.transcripts import NAMES, Answer, every_cut, read, text
 
 ATOMS = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -148,3 +148,52 @@ def test_white_space_before_a_call_is_dropped_unless_there_is_much_of_it() -> No
     assert read(Plan("hermes"), [" " * 65 + call]).content == " " * 65
     assert read(Plan("hermes"), [*" " * 65, call]).content == " " * 65
     assert read(Plan("hermes"), [" ", "\n"]) == text(" \n")
+
+
+# --- an answer that max_tokens cuts
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_wherever_an_answer_is_cut_short_no_piece_of_a_mark_is_content(name: FormatName) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("weather", {"city": "Rome", "days": 12}), ("get_time", {})]
+    begun = {"hermes": "Well. ", "mistral": "Well. "}.get(name, "")
+    written = begun + spell(name, calls)
+    marked = {"pythonic": "<|python_start|>" + written + "<|python_end|>", "llama3_json": "<|python_tag|>" + written}
+    written = marked.get(name, written)
+    for end in range(len(written)):
+        answer = read(Plan(name), [written[:end]], short=True)
+        single = answer.content.removeprefix(begun) in ("<", "[") and not answer.calls
+        assert begun.startswith(answer.content) or single, written[:end]
+        assert [called for called, _ in answer.calls] == [called for called, _ in calls][: len(answer.calls)]
+        for (_, arguments), (_, meant) in zip(answer.calls, calls, strict=False):
+            assert json.dumps(meant).startswith(arguments)
+
+
+@pytest.mark.parametrize(
+    ("plan", "written", "content"),
+    [
+        (Plan("hermes"), "if a <", "if a <"),
+        (Plan("hermes"), "see [TOOL", "see [TOOL"),
+        (Plan("hermes"), 'say {"name": "wea', 'say {"name": "wea'),
+        (Plan("llama3_json"), '{"name": "wea', '{"name": "wea'),
+        (Plan("pythonic"), "[weath", "[weath"),
+        (Plan("mistral"), "a list [", "a list ["),
+        (Plan("hermes"), "<tool_call>weather(3)</tool_call> and", "<tool_call>weather(3)</tool_call> and"),
+        (Plan(), "<tool_ca", "<tool_ca"),
+        (Plan("hermes", thinks=True), "</thi", "</thi"),
+    ],
+)
+def test_what_may_be_a_users_text_stays_where_an_answer_is_cut_short(plan: Plan, written: str, content: str) -> None:
+    assert every_cut(plan, written, short=True).content == content
+
+
+def test_thinking_that_is_cut_short_ends_without_a_piece_of_its_tag() -> None:
+    plan = Plan("hermes", thinks=True)
+    assert every_cut(plan, "<thi", short=True) == Answer()
+    assert every_cut(plan, "<think>\nhm </thi", short=True) == Answer("", "hm ")
+    assert every_cut(plan, "<think>a <", short=True) == Answer("", "a <")
+
+
+def test_a_call_that_is_cut_short_counts_as_unfinished() -> None:
+    for written in ("<tool_call>", '<tool_call>{"name": "wea', '<tool_call>{"name": "weather", "arguments": {"a": 1'):
+        assert read(Plan("hermes"), [written], short=True).outcomes == ["unfinished"]

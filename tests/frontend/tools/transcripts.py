@@ -32,7 +32,7 @@ class Transcript(Struct, frozen=True):
     answer: Answer
 
 
-def read(plan: Plan, pieces: Iterable[str], *, parallel: bool = True) -> Answer:
+def read(plan: Plan, pieces: Iterable[str], *, parallel: bool = True, short: bool = False) -> Answer:
     """Checks on the way that pieces of calls are as OpenAI's clients expect them."""
     answer, taken = Answer(), list[CallPiece]()
     numbers = iter(range(1000))
@@ -51,7 +51,7 @@ def read(plan: Plan, pieces: Iterable[str], *, parallel: bool = True) -> Answer:
             parser.push(piece)
             take()
     if not parser.enough:
-        parser.finish()
+        parser.finish(short=short)
         take()
     begun = [piece for piece in taken if piece.name]
     assert [piece.index for piece in begun] == list(range(found.calls)), "a call's first piece is its only named one"
@@ -68,13 +68,13 @@ def bytewise(content: bytes, *cuts: int) -> Iterator[str]:
         yield decoder.decode(content[start:end])
 
 
-def every_cut(plan: Plan, text: str) -> Answer:
+def every_cut(plan: Plan, text: str, *, short: bool = False) -> Answer:
     """What it says; the same wherever it is cut in two, and byte by byte."""
-    whole = read(plan, [text])
+    whole = read(plan, [text], short=short)
     content = text.encode()
     for cut in range(len(content) + 1):
-        assert read(plan, bytewise(content, cut)) == whole, f"cut at byte {cut}"
-    assert read(plan, bytewise(content, *range(1, len(content)))) == whole, "byte by byte"
+        assert read(plan, bytewise(content, cut), short=short) == whole, f"cut at byte {cut}"
+    assert read(plan, bytewise(content, *range(1, len(content))), short=short) == whole, "byte by byte"
     return whole
 
 
