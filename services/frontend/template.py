@@ -26,7 +26,8 @@ RENDERED_LIMIT_CHARACTERS = 8 << 20
 """Twice the largest request body, in characters."""
 STEPS_LIMIT = 250_000
 """0.2 s or so, of a thread that shares Python's lock. The largest body has fewer than half as many messages."""
-_STEP = "_step"
+_STEP = "0step"
+"""No template can spell this name, which begins with a digit; so none can give it another meaning."""
 _OURS = {"messages", "add_generation_prompt"}
 
 

@@ -58,6 +58,31 @@ def test_a_templates_steps_are_counted(source: str) -> None:
         ChatTemplate(source, {}).render(HELLO, 99)
 
 
+LOOPS = "{% for i in range(40) %}{% for j in range(40) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["_step", template._STEP, "step"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{%% set %s = dict %%}" + LOOPS,
+        "{%% macro m(%s) %%}" + LOOPS + "{%% endmacro %%}{{ m(dict) }}",
+        "{%% macro m() %%}" + LOOPS + "{%% endmacro %%}{{ m(**{'%s': dict}) }}",
+        "{%% for %s in [dict] %%}" + LOOPS + "{%% endfor %%}",
+        "{%% with %s = dict %%}" + LOOPS + "{%% endwith %%}",
+        "{%% block %s scoped %%}" + LOOPS + "{%% endblock %%}",
+    ],
+)
+def test_no_name_in_a_template_switches_the_counting_off(name: str, written: str) -> None:
+    try:
+        one = ChatTemplate(written.replace("%%", "%").replace("%s", name), {})
+    except ModelError:
+        return  # the name cannot be written there
+    with pytest.raises((Unfinished, InvalidRequest)) as ended:
+        one.render(HELLO, 99)
+    assert ended.type is Unfinished or "takes no keyword argument" in str(ended.value)
+
+
 def test_steps_are_counted_for_each_rendering_and_leave_no_trace_in_the_text() -> None:
     counting = ChatTemplate("{% for i in range(50) %}{{ loop.index }}{% endfor %}", {})
     for _ in range(3):
