@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from tokenizers import Tokenizer
 
+from services.frontend import template_trial
 from services.frontend.detokenize import TokenBytes, read_token_bytes
 from services.frontend.infill import Infill, read_infill
 from services.frontend.template import ChatTemplate, pick_templates
@@ -189,6 +190,8 @@ def _load_templates(directory: Path) -> tuple[ChatTemplate | None, ChatTemplate 
     if not sources.chat:
         return None, None
     named = _named_tokens(config)
+    for source in {sources.chat, sources.tools}:
+        template_trial.check(source, named)
     chat = ChatTemplate(sources.chat, named)
     return chat, chat if sources.tools == sources.chat else ChatTemplate(sources.tools, named)
 

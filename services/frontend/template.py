@@ -4,8 +4,8 @@ A template comes with the model and is a program: it runs in the sandbox, its ou
 is the request's error (templates refuse conversations with `raise_exception`).
 
 Its time is bounded by counting: each turn of a loop and each call of a macro is a *step*, which the compiled template
-counts itself. Python cannot end a thread, so a clock beside it would be of no use. What one step does is not bounded: a
-filter over all messages, or a text multiplied, takes what it takes.
+counts itself. Python cannot end a thread, so a clock beside it would be of no use. What one step does is not bounded
+here: a filter over all messages, or a text multiplied, takes what it takes. So template_trial.py tries templates first.
 """
 
 from __future__ import annotations
