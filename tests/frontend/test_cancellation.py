@@ -34,6 +34,18 @@ async def test_one_that_goes_while_its_request_is_routed_reserves_nothing(direct
         assert w.workers[0].generates.all == []
 
 
+async def test_one_that_sends_no_more_is_taken_for_one_that_goes(directory: Path) -> None:
+    """Both are a FIN: only a write would tell them apart, and before a first token there is none."""
+    async with world(directory) as w:
+        w.router.answer = lambda _: None
+        writer = await connect_and_ask(w, "hello")
+        [select] = await w.router.asked.at_least(1)
+        writer.write_eof()
+        await w.router.told.until(Finished(select.request, 1))
+        await w.counted("headrace_inflight_requests", 0)
+        writer.close()
+
+
 async def test_one_that_goes_while_its_request_is_offered_is_cancelled_at_the_worker(directory: Path) -> None:
     async with world(directory) as w:
         worker = w.workers[0]
