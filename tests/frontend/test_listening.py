@@ -368,7 +368,7 @@ PIECES = (
 
 
 @given(pieces=lists(sampled_from(PIECES), max_size=8))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_a_whole_request_that_ends_in_its_last_chunk_has_no_trailer(pieces: list[bytes]) -> None:
     """What `_Connection` relies on: aiohttp's parser then has nothing left for the next request."""
     with asyncio.Runner() as runner:
