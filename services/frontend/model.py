@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 from tokenizers import Tokenizer
 
@@ -24,6 +23,13 @@ from services.frontend.words import Words, read_words
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
 from shared.messages import ModelCard, Pooling
+from shared.model_file import (
+    CONFIG_LIMIT_BYTES,
+    LIST_LIMIT_BYTES,
+    TOKENIZER_LIMIT_BYTES,
+    read_model_file,
+    read_model_json,
+)
 
 
 class Parsers(Struct, frozen=True):
@@ -97,7 +103,7 @@ def limits_of(cards: Sequence[ModelCard]) -> Limits:
 
 def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE) -> Model:
     """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raises ModelError."""
-    content = _read(directory / "tokenizer.json")
+    content = read_model_file(directory / "tokenizer.json", TOKENIZER_LIMIT_BYTES)
     digest = hashlib.sha256(content).hexdigest()
     if digest != card.tokenizer_digest:
         raise ModelError(
@@ -173,16 +179,11 @@ def _around(tokenizer: Tokenizer, words: Words, probe: str) -> tuple[bytes, byte
 def _load_templates(directory: Path) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """The one for requests without tools, and the one for those with tools: mostly the same."""
     path = directory / "tokenizer_config.json"
-    config: dict[str, object] = {}
-    if path.exists():
-        try:
-            config = msgspec.json.decode(_read(path), type=dict[str, object])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as wrong:
-            raise ModelError(f"{path}: {wrong}") from None
+    config = read_model_json(path, dict[str, object], limit_bytes=LIST_LIMIT_BYTES, missing=b"{}")
     own_file = directory / "chat_template.jinja"
     if own_file.exists():  # wins, as in transformers
         try:
-            sources = pick_templates(_read(own_file).decode(), str(own_file))
+            sources = pick_templates(read_model_file(own_file, CONFIG_LIMIT_BYTES).decode(), str(own_file))
         except UnicodeDecodeError as wrong:
             raise ModelError(f"{own_file}: {wrong}") from None
     else:
@@ -205,12 +206,3 @@ def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
             if isinstance(text, str):
                 named[key] = text
     return named
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as wrong:
-        raise ModelError(f"{path}: {wrong.strerror}") from None
-    except ValueError as wrong:  # the path comes from a card and may hold anything
-        raise ModelError(f"{str(path)!r}: {wrong}") from None

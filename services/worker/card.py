@@ -8,8 +8,8 @@ from pathlib import Path
 from services.worker.engine import Ready
 from services.worker.pooling_file import read_pooling
 from shared import hashing
-from shared.errors import ModelError
 from shared.messages import ModelCard
+from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 
 
 def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device: str = "") -> ModelCard:
@@ -44,7 +44,4 @@ def name_of(model: Path) -> str:
 def _tokenizer(directory: Path) -> tuple[Path, str]:
     """The absolute path, and the SHA-256 (hex) of its tokenizer.json. Raises ModelError."""
     file = directory.resolve() / "tokenizer.json"
-    try:
-        return file.parent, hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as wrong:
-        raise ModelError(f"{file}: {wrong.strerror}") from wrong
+    return file.parent, hashlib.sha256(read_model_file(file, TOKENIZER_LIMIT_BYTES)).hexdigest()

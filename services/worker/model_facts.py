@@ -14,6 +14,7 @@ from services.worker.config import Natural, Positive
 from services.worker.engine import Ready
 from shared.errors import ModelError
 from shared.messages import KvLayout
+from shared.model_file import CONFIG_LIMIT_BYTES, read_model_file
 
 _DEFAULT_CAPACITY_BLOCKS = 4096
 
@@ -30,13 +31,13 @@ class _Config(Struct):
 def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready:
     """Sizes from the model's config.json; `capacity_blocks` 0: some thousand. Raises ModelError."""
     file = directory / "config.json"
+    content = read_model_file(file, CONFIG_LIMIT_BYTES)
     try:
-        text = file.read_text(encoding="utf-8")
-        config = msgspec.convert(json.loads(text), _Config)
-    except OSError as wrong:
-        raise ModelError(f"{file}: {wrong.strerror}") from wrong
+        config = msgspec.convert(json.loads(content), _Config)
     except ValueError as wrong:  # UTF-8's, JSON's and msgspec's
         raise ModelError(f"{file}: {wrong}") from wrong
+    except RecursionError:
+        raise ModelError(f"{file}: nested too deeply") from None
     eos = config.eos_token_id
     return Ready(
         context_length=config.max_position_embeddings,
@@ -47,5 +48,5 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
         kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
         path=str(directory),
         embedding_size=config.hidden_size,
-        weights=hashlib.sha256(b"none computed " + text.encode()).hexdigest()[:16],
+        weights=hashlib.sha256(b"none computed " + content).hexdigest()[:16],
     )

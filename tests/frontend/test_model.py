@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -90,6 +91,15 @@ def test_a_missing_or_torn_file_is_named(copy: Path) -> None:
 def test_a_path_that_is_none_is_the_cards_fault(directory: Path) -> None:
     with pytest.raises(ModelError, match="null byte"):
         load_model(card_of(directory), Path("no\0where"))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_in_the_place_of_a_file_is_named_at_once(copy: Path, file: str) -> None:
+    card = card_of(copy)
+    (copy / file).unlink(missing_ok=True)
+    os.mkfifo(copy / file)
+    with pytest.raises(ModelError, match=f"{file}: not a regular file"):
+        load_model(card, copy)
 
 
 def test_a_config_nested_too_deeply_is_named(copy: Path) -> None:

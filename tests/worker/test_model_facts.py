@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_no_config_and_one_that_is_no_object_are_errors_of_the_model(tmp_path: P
         facts(tmp_path, [SOUND])
     (tmp_path / "config.json").write_bytes(b"\xff{")
     with pytest.raises(ModelError, match=r"config\.json"):
+        facts_of(tmp_path, block_size=16, capacity_blocks=0)
+
+
+def test_a_config_that_is_a_pipe_or_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"x": ' + "[" * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json: nested too deeply"):
+        facts_of(tmp_path, block_size=16, capacity_blocks=0)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match=r"config\.json: not a regular file"):
         facts_of(tmp_path, block_size=16, capacity_blocks=0)
 
 

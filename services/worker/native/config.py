@@ -8,23 +8,28 @@ refused, never ignored.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from services.worker.native.rope import Rope, parse_rope
 from shared.errors import ModelError
+from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json
 
 _LAYERS_LIMIT = 1000
 """Far beyond any real model: a damaged file must not make us list a billion tensors."""
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 
 
+class _Named(Struct, frozen=True):
+    """Of config.json what is read first: other architectures have other fields."""
+
+    architectures: tuple[str, ...]
+
+
 class _Json(Struct, frozen=True):
     """The keys of config.json that are read; anything else in the file does not concern the arithmetic."""
 
-    architectures: tuple[str, ...]
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -86,15 +91,16 @@ class ModelConfig(Struct, frozen=True):
 def read_config(directory: Path) -> ModelConfig:
     """Read config.json and generation_config.json (may be missing). Raises ModelError naming file and field."""
     path = directory / "config.json"
-    raw = _read(path, _Json)
-    architecture = raw.architectures[0] if len(raw.architectures) == 1 else ", ".join(raw.architectures) or "none"
+    content = read_model_file(path, CONFIG_LIMIT_BYTES)
+    architecture = ", ".join(decode_model_json(path, content, _Named).architectures) or "none"
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{path}: architecture {architecture} is not supported; {' and '.join(ARCHITECTURES)} are")
+    raw = decode_model_json(path, content, _Json)
     llama = architecture == "LlamaForCausalLM"
     _refuse_unknown_arithmetic(path, raw)
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     head_dim = raw.head_dim or raw.hidden_size // max(raw.num_attention_heads, 1)
-    generation = _read(directory / "generation_config.json", _Generation, missing=_Generation())
+    generation = read_model_json(directory / "generation_config.json", _Generation, missing=b"{}")
     eos = raw.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     rope, context_length = parse_rope(
         str(path),
@@ -145,19 +151,3 @@ def _check(path: Path, config: ModelConfig) -> None:
         raise ModelError(f"{path}: head_dim is {config.head_dim}; rotary embeddings need an even one")
     if not all(0 <= token < config.vocab for token in config.eos_token_ids):
         raise ModelError(f"{path}: eos_token_id {config.eos_token_ids} is outside the vocabulary of {config.vocab}")
-
-
-S = TypeVar("S", bound=Struct)
-
-
-def _read(path: Path, schema: type[S], missing: S | None = None) -> S:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=schema)
-    except FileNotFoundError:
-        if missing is not None:
-            return missing
-        raise ModelError(f"{path}: missing") from None
-    except OSError as wrong:
-        raise ModelError(f"{path}: {wrong.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-        raise ModelError(f"{path}: {wrong}") from None

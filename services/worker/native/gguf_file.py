@@ -9,17 +9,20 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, through the `
 
 from __future__ import annotations
 
+import os
+import struct
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor
+from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 
 from services.worker.native.gguf_tokenizer import Vocabulary
 from services.worker.native.rope import Llama3Rope, PlainRope, frequencies
 from services.worker.native.tensor_file import Floats, Shape
 from shared.errors import ModelError
+from shared.model_file import open_model_file
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _OUTSIDE_LAYERS = {
@@ -41,7 +44,40 @@ _IN_LAYERS = {
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")
 """Control tokens that end a turn by their text, as in llama.cpp: older files do not name them in the metadata."""
 
+_MAGIC = b"GGUF"
+_HEAD = struct.Struct("<4sIQQ")
+"""Magic, version, number of tensors, number of fields."""
+ENTRIES_LIMIT = 1 << 22
+"""Of all arrays of a file, and of its fields and tensors: the package makes an object of each. The largest known
+vocabularies have some 1 M."""
+
 T = TypeVar("T")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as one: those of some programs have no suffix. False where it cannot be read."""
+    try:
+        with open_model_file(path) as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except (ModelError, OSError):
+        return False
+
+
+class _Reader(GGUFReader):
+    """The package's, but it believes no number of entries before it has compared it with the file's size."""
+
+    def __init__(self, path: Path) -> None:
+        self._entries = 0
+        super().__init__(path)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            kind_bytes, count_bytes = 4, 8
+            count = int(self._get(orig_offs + kind_bytes, np.uint64)[0])
+            self._entries += count
+            if count > self.data.size - orig_offs - kind_bytes - count_bytes or self._entries > ENTRIES_LIMIT:
+                raise ValueError(f"an array of {count} entries")
+        return super()._get_field_parts(orig_offs, raw_type)
 
 
 class GgufFile:
@@ -50,13 +86,18 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises ModelError, naming the file, where it is missing, torn, or of an unsupported architecture."""
         self.path = path
+        with open_model_file(path) as file:
+            head, size_bytes = file.read(_HEAD.size), os.fstat(file.fileno()).st_size
+        torn = ModelError(f"{path}: torn or not a GGUF file ({size_bytes} bytes)")
+        if len(head) < _HEAD.size or head[: len(_MAGIC)] != _MAGIC or sum(_HEAD.unpack(head)[2:]) > ENTRIES_LIMIT:
+            raise torn
         try:
-            reader = GGUFReader(path)
+            reader = _Reader(path)
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
         except OSError as wrong:
             raise ModelError(f"{path}: {wrong.strerror or wrong}") from None
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError) as wrong:
-            raise ModelError(f"{path}: torn or not a GGUF file: {wrong}") from None
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError):
+            raise torn from None  # what they say is of the package's arrays
         self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
         self._kind = self._field("general.architecture", str)
         if self._kind not in _ARCHITECTURES:

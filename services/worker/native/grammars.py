@@ -14,6 +14,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from shared.errors import ModelError
+from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 
 KEPT = 64
 """Compiled grammars, the latest used …"""
@@ -51,8 +52,8 @@ class Grammars:
         grammar, and all else is served."""
         file = directory / "tokenizer.json"
         try:
-            return Grammars(file.read_text(encoding="utf-8"), vocab, eos_token_ids)
-        except (OSError, ValueError, ModelError) as wrong:
+            return Grammars(read_model_file(file, TOKENIZER_LIMIT_BYTES).decode(), vocab, eos_token_ids)
+        except (ValueError, ModelError) as wrong:
             _log.warning("%s: no output can be held to a grammar: %s", file, wrong)
             return None
 

@@ -27,21 +27,22 @@ from pathlib import Path
 
 from services.worker.engine import Loading
 from services.worker.native.config import read_config
-from services.worker.native.gguf_file import GgufFile
+from services.worker.native.gguf_file import GgufFile, is_gguf
 from services.worker.native.gguf_tokenizer import as_json
 from services.worker.native.tensor_file import Floats, Shape, write_tensors
 from services.worker.native.weights import Checkpoint, checkpoint_files, tensor_shapes
 from shared.errors import ModelError
+from shared.model_file import CONFIG_LIMIT_BYTES, LIST_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, read_model_file
 
 _FORMAT = b"headrace 1"
 """Part of every key: a change in what a conversion writes changes it."""
-_COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+_COPIED = {
+    "generation_config.json": CONFIG_LIMIT_BYTES,
+    "tokenizer.json": TOKENIZER_LIMIT_BYTES,
+    "tokenizer_config.json": LIST_LIMIT_BYTES,
+    "special_tokens_map.json": LIST_LIMIT_BYTES,
+    "chat_template.jinja": CONFIG_LIMIT_BYTES,
+}
 CACHE_LIMIT_BYTES = 64 << 30
 _IN_USE_S = 3600.0
 
@@ -51,7 +52,7 @@ Progress = Callable[[Loading], None]
 def prepare(
     source: Path, cache: Path, progress: Progress, *, limit_bytes: int = CACHE_LIMIT_BYTES, as_stored: bool = False
 ) -> Path:
-    """The directory to serve `source` (a directory, or a .gguf file) from: config, tokenizer and float32 weights; with
+    """The directory to serve `source` (a directory, or a GGUF file) from: config, tokenizer and float32 weights; with
     `as_stored` a directory is served from itself, for whoever takes weights of any type.
 
     Raises ModelError naming the file that is missing, torn, of an unsupported kind or shape, or cannot be written.
@@ -72,11 +73,11 @@ def prepare(
             limit_bytes,
             lambda target: _convert_directory(source, checkpoint, target, progress),
         )
-    if source.is_file() and source.suffix == ".gguf":
+    if source.is_file() and (source.suffix == ".gguf" or is_gguf(source)):
         return _converted(
             source, [source], cache, progress, limit_bytes, lambda target: _convert_gguf(source, target, progress)
         )
-    raise ModelError(f"{source}: no model here; expected a Hugging Face directory or a .gguf file")
+    raise ModelError(f"{source}: no model here; expected a Hugging Face directory or a GGUF file")
 
 
 def _converted(
@@ -108,8 +109,9 @@ def _converted(
 
 
 def _convert_directory(source: Path, checkpoint: Checkpoint, target: Path, progress: Progress) -> None:
-    for file in (source / "config.json", *_existing(source)):
-        shutil.copyfile(file, target / file.name)
+    for name, limit_bytes in {"config.json": CONFIG_LIMIT_BYTES, **_COPIED}.items():
+        if (source / name).exists():
+            (target / name).write_bytes(read_model_file(source / name, limit_bytes))
     _write_weights(source, checkpoint.shapes, checkpoint.floats, target, progress)
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.tensor_file import Entry, Floats, Shape, TensorFile
 from shared.errors import ModelError
+from shared.model_file import LIST_LIMIT_BYTES, read_model_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +172,7 @@ def _open(directory: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
 
 
 def _read_index(path: Path) -> _Index:
-    try:
-        index = msgspec.json.decode(path.read_bytes(), type=_Index)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-        raise ModelError(f"{path}: {wrong}") from None
-    except OSError as wrong:
-        raise ModelError(f"{path}: {wrong.strerror}") from None
+    index = read_model_json(path, _Index, limit_bytes=LIST_LIMIT_BYTES)
     for file in index.weight_map.values():
         if Path(file).name != file:  # a model from elsewhere must not name files outside its directory
             raise ModelError(f"{path}: {file!r} is not the name of a file in this directory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,22 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
         read_config(changed(tmp_path, {}, field))
 
 
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "MistralForCausalLM"])
+def test_an_architecture_is_refused_before_its_other_fields_are_looked_at(tmp_path: Path, architecture: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "n_embd": 768}))
+    with pytest.raises(ModelError, match=rf"config\.json: architecture {architecture} is not supported; LlamaFor"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_named_at_once(tmp_path: Path, file: str) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / file).unlink()
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(ModelError, match=rf"{file}: not a regular file"):
+        read_config(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
 def test_a_torn_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
@@ -141,7 +158,7 @@ def test_a_torn_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json: missing"):
+    with pytest.raises(ModelError, match=r"config\.json: No such file"):
         read_config(tmp_path)
 
 

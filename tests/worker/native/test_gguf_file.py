@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from services.worker.native.config import read_config
-from services.worker.native.gguf_file import GgufFile
+from services.worker.native.gguf_file import ENTRIES_LIMIT, GgufFile
 from services.worker.native.prepare import prepare
 from services.worker.native.rope import Llama3Rope, PlainRope, YarnRope, frequencies
 from services.worker.native.weights import Checkpoint
@@ -119,8 +121,45 @@ def test_a_torn_file_is_named(tmp_path: Path, share: float) -> None:
     gguf = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "source"))
     content = gguf.read_bytes()
     gguf.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(ModelError, match=re.escape(str(gguf))):
+    with pytest.raises(ModelError, match=re.escape(str(gguf)) + r": torn or not a GGUF file \(\d+ bytes\)$"):
         converted(gguf)
+
+
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+def array(kind: int, count: int) -> bytes:
+    """The field `a`, of which the entries are still to come."""
+    return text(b"a") + struct.pack("<IIQ", 9, kind, count)
+
+
+LIES = {
+    "an endless array": (1, 0, array(0, 1 << 62) + b"x" * 100),
+    "one entry too many": (1, 0, array(0, 101) + b"x" * 100),
+    "endless texts": (1, 0, array(8, 1 << 40) + b"x" * 100),
+    "arrays in arrays": (1, 0, array(9, 1) + struct.pack("<IQ", 9, 1) * 100_000),
+    "an endless array in an array": (1, 0, array(9, 2) + struct.pack("<IQ", 0, 1 << 62) + b"x" * 100),
+    "more entries than are read": (1, 0, array(0, ENTRIES_LIMIT + 1) + b"x" * (ENTRIES_LIMIT + 1)),
+    "more fields than are read": (ENTRIES_LIMIT + 1, 0, b"x" * 100),
+    "endless fields": (1 << 63, 0, b"x" * 100),
+    "endless tensors": (0, 1 << 63, b"x" * 100),
+    "an unknown type": (1, 0, text(b"a") + struct.pack("<I", 999)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_number_of_entries_that_the_file_has_no_bytes_for_is_not_believed(tmp_path: Path, lie: str) -> None:
+    fields, tensors, body = LIES[lie]
+    (tmp_path / "x.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, tensors, fields) + body)
+    with pytest.raises(ModelError, match=r"x\.gguf: torn or not a GGUF file \(\d+ bytes\)$"):
+        GgufFile(tmp_path / "x.gguf")
+
+
+def test_a_pipe_is_named_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.gguf")
+    with pytest.raises(ModelError, match=r"x\.gguf: not a regular file"):
+        GgufFile(tmp_path / "x.gguf")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

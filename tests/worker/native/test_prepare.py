@@ -18,6 +18,7 @@ from services.worker.native.prepare import prepare
 from services.worker.native.weights import Checkpoint
 from shared.errors import ModelError
 from tests.tiny_model import write_tiny_model
+from tests.worker.native.gguf_model import write_gguf
 
 
 class Told:
@@ -172,6 +173,20 @@ def test_a_source_that_is_no_model_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match=f"{name}: no model here"):
         prepare(tmp_path / name, tmp_path / "cache", Told())
+
+
+def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    gguf = write_gguf(tmp_path / "sha256-0a1b", write_tiny_model(tmp_path / "source"))
+    assert read_config(prepare(gguf, tmp_path / "cache", Told())).vocab == 320
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_device_in_the_place_of_a_file_is_named_and_not_copied(tmp_path: Path, name: str) -> None:
+    source = write_tiny_model(tmp_path / "model", dtype="float16")
+    (source / name).unlink()
+    (source / name).symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match=f"{name}: not a regular file"):
+        prepare(source, tmp_path / "cache", Told())
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from services.worker.native.tensor_file import TensorFile, write_tensors
+from services.worker.native.tensor_file import HEADER_LIMIT_BYTES, TensorFile, write_tensors
 from shared.errors import ModelError
 
 RANDOM = np.random.default_rng(0)
@@ -83,6 +84,24 @@ def test_a_torn_file_is_named(tmp_path: Path, kept_bytes: int) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="none: No such file"):
         TensorFile(tmp_path / "none")
+
+
+def test_a_pipe_is_named_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    with pytest.raises(ModelError, match="x: not a regular file"):
+        TensorFile(tmp_path / "x")
+
+
+def test_a_header_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="x: header is not that of a safetensors file"):
+        TensorFile(with_header(tmp_path / "x", b'{"a":' * 50_000 + b"1" + b"}" * 50_000))
+
+
+def test_a_header_over_the_limit_is_not_read(tmp_path: Path) -> None:
+    header = b"{}".ljust(HEADER_LIMIT_BYTES)
+    assert TensorFile(with_header(tmp_path / "x", header)).entries == {}
+    with pytest.raises(ModelError, match=rf"y: a header of {len(header) + 1} bytes; at most {len(header)} are read"):
+        TensorFile(with_header(tmp_path / "y", header + b" "))
 
 
 @pytest.mark.parametrize(
