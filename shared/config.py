@@ -81,7 +81,8 @@ def load(
 ) -> C:
     """The settings of one service.
 
-    `flags` are `--table-field value` (or `=value`) words; `--config FILE` among them names the file.
+    `flags` are `--table-field value` (or `=value`) words, also written `--table.field`; `--config FILE` among them
+    names the file.
     Raises ConfigError, naming the key and where it came from.
     """
     environ = os.environ if environ is None else environ
@@ -136,13 +137,19 @@ def _check_keys(schema: type[Struct], settings: Mapping[str, Any], where: str, a
             _check_keys(table, value, where, f"{above}{key}.")
 
 
+NAMES_SHOWN = 8
+"""More are `--help`'s to list."""
+
+
 def _instead(name: str, known: Iterable[str]) -> str:
-    """Of an unknown name, for who mistyped it; all that there are where none is like it."""
+    """What an unknown name may have been meant to be: the nearest ones, or all where there are few."""
     import difflib  # here: a start without a mistake need not wait for it
 
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.8)
-    return f"nearest: {', '.join(near)}" if near else f"known: {', '.join(names)}"
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"known: {', '.join(names)}" if len(names) <= NAMES_SHOWN else "`--help` lists them all"
 
 
 def _choices(schema: type[Struct], settings: Mapping[str, Any]) -> str:
@@ -191,9 +198,12 @@ def _parse_flags(
     given: list[tuple[tuple[str, ...], Any]] = []
     words = iter(flags)
     for word in words:
-        name, equals, text = word.partition("=")
+        typed, equals, text = word.partition("=")
+        name = typed.replace(".", "-").replace("_", "-")
         if name != "--config" and name not in known:
-            raise ConfigError(f"unknown flag {name}; {_instead(name, ['--config', *known])}")
+            names = [flag if name == typed else "--" + ".".join(path) for flag, (path, _) in known.items()]
+            names = [each for each in names if not each.endswith(SECRETS)]
+            raise ConfigError(f"{typed}: no such setting; {_instead(typed, ['--config', *names])}")
         if not equals:
             following = next(words, None)
             if following is None:

@@ -10,7 +10,8 @@
         └───────────┴── an error: status 1 (2: settings or model)
                                                  └── a second signal, or over the drain limit: status 1, at once
 
-A signal sets `runtime.stopping`.
+A signal sets `runtime.stopping`. With the flag `--check` (or `--check-settings`) nothing is started: the status says
+whether the settings, and the files that they name, would do.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ from shared.zmq_events import ZmqEvents
 
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
+CHECK = "--check"
+CHECK_SETTINGS = "--check-settings"
 CLOSE_LIMIT_S = 10.0
 """For discovery and for the bus, after the service has drained."""
 FORCED_LIMIT_S = 2.0
@@ -157,19 +160,26 @@ def run(
     process: Callable[[C], Process],
     serve: Callable[[Runtime, C], Awaitable[None]],
     *,
+    check: Callable[[C], None] = lambda _: None,
     flags: Sequence[str] | None = None,
 ) -> NoReturn:
-    """A service's whole process; ends it with a status. `flags` are those of the command line if not given."""
+    """A service's whole process; ends it with a status. `check` reads the files that the settings name, and raises
+    ConfigError or ModelError. `flags` are those of the command line if not given."""
     instance = secrets.token_hex(8)
     flags = sys.argv[1:] if flags is None else flags
     if "--help" in flags:
         print(usage(f"headrace-{service}", schema), end="")
         sys.exit(0)
+    checks = {CHECK, CHECK_SETTINGS}.intersection(flags)
     try:
-        config = load(schema, flags=flags)
+        config = load(schema, flags=[flag for flag in flags if flag not in checks])
         needed = process(config)
         if not subjects.is_id(needed.namespace):
             raise ConfigError(f"namespace: {needed.namespace!r} is not 1 to 64 letters, digits, - and _")
+        if CHECK in checks:
+            check(config)
+        if checks:
+            sys.exit(0)
         logs.start(service, instance, needed.observe.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             status = runner.run(_live(service, instance, needed, lambda runtime: serve(runtime, config)))

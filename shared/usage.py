@@ -20,7 +20,10 @@ WIDTH = 110
 def usage(program: str, schema: type[Struct]) -> str:
     """The text; it ends with a new line."""
     head = [
-        f"usage: {program} [--config FILE] [--SETTING VALUE]…",
+        f"usage: {program} [--config FILE] [--SETTING VALUE]… [--check | --check-settings]",
+        "",
+        "--check starts nothing: its exit status is 0 where the settings and the files that they name would do, or 2",
+        "with the reason; --check-settings looks at no file but --config's.",
         "",
         f"A setting comes from its flag, or from the environment ({PREFIX}TABLE_FIELD), or from the file,",
         "which is TOML, in this order; or it is its default, which stands behind it here.",

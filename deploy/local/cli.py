@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from deploy.local.stack import Access, Gpus, Options, Place, ServiceName, Setting
+from deploy.local.stack import Access, Gpus, Options, Place, ServiceName, Setting, Store
 from deploy.local.terminal import Terminal
 from deploy.local.usage import DEFAULT_MODEL, DEFAULT_URL, GPU_MEMORY_SHARE, parser
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
@@ -67,8 +67,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _up(flags: argparse.Namespace, place: Place) -> int:
-    from deploy.local import model, policy, servers
+    from deploy.local import model, servers
     from deploy.local.block_store import block_store, wish
+    from deploy.local.check import check
     from deploy.local.up import alone, up
 
     if not 1 <= flags.port <= 65535:
@@ -82,23 +83,19 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
     wanted = wish(flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device)
     gpus = _gpus(flags)
     access, more = _access(flags), _more(flags.set)
-    policy.check(flags.policy)  # now: the model may take minutes
     for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if address and not servers.answers(address):
             raise ConfigError(f"{flag} {address}: nothing answers there")
-    if flags.model != DEFAULT_MODEL and not Path(flags.model).exists():
+    given = flags.model != DEFAULT_MODEL
+    if given and not Path(flags.model).exists():
         raise ConfigError(f"--model {flags.model}: no such file or directory; no hub is asked, so fetch it first")
-    terminal = Terminal()
-    with alone(place, flags.port), block_store(wanted, terminal.notice) as store:
-        if flags.model == DEFAULT_MODEL:
-            source, name = model.fetch_default(place.models, terminal.progress), model.NAME
-            terminal.clear()
-        else:
-            source = Path(flags.model).absolute()
-            name = source.stem if source.suffix == ".gguf" else source.name
-        options = Options(
+    source = Path(flags.model).absolute() if given else place.models / model.FILE
+    name = source.stem if source.suffix == ".gguf" else source.name
+
+    def options(store: Store | None) -> Options:
+        return Options(
             model=str(source),
-            model_name=flags.model_name or name,
+            model_name=flags.model_name or (name if given else model.NAME),
             port=flags.port,
             frontends=flags.frontends,
             routers=flags.routers,
@@ -114,7 +111,15 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
             access=access,
             more=more,
         )
-        return up(options, place, terminal)
+
+    planned = Store(str(place.run), wanted.pool_bytes, wanted.disk, wanted.disk_bytes) if wanted.pool_bytes else None
+    check(options(planned), place, python=sys.executable, model=given)  # now: the model may take minutes
+    terminal = Terminal()
+    with alone(place, flags.port), block_store(wanted, terminal.notice) as store:
+        if not given:
+            model.fetch_default(place.models, terminal.progress)
+            terminal.clear()
+        return up(options(store), place, terminal)
 
 
 def _access(flags: argparse.Namespace) -> Access:
@@ -140,7 +145,7 @@ def _more(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
         flag = setting.replace(".", "-").replace("_", "-")
         if WIRING.fullmatch(f"{service}-{flag}"):
             raise ConfigError(f"--set {path}: `up` sets that itself")
-        more.setdefault(service, []).append((f"--{flag}", value))
+        more.setdefault(service, []).append((f"--{setting}", value))
     return more
 
 

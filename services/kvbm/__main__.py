@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.kvbm import policies
 from services.kvbm.config import KvbmConfig
 from services.kvbm.service import serve
 from shared.lifecycle import Process, run
@@ -12,7 +13,12 @@ DRAIN_LIMIT_S = 25.0
 
 def main() -> None:
     """Runs until a signal; ends the process with a status."""
-    run("kvbm", KvbmConfig, _process, serve)
+    run("kvbm", KvbmConfig, _process, serve, check=_check)
+
+
+def _check(config: KvbmConfig) -> None:
+    for name in (config.tiers.host_policy, config.tiers.disk_policy):
+        policies.named(name, 1)
 
 
 def _process(config: KvbmConfig) -> Process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.router.config import RouterConfig
+from services.router.policy import load_policy
 from services.router.service import serve
 from shared.lifecycle import Process, run
 
@@ -12,7 +13,11 @@ DRAIN_LIMIT_S = 15.0
 
 def main() -> None:
     """Runs until a signal; ends the process with a status."""
-    run("router", RouterConfig, _process, serve)
+    run("router", RouterConfig, _process, serve, check=_check)
+
+
+def _check(config: RouterConfig) -> None:
+    load_policy(config.policy)
 
 
 def _process(config: RouterConfig) -> Process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.worker.config import WorkerConfig
+from services.worker.model_check import check_files
 from services.worker.service import serve
 from shared.lifecycle import Process, run
 
@@ -12,7 +13,7 @@ CLOSING_S = 15.0
 
 def main() -> None:
     """Runs until a signal; ends the process with a status."""
-    run("worker", WorkerConfig, _process, serve)
+    run("worker", WorkerConfig, _process, serve, check=check_files)
 
 
 def _process(config: WorkerConfig) -> Process:

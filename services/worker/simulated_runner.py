@@ -38,14 +38,18 @@ class SimulatedRunner:
 
 def simulated_model(facts: Ready, config: SimulatedConfig) -> SimulatedModel:
     """Reads the table of times, if there is one. Raises ConfigError."""
-    table = Table.parse(_read(Path(config.table)), config.table) if config.table else None
+    table = read_times(config)
     if config.context_length:
         facts = msgspec.structs.replace(facts, context_length=config.context_length)
     return SimulatedModel(facts, Timing(config, table), output_tokens=config.output_tokens)
 
 
-def _read(file: Path) -> bytes:
+def read_times(config: SimulatedConfig) -> Table | None:
+    """None: the formula gives them. Raises ConfigError."""
+    if not config.table:
+        return None
     try:
-        return file.read_bytes()
+        content = Path(config.table).read_bytes()
     except OSError as wrong:
-        raise ConfigError(f"{file}: {wrong.strerror}") from None
+        raise ConfigError(f"{config.table}: {wrong.strerror}") from None
+    return Table.parse(content, config.table)

@@ -52,6 +52,13 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--set", "frontend.access.keys_file=k"], "error: --set frontend.access.keys_file: `up` sets that"),
         (["up", "--set", "router.config=/tmp/c"], "error: --set router.config: `up` sets that itself"),
         (["up", "--set", "worker.cuda.gpu=1"], "error: --set worker.cuda.gpu: `up` sets that itself"),
+        (["up", "--set", "worker.foo=1"], "error: worker.foo: no such setting; "),
+        (["up", "--set", "frontend.limits.requests=x"], "error: FrontendConfig: Expected `int`"),
+        (
+            ["up", "--engine", "simulated", "--simulated", "sped=2"],
+            "error: worker: unknown key simulated.sped; did you",
+        ),
+        (["up", "--model", "/etc/hostname"], "error: /etc/hostname: no model here; expected a Hugging Face directory"),
         (["up", "--kvbm-bytes", "1X"], "error: --kvbm-bytes 1X: not a size, such as 512M or 2G"),
         (["up", "--kvbm-disk", "/d", "--kvbm-disk-bytes", "-1"], "error: --kvbm-disk-bytes -1: not a size, "),
         (["up", "--kvbm-disk", "/d", "--kvbm-bytes", "0"], "error: --kvbm-disk needs some --kvbm-bytes: "),

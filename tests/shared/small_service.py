@@ -42,6 +42,11 @@ async def serve(runtime: Runtime, config: SmallConfig) -> None:
     await runtime.stopping.wait()
 
 
+def check(config: SmallConfig) -> None:
+    if config.mode == "model":
+        raise ModelError("model.safetensors: torn")
+
+
 async def refuse() -> NoReturn:
     raise ModelError("model.safetensors: torn")
 
@@ -52,6 +57,7 @@ def main() -> NoReturn:
         SmallConfig,
         lambda config: Process.of(config, config.drain_limit_s),
         serve,
+        check=check,
     )
 
 

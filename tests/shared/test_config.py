@@ -89,8 +89,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--colour", "1"], "unknown flag --colour"),
-        (["name"], "unknown flag name"),
+        (["--colour", "1"], "--colour: no such setting"),
+        (["name"], "name: no such setting"),
         (["--name"], "--name needs a value"),
         (["--count", "many"], "count"),
         (["--nats-password", "secret"], "secrets"),
@@ -106,12 +106,24 @@ def test_a_wrong_flag_is_refused(flags: list[str], told: str) -> None:
 def test_a_mistyped_name_is_refused_with_what_is_like_it(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("counts = 1", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"unknown key counts; nearest: count$"):
+    with pytest.raises(ConfigError, match=r"unknown key counts; did you mean count\?$"):
         load(Settings, file=file, environ={})
-    with pytest.raises(ConfigError, match=r"unknown flag --nats-ur; nearest: --nats-url"):
+    with pytest.raises(ConfigError, match=r"--nats-ur: no such setting; did you mean --nats-url or --nats-user\?$"):
         load(Settings, environ={}, flags=["--nats-ur", "x"])
-    with pytest.raises(ConfigError, match=r"unknown flag --xyz; known: --config, --count, "):
+    with pytest.raises(
+        ConfigError, match=r"--nats\.payload_limit: no such setting; did you mean --nats\.payload_limit_bytes\?$"
+    ):
+        load(Settings, environ={}, flags=["--nats.payload_limit", "x"])
+    with pytest.raises(ConfigError, match=r"--xyz: no such setting; `--help` lists them all$"):
         load(Settings, environ={}, flags=["--xyz", "x"])
+    with pytest.raises(ConfigError, match=r"--xyz: no such setting; known: --config, --model$"):
+        load(Needs, environ={}, flags=["--xyz", "x"])
+
+
+def test_a_flag_may_be_written_as_the_file_has_it() -> None:
+    assert load(Settings, environ={}, flags=["--nats.payload_limit_bytes=1"]).nats.payload_limit_bytes == 1
+    with pytest.raises(ConfigError, match="secrets"):
+        load(Settings, environ={}, flags=["--nats.password=secret"])
 
 
 class Chooses(Struct, frozen=True, forbid_unknown_fields=True):

@@ -211,7 +211,7 @@ async def test_a_model_that_cannot_be_served_is_one_line_and_2(tmp_path: Path, n
     ("flags", "told"),
     [
         (("--nats-url", "nonsense"), "nats.url"),
-        (("--unknown", "flag"), "unknown flag"),
+        (("--unknown", "flag"), "--unknown: no such setting"),
         (("--observe-log-level", "chatty"), "log_level"),
         (("--discovery-backend", "paper"), "paper"),
         (("--observe-host", "192.0.2.1"), "cannot listen"),
@@ -225,6 +225,26 @@ async def test_wrong_settings_are_one_line_and_2(
         assert await child.ended() == EXIT_SETTINGS
     assert told in child.log.splitlines()[-1]
     assert "Traceback" not in child.log
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--check",), ""),
+        (("--check", "--mode", "model"), "model.safetensors: torn"),
+        (("--check-settings", "--mode", "model"), ""),
+        (("--check-settings", "--unknown", "flag"), "--unknown: no such setting"),
+        (("--namespace", "prod.>", "--check"), "namespace"),
+    ],
+)
+async def test_a_service_that_is_asked_to_check_starts_nothing(
+    tmp_path: Path, flags: tuple[str, ...], told: str
+) -> None:
+    async with started(tmp_path, "--nats-url", "nats://127.0.0.1:1", *flags) as child:
+        assert await child.ended() == (EXIT_SETTINGS if told else 0)
+    assert told in child.log
+    assert child.log.count("\n") == bool(told)
+    assert not (tmp_path / "url").exists()
 
 
 async def test_a_taken_port_is_a_wrong_setting(tmp_path: Path, nats_url: str) -> None:

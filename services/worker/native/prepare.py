@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,10 +59,7 @@ def prepare(
     Raises ModelError naming the file that is missing, torn, of an unsupported kind or shape, or cannot be written.
     """
     if source.is_dir():
-        config = read_config(source)
-        if not (source / "tokenizer.json").exists():
-            raise ModelError(f"{source / 'tokenizer.json'}: missing")
-        checkpoint = Checkpoint(source, config)
+        checkpoint = _checkpoint(source)
         if as_stored or checkpoint.mapped:
             return source
         files = [source / "config.json", *checkpoint_files(source), *_existing(source)]
@@ -73,19 +71,41 @@ def prepare(
             limit_bytes,
             lambda target: _convert_directory(source, checkpoint, target, progress),
         )
-    if source.is_file() and (source.suffix == ".gguf" or is_gguf(source)):
-        return _converted(
-            source, [source], cache, progress, limit_bytes, lambda target: _convert_gguf(source, target, progress)
-        )
-    raise ModelError(f"{source}: no model here; expected a Hugging Face directory or a GGUF file")
+    _refuse_other_files(source)
+    return _converted(
+        source, [source], cache, progress, limit_bytes, lambda target: _convert_gguf(source, target, progress)
+    )
+
+
+def check_source(source: Path, cache: Path) -> None:
+    """Raises ModelError where `prepare` would for what is in the files' heads. Writes nothing that stays."""
+    if source.is_dir():
+        _checkpoint(source)
+        return
+    _refuse_other_files(source)
+    if not _is_whole(_target(source, [source], cache)):
+        with tempfile.TemporaryDirectory(prefix="headrace-check-") as aside:
+            _open_gguf(source, Path(aside))
+
+
+def _checkpoint(source: Path) -> Checkpoint:
+    """Of a directory that has a tokenizer, too."""
+    config = read_config(source)
+    if not (source / "tokenizer.json").exists():
+        raise ModelError(f"{source / 'tokenizer.json'}: missing")
+    return Checkpoint(source, config)
+
+
+def _refuse_other_files(source: Path) -> None:
+    if not source.is_file() or not (source.suffix == ".gguf" or is_gguf(source)):
+        raise ModelError(f"{source}: no model here; expected a Hugging Face directory or a GGUF file")
 
 
 def _converted(
     source: Path, files: list[Path], cache: Path, progress: Progress, limit_bytes: int, convert: Callable[[Path], None]
 ) -> Path:
     """The cache's entry for these source files, converted if it is not there or damaged."""
-    name = source.stem if source.is_file() else source.resolve().name  # also of "."
-    target = cache / f"{name}-{_key(source, files)}"
+    target = _target(source, files, cache)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{target.name}.lock", progress):
@@ -108,6 +128,12 @@ def _converted(
     return target
 
 
+def _target(source: Path, files: list[Path], cache: Path) -> Path:
+    """Where these source files are, or would be, converted to."""
+    name = source.stem if source.is_file() else source.resolve().name  # also of "."
+    return cache / f"{name}-{_key(source, files)}"
+
+
 def _convert_directory(source: Path, checkpoint: Checkpoint, target: Path, progress: Progress) -> None:
     for name, limit_bytes in {"config.json": CONFIG_LIMIT_BYTES, **_COPIED}.items():
         if (source / name).exists():
@@ -117,6 +143,12 @@ def _convert_directory(source: Path, checkpoint: Checkpoint, target: Path, progr
 
 def _convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     progress(Loading(f"reading {source.name}", 0.0))
+    model, shapes = _open_gguf(source, target)
+    _write_weights(source, shapes, model.floats, target, progress)
+
+
+def _open_gguf(source: Path, target: Path) -> tuple[GgufFile, dict[str, Shape]]:
+    """The file and the shapes of its tensors, checked; all but the weights is written to `target`."""
     model = GgufFile(source)
     vocabulary = model.vocabulary()
     (target / "config.json").write_text(as_json(model.config()), encoding="utf-8")
@@ -129,7 +161,7 @@ def _convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     except ModelError as wrong:  # names the file being written, which is about to go
         raise ModelError(f"{source}: {str(wrong).removeprefix(f'{target}/config.json: ')}") from None
     model.check(shapes)
-    _write_weights(source, shapes, model.floats, target, progress)
+    return model, shapes
 
 
 def _write_weights(

@@ -1,0 +1,42 @@
+"""What `--check` of a worker looks at: the files that its engine would read, as far as nothing need be converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.worker.config import WorkerConfig
+from services.worker.model_facts import facts_of
+from services.worker.pooling_file import read_pooling
+from shared.errors import ModelError
+from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
+
+
+def check_files(config: WorkerConfig) -> None:
+    """Raises ModelError or ConfigError, as the engine's start would."""
+    source = Path(config.model)
+    if config.engine == "native" or not source.is_dir():
+        from services.worker.native.prepare import (
+            check_source,
+        )  # here, as it brings NumPy, which the shell has no use for
+
+        check_source(source, Path(config.cache))
+    if source.is_dir():
+        _check_directory(source, config)
+    if config.simulated.table:
+        from services.worker.simulated_runner import read_times
+
+        read_times(config.simulated)
+
+
+def _check_directory(source: Path, config: WorkerConfig) -> None:
+    if config.engine != "native":
+        facts_of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
+    from tokenizers import Tokenizer
+
+    file = source / "tokenizer.json"
+    content = read_model_file(file, TOKENIZER_LIMIT_BYTES)
+    try:
+        Tokenizer.from_buffer(content)
+    except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
+        raise ModelError(f"{file}: {wrong}") from None
+    read_pooling(source)
