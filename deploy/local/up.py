@@ -108,6 +108,8 @@ class Shell:
         self._supervisor = Supervisor([launch.program for launch in stack.launches])
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: one exit a child, and signals
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._reason = ""
+        """Why all is stopped, where a program cannot work as configured; the first one's."""
         # The files in place.run say it all.
         self._environment = servers.SETTINGS | environment()
 
@@ -152,11 +154,14 @@ class Shell:
                         self._terminal.notice(f"{name} ended ({_spell(status)}), again in {delay_s} s{said}")
                     case Hopeless(name, needed):
                         if needed:
-                            said = "\n  ".join(_tail(self._log(name), LINES_SHOWN))
-                            self._terminal.notice(f"error: {name} cannot work as configured:\n  {said}")
+                            lines = _tail(self._log(name), LINES_SHOWN)
+                            self._terminal.notice("\n  ".join([f"error: {name} cannot work as configured:", *lines]))
+                            self._reason = self._reason or f"error: {name}: {''.join(lines[-1:])}"
                         else:
                             self._terminal.notice(f"without {name}: " + "".join(_tail(self._log(name), 1)))
                     case Finished(status):
+                        if self._reason:  # said above, and out of sight since
+                            self._terminal.notice(self._reason)
                         return status
                     case _:
                         assert_never(action)

@@ -88,10 +88,12 @@ async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
 async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launches = (launch("worker-0", "echo 'model.safetensors: torn' >&2; exit 2"), launch("router", STAYS, stage=2))
+    script = "echo 'info: loading' >&2; echo 'model.safetensors: torn' >&2; exit 2"
+    launches = (launch("worker-0", script), launch("router", STAYS, stage=2))
     assert await Shell(Stack(launches, {}, "", "", "", ""), place, Terminal()).run() == 1
     said = capsys.readouterr().err
-    assert "error: worker-0 cannot work as configured:\n  model.safetensors: torn" in said
+    assert "error: worker-0 cannot work as configured:\n  info: loading\n  model.safetensors: torn\n" in said
+    assert said.endswith("\n  router: draining\nerror: worker-0: model.safetensors: torn\n")
 
 
 async def test_what_is_not_needed_may_have_a_wrong_configuration(
