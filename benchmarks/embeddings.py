@@ -41,7 +41,7 @@ GOAL = 1.10
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", type=Path, help="a directory or a GGUF file; else SmolLM2-135M-Instruct")
     parser.add_argument("--threads", type=int, default=1, help="of BLAS")
     parser.add_argument("--rounds", type=int, default=ROUNDS)

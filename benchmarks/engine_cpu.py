@@ -47,7 +47,7 @@ Rounds = dict[str, list[float]]
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", type=Path, help="default: the model that `up` serves")
     parser.add_argument("--threads", type=int, default=1, help="of BLAS")
     parser.add_argument("--rounds", type=int, default=9)

@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="half a second a round, fewer rounds")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--publish", nargs=3, type=int, help=argparse.SUPPRESS)

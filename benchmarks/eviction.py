@@ -194,7 +194,7 @@ def _combinations(policies: Sequence[str], both: bool) -> Iterator[tuple[str, st
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace")
     parser.add_argument("--policies", nargs="+", default=list(BUILT_IN), help="by name or module:attribute")
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests, two sizes")

@@ -269,7 +269,7 @@ def _goals(rows: list[Row]) -> list[Goal]:
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="512 and 4,000 streams alone, three seconds each")
     parser.add_argument("--key", action="store_true", help="the frontend asks for an API key, with limits")
     parser.add_argument("--json", action="store_true")

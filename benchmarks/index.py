@@ -68,7 +68,7 @@ Row = dict[str, Any]
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="a tenth of the pairs, fewer rounds")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--dynamo", metavar="PYTHON", help="an interpreter with ai-dynamo-runtime, to compare with")

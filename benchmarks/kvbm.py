@@ -32,7 +32,7 @@ Measured = tuple[Sequence[Goal], Sequence[Any]]
 
 def main() -> int:
     """Print each goal and its value, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for pools")
     parser.add_argument("--directory", type=Path, help="where disk tiers write; default: the temporary directory")

@@ -62,7 +62,7 @@ class Row(msgspec.Struct, frozen=True):
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--mib", type=int, default=512, help="size of the pool")
     parser.add_argument("--quick", action="store_true", help="a pool of 128 MiB")

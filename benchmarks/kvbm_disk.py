@@ -54,7 +54,7 @@ Row = dict[str, Any]
 
 def main() -> int:
     """Prints a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="half the time a round, fewer rounds")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(

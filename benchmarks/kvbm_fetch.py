@@ -73,7 +73,7 @@ class Row(msgspec.Struct, frozen=True):
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--quick", action="store_true", help="a hundred rounds")

@@ -106,7 +106,7 @@ class Times(msgspec.Struct, frozen=True):
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=4096, help="of each prompt, and one more")
     parser.add_argument("--rounds", type=int, default=8, help="from disk; from memory three times as many")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for kvbm's pool")

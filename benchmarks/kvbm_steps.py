@@ -70,7 +70,7 @@ class Row(msgspec.Struct, frozen=True):
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", type=Path, help="default: the model that `up` serves")
     parser.add_argument("--sequences", type=int, default=8, help="that decode together")
     parser.add_argument("--rounds", type=int, default=30)

@@ -41,7 +41,7 @@ LAPTOP = SimulatedConfig(fixed_s=1e-3, weights_s=10e-3, row_s=3e-3, token_s=3.3e
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
     parser.add_argument("--policies", nargs="+", default=list(BUILT_IN), help="by name or module:attribute")
     parser.add_argument("--json", action="store_true")

@@ -255,7 +255,7 @@ async def _measure(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="10 rounds instead of 100")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()

@@ -326,7 +326,7 @@ async def _measure(quick: bool) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="a ninth of the pairs, three seconds a row")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, help="a PNG")

@@ -168,7 +168,7 @@ def _timer_loop() -> asyncio.AbstractEventLoop:
 
 def main() -> None:
     """Print what was measured."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("mode", choices=["open", "closed"])
     parser.add_argument("--nats-url", required=True)
     parser.add_argument("--router-pid", type=int, required=True)

@@ -279,7 +279,7 @@ def main() -> int:
 
 
 def _flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument(
         "--peer", type=Path, help="the yardstick's directory, with stack.py, loadgen.py, model and venv"
     )

@@ -60,7 +60,7 @@ class Row(Struct, frozen=True):
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens")
     parser.add_argument("--json", action="store_true")

@@ -55,7 +55,7 @@ class Row(Struct, frozen=True):
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--quick", action="store_true", help="half a minute")
     parser.add_argument("--plot", type=Path, help="a PNG")

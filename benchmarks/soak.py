@@ -123,7 +123,7 @@ class Soak:
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl of Mooncake")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests, twice")
     parser.add_argument("--plot", type=Path, help="a PNG")

@@ -277,7 +277,7 @@ def _cpu_s() -> float:
 
 def main() -> int:
     """Prints one JSON object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)

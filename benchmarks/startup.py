@@ -33,7 +33,7 @@ LIMIT_S = 300.0
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two runs")
     parser.add_argument("--json", action="store_true")

@@ -58,7 +58,7 @@ SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--threads", type=int, default=1, help="of BLAS")
     parser.add_argument("--rounds", type=int, default=ROUNDS, choices=range(1, ROUNDS + 1))
     parser.add_argument("--quick", action="store_true", help="three rounds")

@@ -82,7 +82,7 @@ class Row(Struct, frozen=True):
 
 def main() -> int:
     """Print a table, or with --json one object."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl of Mooncake")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests, load 0.6")
     parser.add_argument("--requests", type=int, help="the trace's first ones; all where it is left out")

@@ -40,7 +40,10 @@ def main() -> int:
     """Prints the table; with --json one object. The exit status is 1 where a part did
     not come to its end."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     add_model(parser)

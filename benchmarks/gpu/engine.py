@@ -95,7 +95,9 @@ class Asking:
 
 def main() -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--device", choices=get_args(Device), default="cuda")
     parser.add_argument("--streams", type=int, default=64)

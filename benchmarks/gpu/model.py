@@ -57,7 +57,9 @@ _TILE = 33_554_393
 
 def main() -> int:
     """Prints the directory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     add_tokenizer(parser)
     flags = parser.parse_args()

@@ -39,7 +39,10 @@ def main(
 ) -> int:
     """Prints; the exit status is 2 where there is no GPU to measure. `says`: the module's docstring."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.gpu.{part}", description=says, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        prog=f"python -m benchmarks.gpu.{part}",
+        description=says,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="less of everything, within a minute")

@@ -15,6 +15,7 @@ from deploy.local.stack import Access, Gpus, Options, Place, ServiceName, Settin
 from deploy.local.terminal import Terminal
 from deploy.local.usage import DEFAULT_MODEL, DEFAULT_URL, GPU_MEMORY_SHARE, parser
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
+from shared.version import VERSION
 
 if TYPE_CHECKING:
     from deploy.local.fleet import FleetConfig
@@ -33,7 +34,8 @@ WIRING = re.compile(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 failed, 2 wrong usage or configuration."""
-    flags = parser().parse_args(words)
+    commands = parser()
+    flags = commands.parse_args(words)
     place = Place(flags.state.absolute())
     try:
         match flags.command:
@@ -51,6 +53,12 @@ def main(words: Sequence[str] | None = None) -> int:
                 return _key(flags)
             case "install-gpu":
                 return _install_gpu()
+            case "version":
+                print(f"headrace {VERSION}")
+                return 0
+            case None:
+                commands.print_help(sys.stderr)
+                return 2
             case other:
                 raise AssertionError(other)
     except ConfigError as wrong:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from deploy.local.stack import DEFAULT_HOME
+from shared.version import VERSION
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 DEFAULT_MODEL = "default"
 GPU_MEMORY_SHARE = 0.9
 
 
+class Parser(argparse.ArgumentParser):
+    """One that takes no flag for a part of its name: a flag that is added later would change what the part means."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+
 def parser() -> argparse.ArgumentParser:
     """Of all commands."""
-    parser = argparse.ArgumentParser(prog="headrace", description="Serves language models from many workers as one.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    state = argparse.ArgumentParser(add_help=False)
+    parser = Parser(prog="headrace", description="Serves language models from many workers as one.")
+    parser.add_argument("--version", action="version", version=f"headrace {VERSION}")
+    parser.set_defaults(state=DEFAULT_HOME)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    state = Parser(add_help=False)
     state.add_argument(
         "--state", type=Path, default=DEFAULT_HOME, metavar="DIR", help="where `up` keeps its files (.headrace)"
     )
@@ -93,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
 
-    fleet = argparse.ArgumentParser(add_help=False)
+    fleet = Parser(add_help=False)
     fleet.add_argument("--json", action="store_true", help="one JSON object")
     fleet.add_argument("--nats", default="", metavar="URL", help="(those of `up`)")
     fleet.add_argument("--etcd", default="", metavar="HOST:PORT", help="(that of `up`)")
@@ -135,17 +146,16 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     bench.add_argument("--driver", choices=("own", "aiperf"), default="own", help="who sends (%(default)s)")
     bench.add_argument("--tokenizer", default="", help="for aiperf: a directory, or a hub's name")
-    install_gpu = commands.add_parser(
+    commands.add_parser(
         "install-gpu",
         help="fetch what --device cuda needs (0.6 GB)",
         description="CuPy, cuBLAS and CUDA's compiler, into .venv; ./headrace keeps them there from then on.",
     )
-    install_gpu.set_defaults(state=DEFAULT_HOME)
+    commands.add_parser("version", help="print the version")
 
     key = commands.add_parser("key", help="API keys, for frontends that ask for one: docs/access.md")
     new = key.add_subparsers(dest="verb", required=True, metavar="VERB").add_parser("new", help="make and print one")
     new.add_argument("name", metavar="NAME", help="whose it is, of a-z, 0-9, - and _")
     for limit in ("requests-per-minute", "tokens-per-minute", "concurrency"):
         new.add_argument(f"--{limit}", type=int, metavar="N", help="(no limit)")
-    new.set_defaults(state=DEFAULT_HOME)
     return parser

@@ -22,7 +22,9 @@ from tests.chaos.storm import Settings, run
 
 def main() -> int:
     """See above."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Real processes under seeded faults.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m tests.chaos", description="Real processes under seeded faults."
+    )
     parser.add_argument("--seed", type=int, help="one is drawn, and shown, if not given")
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--hours", type=float, default=0.0, help="instead of minutes")

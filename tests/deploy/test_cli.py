@@ -12,6 +12,7 @@ import pytest
 
 from deploy.local import cli, usage
 from services.worker.config import EngineName
+from shared.version import VERSION
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,23 @@ def test_the_command_that_shows_all_settings_is_there(capsys: pytest.CaptureFixt
     assert "--limits-requests" in shown.stdout
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["up", "--port", "x"], ["up", "--discovery", "dns"], ["chat"]])
+def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("usage: headrace ")
+    assert re.findall(r"^    (\S+)", shown.err, re.MULTILINE)[:2] == ["up", "status"]
+
+
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_the_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(cli.main([word]))
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"headrace {VERSION}\n"
+
+
+@pytest.mark.parametrize("words", [["fly"], ["up", "--port", "x"], ["up", "--discovery", "dns"], ["chat"]])
 def test_wrong_usage_ends_with_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)

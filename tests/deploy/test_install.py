@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.version import VERSION
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("headrace", "check", ".ci/run", "deploy/local/bootstrap.sh")
 LIMIT_S = 100.0
@@ -53,7 +55,13 @@ class Checkout:
         self.wheels = above / "wheels"
         (self.root / "deploy" / "local").mkdir(parents=True)
         (self.root / "shared").mkdir()
-        for name in ("headrace", "deploy/local/bootstrap.sh", "deploy/local/install.py", "shared/errors.py"):
+        for name in (
+            "headrace",
+            "deploy/local/bootstrap.sh",
+            "deploy/local/install.py",
+            "shared/errors.py",
+            "shared/version.py",
+        ):
             shutil.copy(ROOT / name, self.root / name)
         (self.root / "deploy" / "local" / "cli.py").write_text(SHOW)
         runtime = wheel(self.wheels, "tiny_runtime")
@@ -92,6 +100,16 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_the_version_needs_no_installation(checkout: Checkout, word: str) -> None:
+    link = checkout.wheels.parent / "headrace"
+    link.symlink_to("a checkout/headrace")
+    started = checkout.start(word, program=link, PYTHON="/no/such/python")
+    assert (started.returncode, started.stdout, started.stderr) == (0, f"headrace {VERSION}\n", "")
+    assert not (checkout.root / ".venv").exists()
+    assert checkout.start(word, "more", PYTHON="/no/such/python").returncode == 1  # an installation tells what is wrong
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

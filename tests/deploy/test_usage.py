@@ -1,0 +1,31 @@
+"""deploy/local/usage.py, and the flags of every program of this repository."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from deploy.local.usage import parser
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("words", [["up", "--worker", "3"], ["status", "--js"], ["bench", "--con", "1"], ["--vers"]])
+def test_a_part_of_a_flags_name_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(words)
+    assert ended.value.code == 2
+    assert words[-2 if words[-1].isdigit() else -1] in capsys.readouterr().err
+
+
+def test_no_program_of_this_repository_takes_a_part_of_a_flags_name() -> None:
+    found = 0
+    for directory in ("benchmarks", "deploy", "services", "shared", "tests"):
+        for file in (ROOT / directory).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ArgumentParser"):
+                    found += 1
+                    assert "allow_abbrev=False" in ast.unparse(node), f"{file}:{node.lineno}"
+    assert found > 30
