@@ -28,9 +28,11 @@ from services.frontend.gate import Gate, account_of, failed, named
 from services.frontend.listening import Port
 from services.frontend.metrics import Metrics
 from services.frontend.openai import BODY_LIMIT_BYTES, body_too_large
+from services.frontend.openapi_answers import Version
 from services.frontend.reply import Reply
 from services.frontend.service import Frontend
 from shared.errors import HeadraceError, InvalidRequest
+from shared.version import VERSION
 
 _JSON = "application/json"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -77,7 +79,11 @@ class HttpDoor:
         async def describe(_request: web.Request) -> web.Response:
             return _respond(200, described)
 
+        async def tell_version(_request: web.Request) -> web.Response:
+            return _respond(200, msgspec.json.encode(Version(VERSION)))
+
         app.router.add_get(openapi_document.PATH, describe)
+        app.router.add_get("/version", tell_version)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app

@@ -66,6 +66,12 @@ class CompletionChunk(Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class Version(Struct, frozen=True):
+    """Of the frontend that answers."""
+
+    version: str
+
+
 class Health(Struct, frozen=True):
     """Whether a request would be served now. Where keys are asked for, no more than that."""
 

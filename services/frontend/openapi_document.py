@@ -13,7 +13,7 @@ import msgspec
 from services.frontend.asking import KEPT, KEPT_RESPONSE, PATHS, Operation
 from services.frontend.error_object import ErrorBody
 from services.frontend.model_list import ModelEntry, ModelList
-from services.frontend.openapi_answers import Health
+from services.frontend.openapi_answers import Health, Version
 from services.frontend.openapi_operations import DESCRIBED, Described
 from services.frontend.openapi_schemas import Schema, components, ref
 from services.frontend.response_events import Response, ResponseDeleted
@@ -47,7 +47,7 @@ def document(*, keys: bool) -> bytes:
     requests = [struct for one in DESCRIBED.values() for struct in (one.request, *one.items)]
     answers = [struct for one in DESCRIBED.values() for struct in (one.answer, *one.events)]
     parts: dict[str, Any] = {
-        "schemas": components(requests, [*answers, ResponseDeleted, ModelEntry, ModelList, Health, ErrorBody]),
+        "schemas": components(requests, [*answers, ResponseDeleted, ModelEntry, ModelList, Health, Version, ErrorBody]),
         "responses": {f"Refused{status}": _refusal(status, keys=keys) for status in _REFUSED},
         "headers": _HEADERS,
         "parameters": _PARAMETERS,
@@ -159,6 +159,7 @@ def _others(*, keys: bool) -> dict[str, Schema]:
             **_read("model", "One model", _json(ModelEntry, keys=keys), ("400", "404", "503"), keys=keys),
         },
         PATH: _read("openapi", "This document", _json(None, keys=keys), (), keys=keys),
+        "/version": _read("version", "Which version this frontend is", _json(Version, keys=keys), (), keys=keys),
         "/live": _read("live", "Whether the process lives", _text("text/plain", keys=False), (), keys=False),
         "/health": _read("health", "Whether a request would be served", _json(Health, keys=False), (), keys=False),
     }

@@ -17,6 +17,7 @@ from services.frontend.config import HttpConfig, LimitsConfig
 from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
 from shared.messages import STEP_FRAME, Finished, Part, Prefilled, Refused, Sampling, StepFrame, TokenLogprob
+from shared.version import VERSION
 from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, NAMESPACE, clients, world
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -566,6 +567,11 @@ async def test_without_workers_it_is_503_with_reasons_and_heals(directory: Path)
         assert error.value.status_code == 503
         async with http.get("/live") as response:
             assert response.status == 200
+
+
+async def test_the_version_is_told_as_vllm_does(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http), http.get("/version") as response:
+        assert (response.status, await response.json()) == (200, {"version": VERSION})
 
 
 async def health(http: aiohttp.ClientSession) -> tuple[int, list[str]]:

@@ -117,7 +117,7 @@ async def test_what_is_answered_fits_and_has_nothing_more(directory: Path) -> No
                 assert misfit(await response.json(), schema_of(path), DOCUMENT, closed=True) is None
             async with http.post(path, json={"model": "nobody", **body}) as response:
                 assert misfit(await response.json(), schema_of(path, 404), DOCUMENT, closed=True) is None
-        for path in ("/v1/models", "/v1/models/{model}", "/health", "/openapi.json"):
+        for path in ("/v1/models", "/v1/models/{model}", "/version", "/health", "/openapi.json"):
             async with http.get(path.replace("{model}", MODEL)) as response:
                 assert (
                     misfit(await response.json(), schema_of(path, 200, "get"), DOCUMENT, closed=path[1] != "o") is None
