@@ -45,6 +45,7 @@ _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")
 """Control tokens that end a turn by their text, as in llama.cpp: older files do not name them in the metadata."""
 
 _MAGIC = b"GGUF"
+_ARRAY = int(GGUFValueType.ARRAY)  # an enumeration's member takes long to look up, for each entry
 _HEAD = struct.Struct("<4sIQQ")
 """Magic, version, number of tensors, number of fields."""
 ENTRIES_LIMIT = 1 << 22
@@ -71,7 +72,7 @@ class _Reader(GGUFReader):
         super().__init__(path)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == GGUFValueType.ARRAY:
+        if raw_type == _ARRAY:
             kind_bytes, count_bytes = 4, 8
             count = int(self._get(orig_offs + kind_bytes, np.uint64)[0])
             self._entries += count
