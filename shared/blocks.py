@@ -23,6 +23,9 @@ stored exactly while one slot carries it, memory is never spent twice, and a kep
 sequences hold whole prefixes and release them last block first (the least recently used block is then always a leaf;
 only a block that a copy reads may outlive its parent, and it leaves next).
 
+A block whose bytes may be wrong is forgotten: it cannot be found any more. Those that hold its slot hold it until they
+release it, and then the slot is free. Blocks that follow it may stay without their parent.
+
 Every operation is O(1) a block, but that an eviction passes over blocks that copies read; changes are returned as
 events, in order.
 """
@@ -98,6 +101,8 @@ class BlockPool:
         self._copies = [0] * capacity_blocks
         self._content: list[Content | None] = [None] * capacity_blocks
         self._slot_of: dict[ContentKey, int] = {}
+        self._forgotten: set[int] = set()
+        """Held slots whose content was forgotten."""
         self._digest = 0
         self.evictions = 0
         """So far."""
@@ -130,6 +135,10 @@ class BlockPool:
     def content(self, slot: int) -> Content | None:
         """What the slot holds; None while it is blank."""
         return self._content[slot]
+
+    def is_forgotten(self, slot: int) -> bool:
+        """Whether the slot is held for a content that was forgotten."""
+        return slot in self._forgotten
 
     def __contains__(self, key: ContentKey) -> bool:
         return key in self._slot_of
@@ -257,6 +266,20 @@ class BlockPool:
         self._sequences[slot] -= 1
         self._settle(slot)
 
+    def forget(self, key: ContentKey) -> list[Evicted]:
+        """The block cannot be found any more; one that is not there is ignored. Its slot is free once nothing holds
+        it."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return []
+        if slot in self._cached:
+            del self._cached[slot]
+            self._read -= self._copies[slot] > 0
+        content = self._forget(slot)
+        self._forgotten.add(slot)
+        self._settle(slot)
+        return [Evicted(content)]
+
     # --- copies: hold what they read, and fill what is loading
 
     def hold_for_copy(self, slot: int) -> None:
@@ -272,6 +295,8 @@ class BlockPool:
             assert self._copies[slot] > 0, f"no copy holds slot {slot}"
             self._copies[slot] -= 1
             self._read -= slot in self._cached and not self._copies[slot]
+            if slot in self._forgotten:
+                self._settle(slot)
 
     def begin_load(self, count: int) -> tuple[list[int], list[Evicted]]:
         """`count` slots to be written by copies, each held by its sequence and by its copy.
@@ -326,6 +351,7 @@ class BlockPool:
             self._cached[slot] = None
             self._read += self._copies[slot] > 0
         elif not self._copies[slot]:
+            self._forgotten.discard(slot)
             self._free.append(slot)
 
     def validate(self) -> None:
@@ -352,10 +378,13 @@ class BlockPool:
             assert slot in seen or self.state(slot) == "held", f"slot {slot} is lost"
             content = self._content[slot]
             if content is None:
-                assert self._sequences[slot] <= 1, f"blank slot {slot} is shared"
+                shared = self._sequences[slot] > 1 and slot not in self._forgotten
+                assert not shared, f"blank slot {slot} is shared"
                 continue
+            assert slot not in self._forgotten, f"slot {slot} is forgotten and holds a block"
             assert slot not in self._loading, f"loading slot {slot} can be found"
             assert self._slot_of.get(content.key) == slot, f"slot {slot} cannot be found by its key"
             digest ^= event_hash(content.key)
         assert len(self._slot_of) == sum(content is not None for content in self._content)
         assert digest == self._digest, "digest differs from the content"
+        assert all(self.state(slot) == "held" for slot in self._forgotten), "a forgotten slot that nothing holds"

@@ -5,6 +5,7 @@ HeadraceError
 ├── ProtocolError          bytes on the wire that are not what was agreed
 │   └── PayloadTooLarge    over the payload limit; carries size_bytes and limit_bytes
 ├── ModelError             a model directory or file that cannot be served; names the file
+├── NotFinite              the model's numbers overflow on a request, at any worker
 ├── InvalidRequest         the client's fault (4xx); carries param and code
 └── Unavailable            not now, perhaps later (503); carries retry_after_s
     ├── BusDown            NATS cannot be reached
@@ -41,6 +42,10 @@ class PayloadTooLarge(ProtocolError):
 
 class ModelError(HeadraceError):
     """A model that cannot be served; the message names the file."""
+
+
+class NotFinite(HeadraceError):
+    """The model's numbers overflow on a request, or it is broken: another try would fail as well."""
 
 
 class InvalidRequest(HeadraceError):

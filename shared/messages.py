@@ -505,6 +505,9 @@ SHUTTING_DOWN = "the worker is shutting down"
 """`Part.error` of an attempt that its worker hands back because it ends: neither of them has failed."""
 UNFOLLOWABLE = "the grammar cannot be followed"
 """How `Part.error` begins where output cannot be held to `Sampling.grammar`, at any worker: nothing else has failed."""
+NOT_FINITE = "the model computes numbers that are not finite"
+"""How `Part.error` begins where that is so once more after the worker has computed everything again: others would fail,
+too."""
 
 
 class Part(Struct, frozen=True, array_like=True):
@@ -522,7 +525,8 @@ class Part(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each token, where they were asked for."""
     error: str = ""
-    """Why, where finish is "error"; SHUTTING_DOWN, and what begins with UNFOLLOWABLE, frontends know."""
+    """Why, where finish is "error"; SHUTTING_DOWN, and what begins with UNFOLLOWABLE or NOT_FINITE,
+    frontends know."""
     cached_host_tokens: int = 0
     """Of `cached_tokens`, those that came from the kvbm's host memory …"""
     cached_disk_tokens: int = 0

@@ -134,6 +134,10 @@ class EngineLoad(Struct, frozen=True):
     """What a step that only decodes takes, as measured lately; 0: not yet."""
     preemptions: int = 0
     """Since the engine started."""
+    recomputed: int = 0
+    """Sequences computed once more as their numbers were not finite, since the engine started …"""
+    not_finite: int = 0
+    """… and those that ended with an error as they were not finite again."""
     onboarding: int = 0
     """Of `waiting`, those that wait for blocks of the kvbm."""
     late_onboardings: int = 0
@@ -166,6 +170,8 @@ class Exchanged(Struct, frozen=True):
     """… and those for which a better way failed before, by its name and the reason."""
     differing_blocks: int = 0
     """Loads that were compared with the pool's slot and were not the same."""
+    discarded_blocks: int = 0
+    """Named to the kvbm as blocks that may be wrong."""
 
 
 class Stepped(Struct, frozen=True, tag="stepped"):
@@ -230,7 +236,7 @@ class KvbmAsk(Struct, frozen=True, tag="kvbm_ask"):
     """Put this to the kvbm; each is answered by KvbmReply, the last of which is `last`."""
 
     number: int
-    operation: Literal["attach", "store", "commit", "abort", "fetch", "release"]
+    operation: Literal["attach", "store", "commit", "abort", "fetch", "release", "discard"]
     payload: bytes
     """As `shared.kvbm_messages` encodes it."""
     timeout_s: float
@@ -335,6 +341,8 @@ class Drawn(Struct, frozen=True, gc=False):
     """Why there is no token after all: the sequence ends with it."""
     embedding: bytes = b""
     """As in Part; there is no token then."""
+    suspect: bool = False
+    """The error is that numbers were not finite: the blocks that they came of may be wrong, whoever computed them."""
 
 
 class Runner(Protocol):
@@ -344,7 +352,8 @@ class Runner(Protocol):
     def facts(self) -> Ready: ...
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry per work, None for those that do not end. Raises ModelError if the device fails."""
+        """One entry per work, None for those that do not end. Where the numbers of a work are not finite, its entry
+        is `suspect`, and those of the others are as ever. Raises ModelError if the device fails."""
         ...
 
     def mover(self, clock: Callable[[], float]) -> Mover:

@@ -43,12 +43,19 @@ class Metrics:
         )
         self._output = counter(registry, "headrace_output_tokens", "Tokens drawn")
         self._preemptions = counter(registry, "headrace_preemptions", "Sequences whose blocks were taken")
+        self._not_finite = counter(
+            registry,
+            "headrace_not_finite_sequences",
+            "Sequences whose numbers were not finite: computed once more (recomputed), and not finite again (failed)",
+            ["outcome"],
+        )
         self._blocks = gauge(registry, "headrace_blocks", "Device blocks by state", ["state"])
         self._events = counter(registry, "headrace_event_batches", "KV event batches published")
         self._frames = counter(registry, "headrace_frames", "Step frames published")
         self._lost_frames = counter(registry, "headrace_lost_frames", "Step frames dropped before they were sent")
         self._engine_starts = counter(registry, "headrace_engine_starts", "Starts of the engine that got ready")
-        self._preempted = 0
+        self._shown = EngineLoad()
+        """What of the engine's counts is shown."""
         self._lost = 0
         self._since = _Steps()
 
@@ -93,13 +100,15 @@ class Metrics:
         self._events.inc(since.event_batches)
         self._frames.inc(since.frames)
         if since.load is not None:
-            self._preemptions.inc(since.load.preemptions - self._preempted)
-            self._preempted = since.load.preemptions
+            load, shown, self._shown = since.load, self._shown, since.load
+            self._preemptions.inc(load.preemptions - shown.preemptions)
+            self._not_finite.labels("recomputed").inc(load.recomputed - shown.recomputed)
+            self._not_finite.labels("failed").inc(load.not_finite - shown.not_finite)
             self._show(since.load, since.capacity_blocks)
 
     def engine_started(self) -> None:
         self._engine_starts.inc()
-        self._preempted = 0
+        self._shown = EngineLoad()
 
     def engine_lost(self) -> None:
         self.show()

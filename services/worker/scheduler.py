@@ -10,6 +10,7 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
             onboarding: passed over until its blocks are loaded, or until it has waited long enough
 
     waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
+    running ── advance: numbers that are not finite ──▶ waiting, alone; the second time ──▶ ended
 
 A running sequence prefills while more than one of its tokens is uncomputed, and decodes while one is. One that is asked
 for an embedding ends where others draw their first token; for a mean it takes no blocks from others. Each step:
@@ -24,6 +25,11 @@ for an embedding ends where others draw their first token; for a mean it takes n
 Rank: higher `priority` first, then first come first served; the head of the queue is never overtaken within its
 priority by a smaller prompt. All blocks of the known tokens are taken at admission, so that half-done prefills cannot
 block each other; one block for each running sequence is left free for it to grow into.
+
+Numbers that are not finite fail their own sequence, and no other. The cause may be a block that it was given. So all
+its full blocks are forgotten, here and at the kvbm, and it is computed once more from its tokens alone. Where that
+fails, too, it ends with an error. A device or weights that are broken fail everything: the engine ends after
+`MOST_NOT_FINITE` such ends without one token drawn between them.
 
 Where two sequences prefill the same prefix, the second takes over the first one's blocks chunk by chunk as they are
 stored. Every attempt that was submitted ends with exactly one Part that has a finish reason.
@@ -48,10 +54,13 @@ from services.worker.pace import Pace
 from services.worker.sequence import Sequence
 from services.worker.step_budget import StepBudget
 from shared.blocks import BlockPool, Content
+from shared.errors import ModelError
 from shared.hashing import ContentKey
 from shared.messages import FinishReason, Part
 
 _NEVER = float("inf")
+MOST_NOT_FINITE = 16
+"""Sequences in a row that end because their numbers are not finite."""
 
 
 class Scheduler:
@@ -82,6 +91,11 @@ class Scheduler:
         """Uncomputed tokens of `_waiting`."""
         self._arrivals = 0
         self._preemptions = 0
+        self._recomputed = 0
+        self._not_finite = 0
+        self._not_finite_in_a_row = 0
+        self._discards: list[ContentKey] = []
+        """Blocks that the kvbm is not to give to others, where there is one."""
         self._earliest_deadline_s = _NEVER
         self._step: list[Sequence] | None = None
         self._stalled = False
@@ -140,7 +154,8 @@ class Scheduler:
         return [sequence.work for sequence in self._step]
 
     def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
-        """The step was computed: one entry of `drawn` per work. Returns all that happened since the last call."""
+        """The step was computed: one entry of `drawn` per work. Returns all that happened since the last call. Raises
+        ModelError where nothing that is computed is finite any more."""
         step, self._step = self._step, None
         assert step is not None
         assert len(drawn) == len(step)
@@ -149,10 +164,14 @@ class Scheduler:
         for sequence, draw in zip(step, drawn, strict=True):
             work = sequence.work
             assert (draw is not None) == (work.end == len(sequence.tokens))
+            if draw is not None and draw.suspect:
+                self._distrust(sequence, draw.error)
+                continue
             work.start = work.end
             if work.start // size > sequence.stored:
                 self._store_full_blocks(sequence)
             if draw is not None:
+                self._not_finite_in_a_row = 0
                 if draw.error:
                     self._end(sequence, "error", draw.error)
                 elif draw.embedding:
@@ -176,6 +195,7 @@ class Scheduler:
         with `settled` once the last of what is loading for them is `loaded`), and nothing is offered."""
         self._onboarding.turn(on)
         self._offloading.turn(on)
+        self._discards.clear()
         self._stalled = False
 
     def wanted(self) -> list[Wanted]:
@@ -228,6 +248,11 @@ class Scheduler:
         self._offloading.let_go(slots)
         self._stalled = False
 
+    def discards(self) -> list[ContentKey]:
+        """Blocks that may be wrong, new since the last call: the kvbm is to give them to nothing any more."""
+        discards, self._discards = self._discards, []
+        return discards
+
     @property
     def wait_until_s(self) -> float | None:
         """When `schedule` has something to do though no step is due: a deadline, or somebody has waited long enough for
@@ -264,6 +289,8 @@ class Scheduler:
             prefill_tokens_per_s=self._pace.tokens_per_s,
             step_s=self._pace.step_s,
             preemptions=self._preemptions,
+            recomputed=self._recomputed,
+            not_finite=self._not_finite,
             onboarding=self._onboarding.waiting,
             late_onboardings=self._onboarding.late,
             offered_blocks=self._offloading.offered_blocks,
@@ -393,12 +420,34 @@ class Scheduler:
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         for index in range(sequence.stored, sequence.computed // self._limits.block_size):
-            slot, events = self._pool.store(sequence.blocks[index], sequence.content(index))
+            content = sequence.content(index)
+            if sequence.alone:  # what is there may have come from where the wrong one did
+                self._outcome.events.extend(self._pool.forget(content.key))
+            slot, events = self._pool.store(sequence.blocks[index], content)
             sequence.blocks[index] = slot
             self._outcome.events.extend(events)
             if events and self._offloading.queues:
                 self._offloading.stored(events[0].content)
             sequence.stored += 1
+
+    def _distrust(self, sequence: Sequence, error: str) -> None:
+        """Its numbers were not finite: nobody uses its blocks any more, and it begins once more, or ends."""
+        keys = sequence.keys[: sequence.stored]
+        for key in reversed(keys):
+            self._outcome.events.extend(self._pool.forget(key))
+        if self._onboarding.on:
+            self._discards += keys
+        if not sequence.alone:
+            self._recomputed += 1
+            sequence.alone = sequence.looked_up = True
+            self._stop(sequence)
+            self._enqueue(sequence)
+            return
+        self._not_finite += 1
+        self._not_finite_in_a_row += 1
+        if self._not_finite_in_a_row == MOST_NOT_FINITE:
+            raise ModelError(f"{error}: {MOST_NOT_FINITE} sequences in a row, and nothing else was drawn")
+        self._end(sequence, "error", error)
 
     def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
         tokens, token = sequence.tokens, drawn.token
@@ -543,7 +592,8 @@ class Scheduler:
             assert sequence.deadline_s >= self._earliest_deadline_s
             for index, slot in enumerate(sequence.blocks):
                 content = self._pool.content(slot)
-                assert (content is not None) == (index < sequence.stored), f"block {index} of {sequence.name}"
+                known = content is not None or self._pool.is_forgotten(slot)
+                assert known == (index < sequence.stored), f"block {index} of {sequence.name}"
                 assert content is None or content.key == sequence.keys[index]
         assert not (self._stalled and self._running)
         held.update(self._offloading.holds(), *self._onboarding.holds())

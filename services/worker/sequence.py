@@ -62,6 +62,8 @@ class Sequence:
     """Blocks that were loaded for it → whether from disk."""
     looked_up: bool = False
     """The kvbm was considered, since it began to wait."""
+    alone: bool = False
+    """It uses no block that it did not compute: its numbers were not finite, and some block that it had may be why."""
 
     @staticmethod
     def of(
@@ -130,7 +132,9 @@ class Sequence:
     def reusable_keys(self) -> list[ContentKey]:
         """Keys of the blocks that may come from the cache: at least the last token is always computed, and for a mean
         over all positions each of them."""
-        return [] if self.work.sampling.pooling == "mean" else self.keys[: (len(self.tokens) - 1) // self.block_size]
+        if self.alone or self.work.sampling.pooling == "mean":
+            return []
+        return self.keys[: (len(self.tokens) - 1) // self.block_size]
 
     def count_cached(self, first: int) -> None:
         """Blocks first … stored - 1 were found in the cache; of a continuation only the prompt's tokens count."""

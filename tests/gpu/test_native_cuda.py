@@ -194,15 +194,50 @@ def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int,
     assert abs(drawn[-1].logprob.logprob - expected[-1].logprob.logprob) < 1e-4
 
 
-def test_a_logit_that_is_no_number_is_an_error_and_no_token(tmp_path: Path) -> None:
-    from shared.errors import ModelError
-
+def test_a_logit_that_is_not_finite_is_an_error_of_its_row_and_the_others_draw_as_ever(tmp_path: Path) -> None:
     draws = drawing(tmp_path, CudaConfig())
-    for broken in (np.nan, np.inf):
-        logits = np.zeros((2, 320), np.float32)
-        logits[1, 317] = broken
-        with pytest.raises(ModelError, match="not finite"):
-            draws.draw(cp.asarray(logits), [work([1], [0])] * 2)
+    plain, special = GREEDY, Sampling(max_tokens=1, temperature=0.9, top_k=4, seed=5)
+    for broken in (np.nan, np.inf, -np.inf):
+        logits = np.zeros((5, 320), np.float32)
+        logits[:, 7] = 9
+        logits[[1, 3], 317] = broken
+        for settings in ([plain] * 5, [special] * 5, [plain, plain, plain, special, special]):
+            works = [work([1], [0], sampling=one) for one in settings]
+            drawn = draws.draw(cp.asarray(logits), works)
+            assert [one.suspect for one in drawn] == [False, True, False, True, False]
+            assert drawn == sample(np, logits, works)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("part", [0, 1], ids=["keys", "values"])
+def test_a_block_that_is_not_finite_fails_those_that_read_it_and_no_other(
+    tmp_path: Path, dtype: Any, part: int
+) -> None:
+    both = Both(write_tiny_model(tmp_path, **SHAPES["head of 64, 4 share"]), dtype, graphs_up_to=4)
+    tokens, blocks = sequences(2, [300, 45, 70])
+    prompts = [work(history[:-1], own) for history, own in zip(tokens, blocks, strict=True)]
+    both.runner.step(prompts)
+    works = [
+        work(history, own, start=len(history) - 1, sampling=GREEDY) for history, own in zip(tokens, blocks, strict=True)
+    ]
+    before = both.runner.step(works)
+    for wrong, own in enumerate(blocks):
+        slot = own[0]
+        with both.runner.stream:
+            both.runner.pages[slot, :, part, 3] = np.nan  # one position, of all layers
+        for use_graphs in (True, False):
+            both.runner.use_graphs = use_graphs
+            drawn = both.runner.step(works)
+            assert [one.suspect for one in drawn if one is not None] == [number == wrong for number in range(3)]
+            assert [one for number, one in enumerate(drawn) if number != wrong] == [
+                one for number, one in enumerate(before) if number != wrong
+            ]
+        chunk = work(tokens[wrong], own, start=16, sampling=GREEDY)  # a prefill behind the wrong block
+        (one,) = both.runner.step([chunk])
+        assert one is not None
+        assert one.suspect
+        both.runner.step([work(tokens[wrong], own, sampling=GREEDY)])  # all of it is right again
+    both.runner.close()
 
 
 def test_greedy_tokens_of_steps_are_the_numpy_decoders(tmp_path: Path) -> None:

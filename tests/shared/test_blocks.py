@@ -218,6 +218,41 @@ def test_the_newest_are_those_that_were_stored_last_in_that_order() -> None:
     assert pool.newest(0) == []
 
 
+def test_a_forgotten_block_cannot_be_found_and_its_slot_is_free_at_once_where_nothing_holds_it() -> None:
+    pool, contents = BlockPool(4), chain(1, 2, 3)
+    release(pool, fill(pool, contents))
+    assert pool.forget(contents[1].key) == [Evicted(contents[1])]
+    pool.validate()
+    assert pool.longest_prefix(content.key for content in contents) == 1
+    assert pool.free == 2
+    assert pool.forget(contents[1].key) == []
+
+
+def test_the_slot_of_a_forgotten_block_stays_with_those_that_hold_it_until_the_last_lets_go() -> None:
+    pool, contents = BlockPool(4), chain(1)
+    (slot,) = fill(pool, contents)
+    pool.acquire(contents[0].key)
+    pool.hold_for_copy(slot)
+    pool.forget(contents[0].key)
+    for let_go in (lambda: pool.release(slot), lambda: pool.release_copies([slot]), lambda: pool.release(slot)):
+        pool.validate()
+        assert pool.is_forgotten(slot)
+        assert (pool.free, pool.state(slot)) == (3, "held")
+        let_go()
+    pool.validate()
+    assert (pool.free, pool.is_forgotten(slot)) == (4, False)
+
+
+def test_a_forgotten_block_may_be_stored_again_in_another_slot() -> None:
+    pool, contents = BlockPool(4), chain(1)
+    (first,) = fill(pool, contents)
+    pool.forget(contents[0].key)
+    (second,) = fill(pool, contents)
+    pool.validate()
+    assert first != second
+    assert pool.find(contents[0].key) == second
+
+
 def test_asking_for_more_than_is_available_is_a_programmers_error() -> None:
     with pytest.raises(AssertionError, match="3 blocks asked for, 2 available"):
         BlockPool(2).allocate(3)
@@ -240,6 +275,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(6)
         self.told: dict[ContentKey, Content] = {}
         self.copied = False
+        self.orphans = False
 
     def hear(self, events: list[Stored] | list[Evicted]) -> None:
         for event in events:
@@ -285,6 +321,12 @@ class PoolMachine(RuleBasedStateMachine):
         if slot is not None:
             self.pool.release_copies([slot])
 
+    @precondition(lambda self: self.told)
+    @rule(pick=st.integers(0, 5))
+    def forget(self, pick: int) -> None:
+        self.orphans = True
+        self.hear(self.pool.forget(list(self.told)[pick % len(self.told)]))
+
     @precondition(lambda self: self.pool.available > 0)
     @rule(target=loads, token=st.integers(0, 1), stays=st.booleans())
     def load(self, token: int, stays: bool) -> tuple[int, Content, bool]:
@@ -309,7 +351,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert {content.key for content in snapshot} == self.told.keys()
         newest = self.pool.newest(self.pool.capacity)
         assert newest == list(self.told.values())
-        if not self.copied:
+        if not self.copied and not self.orphans:
             keys = [content.key for content in newest]
             assert all(content.parent in (None, *keys[:place]) for place, content in enumerate(newest))
         digest = 0
@@ -321,8 +363,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert counts.keyed == len(self.told)
 
     @invariant()
-    def a_kept_block_has_its_parent_unless_copies_mixed_the_order(self) -> None:
-        if not self.copied:
+    def a_kept_block_has_its_parent_unless_it_was_forgotten_or_copies_mixed_the_order(self) -> None:
+        if not self.copied and not self.orphans:
             for content in self.told.values():
                 assert content.parent is None or content.parent in self.told
 

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.engine import Drawn
-from shared.messages import Pooling, Sampling
+from services.worker.engine import Drawn, Work
+from services.worker.scheduler import MOST_NOT_FINITE
+from shared.errors import ModelError
+from shared.hashing import content_keys, pack_tokens, root_key
+from shared.messages import NOT_FINITE, Pooling, Sampling
 from tests.worker.fake_runner import EOS, continuation, embedding
 from tests.worker.scheduled import Engine
 
@@ -87,6 +92,100 @@ def test_a_draw_that_failed_ends_its_sequence_with_the_error_and_no_other() -> N
     [failed] = outcome.notable
     assert (failed.request, failed.finish, failed.error, failed.tokens) == ("a", "error", "nothing can follow", b"")
     assert engine.scheduler.load().running == 1
+
+
+NOT_FINITE_ROW = Drawn(0, error=f"{NOT_FINITE}: its logits", suspect=True)
+
+
+def step_with(engine: Engine, failing: Callable[[Work], bool]) -> int:
+    """A step in which the numbers of some works are not finite; returns of how many."""
+    works = engine.scheduler.schedule(engine.now_s)
+    drawn = engine.runner.step(works)
+    failed = [work.ends and failing(work) for work in works]
+    rows = [NOT_FINITE_ROW if is_failed else one for one, is_failed in zip(drawn, failed, strict=True)]
+    engine.take(engine.scheduler.advance(rows, 0.01))
+    engine.check()
+    return sum(failed)
+
+
+def test_numbers_that_are_not_finite_fail_their_sequence_only_and_it_is_computed_again_from_its_tokens() -> None:
+    engine = Engine()
+    engine.copies = True  # a block may outlive one that was forgotten
+    engine.submit("first", PROMPT, max_tokens=1)
+    engine.run()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.submit("b", [4, 4, 4], sampling=NO_EOS)
+    for _ in range(3):
+        engine.step()
+    assert engine.last("a").cached_tokens == 4
+    produced = len(engine.output("a"))
+    computed = engine.runner.computed_tokens
+    assert step_with(engine, lambda work: work.history[0] == PROMPT[0]) == 1
+    assert len(engine.output("a")) == produced
+    assert len(engine.output("b")) == 4
+    cached = {content.key for content in engine.scheduler.snapshot()}
+    assert cached.isdisjoint(content_keys(root_key("model"), pack_tokens(PROMPT), 2)), "they have left the cache"
+    assert cached, "those of others have not"
+    engine.run()
+    assert engine.last("a").finish == engine.last("b").finish == "length"
+    assert engine.runner.computed_tokens - computed > len(PROMPT) + produced, "nothing was taken from the cache"
+    assert (engine.scheduler.load().recomputed, engine.scheduler.load().not_finite) == (1, 0)
+    untroubled = Engine()
+    untroubled.submit("a", PROMPT, sampling=NO_EOS)
+    untroubled.submit("b", [4, 4, 4], sampling=NO_EOS)
+    untroubled.run()
+    assert (engine.output("a"), engine.output("b")) == (untroubled.output("a"), untroubled.output("b"))
+
+
+def test_numbers_that_are_not_finite_twice_end_the_sequence_with_an_error_and_no_other() -> None:
+    engine = Engine()
+    engine.copies = True
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.submit("b", [4, 4, 4], sampling=NO_EOS)
+    while engine.scheduler.busy:
+        step_with(engine, lambda work: work.history[0] == PROMPT[0])
+    assert engine.last("a").finish == "error"
+    assert engine.last("a").error.startswith(NOT_FINITE)
+    assert engine.last("b").finish == "length"
+    assert (engine.scheduler.load().recomputed, engine.scheduler.load().not_finite) == (1, 1)
+    assert engine.scheduler.load().held_blocks == 0
+
+
+def test_one_that_shares_blocks_with_a_failed_sequence_goes_on_and_its_slots_are_free_in_the_end() -> None:
+    engine = Engine()
+    engine.copies = True
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.step()
+    engine.submit("b", [*PROMPT, 3], sampling=NO_EOS)
+    engine.step()
+    assert step_with(engine, lambda work: work.prompt_tokens == len(PROMPT)) == 1
+    assert engine.scheduler.load().running == 1, "the other one"
+    engine.run()
+    alone = Engine()
+    alone.submit("b", [*PROMPT, 3], sampling=NO_EOS)
+    alone.run()
+    assert engine.output("b") == alone.output("b")
+    assert engine.last("a").finish == "length"
+
+
+def test_where_nothing_is_finite_any_more_the_engine_ends_and_a_token_between_keeps_it_going() -> None:
+    engine = Engine()
+    engine.copies = True
+    ends = MOST_NOT_FINITE - 1
+    for attempt in range(ends):
+        engine.submit("a", PROMPT, sampling=NO_EOS, attempt=attempt)
+        while engine.scheduler.busy:
+            step_with(engine, lambda _: True)
+    engine.submit("between", PROMPT, max_tokens=1)
+    engine.run()
+    for attempt in range(ends):
+        engine.submit("b", PROMPT, sampling=NO_EOS, attempt=attempt)
+        while engine.scheduler.busy:
+            step_with(engine, lambda _: True)
+    engine.submit("last", PROMPT)
+    step_with(engine, lambda _: True)
+    with pytest.raises(ModelError, match="16 sequences in a row"):
+        step_with(engine, lambda _: True)
 
 
 def test_a_repeated_prompt_is_found_but_its_last_token_is_computed() -> None:

@@ -3,8 +3,8 @@
     pages[slot]  =  layer 0: keys (block_size, kv_heads, head_dim), values (the same) | layer 1: keys, values | …
 
 so that a block leaves or enters the device as one copy. Which slot belongs to which sequence is the scheduler's
-business. Pages start as zeros: attention reads past a sequence's end within its last block and masks it, and what it
-masks must at least be a number.
+business. The rest of a block is zeros from its first token on: attention reads past a sequence's end within its last
+block and masks it, and what it masks must at least be finite, whatever the slot held for others before.
 
 What is stored may be narrower than float32. All attention reads what is stored, also that of the chunk that wrote it:
 so a block gives the same numbers to those who computed it and to those who were given it. Widening what is read makes
@@ -46,6 +46,9 @@ class KvCache:
         blocks."""
         if self._narrow:
             keys, values = narrowed(np, keys), narrowed(np, values)
+        begun = slots[offsets == 0]
+        if begun.size:
+            self.pages[begun, layer] = 0
         self.pages[slots, layer, 0, offsets] = keys
         self.pages[slots, layer, 1, offsets] = values
 

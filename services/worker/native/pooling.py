@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from services.worker.engine import Drawn, Work
-from shared.errors import ModelError
+from shared.messages import NOT_FINITE
 
 Sums = NDArray[np.float64]
 """(spans, hidden)."""
@@ -47,7 +47,7 @@ def spans_of(works: Sequence[Work]) -> list[RowSpan]:
 
 def answered(works: Sequence[Work], drawn: Iterable[Drawn], sums: Sums) -> list[Drawn | None]:
     """What comes of each work of a step: the next of `drawn`, an embedding, or None. `sums` are of the works' spans.
-    Raises ModelError where a hidden state is not a number."""
+    Where a hidden state is not finite there is the error instead of an embedding."""
     tokens, left = iter(drawn), iter(sums)
     return [next(tokens) if work.draws else _pooled(work, left) for work in works]
 
@@ -73,5 +73,5 @@ def _embedding(total: NDArray[np.float64]) -> Drawn:
     """Of length 1: what a sum is divided by does not matter. A vector of zeros has no direction and stays as it is."""
     length = np.linalg.norm(total)
     if not np.isfinite(length):
-        raise ModelError("the model computed hidden states that are not finite numbers")
+        return Drawn(0, error=f"{NOT_FINITE}: its hidden states", suspect=True)
     return Drawn(0, embedding=(total / (length or 1.0)).astype("<f4").tobytes())

@@ -85,7 +85,7 @@ class NativeRunner:
         return self._facts
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry a work, None for those that do not end. Raises ModelError where the model's numbers break down."""
+        """One entry a work, None for those that do not end."""
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
         with np.errstate(over="ignore", invalid="ignore"):  # found in the logits or the sums, where it matters

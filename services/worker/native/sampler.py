@@ -26,24 +26,29 @@ from services.worker.engine import Drawn, Work
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.philox import uniform
-from shared.errors import ModelError
 from shared.hashing import pack_tokens
-from shared.messages import Sampling, TokenLogprob
+from shared.messages import NOT_FINITE, Sampling, TokenLogprob
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy (vLLM's bound): dividing by it would overflow."""
 _LOGIT_LIMIT = 1e30
+NO_TOKEN = Drawn(0, error=f"{NOT_FINITE}: its logits", suspect=True)
+"""Of a row with a logit that is not finite."""
 
 
 def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
     """Draw one token a row of logits (works, vocab), float32; not changed. A row whose grammar has failed gets no
-    token but the error.
+    token but the error, and so does one with a logit that is not finite: any token of it would be an invention."""
+    finite = xp.isfinite(logits).all(axis=1).tolist()
+    if all(finite):
+        return _drawn(xp, logits, works, masks)
+    sound = [row for row, is_finite in enumerate(finite) if is_finite]
+    drawn = iter(_drawn(xp, logits[sound], [works[row] for row in sound], masks) if sound else ())
+    return [next(drawn) if is_finite else NO_TOKEN for is_finite in finite]
 
-    Raises ModelError where a logit is not a number: then the weights or the device are broken, and any token would
-    be an invention.
-    """
-    if not bool(xp.isfinite(logits).all()):
-        raise ModelError("the model computed logits that are not finite numbers")
+
+def _drawn(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> list[Drawn]:
+    """Of finite logits."""
     penalised = _masked(xp, _penalised(xp, _biased(xp, logits, works), works), works, masks)
     tokens = xp.argmax(penalised, axis=1)
     random = [row for row, work in enumerate(works) if work.sampling.temperature >= GREEDY_BELOW]

@@ -15,8 +15,7 @@ from services.worker.native.pooling import RowSpan, answered, spans_of
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner
 from services.worker.native.weights import load_weights
-from shared.errors import ModelError
-from shared.messages import Pooling, Sampling
+from shared.messages import NOT_FINITE, Pooling, Sampling
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import CASES, CHECKED_POSITIONS, GOLDEN, prompt_tokens
 from tests.worker.native.reference import embedding, last_hidden_states
@@ -136,6 +135,10 @@ def test_vectors_have_length_1_and_each_work_its_own_span() -> None:
     assert vector(drawn[3]).tolist() == [0.0, 0.0], "no direction"
 
 
-def test_hidden_states_that_are_no_numbers_are_an_error() -> None:
-    with pytest.raises(ModelError, match="not finite"):
-        answered([work([1], [0], sampling=ASKED["mean"])], [], np.array([[1.0, np.nan]]))
+def test_hidden_states_that_are_not_finite_are_an_error_of_their_work_alone() -> None:
+    works = [work([1], [0], sampling=ASKED["mean"])] * 2
+    wrong, right = answered(works, [], np.array([[1.0, np.nan], [3.0, 4.0]]))
+    assert wrong is not None
+    assert wrong.suspect
+    assert wrong.error.startswith(NOT_FINITE)
+    assert vector(right).tolist() == [np.float32(0.6), np.float32(0.8)]

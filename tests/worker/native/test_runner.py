@@ -14,6 +14,7 @@ import pytest
 from msgspec import Struct
 from tokenizers import Tokenizer
 
+from services.worker.config import Dtype
 from services.worker.copies import Copied, Copy, Mover
 from services.worker.engine import Loading, Runner
 from services.worker.native.config import read_config
@@ -170,14 +171,41 @@ def test_loading_converts_and_tells_its_progress(tmp_path: Path) -> None:
     runner.close()
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_a_block_that_is_not_finite_fails_those_that_read_it_and_nothing_that_uses_its_slot_later(
+    tmp_path: Path, kv_dtype: Dtype
+) -> None:
+    runner = NativeRunner(write_tiny_model(tmp_path), capacity_blocks=6, block_size=4, kv_dtype=kv_dtype)
+    history = [1, 2, 3, 4, 5, 6]
+    alone = runner.step([work(history, [0, 1])])
+    longer = [*history, *range(7, 12)]
+    runner.step([work(longer[:10], [4, 5, 3])])
+    beside = runner.step([work(longer, [4, 5, 3], start=10)])
+    runner._cache.pages[0] = np.nan if kv_dtype == "float32" else 0x7FC0
+    read, other = runner.step([work(history, [0, 1], start=5), work(longer, [4, 5, 3], start=10)])
+    assert read is not None
+    assert read.suspect
+    assert [other] == beside
+    runner._cache.pages[:3] = np.nan if kv_dtype == "float32" else 0x7FC0
+    # Both decode in one group, so that the shorter one's last block is read beyond its end.
+    assert runner.step([work(history[:5], [1, 0])]) == runner.step([work(history[:5], [2, 1])])
+    again, _ = runner.step([work(history, [1, 0], start=5), work(longer, [4, 5, 3], start=10)])
+    assert again is not None
+    assert alone[0] is not None
+    assert (again.token, again.suspect) == (alone[0].token, False)
+    runner.close()
+
+
 def test_weights_that_are_not_numbers_are_an_error(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path)
     checkpoint = Checkpoint(directory, read_config(directory))
     tensors = {name: checkpoint.floats(name).copy() for name in checkpoint.shapes}
     tensors["model.norm.weight"][3] = np.nan
     write_tensors(directory / "model.safetensors", checkpoint.shapes, tensors.__getitem__, lambda share: None)
-    with pytest.raises(ModelError, match="not finite"):
-        NativeRunner(directory, capacity_blocks=4).step([work([1, 2, 3], [0])])
+    (drawn,) = NativeRunner(directory, capacity_blocks=4).step([work([1, 2, 3], [0])])
+    assert drawn is not None
+    assert drawn.suspect
+    assert "not finite" in drawn.error
 
 
 def test_golden_files_stay_small() -> None:

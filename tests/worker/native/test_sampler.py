@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from services.worker.engine import Drawn, Work
 from services.worker.native.masks import Masks
 from services.worker.native.sampler import is_plain, sample
-from shared.errors import ModelError
 from shared.hashing import unpack_tokens
-from shared.messages import Sampling
+from shared.messages import NOT_FINITE, Sampling
 from tests.worker.native.works import work
 
 VOCAB = 40
@@ -222,11 +221,18 @@ def test_no_logprobs_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers_are_an_error_not_a_token(broken: float) -> None:
-    row = np.zeros(VOCAB, np.float32)
-    row[3] = broken
-    with pytest.raises(ModelError, match="not finite"):
-        draw(row, settings())
+def test_logits_that_are_not_finite_are_an_error_of_their_row_and_the_others_draw_as_ever(broken: float) -> None:
+    logits = np.zeros((3, VOCAB), np.float32)
+    logits[:, 2] = 1
+    logits[1, 3] = broken
+    works = [work([1], [0], sampling=one) for one in (settings(), settings(), settings(temperature=1.0, logprobs=2))]
+    first, second, third = sample(np, logits, works)
+    assert (second.token, second.suspect) == (0, True)
+    assert second.error.startswith(NOT_FINITE)
+    assert [first, third] == sample(np, logits[[0, 2]], [works[0], works[2]])
+    assert not first.suspect
+    assert not third.suspect
+    assert sample(np, logits[1:2], works[1:2]) == [second], "alone"
 
 
 def test_extreme_logits_neither_overflow_nor_leave_the_vocabulary() -> None:

@@ -20,9 +20,8 @@ from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
-from services.worker.native.sampler import GREEDY_BELOW, is_plain, sample
+from services.worker.native.sampler import GREEDY_BELOW, NO_TOKEN, is_plain, sample
 from services.worker.transfer.cuda import Stream
-from shared.errors import ModelError
 
 _THREADS = 1024
 _SAMPLE_BYTES = 256 << 20
@@ -57,7 +56,8 @@ class Drawing:
         """Draw one token a row of logits (works, vocab), float32; waits for it.
 
         The same tokens as `sample`'s but where the drawn number lies within rounding of the border of two tokens. Only
-        rows that are left to `sample` allocate anything. Raises ModelError where a logit is not a number.
+        rows that are left to `sample` allocate anything. A row with a logit that is not finite gets no token but the
+        error.
         """
         vocab = logits.shape[1]
         special = [row for row, work in enumerate(works) if not is_plain(work.sampling, vocab)]
@@ -76,9 +76,7 @@ class Drawing:
             runtime.memcpyAsync(to, self._on_device.data.ptr, 4 * count, kind, self._copies.ptr)
         self._wait(self._stream if self._copies is None else self._copies)
         chosen = self._tokens[:count].tolist()
-        if min(chosen) < 0:
-            raise ModelError("the model computed logits that are not finite numbers")
-        drawn = [Drawn(token) for token in chosen]
+        drawn = [Drawn(token) if token >= 0 else NO_TOKEN for token in chosen]
         if special:
             others = _sampled(logits[special], [works[row] for row in special], masks)
             for row, one in zip(special, others, strict=True):

@@ -48,10 +48,10 @@ extern "C" __global__ void attend_any(ELEMENT* attended, const ELEMENT* q, const
   for (int at = threadIdx.x; at < HEAD_DIM; at += blockDim.x) {
     float sum = 0, weights = 0;
     for (int other = 0; other < WARPS; other++) {
-      const float share = all_totals[other] > 0 ? __expf(all_greatest[other] - greatest) : 0;
+      const float share = all_totals[other] == 0 ? 0 : __expf(all_greatest[other] - greatest);
       sum += share * all_mixed[other][at];
       weights += share * all_totals[other];
     }
-    attended[((long long)row * heads + head) * HEAD_DIM + at] = narrow(weights > 0 ? sum / weights : 0);
+    attended[((long long)row * heads + head) * HEAD_DIM + at] = narrow(weights == 0 ? 0 : sum / weights);
   }
 }

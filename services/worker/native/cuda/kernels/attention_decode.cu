@@ -118,13 +118,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
     float top = -INFINITY, sum = 0, weights = 0;
     for (int other = 0; other < WARPS; other++) top = fmaxf(top, all_greatest[other][head]);
     for (int other = 0; other < WARPS; other++) {
-      const float share = all_totals[other][head] > 0 ? exp2f((all_greatest[other][head] - top) * scale_log2) : 0;
+      const float share = all_totals[other][head] == 0 ? 0 : exp2f((all_greatest[other][head] - top) * scale_log2);
       sum += share * all_mixed[other][head][dim];
       weights += share * all_totals[other][head];
     }
     const long long place = (long long)row * heads + first_head + head;
     if (splits == 1) {
-      attended[place * HEAD_DIM + dim] = narrow(weights > 0 ? sum / weights : 0);
+      attended[place * HEAD_DIM + dim] = narrow(weights == 0 ? 0 : sum / weights);
     } else {
       const long long part = ((long long)blockIdx.z * heads + first_head + head) * splits + split;
       split_mixed[part * HEAD_DIM + dim] = sum;
@@ -147,5 +147,5 @@ extern "C" __global__ void merge_splits(ELEMENT* attended, const float* split_mi
     weights += share * part.y;
   }
   attended[((long long)rows[blockIdx.y] * gridDim.x + blockIdx.x) * HEAD_DIM + threadIdx.x] =
-      narrow(weights > 0 ? sum / weights : 0);
+      narrow(weights == 0 ? 0 : sum / weights);
 }
