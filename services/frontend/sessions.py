@@ -29,9 +29,10 @@ from typing import Literal, assert_never
 from msgspec import Struct
 
 from services.frontend.tries import Loss, Tries
-from shared.errors import HeadraceError, InvalidRequest, Overloaded, RequestTimeout, Unavailable
+from shared.errors import HeadraceError, InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import unpack_tokens
 from shared.messages import (
+    NOT_FINITE,
     SHUTTING_DOWN,
     UNFOLLOWABLE,
     Accepted,
@@ -350,6 +351,8 @@ class Session:
             case "error" if part.error.startswith(UNFOLLOWABLE):
                 wrong = InvalidRequest(f"{self._held_by}: {part.error}", param=self._held_by)
                 return actions + self._end([Fail(wrong)], withdraw=False)
+            case "error" if part.error.startswith(NOT_FINITE):
+                return actions + self._end([Fail(NotFinite(part.error))], withdraw=False)
             case "error":
                 return actions + self._lose("failed", f"the worker failed: {part.error}", withdraw=False)
             case _:

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.frontend.error_object import failure_of
 from services.frontend.sessions import (
     Action,
     Again,
@@ -35,9 +36,10 @@ from services.frontend.sessions import (
     Withdraw,
 )
 from services.frontend.tries import ATTEMPTS, RESCUE_S, Tries
-from shared.errors import InvalidRequest, Overloaded, RequestTimeout, Unavailable
+from shared.errors import InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages import (
+    NOT_FINITE,
     SHUTTING_DOWN,
     UNFOLLOWABLE,
     Accepted,
@@ -443,6 +445,19 @@ def test_a_grammar_that_cannot_be_followed_is_its_request_s_fault_and_tried_nowh
     assert isinstance(end.error, InvalidRequest)
     assert end.error.param == "structured_outputs.regex"
     assert "too large" in str(end.error)
+
+
+def test_numbers_that_are_not_finite_end_their_request_with_an_error_and_are_tried_nowhere_else() -> None:
+    session = Session(R, MAX_TOKENS)
+    session.start()
+    session.on(selected(1, "w1"))
+    session.on(Accepted(R, 1))
+    told, end = step(session, Received("w1", Part(R, 1, 0, b"", "error", error=f"{NOT_FINITE}: its logits")))
+    assert told == Tell(Finished(R, 1))
+    assert isinstance(end, Fail)
+    assert isinstance(end.error, NotFinite)
+    assert failure_of(end.error).status == 500
+    assert failure_of(end.error).retry_after_s is None
 
 
 def test_a_stream_that_is_lost_on_the_way_again_and_again_goes_on_as_long_as_it_grows() -> None:
