@@ -165,6 +165,8 @@ class BlockStore:
                 self.tickets.release(release.owner, release.ticket)
                 self._waiting.pop(release.ticket, None)
                 reply(wire.SETTLED.encode(wire.Settled()))
+            case "discard":
+                raise AssertionError("nothing that is simulated is not finite")
         self._settle()
 
     def _attach(self, attach: wire.Attach) -> wire.Attached:

@@ -3,6 +3,7 @@
     engine → its kvbm    Attach → Attached | KvbmRefused         request and reply
                          Store → Granted | KvbmRefused           request and reply
                          Commit, Abort, Release → Settled | …    request and reply
+                         Discard → Settled | KvbmRefused         request and reply
                          Fetch → Fetched … | KvbmRefused         request, streamed replies
     kvbm → everyone      KvbmReport                              published every 250 ms
     people → kvbm        nothing → KvbmState                     request and reply, JSON
@@ -65,7 +66,9 @@ class Attached(Struct, frozen=True, tag="attached"):
     slots: int
     generations: int
     blocks_per_request: int
-    """At most so many in one Store or Fetch."""
+    """At most so many in one Store, Fetch or Discard."""
+    takes_discards: bool = False
+    """Whether there is an answer to a Discard."""
 
 
 # --- storing
@@ -154,6 +157,18 @@ class Release(Struct, frozen=True, tag="release"):
 
     owner: str
     ticket: int
+
+
+# --- wrong blocks
+
+
+class Discard(Struct, frozen=True, tag="discard"):
+    """These blocks may be wrong: they are not to be found any more, in memory or on disk, and what is being written or
+    read of them is not to be kept. Those that are not there are ignored. Idempotent."""
+
+    owner: str
+    keys: bytes
+    """Content keys, one behind the other, 16 bytes each."""
 
 
 # --- answers without content
@@ -251,6 +266,7 @@ ABORT: Codec[Abort] = Codec(Abort, "abort")
 FETCH: Codec[Fetch] = Codec(Fetch, "fetch")
 FETCH_REPLY: Codec[Fetched | KvbmRefused] = Codec(Fetched | KvbmRefused, "fetch reply")
 RELEASE: Codec[Release] = Codec(Release, "release")
+DISCARD: Codec[Discard] = Codec(Discard, "discard")
 SETTLED: Codec[Settled | KvbmRefused] = Codec(Settled | KvbmRefused, "settled")
 KVBM_REPORT: Codec[KvbmReport] = Codec(KvbmReport, "kvbm report")
 KVBM_STATE: Codec[KvbmState] = Codec(KvbmState, "kvbm state")

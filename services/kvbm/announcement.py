@@ -9,7 +9,19 @@ from shared.announcement import Announcement
 from shared.lifecycle import Runtime
 from shared.messages import EventSource
 
-OPERATIONS = ("attach", "store", "commit", "abort", "fetch", "release", "snapshot", "load", "stat", "control")
+OPERATIONS = (
+    "attach",
+    "store",
+    "commit",
+    "abort",
+    "fetch",
+    "release",
+    "discard",
+    "snapshot",
+    "load",
+    "stat",
+    "control",
+)
 
 
 def announcement(runtime: Runtime, layouts: Callable[[], dict[str, EventSource]]) -> Announcement:

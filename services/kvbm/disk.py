@@ -11,6 +11,7 @@ off, one sector that cannot be read. Where the disk is full no segment is made f
 
 Which record holds which block is not decided here, and a block that is not wanted any more needs nothing done: its
 record is written over some day. Until then a restart finds it again, which is right, since equal keys mean equal bytes.
+A block that may be wrong is erased instead: no restart finds it.
 Nothing is synced: the tier outlives the process at any point, and of a machine's crash what the checksums confirm. A
 request ends in one named outcome (`disk_outcomes`), told to its callback in the loop; nothing raises. Its memory is in
 use until then, whatever became of the tier meanwhile.
@@ -160,6 +161,18 @@ class Disk:
 
         self._submit("read", job, done)
 
+    def erase(self, record: int, done: Callable[[Written | Lost], None]) -> None:
+        """No block is found in the record any more. `done` follows, never before this returns. A read that is under way
+        ends as it would, or finds nothing."""
+        assert 0 <= record < self.geometry.capacity, f"record {record} of {self.geometry.capacity}"
+
+        def job(segments: Segments, page: memoryview) -> Written | Lost:
+            start_s = perf_counter()
+            segments.erase(record, page)
+            return Written(perf_counter() - start_s)
+
+        self._submit("write", job, done, payload=False)
+
     def _check(self, record: int, memory: memoryview) -> None:
         assert 0 <= record < self.geometry.capacity, f"record {record} of {self.geometry.capacity}"
         assert memory.nbytes == len(memory) == self.geometry.memory_bytes, f"memory of {memory.nbytes} bytes"
@@ -171,7 +184,10 @@ class Disk:
         kind: Literal["read", "write"],
         job: Callable[[Segments, memoryview], Result | Lost],
         done: Callable[[Result | Lost], None],
+        *,
+        payload: bool = True,
     ) -> None:
+        """`payload`: a block's bytes are what it moves, and are counted."""
         segments = self._segments
         if segments is None:
             self._refuse(Lost("off", self._reason), done)
@@ -183,7 +199,8 @@ class Disk:
             if isinstance(outcome, Exception):
                 outcome = self._judge(segments, outcome)
             elif not isinstance(outcome, Lost):
-                self._counts["written" if kind == "write" else "loaded"] += 1
+                if payload:
+                    self._counts["written" if kind == "write" else "loaded"] += 1
                 self._errors_in_a_row = 0
             if isinstance(outcome, Lost):
                 self._lost[outcome.why] += 1

@@ -6,6 +6,10 @@
     free ───────────▶ writing ────────────────▶ ready ◀──────────▶ ready, being read
      ▲                   │ it failed              │      read_done
      └───────────────────┴────────────────────────┘ the policy's victim (not while it is read); lost; gone
+     ▲                   │ discarded meanwhile    │ discard
+     └──── erased ─── erasing ◀───────────────────┘
+
+A record whose block may be wrong is not used again before the disk has erased it: no later start finds it there.
 
 Where the disk has no space for new records, those that are free are withheld, and blocks go for others; where it has
 none even for these, nothing is written. Both until `space_again`, or until it has gone and come back.
@@ -42,6 +46,7 @@ class RecordStatistics(Struct, frozen=True):
     ready: int
     reading: int
     """Most of them are ready too: a record that went while it was read is not."""
+    erasing: int = 0
 
 
 class _Write(Struct):
@@ -50,6 +55,8 @@ class _Write(Struct):
     """The record had another block before."""
     stray: bool = False
     """It began before the disk went."""
+    condemned: bool = False
+    """The block is not to be kept."""
 
 
 class DiskRecords:
@@ -67,6 +74,7 @@ class DiskRecords:
         """Whether the disk had no space even for a record that was written before."""
         self._writes: dict[int, _Write] = {}
         self._reading: set[int] = set()
+        self._erasing: set[int] = set()
 
     def statistics(self) -> RecordStatistics:
         """Counts by state, in O(1)."""
@@ -78,6 +86,7 @@ class DiskRecords:
             writing=len(self._writes),
             ready=len(self.shelf),
             reading=len(self._reading),
+            erasing=len(self._erasing),
         )
 
     @property
@@ -110,6 +119,10 @@ class DiskRecords:
     def written(self, record: int, outcome: WriteOutcome) -> Stored | None:
         """The write has ended. None: it failed, or the disk has gone since it began."""
         write = self._writes.pop(record)
+        if write.condemned and not write.stray:
+            del self.writing[write.content.key]
+            self._erasing.add(record)
+            return None
         if not write.stray:
             del self.writing[write.content.key]
             if outcome == "ok":
@@ -147,9 +160,32 @@ class DiskRecords:
             evicted = self.shelf.take(key)
             self._free.append(record)
             return evicted
-        if self.on:  # the disk went and came back; else `back` will see that it is free
+        if self.on and record not in self._erasing:  # the disk went and came back; else `back` will see that it is free
             self._free.append(record)
         return None
+
+    # --- wrong blocks
+
+    def discard(self, key: ContentKey) -> tuple[int, Evicted] | None:
+        """The block cannot be found any more, and its record, if there is one, is to be erased. What is being written
+        of it is to be erased when that has ended."""
+        if key in self.writing:
+            self._writes[self.writing[key]].condemned = True
+        record = self.shelf.places.get(key)
+        if record is None:
+            return None
+        self._erasing.add(record)
+        return record, self.shelf.take(key)
+
+    def is_erasing(self, record: int) -> bool:
+        """Whether it is to be erased, and is not yet."""
+        return record in self._erasing
+
+    def erased(self, record: int) -> None:
+        """The disk has tried to."""
+        self._erasing.remove(record)
+        if self.on and record not in self._reading:  # else `read_done` or `back` will see that it is free
+            self._free.append(record)
 
     # --- off and on
 
@@ -167,7 +203,7 @@ class DiskRecords:
         """The disk is there, with these blocks, oldest first; of two records with one key the newer counts."""
         assert not self.on, "the disk is there already"
         self.on = True
-        busy = self._writes.keys() | self._reading
+        busy = self._writes.keys() | self._reading | self._erasing
         newest = {one.content.key: one.record for one in found if one.record not in busy}
         stored: list[Stored] = []
         for run in _runs([one for one in found if newest.get(one.content.key) == one.record]):
@@ -191,12 +227,13 @@ class DiskRecords:
         assert not shelved & free, "a free record can be found"
         assert not free & self._writes.keys(), "a free record is written"
         assert not free & self._reading, "a free record is read"
+        assert not self._erasing & (shelved | free | self._writes.keys()), "a record that is erased is used"
         assert not self.shelf.places.keys() & self.writing.keys(), "a block is there and being written"
         assert self.writing == {
             write.content.key: record for record, write in self._writes.items() if not write.stray
         }, "writes are known wrong"
         if self.on:
-            used = shelved | self._writes.keys() | self._reading | free
+            used = shelved | self._writes.keys() | self._reading | self._erasing | free
             assert used == set(range(self.capacity)), "a record is lost"
         else:
             assert not self.shelf.places, "a block can be found on a disk that is off"

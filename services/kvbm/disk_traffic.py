@@ -2,6 +2,7 @@
 
     Read   slot's generation grows ──▶ Disk.read  into the slot ──▶ ok | lost | failed  ──▶ read_done
     Spill  held by the tiers       ──▶ Disk.write from the slot ──▶ ok | no space | failed ──▶ spill_done
+    record of a discarded block    ──▶ Disk.erase               ──▶ however it went        ──▶ erased
 
 Each ends exactly once, also where the disk has gone meanwhile. A slot's memory is in use until then, so an arena is
 given to another layout only when `under_way` is 0.
@@ -34,6 +35,7 @@ class DiskTraffic:
         *,
         read_done: Callable[[Read, ReadOutcome], None],
         spill_done: Callable[[Spill, WriteOutcome], None],
+        erased: Callable[[int], None],
         metrics: Metrics,
     ) -> None:
         self.disk = disk
@@ -41,6 +43,7 @@ class DiskTraffic:
         self._spills_most = spills_most
         self._read_done = read_done
         self._spill_done = spill_done
+        self._erased = erased
         self._metrics = metrics
         self._reading = 0
         self._spilling = 0
@@ -70,6 +73,16 @@ class DiskTraffic:
             memory = self._slots.slot(spill.slot)
             self._spilling += 1
             self.disk.write(spill.record, spill.content, memory, partial(self._spill_ended, spill, memory))
+
+    def erase(self, records: Iterable[int]) -> None:
+        """Begins them all. Touches no slot: nothing waits for the end but the record."""
+        for record in records:
+            self.disk.erase(record, partial(self._erase_ended, record))
+
+    def _erase_ended(self, record: int, outcome: Written | Lost) -> None:
+        if isinstance(outcome, Lost):
+            self._metrics.disk_request("write", outcome, 0)
+        self._erased(record)
 
     def _read_ended(self, read: Read, memory: memoryview, outcome: Loaded | Lost) -> None:
         memory.release()

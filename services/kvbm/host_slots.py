@@ -11,6 +11,11 @@
      ├─────────────────▶ loading, held or not ──────────▶ ready, held or not
      └──────── it failed ────┘
 
+    ready, held ── discard ──▶ leaving, held ── the last release ──▶ free          (ready, not held ──▶ free)
+
+A block that may be wrong is discarded: it cannot be found any more, and its slot stays as it is for those that read it.
+One that is being written or loaded then is condemned: it is not kept when that has ended.
+
 Three say that nobody else may write: `writing` belongs to one worker, `loading` to one read of the disk, `quarantined`
 to somebody who may still write though its time is over. A slot leaves them only by being told that the writer is done.
 Content is in at most one slot that is ready or loading; a worker may be writing a second one, which is then not needed.
@@ -28,7 +33,7 @@ from services.kvbm.shelf import Shelf
 from shared.blocks import Content, Evicted, Stored
 from shared.hashing import ContentKey
 
-SlotState = Literal["free", "writing", "loading", "ready", "quarantined"]
+SlotState = Literal["free", "writing", "loading", "ready", "leaving", "quarantined"]
 
 
 class SlotStatistics(Struct, frozen=True):
@@ -41,7 +46,9 @@ class SlotStatistics(Struct, frozen=True):
     ready: int
     quarantined: int
     held: int
-    """Of those that are ready or loading."""
+    """Of those that are ready, loading or leaving."""
+    leaving: int = 0
+    """Discarded, and still held."""
 
 
 class HostSlots:
@@ -64,6 +71,9 @@ class HostSlots:
         self._content: list[Content | None] = [None] * capacity
         """What a slot holds or will hold; None: free or quarantined."""
         self._holds = [0] * capacity
+        self._leaving = 0
+        self._condemned: set[int] = set()
+        """Writing and loading slots whose block is not to be kept."""
 
     # --- questions
 
@@ -94,6 +104,7 @@ class HostSlots:
             ready=len(self.shelf),
             quarantined=self._quarantined,
             held=self.held,
+            leaving=self._leaving,
         )
 
     # --- room
@@ -137,9 +148,10 @@ class HostSlots:
         return taken
 
     def publish(self, slot: int) -> Stored | None:
-        """The block is written. None: it has come from disk meanwhile, and the slot is free."""
+        """The block is written. None: it is not to be kept or has come from disk meanwhile, and the slot is free."""
+        condemned = slot in self._condemned
         content = self._unwrite(slot)
-        if content.key in self.shelf.places or content.key in self.loading:
+        if condemned or content.key in self.shelf.places or content.key in self.loading:
             self._set_free(slot)
             return None
         self._state[slot] = "ready"
@@ -165,6 +177,7 @@ class HostSlots:
         assert self._state[slot] == "writing", f"slot {slot} is {self._state[slot]}"
         assert content is not None
         del self.writing[content.key]
+        self._condemned.discard(slot)
         self._content[slot] = None
         return content
 
@@ -191,13 +204,41 @@ class HostSlots:
         content = self._content[slot]
         assert self._state[slot] == "loading", f"slot {slot} is {self._state[slot]}"
         assert content is not None
+        assert not (ok and slot in self._condemned), f"slot {slot} is condemned"
         del self.loading[content.key]
+        self._condemned.discard(slot)
         self.abandoned -= self._holds[slot] == 0
         if not ok:
             self._set_free(slot)
             return None
         self._state[slot] = "ready"
         return self.shelf.put(content, slot)
+
+    # --- wrong blocks
+
+    def discard(self, slot: int) -> Evicted:
+        """The block of a ready slot cannot be found any more."""
+        content = self._content[slot]
+        assert self._state[slot] == "ready", f"slot {slot} is {self._state[slot]}"
+        assert content is not None
+        evicted = self.shelf.take(content.key)
+        if self._holds[slot]:
+            self._state[slot] = "leaving"
+            self._content[slot] = None
+            self._leaving += 1
+        else:
+            self._set_free(slot)
+        return evicted
+
+    def condemn(self, key: ContentKey) -> None:
+        """What is being written or loaded of the block is not to be kept."""
+        for coming in (self.writing, self.loading):
+            if key in coming:
+                self._condemned.add(coming[key])
+
+    def is_condemned(self, slot: int) -> bool:
+        """Whether what is being written or loaded there is not to be kept."""
+        return slot in self._condemned
 
     # --- readers
 
@@ -217,17 +258,24 @@ class HostSlots:
             if holds[slot] == 0:
                 self.held -= 1
                 self.abandoned += self._state[slot] == "loading"
+                if self._state[slot] == "leaving":
+                    self._leaving -= 1
+                    self._set_free(slot)
 
     def validate(self, holds: dict[int, int]) -> None:
         """Raises AssertionError where the slots contradict themselves or the caller's count of holds. O(capacity)."""
         self.shelf.validate()
-        counts: dict[SlotState, int] = {"free": 0, "writing": 0, "loading": 0, "ready": 0, "quarantined": 0}
+        counts: dict[SlotState, int] = {"free": 0, "writing": 0, "loading": 0, "ready": 0}
+        counts |= {"leaving": 0, "quarantined": 0}
         for slot, state in enumerate(self._state):
             counts[state] += 1
             content = self._content[slot]
-            assert (content is None) == (state in ("free", "quarantined")), f"slot {slot} is {state}, holds {content}"
+            empty = state in ("free", "leaving", "quarantined")
+            assert (content is None) == empty, f"slot {slot} is {state}, holds {content}"
             assert self._holds[slot] == holds.get(slot, 0), f"slot {slot} is held {self._holds[slot]} times"
-            assert not self._holds[slot] or state in ("loading", "ready"), f"slot {slot} is {state} and held"
+            assert not self._holds[slot] or state in ("loading", "ready", "leaving"), f"slot {slot} is {state} and held"
+            assert self._holds[slot] or state != "leaving", f"slot {slot} is leaving and nothing holds it"
+            assert slot not in self._condemned or state in ("writing", "loading"), f"slot {slot} is condemned"
         assert sorted(self._free) == [slot for slot, state in enumerate(self._state) if state == "free"]
         whereabouts: list[tuple[SlotState, dict[ContentKey, int]]]
         whereabouts = [("writing", self.writing), ("loading", self.loading), ("ready", self.shelf.places)]
@@ -239,6 +287,7 @@ class HostSlots:
                 assert content is not None, f"slot {slot} is empty"
                 assert content.key == key, f"slot {slot} holds another block"
         assert not self.loading.keys() & self.shelf.places.keys(), "a block is there and loading"
+        assert counts["leaving"] == self._leaving, "leaving slots are counted wrong"
         assert counts["quarantined"] == self._quarantined, "quarantined slots are counted wrong"
         assert self.held == sum(count > 0 for count in self._holds), "held slots are counted wrong"
         assert self.abandoned == sum(not self._holds[slot] for slot in self.loading.values()), "abandoned slots, too"

@@ -14,6 +14,7 @@ Generations of slots that are granted or read into grow before anybody is told o
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection
 
 from services.kvbm import policies
@@ -43,6 +44,8 @@ MakeDisk = Callable[[Callable[[list[FoundOnDisk]], None], Callable[[str], None]]
 """(back, gone) → the layout's disk tier, not running yet."""
 _TICKET_BITS = 48
 """Tickets begin with a number drawn from so many bits: none of another kvbm's is mistaken for one of ours."""
+
+_log = logging.getLogger(__name__)
 
 
 class Layout:
@@ -85,6 +88,7 @@ class Layout:
                 *(self.disk, slots, spills_most),
                 read_done=self._read_done,
                 spill_done=self._spill_done,
+                erased=self._erased,
                 metrics=metrics,
             )
         self._askers = Askers(slots)
@@ -181,6 +185,28 @@ class Layout:
         self._askers.end(ask.ticket, "unknown_ticket", "it was released", owner=ask.owner)
         return wire.Settled()
 
+    def discard(self, ask: wire.Discard) -> wire.Settled:
+        """See `Tickets.discard`. A load that is under way sees by the generation that its bytes are worth nothing."""
+        self.tickets.check_count(len(ask.keys) // KEY_BYTES)
+        slots, events = self.tickets.discard(ask.owner, unpack_keys(ask.keys))
+        for slot in slots:
+            self.slots.grant(slot)
+        if slots or events:
+            _log.warning(
+                "engine %s: of %d blocks that may be wrong, %d were in memory; they are discarded, and on disk too",
+                *(ask.owner, len(ask.keys) // KEY_BYTES, len(slots)),
+            )
+        self._changed(events, "discarded")
+        self._erase()
+        return wire.Settled()
+
+    def _erase(self) -> None:
+        """What the disk has of discarded blocks, so that no restart finds it."""
+        records = self.tiers.erases()
+        if records:
+            assert self._traffic is not None, "records without a disk"
+            self._traffic.erase(records)
+
     # --- the disk
 
     def _disk_back(self, found: list[FoundOnDisk]) -> None:
@@ -200,6 +226,11 @@ class Layout:
 
     def _spill_done(self, spill: Spill, outcome: WriteOutcome) -> None:
         self._changed(self.tiers.spill_done(spill, outcome))
+        self._erase()
+        self.settle_soon()
+
+    def _erased(self, record: int) -> None:
+        self.tiers.erased(record)
         self.settle_soon()
 
     def space_again(self) -> None:

@@ -16,8 +16,8 @@ from services.kvbm.windows import Found
 from shared.blocks import Evicted
 from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram
 
-Why = Literal["room", "lost", "disk gone"]
-"""Blocks left a tier: for others; their bytes were damaged; with the disk."""
+Why = Literal["room", "lost", "disk gone", "discarded"]
+"""Blocks left a tier: for others; their bytes were damaged; with the disk; an engine said that they may be wrong."""
 
 
 class Metrics:
@@ -53,8 +53,8 @@ class Metrics:
         self.evictions = counter(
             registry,
             "headrace_kvbm_evicted_blocks",
-            "Blocks that left a tier: room (for others), lost (damaged), disk gone, layout gone (its arena went to "
-            "another)",
+            "Blocks that left a tier: room (for others), lost (damaged), disk gone, discarded (an engine named "
+            "them as wrong, perhaps), layout gone (its arena went to another)",
             ["tier", "reason"],
         )
         self.expiries = counter(
@@ -136,9 +136,9 @@ class Metrics:
             self.hit_rate.labels(tier).set(found.rate(blocks) or 0.0)
         hosts = [each.tiers.host for each in layouts]
         records = [each.tiers.disk for each in layouts]
-        for state in ("free", "writing", "loading", "ready", "quarantined", "held"):
+        for state in ("free", "writing", "loading", "ready", "leaving", "quarantined", "held"):
             self.slots.labels(state).set(sum(getattr(each, state) for each in hosts))
-        for state in ("free", "withheld", "writing", "ready", "reading"):
+        for state in ("free", "withheld", "writing", "ready", "reading", "erasing"):
             self.records.labels(state).set(sum(getattr(each, state) for each in records))
         self.spills_waiting.set(sum(each.tiers.spills_waiting for each in layouts))
         for kind in ("stores", "fetches", "expired"):

@@ -96,6 +96,15 @@ class Segments:
         if written != self._geometry.record_bytes:
             raise OSError(errno.EIO, f"{written} of {self._geometry.record_bytes} bytes were written")
 
+    def erase(self, record: int, page: memoryview) -> None:
+        """Zeros over the header page, where there is one."""
+        segment, offset = self._geometry.place(record)
+        file = self._files.get(segment)
+        if file is not None and offset < os.fstat(file).st_size:
+            page[:] = bytes(PAGE_BYTES)
+            if os.pwritev(file, [page], offset) != PAGE_BYTES:
+                raise OSError(errno.EIO, f"the header of record {record} was not erased")
+
     def read(self, record: int, page: memoryview, memory: memoryview) -> bool:
         """The reverse. False: the file ends before the record does, or was never made."""
         segment, offset = self._geometry.place(record)

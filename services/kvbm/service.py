@@ -104,6 +104,7 @@ class Kvbm:
             "abort": self._abort,
             "fetch": self._fetch,
             "release": self._release,
+            "discard": self._discard,
         }
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,6 +184,7 @@ class Kvbm:
             slots=arena.slots,
             generations=arena.generations,
             blocks_per_request=self._config.tickets.blocks_per_request,
+            takes_discards=True,
         )
         return layout, wire.ATTACH_REPLY.encode(attached, message.headers)
 
@@ -231,6 +233,11 @@ class Kvbm:
         ask = wire.RELEASE.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
         return layout, wire.SETTLED.encode(layout.release(ask), message.headers)
+
+    def _discard(self, message: Message) -> tuple[Layout, bytes]:
+        ask = wire.DISCARD.decode(message.payload, message.headers)
+        layout = self._layout_of(ask.owner)
+        return layout, wire.SETTLED.encode(layout.discard(ask), message.headers)
 
     # --- who is alive
 

@@ -214,12 +214,24 @@ class Tickets:
         elif fetch is None and self._mine(owner, ticket):
             raise BadRequest(f"ticket {ticket} is a store's: commit or abort it")
 
+    # --- wrong blocks
+
+    def discard(self, owner: str, keys: Sequence[ContentKey]) -> tuple[list[int], list[TierEvent]]:
+        """These blocks cannot be found any more, and what tickets write or wait for of them will not be. Returns the
+        slots that had them: fetches may read these until they end. Raises BadRequest, UnknownOwner."""
+        if owner not in self._owners:
+            raise UnknownOwner(owner)
+        self.check_count(len(keys))
+        return self._tiers.discard(keys)
+
     # --- the disk reports
 
     def read_done(self, read: Read, outcome: ReadOutcome, now_s: float) -> tuple[list[Advanced], list[TierEvent]]:
         """A read has ended: news for the fetches that waited for it, and what can be found now. To be told exactly once
         for each read, whatever became of the fetch that it was begun for."""
         waiting = sorted(self._waiting.pop(read.slot, ()))
+        if outcome == "ok" and self._tiers.is_condemned(read.slot):
+            outcome = "lost"
         if outcome != "ok":
             for ticket in waiting:
                 self._shorten(ticket, self._fetches[ticket].slots.index(read.slot))
@@ -385,9 +397,8 @@ class Tickets:
             assert fetch.slots, f"fetch {ticket} holds nothing"
             for index, slot in enumerate(fetch.slots):
                 state = tiers.state(slot)
-                assert state == "ready" if index < fetch.ready else state in ("ready", "loading"), (
-                    f"slot {slot}: {state}"
-                )
+                there = ("ready", "leaving")
+                assert state in there if index < fetch.ready else state in (*there, "loading"), f"slot {slot}: {state}"
                 if state == "loading":
                     waiting.setdefault(slot, set()).add(ticket)
         assert waiting == self._waiting, "fetches wait for other slots than are loading"

@@ -45,6 +45,8 @@ class Tiers:
         """Under way, by slot."""
         self._spills: dict[int, Spill] = {}
         """Under way, by record: a slot may be spilled again once the disk went and came back."""
+        self._erases: list[int] = []
+        """Records that the disk is to erase."""
         self._spare = min(sizes.spare_slots, sizes.slots // 8)
         self._held_limit = max(1, int(sizes.slots * sizes.held_share))
 
@@ -163,6 +165,39 @@ class Tiers:
         """Whether a read of the disk fills the slot."""
         return slot in self._reads
 
+    # --- wrong blocks
+
+    def discard(self, keys: Sequence[ContentKey]) -> tuple[list[int], list[TierEvent]]:
+        """These blocks cannot be found any more, in either tier, and what is on its way will not be. Returns the slots
+        that had them, which their readers may still hold."""
+        slots: list[int] = []
+        events: list[TierEvent] = []
+        for key in reversed(keys):
+            self._host.condemn(key)
+            slot = self._host.shelf.places.get(key)
+            if slot is not None:
+                slots.append(slot)
+                self._left_host(self._host.discard(slot), events)
+            lost = self._disk.discard(key)
+            if lost is not None:
+                record, evicted = lost
+                self._erases.append(record)
+                events.append(("disk", evicted))
+        return slots, events
+
+    def is_condemned(self, slot: int) -> bool:
+        """Whether what a read of the disk brings to the slot is not to be kept."""
+        return self._host.is_condemned(slot)
+
+    def erases(self) -> list[int]:
+        """The records to erase, new since the last call; each is to be told as `erased`."""
+        erases, self._erases = self._erases, []
+        return erases
+
+    def erased(self, record: int) -> None:
+        """The record has no block any more, or could not be written."""
+        self._disk.erased(record)
+
     # --- the disk reports
 
     def read_done(self, read: Read, outcome: ReadOutcome) -> list[TierEvent]:
@@ -205,6 +240,8 @@ class Tiers:
         assert self._spills.pop(spill.record, None) == spill, f"no such spill: {spill}"
         self._host.release((spill.slot,))
         stored = self._disk.written(spill.record, outcome)
+        if self._disk.is_erasing(spill.record):
+            self._erases.append(spill.record)
         return [] if stored is None else self._backed([("disk", stored)])
 
     def space_again(self) -> None:
@@ -301,10 +338,10 @@ class Tiers:
         assert self._host.loading == {read.content.key: slot for slot, read in self._reads.items()}, "a read is lost"
         for spill in self._spills.values():
             slot = spill.slot
-            assert self._host.state(slot) == "ready", f"slot {slot} is {self._host.state(slot)} and spilled"
-            assert self._host.shelf.places[spill.content.key] == slot, (
-                f"slot {slot} holds another block than is spilled"
-            )
+            state = self._host.state(slot)
+            assert state in ("ready", "leaving"), f"slot {slot} is {state} and spilled"
+            there = self._host.shelf.places.get(spill.content.key) == slot
+            assert there or state == "leaving", f"slot {slot} holds another block than is spilled"
         for key in self._waiting:
             assert key in self._host.shelf, f"{key.hex()} waits for the disk and is not there"
             assert key not in self._disk.shelf, f"{key.hex()} waits for the disk and is there"

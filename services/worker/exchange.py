@@ -7,6 +7,9 @@
        └────────────────────────────────────────┴─────────────────────────────────┴──────────────────────────┘
             KvbmDown; refused; no answer to Attach, Store, Commit or Abort; an answer that makes no sense; a copy failed
 
+Blocks that may be wrong are named to a kvbm that takes a Discard. Nothing waits for its answer: where it is lost, the
+next sequence that such a block fails names it again.
+
 One cure for all that goes wrong: to attach anew, which says that nothing of this engine is under way; hence the
 quiet before it. So no request is ever repeated, and a kvbm that was restarted is no case of its own. The engine serves
 all the while: what it does not get, it computes.
@@ -31,12 +34,14 @@ from shared.kvbm_messages import (
     ABORT,
     ATTACH,
     ATTACH_REPLY,
+    DISCARD,
     FETCH_REPLY,
     SETTLED,
     STORE_REPLY,
     Abort,
     Attach,
     Attached,
+    Discard,
     Granted,
     KvbmRefused,
     StoreLayout,
@@ -96,6 +101,8 @@ class Exchange:
         self._owner = ""
         self._mapped = False
         """Whether the mover has slots."""
+        self._most_discards = 0
+        """Of one Discard, while attached; 0: the kvbm does not know it."""
         self._try_s = 0.0
         """While detached: when to attach."""
         self._delay_s = BACK_OFF_FIRST_S
@@ -137,6 +144,7 @@ class Exchange:
     def turn(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """What is due; returns what to tell the shell. Called each step: it takes some 2 µs where nothing is."""
         if self._state == "attached":
+            self._discard()
             self._fetches.turn(now_s)
             self._stores.turn(now_s)
         elif self._state == "detached" and self._kvbm and now_s >= self._try_s:
@@ -204,6 +212,7 @@ class Exchange:
         self._mapped = True
         self._state = "attached"
         self._attached_s = now_s
+        self._most_discards = attached.blocks_per_request if attached.takes_discards else 0
         self._stores.open(self._owner, attached.slots, attached.blocks_per_request)
         self._fetches.open(self._owner, attached.slots, attached.blocks_per_request)
         self._scheduler.exchanging(True)
@@ -222,6 +231,14 @@ class Exchange:
         self._try_s = now_s + self._delay_s
         self._delay_s = min(2 * self._delay_s, BACK_OFF_MOST_S)
         self._tell(KvbmLink(kvbm="", reason=reason[:REASON_CHARS]))
+
+    def _discard(self) -> None:
+        keys = self._scheduler.discards()
+        if keys and self._most_discards:
+            self._tally.discarded(len(keys))
+            for first in range(0, len(keys), self._most_discards):
+                packed = b"".join(keys[first : first + self._most_discards])
+                self._ask("discard", DISCARD.encode(Discard(self._owner, packed)))
 
     def _tell(self, link: KvbmLink) -> None:
         if link != self._link:
@@ -251,7 +268,7 @@ class Exchange:
 
     def _answered(self, operation: Operation, reply: KvbmReply, now_s: float) -> None:
         """Raises LinkLost, ProtocolError."""
-        if reply.failed and operation not in ("fetch", "release"):
+        if reply.failed and operation not in ("fetch", "release", "discard"):
             raise LinkLost(reply.failed)
         match operation:
             case "attach":
@@ -263,7 +280,7 @@ class Exchange:
             case "fetch":
                 fetched = None if reply.failed else _known(FETCH_REPLY.decode(reply.payload))
                 self._fetches.fetched(reply.number, fetched, reply.last, now_s)
-            case "release":
+            case "release" | "discard":
                 if not reply.failed:
                     _known(SETTLED.decode(reply.payload))
             case _:

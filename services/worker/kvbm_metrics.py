@@ -60,6 +60,11 @@ class KvbmMetrics:
             "headrace_kvbm_differing_blocks",
             "Blocks that were loaded and are not what the pool has: a fault, looked for where kvbm.verify is set",
         )
+        self._discarded = counter(
+            registry,
+            "headrace_kvbm_discarded_blocks",
+            "Blocks that kvbm was asked to discard: numbers computed with them were not finite",
+        )
         self._load = self._shown_load = EngineLoad()
         """The engine's counts since it started, and those of them that are shown."""
         self._exchanged = self._shown_exchanged = Exchanged()
@@ -115,3 +120,4 @@ class KvbmMetrics:
             self._reasons.add(shown)
             self._fallbacks.labels(shown).inc(blocks - before.fallbacks.get(reason, 0))
         self._differing.inc(now.differing_blocks - before.differing_blocks)
+        self._discarded.inc(now.discarded_blocks - before.discarded_blocks)

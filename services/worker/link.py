@@ -8,7 +8,7 @@ from typing import Literal
 from shared.errors import HeadraceError
 from shared.hashing import unpack_hashes, unpack_tokens
 
-Operation = Literal["attach", "store", "commit", "abort", "fetch", "release"]
+Operation = Literal["attach", "store", "commit", "abort", "fetch", "release", "discard"]
 Ask = Callable[[Operation, bytes], int]
 """Puts a request, as `shared.kvbm_messages` encodes it, to the kvbm; returns the number that its answers will have."""
 

@@ -48,6 +48,11 @@ class Tally:
             saved_blocks = self._exchanged.saved_blocks + blocks
             self._exchanged = msgspec.structs.replace(self._exchanged, saved_blocks=saved_blocks)
 
+    def discarded(self, blocks: int) -> None:
+        """So many were named to the kvbm as wrong, perhaps."""
+        discarded_blocks = self._exchanged.discarded_blocks + blocks
+        self._exchanged = msgspec.structs.replace(self._exchanged, discarded_blocks=discarded_blocks)
+
     @property
     def changed(self) -> bool:
         """Whether there is `news`."""

@@ -110,7 +110,9 @@ async def test_a_client_may_publish_to_nothing_else(services: Peer, client: Peer
     assert await asyncio.wait_for(heard.get(), ANSWER_LIMIT_S) == b"own", "the forged message did not come through"
 
 
-@pytest.mark.parametrize("operation", ["attach", "store", "commit", "abort", "fetch", "release", "snapshot", "stat"])
+@pytest.mark.parametrize(
+    "operation", ["attach", "store", "commit", "abort", "fetch", "release", "discard", "snapshot", "stat"]
+)
 async def test_services_ask_a_block_store_and_hear_its_answers_and_reports(services: Peer, operation: str) -> None:
     heard: asyncio.Queue[bytes] = asyncio.Queue()
 

@@ -81,6 +81,12 @@ class Rig:
         async with asyncio.timeout(DEADLINE_S):
             return await ended
 
+    async def erase(self, record: int) -> Written | Lost:
+        ended: asyncio.Future[Written | Lost] = asyncio.get_running_loop().create_future()
+        self.disk.erase(record, ended.set_result)
+        async with asyncio.timeout(DEADLINE_S):
+            return await ended
+
     async def read(self, record: int, key: ContentKey) -> tuple[Loaded | Lost, bytes]:
         """Reads a block: the outcome and the memory's bytes."""
         shape = self.disk.geometry

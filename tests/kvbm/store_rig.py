@@ -204,6 +204,10 @@ class Engine:
         asked = wire.RELEASE.encode(wire.Release(self.owner, ticket))
         return wire.SETTLED.decode((await self.ask("release", asked)).payload)
 
+    async def discard(self, keys: Sequence[ContentKey]) -> wire.Settled | wire.KvbmRefused:
+        asked = wire.DISCARD.encode(wire.Discard(self.owner, b"".join(keys)))
+        return wire.SETTLED.decode((await self.ask("discard", asked)).payload)
+
     async def load(self, contents: Sequence[Content]) -> tuple[int, int]:
         """Fetches, reads, compares and releases: how many blocks were right, and how many of them came from disk.
         Wrong bytes whose generation says that they are right fail the test."""

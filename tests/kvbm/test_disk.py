@@ -78,6 +78,19 @@ async def test_a_block_is_found_once_in_its_newest_record_and_the_oldest_is_told
         assert (await rig.back())[content(4).key] == 5, "sequences go on after a restart"
 
 
+async def test_an_erased_block_is_found_neither_now_nor_after_a_restart_and_its_neighbours_are(tmp_path: Path) -> None:
+    async with running(tmp_path) as rig:
+        await rig.back()
+        for number in range(3):
+            await rig.write(number, content(number))
+        assert isinstance(await rig.erase(1), Written)
+        assert isinstance(await rig.erase(7), Written), "of a segment that was never made"
+        assert [await rig.holds(number, content(number)) for number in range(3)] == [True, False, True]
+        assert rig.disk.statistics().written == 3
+    async with running(tmp_path) as rig:
+        assert (await rig.back()).keys() == {content(0).key, content(2).key}
+
+
 async def test_a_record_with_another_block_or_none_is_a_miss(tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         await rig.back()

@@ -337,7 +337,7 @@ async def test_many_fetches_of_far_too_many_blocks_leave_no_memory_behind(tmp_pa
         assert left_bytes < 4 << 20, "eight formats of 100,000 keys are 25 MiB"
 
 
-@pytest.mark.parametrize("operation", ["attach", "store", "commit", "abort", "fetch", "release"])
+@pytest.mark.parametrize("operation", ["attach", "store", "commit", "abort", "fetch", "release", "discard"])
 @pytest.mark.parametrize("payload", [b"", b"\xff" * 40, msgspec.msgpack.encode({"type": "hello"})])
 async def test_what_cannot_be_read_is_answered(tmp_path: Path, operation: str, payload: bytes) -> None:
     async with serving(tmp_path) as store:
@@ -578,6 +578,32 @@ async def test_a_damaged_block_ends_the_prefix_and_is_forgotten(tmp_path: Path) 
         right, _ = await a.load(contents)  # the last one was read before, unless the damaged one was seen sooner
         assert right == 3
     a.die()
+
+
+async def test_a_discarded_block_is_gone_from_memory_and_disk_for_routers_and_after_a_restart(tmp_path: Path) -> None:
+    world, contents = World(settings(tmp_path, disk=True)), chain(1, 2, 3)
+    async with running(world) as store:
+        a = await world.attached("a")
+        router = await store.router()
+        assert await a.store(contents) == 3
+        await store.spilled()
+        (fetched,) = await a.fetch(keys(contents))
+        assert isinstance(fetched, wire.Fetched)
+        assert await a.discard(keys(contents[1:2])) == wire.Settled()
+        assert a.read(fetched, contents) == [True, False, True], "a reader sees by the generation that it is wrong"
+        assert await a.load(contents) == (1, 0)
+        for medium in ("host_pinned", "disk"):
+            await until(lambda medium=medium: router.holds(medium, [contents[0], contents[2]]))
+        assert store.metric("headrace_kvbm_evicted_blocks_total", tier="host", reason="discarded") == 1
+        assert store.metric("headrace_kvbm_evicted_blocks_total", tier="disk", reason="discarded") == 1
+        assert await a.release(fetched.ticket) == wire.Settled()
+        await until(lambda: not store.service.layouts.open[LAYOUT.digest].tiers.statistics().disk.erasing)
+    a.die()
+    async with running(world, "b2") as store:
+        b = await world.attached("b")
+        router = await store.router()
+        await until(lambda: router.holds("disk", [contents[0], contents[2]]))
+        assert await b.load(contents) == (1, 1)
 
 
 async def test_a_disk_that_goes_takes_its_blocks_and_requests_go_on_until_it_is_back(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ class Reader:
         self.slots: list[int] = []
         self.generations: list[int] = []
         self.over = False
+        self.discarded: set[int] = set()
+        """Of its slots, those whose block was discarded meanwhile: the generation says so."""
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -76,6 +78,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.readers: list[Reader] = []
         self.reads: list[Read] = []
         self.spills: list[Spill] = []
+        self.erases: list[int] = []
+        self.discarded: set[ContentKey] = set()
+        """Nobody was granted a slot for them since then: nobody may find them."""
         self.told: dict[Tier, dict[ContentKey, Content]] = {}
         self.start(before=())
         for owner in OWNERS:
@@ -104,6 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
         for tier, event in events:
             told = self.told[tier]
             if isinstance(event, Stored):
+                assert event.content.key not in self.discarded, "a discarded block can be found"
                 assert event.content.key not in told, "stored twice"
                 told[event.content.key] = event.content
             else:
@@ -165,6 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.hear([*granted.events, *self.tiers.prepare()])
         for slot in granted.slots:
             self.granted(slot)
+        self.discarded.difference_update(contents[index].key for index in granted.indices)
         assert len(granted.indices) == len(granted.slots)
         assert len(granted.slots) + granted.known + granted.declined == len(contents)
         assert bool(granted.ticket) == bool(granted.slots)
@@ -260,9 +267,33 @@ class StoreMachine(RuleBasedStateMachine):
         reader = self.readers.pop(pick % len(self.readers))
         for key, slot, generation in zip(reader.wanted, reader.slots, reader.generations, strict=False):
             assert self.bytes[slot] == key or self.generation[slot] != generation, "wrong bytes"
-            assert reader.over or self.generation[slot] == generation, "granted while it was held"
+            same = self.generation[slot] == generation
+            assert reader.over or same != (slot in reader.discarded), "granted while it was held"
         if reader.owner in self.attached:
             self.tickets.release(reader.owner, reader.ticket)
+
+    @precondition(lambda self: self.attached)
+    @rule(pick=picks, path=tokens)
+    def discard(self, pick: int, path: list[int]) -> None:
+        """The last blocks of a chain may be wrong. Who reads them sees it by the generation."""
+        wanted = keys(chain(*path))[-2:]
+        slots, events = self.tickets.discard(sorted(self.attached)[pick % len(self.attached)], wanted)
+        self.discarded.update(wanted)
+        self.hear(events)
+        for slot in slots:
+            self.generation[slot] += 1
+            for reader in self.readers:
+                if slot in reader.slots and not reader.over:
+                    reader.discarded.add(slot)
+        self.erases += self.tiers.erases()
+        assert not {*wanted} & {*self.told["host"], *self.told["disk"]}
+
+    @precondition(lambda self: self.erases)
+    @rule(pick=picks)
+    def erase(self, pick: int) -> None:
+        record = self.erases.pop(pick % len(self.erases))
+        self.disk_bytes.pop(record, None)
+        self.tiers.erased(record)
 
     # --- time
 
@@ -310,6 +341,7 @@ class StoreMachine(RuleBasedStateMachine):
         for spill in spills:
             assert all(spill.record != other.record for other in self.spills), "two writes to one record"
             assert all(spill.record != read.record for read in self.reads), "written while it is read"
+            assert spill.record not in self.erases, "written while it is erased"
             self.disk_bytes.pop(spill.record, None)
             self.spills.append(spill)
             if at_once:
@@ -323,6 +355,7 @@ class StoreMachine(RuleBasedStateMachine):
         if outcome == "ok":
             self.disk_bytes[spill.record] = spill.content
         self.hear(self.tiers.spill_done(spill, outcome))
+        self.erases += self.tiers.erases()
 
     @precondition(lambda self: self.disk_bytes)
     @rule(pick=picks)
@@ -342,7 +375,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.hear(self.tiers.disk_gone())
             if replaced:  # another directory: the same blocks elsewhere
                 self.disk_bytes = {RECORDS - 1 - record: content for record, content in self.disk_bytes.items()}
-        else:
+        else:  # what was not erased yet is found again
+            self.discarded -= {content.key for content in self.disk_bytes.values()}
             self.hear(self.tiers.disk_back([Found(record, content) for record, content in self.disk_bytes.items()]))
         self.on = not self.on
 
@@ -352,7 +386,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(first=st.sampled_from((*OWNERS, None)))
     def kill(self, first: str | None) -> None:
         """The kernel takes the disk's threads with it; workers go on writing and reading as they were told."""
-        self.reads, self.spills = [], []
+        self.reads, self.spills, self.erases = [], [], []
         for reader in self.readers:
             reader.over = True
         self.attached.clear()
@@ -388,13 +422,15 @@ class StoreMachine(RuleBasedStateMachine):
             self.hear(self.tickets.read_done(read, "failed", self.now_s)[1])
         for spill in self.spills:
             self.hear(self.tiers.spill_done(spill, "failed"))
+        for record in [*self.erases, *self.tiers.erases()]:
+            self.tiers.erased(record)
         self.tickets.validate()
         counts = self.tickets.statistics()
         assert (counts.owners, counts.stores, counts.fetches, counts.expired, counts.awaited) == (0, 0, 0, 0, 0)
         host, disk = counts.tiers.host, counts.tiers.disk
         assert host.free + host.ready == host.capacity, "a slot has leaked"
         assert host.held == 0
-        assert disk.writing + disk.reading == 0
+        assert disk.writing + disk.reading + disk.erasing + host.leaving == 0
         assert not disk.on or disk.free + disk.withheld + disk.ready == disk.capacity, "a record has leaked"
 
 
@@ -423,6 +459,8 @@ def disorder(machine: StoreMachine, draw: Random, steps: int) -> None:
         (8, lambda: machine.writers, lambda: machine.commit(number(), draw.randrange(4))),
         (2, lambda: machine.writers, lambda: machine.abort(number())),
         (15, lambda: machine.readers, lambda: machine.copy_and_release(number())),
+        (2, lambda: machine.attached, lambda: machine.discard(number(), path())),
+        (5, lambda: machine.erases, lambda: machine.erase(number())),
         (4, lambda: True, lambda: machine.wait(draw.randint(1, 3), draw.random() < 0.7)),
         (15, lambda: machine.reads, lambda: machine.read(number(), draw.random() < 0.2)),
         (15, lambda: machine.tiers.statistics().spills_waiting, lambda: machine.spill(2, draw.random() < 0.5)),

@@ -74,6 +74,88 @@ def with_disk(slots: int = 8, records: int = 50) -> Store:
     return Store(Sizes(slots=slots, records=records, disk_sightings=1, held_share=1))
 
 
+# --- discard
+
+
+def test_a_discarded_block_is_found_in_no_tier_and_its_record_is_erased_before_it_is_used() -> None:
+    store, contents = with_disk(), chain(1, 2, 3)
+    store.keep(contents)
+    store.spill()
+    slots, events = store.tickets.discard("b", keys(contents[1:2]))
+    store.tickets.validate()
+    assert len(slots) == 1
+    assert events == [("host", Evicted(contents[1])), ("disk", Evicted(contents[1]))]
+    assert store.fetch(contents).ready == 1
+    disk = store.tiers.statistics().disk
+    assert (disk.free, disk.erasing) == (47, 1)
+    (record,) = store.tiers.erases()
+    store.tiers.erased(record)
+    store.tickets.validate()
+    assert store.tiers.statistics().disk.free == 48
+
+
+def test_a_discarded_block_that_is_read_stays_where_it_is_until_its_ticket_ends() -> None:
+    store, contents = plain(3), chain(1, 2)
+    store.keep(contents)
+    fetched = store.fetch(contents)
+    slots, _ = store.tickets.discard("b", keys(contents))
+    store.tickets.validate()
+    assert {*slots} == {*fetched.slots}
+    host = store.tiers.statistics().host
+    assert (host.free, host.leaving, host.held) == (1, 2, 2)
+    again = store.store("a", contents)
+    assert not {*again.slots} & {*slots}, "nobody writes under the ticket's feet"
+    store.tickets.release("b", fetched.ticket)
+    store.tickets.validate()
+    assert store.tiers.statistics().host.leaving == 0
+
+
+def test_a_block_that_is_discarded_while_it_is_written_is_not_published() -> None:
+    store, contents = plain(), chain(1, 2)
+    granted = store.store("a", contents)
+    assert store.tickets.discard("b", keys(contents[1:])) == ([], [])
+    store.tickets.validate()
+    events = store.tickets.commit("a", granted.ticket, granted.slots, 1)
+    store.tickets.validate()
+    assert events == [("host", Stored(contents[0]))]
+    assert len(store.keep(contents)) == 1, "the next one that stores it is believed"
+
+
+def test_a_block_that_is_discarded_while_it_is_spilled_is_erased_after_it() -> None:
+    store, contents = with_disk(), chain(1)
+    store.keep(contents)
+    ((spill,), _) = store.tiers.spills(1)
+    store.tickets.discard("a", keys(contents))
+    store.tickets.validate()
+    assert store.tiers.erases() == []
+    assert store.tiers.spill_done(spill, "ok") == []
+    store.tickets.validate()
+    assert store.tiers.erases() == [spill.record]
+    assert not store.tiers.snapshot("disk")
+
+
+def test_a_block_that_is_discarded_while_it_comes_from_disk_ends_the_prefix() -> None:
+    store, contents = with_disk(), chain(1, 2)
+    store.on_disk_only(contents)
+    fetched = store.fetch(contents)
+    assert len(fetched.reads) == 2
+    store.tickets.discard("a", keys(contents[1:]))
+    store.tickets.validate()
+    for read in fetched.reads:
+        advanced, _ = store.tickets.read_done(read, "ok", 0)
+        store.tickets.validate()
+    assert advanced[0].found == 1
+    assert store.fetch(contents).slots == fetched.slots[:1]
+
+
+def test_only_an_owner_may_discard_and_not_without_bound() -> None:
+    store = plain()
+    with pytest.raises(UnknownOwner):
+        store.tickets.discard("nobody", keys(chain(1)))
+    with pytest.raises(BadRequest, match="7 blocks"):
+        store.tickets.discard("a", keys(chain(1, 2, 3, 4, 5, 6, 7)))
+
+
 # --- store, commit, abort
 
 

@@ -58,6 +58,9 @@ class Drawer:
         self.advanced: dict[int, list[bytes]] = {}
         """Ticket → replies to a fetch beyond the first, the last one empty where no other will come."""
         self._right = right
+        self.takes_discards = True
+        self.damaged: set[ContentKey] = set()
+        """Once: engines may have stored it again before they saw it."""
 
     def answer(self, ask: KvbmAsk, now_s: float) -> tuple[list[bytes], int]:
         """The replies that come at once; and, where more will, the ticket that they belong to, else 0."""
@@ -83,6 +86,9 @@ class Drawer:
                     release = wire.RELEASE.decode(ask.payload)
                     self.tickets.release(release.owner, release.ticket)
                     replies = [wire.SETTLED.encode(wire.Settled())]
+                case "discard":
+                    self._discard(wire.DISCARD.decode(ask.payload))
+                    replies = [wire.SETTLED.encode(wire.Settled())]
         except Refusal as refusal:
             replies = [wire.SETTLED.encode(wire.KvbmRefused(refusal.code, str(refusal)))]
         self._hear(self.tiers.prepare())
@@ -103,6 +109,7 @@ class Drawer:
             slots=arena.slots,
             generations=arena.generations,
             blocks_per_request=64,
+            takes_discards=self.takes_discards,
         )
 
     def _store(self, store: wire.Store, now_s: float) -> wire.Granted:
@@ -134,6 +141,27 @@ class Drawer:
     ) -> wire.Fetched:
         generations = pack_hashes(self.slots.generation(slot) for slot in slots)
         return wire.Fetched(ticket, left_s, first, pack_slots(slots), generations, disk, found)
+
+    # --- wrong blocks
+
+    def _discard(self, discard: wire.Discard) -> None:
+        keys = unpack_keys(discard.keys)
+        slots, events = self.tickets.discard(discard.owner, keys)
+        for slot in slots:
+            self.slots.grant(slot)
+        self._hear(events)
+        for record in self.tiers.erases():
+            self.tiers.erased(record)
+        for key in keys:
+            self.disk.pop(key, None)
+
+    def damage(self, draw: Random) -> None:
+        """A bit of a block that can be found turns."""
+        places = self.tiers._host.shelf.places
+        if places:
+            key = draw.choice(sorted(places))
+            self.damaged.add(key)
+            self._memory(places[key])[draw.randrange(8)] ^= 1
 
     # --- the disk, and time
 
@@ -197,7 +225,9 @@ class Drawer:
 
     def _check(self, content: Content, slot: int) -> None:
         right = self._right(content)
-        assert bytes(self._memory(slot)[: len(right)]) == right, f"wrong bytes in slot {slot}"
+        assert content.key in self.damaged or bytes(self._memory(slot)[: len(right)]) == right, (
+            f"wrong bytes in slot {slot}"
+        )
 
     def _memory(self, slot: int) -> memoryview:
         return self.slots.slot(slot)

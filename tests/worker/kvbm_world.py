@@ -48,6 +48,7 @@ class Engine:
         self.world = world
         self.name = name
         self.runner = PoolRunner(CAPACITY_BLOCKS, CONTEXT_LENGTH)
+        self.runner.suspects = world.damaged_pool
         self.hand = None if world.threads else HandMover(self.runner.memory, lambda: world.now_s)
         mover = self.hand or self.runner.mover(lambda: world.now_s)
         self.attachment = PoolAttachment(world.directory, name)
@@ -237,6 +238,9 @@ class World:
         """How long they wait for an answer."""
         self.damages = False
         """Whether copies change bytes."""
+        self.damaged_pool = False
+        """Whether bits of the pool turn, which engines see when they compute."""
+        self.damaged: set[ContentKey] = set()
 
     def right(self, content: Content) -> bytes:
         """The bytes of a block."""
@@ -256,6 +260,7 @@ class World:
         self.drawers += 1
         name = f"k{self.drawers}"
         self.drawer = Drawer(self.directory, name, STORE, BOUNDS, self.disk, self.right)
+        self.drawer.damaged = self.damaged
         for engine in self.engines:
             engine.obey(KvbmUp(name))
 
@@ -307,6 +312,8 @@ class World:
         elif roll < 0.9:
             engine.copy(draw.randint(1, self.copies))
         elif roll < 0.95 and self.drawer is not None:
+            if self.damaged_pool:
+                self.drawer.damage(draw)
             self.drawer.trouble(draw, self.now_s)
             self.drawer.validate()
         else:

@@ -19,7 +19,7 @@ from services.worker.engine import Drawn, Ready, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens
-from shared.messages import KvLayout
+from shared.messages import NOT_FINITE, KvLayout
 from tests.worker.fake_runner import EOS, VOCABULARY, next_token
 
 BLOCK_SIZE = 2
@@ -49,6 +49,8 @@ class PoolRunner:
         )
         self.memory = np.zeros((capacity_blocks, LAYOUT.block_bytes), dtype=np.uint8)
         self.computed_tokens = 0
+        self.suspects = False
+        """Whether wrong bytes are numbers that are not finite; else they fail the test."""
 
     def mover(self, clock: Callable[[], float]) -> TransferMover:
         copier = HostCopier.of(self.memory.reshape(-1).data, LAYOUT.block_bytes)
@@ -61,15 +63,19 @@ class PoolRunner:
         pass
 
     def _compute(self, work: Work) -> Drawn | None:
+        wrong = False
         right = np.frombuffer(fingerprints(work.history[: work.end], 0), dtype=np.uint8).reshape(-1, 8)
         kv = self.memory.reshape(-1, BLOCK_SIZE, 8)
         for position in range(work.end):
             there = kv[work.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE]
             if position < work.start:
-                assert (there == right[position]).all(), f"wrong bytes at position {position}"
+                wrong |= not (there == right[position]).all()
+                assert self.suspects or not wrong, f"wrong bytes at position {position}"
             else:
                 there[:] = right[position]
         self.computed_tokens += work.end - work.start
+        if wrong and work.draws:
+            return Drawn(0, error=NOT_FINITE, suspect=True)
         return Drawn(next_token(work.history)) if work.draws else None
 
 

@@ -88,6 +88,13 @@ def test_bytes_are_right_where_threads_copy(tmp_path: Path, seed: int) -> None:
     live(World(tmp_path / "pool", Random(seed), threads=True))
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_blocks_are_damaged_all_answers_are_right_and_nothing_leaks(tmp_path: Path, seed: int) -> None:
+    world = World(tmp_path / "pool", Random(seed))
+    world.damaged_pool = True
+    live(world)
+
+
 def live(world: World) -> None:
     """All that can happen, then all is well again."""
     world.open_kvbm()
@@ -226,6 +233,42 @@ def test_a_slot_that_is_granted_anew_while_it_is_copied_from_is_not_used(world: 
     world.settle()
     assert second.exchanged.bad_blocks > 0
     assert second.host_tokens < REUSABLE_TOKENS
+
+
+def test_a_block_that_is_damaged_in_the_pool_is_computed_once_more_and_leaves_the_kvbm(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    assert world.drawer is not None
+    world.drawer.damage(Random(0))
+    second.runner.suspects = True
+    second.submit("again", PROMPT, 1)
+    world.settle()
+    assert second.answers["again"] == first.answers["first"]
+    assert second.exchanged.discarded_blocks > 0
+    assert (second.scheduler.load().recomputed, second.scheduler.load().not_finite) == (1, 0)
+    assert second.runner.computed_tokens >= len(PROMPT), "it is computed from its tokens alone"
+    third = world.start_engine()  # whose runner fails the test where it meets wrong bytes
+    world.settle()
+    third.submit("and again", PROMPT, 1)
+    world.settle()
+    assert third.answers["and again"] == first.answers["first"]
+
+
+def test_a_kvbm_that_does_not_know_discards_is_not_asked_for_one(world: World) -> None:
+    first, second = world.engines
+    compute(world, first)
+    world.kill_kvbm()
+    world.open_kvbm()
+    assert world.drawer is not None
+    world.drawer.takes_discards = False
+    world.settle()
+    world.drawer.damage(Random(0))
+    second.runner.suspects = True
+    second.submit("again", PROMPT, 1)
+    world.settle()
+    assert second.answers["again"] == first.answers["first"]
+    assert second.exchanged.discarded_blocks == 0
+    assert second.link.kvbm == world.drawer.name
 
 
 def test_a_block_that_changes_on_its_way_to_the_device_is_found_and_computed_with_those_behind_it(

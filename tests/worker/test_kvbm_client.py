@@ -53,7 +53,7 @@ class ScriptedKvbm:
         self._registration = await MemoryDiscovery(self._world.store).register(lambda _epoch: entries)
 
     async def serve(self) -> None:
-        for operation in ("attach", "store", "commit", "abort", "fetch", "release"):
+        for operation in ("attach", "store", "commit", "abort", "fetch", "release", "discard"):
             subject = subjects.kvbm(NAMESPACE, self.instance, operation)
             self._subscriptions.append(await self._bus.subscribe(subject, self._answer))
 
