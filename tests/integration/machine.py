@@ -6,6 +6,7 @@ test (a frontend's end of the wire) ── NATS ──▶ "first" ⇄ kvbm ⇄ "
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
 import signal
@@ -41,6 +42,7 @@ from shared.messages import (
     TokenLogprob,
 )
 from shared.nats_bus import NatsBus, connect
+from shared.pool_format import HEADER_BYTES, parse
 from tests.integration.fleet import Fleet, Service
 from tests.integration.stack import ROOT
 from tests.worker.shell import NAMESPACE, Peer, request
@@ -133,6 +135,13 @@ class Machine:
 
     def process(self, name: str) -> Service:
         return self.fleet.services[name]
+
+    def damage_pool(self) -> None:
+        """Every number in the pool's slots is none."""
+        with (self.pool / "pool").open("r+b") as file:
+            geometry = parse(file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size)
+            file.seek(geometry.slots_at)
+            file.write(b"\xff" * (geometry.file_bytes - geometry.slots_at))
 
     def freeze_kvbm(self) -> None:
         self.process("kvbm").process.send_signal(signal.SIGSTOP)

@@ -21,6 +21,7 @@ from tests.integration.machine import (
     Answer,
     Machine,
     Wire,
+    eventually,
     full_blocks,
     prompt,
     settled,
@@ -33,6 +34,7 @@ POOL_BLOCKS = 3000
 """More than all the prompts here have …"""
 SMALL_BLOCKS = 500
 """… and fewer."""
+RECOMPUTED, DISCARDED = "headrace_not_finite_sequences_total", "headrace_kvbm_discarded_blocks_total"
 
 
 @contextmanager
@@ -165,6 +167,31 @@ async def test_tickets_of_cancelled_requests_end_and_their_blocks_are_free(wire:
     await wire.nothing_held()
     assert (await wire.ask("second", asked)).tokens == answer.tokens
     assert (await wire.ask("first", new)).tokens == (await wire.ask("alone", new)).tokens
+
+
+async def test_damaged_blocks_in_memory_end_no_engine_and_leave_the_kvbm(machine: Machine, wire: Wire) -> None:
+    asked = [prompt(400, ("damaged", number)) for number in range(4)]
+    computed = [(await wire.compute("first", each)).tokens for each in asked]
+    second = machine.process("second")
+    before = {name: second.metric(name) for name in ("headrace_engine_starts_total", RECOMPUTED, DISCARDED)}
+    machine.damage_pool()
+    answers = [await wire.ask("second", each) for each in asked]
+    assert [each.tokens for each in answers] == computed
+    assert [each.cached for each in answers] == [0] * len(asked), "nothing that is damaged was used"
+
+    async def told() -> bool:
+        return await asyncio.to_thread(second.metric, RECOMPUTED) >= before[RECOMPUTED] + len(asked)
+
+    await eventually(told, "each of them was computed twice")
+    assert second.metric(DISCARDED) >= before[DISCARDED] + sum(map(full_blocks, asked))
+    assert second.metric("headrace_engine_starts_total") == before["headrace_engine_starts_total"]
+    evicted = {"tier": "host", "reason": "discarded"}
+    assert machine.process("kvbm").metric("headrace_kvbm_evicted_blocks_total", **evicted) > 0
+    second.kill()
+    machine.start_worker("second")
+    await wire.attached()
+    assert [(await wire.ask("second", each)).tokens for each in asked] == computed
+    assert machine.process("second").metric(RECOMPUTED) == 0, "what it was given is right"
 
 
 async def test_a_pool_that_is_full_gives_what_it_has(small: Machine, nats_url: str) -> None:
