@@ -185,6 +185,7 @@ async def test_damaged_blocks_in_memory_end_no_engine_and_leave_the_kvbm(machine
     await eventually(told, "each of them was computed twice")
     assert second.metric(DISCARDED) >= before[DISCARDED] + sum(map(full_blocks, asked))
     assert second.metric("headrace_engine_starts_total") == before["headrace_engine_starts_total"]
+    await asyncio.to_thread(machine.fleet.wait_ready, "kvbm")
     evicted = {"tier": "host", "reason": "discarded"}
     assert machine.process("kvbm").metric("headrace_kvbm_evicted_blocks_total", **evicted) > 0
     second.kill()
