@@ -113,6 +113,8 @@ class Commit(Struct, frozen=True, tag="commit"):
     ticket: int
     slots: bytes
     """Packed u32."""
+    checksums: bytes = b""
+    """Of the blocks in these slots: XXH3-64, packed u64, 0 where none was made. Empty: none was."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -150,6 +152,8 @@ class Fetched(Struct, frozen=True, tag="fetched"):
     """Whether these came from disk."""
     found: int
     """Length of the prefix as far as it is known now; what is missing comes in later replies, or it shrinks."""
+    checksums: bytes = b""
+    """As in Commit, of these slots."""
 
 
 class Release(Struct, frozen=True, tag="release"):

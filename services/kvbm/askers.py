@@ -17,6 +17,7 @@ from msgspec import Struct
 from services.kvbm.answers import Advanced
 from services.kvbm.packing import pack_slots
 from services.kvbm.refusals import RefusalCode
+from services.kvbm.slot_checksums import SlotChecksums
 from shared import kvbm_messages as wire
 from shared.pool_map import ArenaMap
 
@@ -34,8 +35,9 @@ class _Asker(Struct):
 class Askers:
     """Of one layout, by ticket."""
 
-    def __init__(self, slots: ArenaMap) -> None:
+    def __init__(self, slots: ArenaMap, checksums: SlotChecksums) -> None:
         self._slots = slots
+        self._checksums = checksums
         self._waiting: dict[int, _Asker] = {}
         self.untold: set[int] = set()
         """Tickets with news; for reading only."""
@@ -66,7 +68,9 @@ class Askers:
                 del self._waiting[ticket]
             for disk, run in groupby(came, itemgetter(1)) if came else ((True, ()),):
                 slots = [slot for slot, _ in run]
-                reply = fetched(self._slots, ticket, last.time_left_s, first, slots, last.found, disk=disk)
+                reply = fetched(
+                    self._slots, self._checksums, ticket, last.time_left_s, first, slots, last.found, disk=disk
+                )
                 first += len(slots)
                 asker.told(reply, complete and first == end)
         self.untold.clear()
@@ -91,8 +95,17 @@ class Askers:
 
 
 def fetched(
-    memory: ArenaMap, ticket: int, time_left_s: float, first: int, slots: list[int], found: int, *, disk: bool
+    memory: ArenaMap,
+    checksums: SlotChecksums,
+    ticket: int,
+    time_left_s: float,
+    first: int,
+    slots: list[int],
+    found: int,
+    *,
+    disk: bool,
 ) -> wire.Fetched:
     """One reply: these slots can be read, as long as their generations stay what they are now."""
     packed = pack_slots(slots)
-    return wire.Fetched(ticket, time_left_s, first, packed, memory.generations(packed), disk, found)
+    generations = memory.generations(packed)
+    return wire.Fetched(ticket, time_left_s, first, packed, generations, disk, found, checksums.packed(slots))

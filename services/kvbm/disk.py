@@ -117,9 +117,18 @@ class Disk:
 
     # --- requests
 
-    def write(self, record: int, content: Content, memory: memoryview, done: Callable[[Written | Lost], None]) -> None:
+    def write(
+        self,
+        record: int,
+        content: Content,
+        memory: memoryview,
+        done: Callable[[Written | Lost], None],
+        *,
+        checksum: int = 0,
+    ) -> None:
         """Writes `memory` (`geometry.memory_bytes` long, aligned to 4096) over the record. `done` follows, never before
-        this returns; until then nobody may write to the memory, nor use the record otherwise."""
+        this returns; until then nobody may write to the memory, nor use the record otherwise. `checksum`: what the
+        payload must have, or nothing is written; 0: nobody knows."""
         self._check(record, memory)
         if self._segments is not None and self._writes_stopped:
             self._refuse(Lost("no space", self._full), done)
@@ -129,9 +138,11 @@ class Disk:
 
         def job(segments: Segments, page: memoryview) -> Written | Lost:
             start_s = perf_counter()
-            checksum = xxh3_64_intdigest(memory[: geometry.payload_bytes])
+            found = xxh3_64_intdigest(memory[: geometry.payload_bytes])
+            if checksum not in (0, found):
+                return Lost("damaged", f"the memory to write does not hold the bytes of {content.key.hex()}")
             try:
-                encode_header(page, geometry, Header(content, sequence, checksum))
+                encode_header(page, geometry, Header(content, sequence, found))
             except HeaderTooLarge as error:
                 return Lost("too large", str(error))
             segments.write(record, page, memory)
@@ -157,7 +168,7 @@ class Disk:
                 return Lost("other key", f"record {record} holds {header.content.key.hex()}, not {key.hex()}")
             if xxh3_64_intdigest(memory[: geometry.payload_bytes]) != header.checksum:
                 return Lost("damaged", f"record {record} does not hold the bytes that were written")
-            return Loaded(header.content, perf_counter() - start_s)
+            return Loaded(header.content, perf_counter() - start_s, header.checksum)
 
         self._submit("read", job, done)
 

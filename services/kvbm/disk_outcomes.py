@@ -17,7 +17,7 @@ Why = Literal["off", "busy", "no space", "error", "too large", "missing", "other
     too large               its tokens do not fit the header
     missing                 the file ends before the record does
     blank … layout          the header is no record of this layout (`disk_format.NotRead`)
-    other key, damaged      the record holds another block; the payload is not what was written
+    other key, damaged      the record holds another block; the payload, or the memory to write, is not what was written
 """
 
 
@@ -33,6 +33,8 @@ class Loaded(Struct, frozen=True):
 
     content: Content
     took_s: float
+    checksum: int = 0
+    """As in its header."""
 
 
 class Lost(Struct, frozen=True):

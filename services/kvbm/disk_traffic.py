@@ -18,6 +18,7 @@ from services.kvbm.disk_outcomes import Loaded, Lost, Written
 from services.kvbm.disk_records import WriteOutcome
 from services.kvbm.metrics import Metrics
 from services.kvbm.moves import Read, ReadOutcome, Spill
+from services.kvbm.slot_checksums import SlotChecksums
 from shared.pool_map import ArenaMap
 
 SPILLS_MOST = 64
@@ -31,6 +32,7 @@ class DiskTraffic:
         self,
         disk: Disk,
         slots: ArenaMap,
+        checksums: SlotChecksums,
         spills_most: int,
         *,
         read_done: Callable[[Read, ReadOutcome], None],
@@ -40,6 +42,7 @@ class DiskTraffic:
     ) -> None:
         self.disk = disk
         self._slots = slots
+        self._checksums = checksums
         self._spills_most = spills_most
         self._read_done = read_done
         self._spill_done = spill_done
@@ -62,6 +65,7 @@ class DiskTraffic:
         """Begins them all, in order."""
         for read in reads:
             self._slots.grant(read.slot)
+            self._checksums.granted((read.slot,))
             memory = self._slots.slot(read.slot)
             self._reading += 1
             self.disk.read(read.record, read.content.key, memory, partial(self._read_ended, read, memory))
@@ -72,7 +76,8 @@ class DiskTraffic:
             assert self.room, "more spills than there is room for"
             memory = self._slots.slot(spill.slot)
             self._spilling += 1
-            self.disk.write(spill.record, spill.content, memory, partial(self._spill_ended, spill, memory))
+            done = partial(self._spill_ended, spill, memory)
+            self.disk.write(spill.record, spill.content, memory, done, checksum=self._checksums.of(spill.slot))
 
     def erase(self, records: Iterable[int]) -> None:
         """Begins them all. Touches no slot: nothing waits for the end but the record."""
@@ -87,6 +92,8 @@ class DiskTraffic:
     def _read_ended(self, read: Read, memory: memoryview, outcome: Loaded | Lost) -> None:
         memory.release()
         self._reading -= 1
+        if isinstance(outcome, Loaded):
+            self._checksums.written(read.slot, outcome.checksum)
         self._metrics.disk_request("read", outcome, self.disk.geometry.payload_bytes)
         self._read_done(read, _of_read(outcome))
 

@@ -29,7 +29,8 @@ from services.kvbm.disk_traffic import SPILLS_MOST, DiskTraffic
 from services.kvbm.event_log import EventLog
 from services.kvbm.metrics import Metrics, Why
 from services.kvbm.moves import Read, ReadOutcome, Spill, TierEvent
-from services.kvbm.packing import pack_slots, to_contents, unpack_keys, unpack_slots
+from services.kvbm.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
+from services.kvbm.slot_checksums import SlotChecksums
 from services.kvbm.tickets import Tickets
 from services.kvbm.tiers import Tiers
 from services.kvbm.windows import Found, HitWindow
@@ -80,18 +81,19 @@ class Layout:
         first_ticket = 1 + runtime.draw.getrandbits(_TICKET_BITS)
         self.tickets = Tickets(self.tiers, config.tickets, before=before, first_ticket=first_ticket)
         self.log = EventLog(runtime.events.open_publisher(), self._block_size, self._digests, runtime.wall)
+        self._checksums = SlotChecksums(slots.arena.slots)
         self._window = HitWindow(config.statistics.window_s)
         self._traffic: DiskTraffic | None = None
         if self.disk is not None:
             spills_most = max(1, min(SPILLS_MOST, config.disk.queue // config.pool.arenas))
             self._traffic = DiskTraffic(
-                *(self.disk, slots, spills_most),
+                *(self.disk, slots, self._checksums, spills_most),
                 read_done=self._read_done,
                 spill_done=self._spill_done,
                 erased=self._erased,
                 metrics=metrics,
             )
-        self._askers = Askers(slots)
+        self._askers = Askers(slots, self._checksums)
         self._settling: asyncio.Handle | None = None
         self._ended = False
 
@@ -145,14 +147,19 @@ class Layout:
         granted = self.tickets.store(ask.owner, to_contents(ask.blocks, self._block_size), self._now())
         for slot in granted.slots:
             self.slots.grant(slot)
+        self._checksums.granted(granted.slots)
         self._metrics.offered(len(granted.slots), granted.known, granted.declined)
         self._changed(granted.events)
         return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
 
     def commit(self, ask: wire.Commit) -> wire.Settled:
         """What is written can be found from now on."""
-        written = set(unpack_slots(ask.slots))
-        self._changed(self.tickets.commit(ask.owner, ask.ticket, written, self._now()))
+        slots = unpack_slots(ask.slots)
+        written = dict(zip(slots, unpack_checksums(ask.checksums, len(slots)), strict=True))
+        events = self.tickets.commit(ask.owner, ask.ticket, written.keys(), self._now())
+        for slot, checksum in written.items():  # one that is free after all is granted before it is read
+            self._checksums.written(slot, checksum)
+        self._changed(events)
         self._metrics.committed(len(written), self._block_bytes)
         return wire.Settled()
 
@@ -177,7 +184,10 @@ class Layout:
         if not complete:
             self._askers.add(held.ticket, ask.owner, told)
         ready = held.slots if complete else held.slots[: held.ready]
-        return fetched(self.slots, held.ticket, held.time_left_s, 0, ready, len(held.slots), disk=False), complete
+        first = fetched(
+            self.slots, self._checksums, held.ticket, held.time_left_s, 0, ready, len(held.slots), disk=False
+        )
+        return first, complete
 
     def release(self, ask: wire.Release) -> wire.Settled:
         """See `Tickets.release`."""

@@ -15,6 +15,7 @@ from shared.kvbm_messages import StoreBlock
 LABEL_CHARS = 1024
 """Of a LoRA's name or a salt, which are kept with each block, and told with each in a snapshot."""
 _SLOT_BYTES = 4
+_CHECKSUM_BYTES = 8
 assert array("I").itemsize == _SLOT_BYTES
 assert sys.byteorder == "little", "the wire's order, and that of every machine the pool's format is made for"
 
@@ -29,6 +30,15 @@ def unpack_slots(packed: bytes) -> list[int]:
     if len(packed) % _SLOT_BYTES:
         raise BadRequest(f"slots have {_SLOT_BYTES} bytes each: {len(packed)}")
     return array("I", packed).tolist()
+
+
+def unpack_checksums(packed: bytes, count: int) -> list[int]:
+    """Of so many slots; 0 for each where there are none. Raises BadRequest."""
+    if not packed:
+        return [0] * count
+    if len(packed) != _CHECKSUM_BYTES * count:
+        raise BadRequest(f"checksums of {count} slots have {_CHECKSUM_BYTES} bytes each: {len(packed)}")
+    return array("Q", packed).tolist()
 
 
 def unpack_keys(packed: bytes) -> Sequence[ContentKey]:

@@ -24,6 +24,9 @@ class Copy(Struct, frozen=True):
     device_slot: int
     generation: int = 0
     """Of a load: what Fetched said of the pool's slot."""
+    checksum: int | None = None
+    """Of a load: what the pool's slot must have, else its bytes are damaged. Of a save: any number, and the mover makes
+    one. None: neither."""
 
 
 class Copied(Struct, frozen=True):
@@ -43,6 +46,10 @@ class Copied(Struct, frozen=True):
     """… and those for which a better way failed before, by its name and the reason."""
     differing: int = 0
     """Loads that were compared with the pool's slot and found to be other than it: a fault, and none of them good."""
+    damaged: list[int] = []
+    """Loads, by their place in the batch, whose slot has not the checksum that it must have: none of them is good."""
+    checksums: list[int] = []
+    """Of a batch of saves that asked for them, one for each copy that was made, in order."""
 
 
 class Slots(Protocol):

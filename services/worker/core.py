@@ -102,6 +102,7 @@ class EngineCore:
             worker=config.instance,
             timeout_s=config.kvbm.timeout_s,
             most_blocks=min(config.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
+            checks=config.kvbm.checksums,
         )
         return EngineCore(scheduler, facts.block_size, exchange)
 

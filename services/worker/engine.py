@@ -170,6 +170,8 @@ class Exchanged(Struct, frozen=True):
     """… and those for which a better way failed before, by its name and the reason."""
     differing_blocks: int = 0
     """Loads that were compared with the pool's slot and were not the same."""
+    damaged_blocks: int = 0
+    """Loads whose slot in the pool had not the checksum that kvbm has of it."""
     discarded_blocks: int = 0
     """Named to the kvbm as blocks that may be wrong."""
 

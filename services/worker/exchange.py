@@ -84,8 +84,10 @@ class Exchange:
         worker: str,
         timeout_s: float,
         most_blocks: int,
+        checks: bool = False,
     ) -> None:
-        """`worker`: its instance id; `timeout_s`: for each answer; `most_blocks`: as `Stores` has it."""
+        """`worker`: its instance id; `timeout_s`: for each answer; `most_blocks`: as `Stores` has it; `checks`: blocks
+        go to the kvbm with a checksum, and are looked at when they come."""
         self.mover = mover
         self._scheduler = scheduler
         self._attachment = attachment
@@ -93,8 +95,8 @@ class Exchange:
         self._worker = worker
         self._timeout_s = timeout_s
         batches = count(1)
-        self._stores = Stores(scheduler, mover, batches, self._ask, most_blocks)
-        self._fetches = Fetches(scheduler, mover, batches, self._ask)
+        self._stores = Stores(scheduler, mover, batches, self._ask, most_blocks, checks=checks)
+        self._fetches = Fetches(scheduler, mover, batches, self._ask, checks=checks)
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
         self._kvbm = ""
         """The one that is up; empty: none is."""

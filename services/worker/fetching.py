@@ -6,6 +6,9 @@
        │            Fetched: batches of copies begin                          ▼
        └── unwanted: settled at once                                         over
 
+A block whose bytes have not the checksum that kvbm has of it is damaged: it is named to the kvbm, as one that may be
+wrong, and computed.
+
 A fetch that fails needs nothing: its ticket ends by itself. Bytes are right whenever they come, since a copy looks at
 the slot's generation afterwards.
 """
@@ -18,7 +21,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from services.worker.copies import Copied, Copy, Mover
-from services.worker.link import Ask, LinkLost, unpack_generations, unpack_slots
+from services.worker.link import Ask, LinkLost, unpack_checksums, unpack_generations, unpack_slots
 from services.worker.onboarding import Wanted
 from services.worker.scheduler import Scheduler
 from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
@@ -62,8 +65,11 @@ class _Load(Struct):
 class Fetches:
     """Between `open` and `close` there is a kvbm to ask; copies may end later."""
 
-    def __init__(self, scheduler: Scheduler, mover: Mover, batches: Iterator[int], ask: Ask) -> None:
-        """`batches` names the mover's."""
+    def __init__(
+        self, scheduler: Scheduler, mover: Mover, batches: Iterator[int], ask: Ask, *, checks: bool = False
+    ) -> None:
+        """`batches` names the mover's; `checks`: checksums are compared, where there are any."""
+        self._checks = checks
         self._scheduler = scheduler
         self._mover = mover
         self._batches = batches
@@ -146,6 +152,7 @@ class Fetches:
         pool_slots = unpack_slots(reply.slots, self._pool_slots)
         first, count = reply.first, len(pool_slots)
         generations = unpack_generations(reply.generations, count)
+        checksums = unpack_checksums(reply.checksums if self._checks else b"", count)
         if first != fetch.taken or first + count > min(reply.found, len(fetch.wanted.keys)):
             raise LinkLost(f"blocks {first} … {first + count - 1} were shown where {fetch.taken} was the next one")
         if not fetch.settled:
@@ -162,7 +169,9 @@ class Fetches:
                 batch = next(self._batches)
                 self._loads[batch] = _Load(fetch, first + at, device_slots, reply.disk)
                 fetch.batches += 1
-                self._mover.load(batch, list(map(Copy, pool_slots[at:end], device_slots, generations[at:end])))
+                self._mover.load(
+                    batch, list(map(Copy, pool_slots[at:end], device_slots, generations[at:end], checksums[at:end]))
+                )
             if len(device_slots) < end - at:
                 fetch.open = False
                 return
@@ -175,6 +184,7 @@ class Fetches:
         """A batch has ended."""
         load = self._loads.pop(copied.batch)
         fetch = load.fetch
+        self._scheduler.discard([fetch.wanted.keys[load.first + place] for place in copied.damaged])
         for index, (slot, good) in enumerate(zip(load.device_slots, copied.good, strict=True), load.first):
             self._scheduler.loaded(fetch.wanted.number, index, slot, good, load.disk)
         fetch.batches -= 1

@@ -63,7 +63,12 @@ class KvbmMetrics:
         self._discarded = counter(
             registry,
             "headrace_kvbm_discarded_blocks",
-            "Blocks that kvbm was asked to discard: numbers computed with them were not finite",
+            "Blocks that kvbm was asked to discard: damaged, or numbers computed with them were not finite",
+        )
+        self._damaged = counter(
+            registry,
+            "headrace_kvbm_damaged_blocks",
+            "Blocks in kvbm's memory that had not their checksum when they were loaded, where kvbm.checksums is set",
         )
         self._load = self._shown_load = EngineLoad()
         """The engine's counts since it started, and those of them that are shown."""
@@ -120,4 +125,5 @@ class KvbmMetrics:
             self._reasons.add(shown)
             self._fallbacks.labels(shown).inc(blocks - before.fallbacks.get(reason, 0))
         self._differing.inc(now.differing_blocks - before.differing_blocks)
+        self._damaged.inc(now.damaged_blocks - before.damaged_blocks)
         self._discarded.inc(now.discarded_blocks - before.discarded_blocks)

@@ -31,10 +31,20 @@ def unpack_slots(packed: bytes, pool_slots: int) -> list[int]:
 
 def unpack_generations(packed: bytes, count: int) -> list[int]:
     """Of so many slots. Raises LinkLost."""
+    return _unpack_numbers(packed, count, "generations")
+
+
+def unpack_checksums(packed: bytes, count: int) -> list[int | None]:
+    """Of so many slots; None where there is none. Raises LinkLost."""
+    checksums = _unpack_numbers(packed, count, "checksums") if packed else [0] * count
+    return [checksum or None for checksum in checksums]
+
+
+def _unpack_numbers(packed: bytes, count: int, what: str) -> list[int]:
     try:
-        generations = unpack_hashes(packed)
+        numbers = unpack_hashes(packed)
     except ValueError as wrong:
         raise LinkLost(str(wrong)) from None
-    if len(generations) != count:
-        raise LinkLost(f"{len(generations)} generations of {count} slots")
-    return generations
+    if len(numbers) != count:
+        raise LinkLost(f"{len(numbers)} {what} of {count} slots")
+    return numbers

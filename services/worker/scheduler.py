@@ -248,6 +248,11 @@ class Scheduler:
         self._offloading.let_go(slots)
         self._stalled = False
 
+    def discard(self, keys: Seq[ContentKey]) -> None:
+        """The kvbm has these blocks, and they are wrong."""
+        if self._onboarding.on:
+            self._discards.extend(keys)
+
     def discards(self) -> list[ContentKey]:
         """Blocks that may be wrong, new since the last call: the kvbm is to give them to nothing any more."""
         discards, self._discards = self._discards, []

@@ -21,7 +21,7 @@ from services.worker.copies import Copied, Copy, Mover
 from services.worker.link import Ask, LinkLost, unpack_slots
 from services.worker.scheduler import Scheduler
 from shared.blocks import Content
-from shared.hashing import pack_tokens
+from shared.hashing import pack_hashes, pack_tokens
 from shared.kvbm_messages import ABORT, COMMIT, STORE, Abort, Commit, Granted, KvbmRefused, Settled, Store, StoreBlock
 
 BATCH_BLOCKS = 64
@@ -50,8 +50,19 @@ class _Save(Struct):
 class Stores:
     """Between `open` and `close` there is a kvbm to ask; copies may end later."""
 
-    def __init__(self, scheduler: Scheduler, mover: Mover, batches: Iterator[int], ask: Ask, most_blocks: int) -> None:
-        """`batches` names the mover's; `most_blocks`: of the device that are asked for or held, at once."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        mover: Mover,
+        batches: Iterator[int],
+        ask: Ask,
+        most_blocks: int,
+        *,
+        checks: bool = False,
+    ) -> None:
+        """`batches` names the mover's; `most_blocks`: of the device that are asked for or held, at once; `checks`:
+        checksums are made."""
+        self._checks = checks
         assert most_blocks > 0
         self._scheduler = scheduler
         self._mover = mover
@@ -154,7 +165,7 @@ class Stores:
         batch = next(self._batches)
         self._saves[batch] = save
         self._under_way += len(pairs)
-        copies = [Copy(pool, device) for pool, device in pairs]
+        copies = [Copy(pool, device, checksum=0 if self._checks else None) for pool, device in pairs]
         self._mover.save(batch, copies, asked.sent_s + COPY_SHARE * reply.time_left_s)
 
     def owns(self, batch: int) -> bool:
@@ -172,7 +183,7 @@ class Stores:
         if not written or now_s >= save.ends_s:
             self._abort(save.ticket)
             return
-        commit = Commit(self._owner, save.ticket, pack_tokens(written))
+        commit = Commit(self._owner, save.ticket, pack_tokens(written), pack_hashes(copied.checksums))
         self._ending[self._ask("commit", COMMIT.encode(commit))] = len(written)
 
     def _abort(self, ticket: int) -> None:

@@ -40,6 +40,7 @@ class Tally:
             load_s=now.load_s + copied.took_s,
             loaded_by=summed(now.loaded_by, copied.paths),
             differing_blocks=now.differing_blocks + copied.differing,
+            damaged_blocks=now.damaged_blocks + len(copied.damaged),
         )
 
     def committed(self, blocks: int) -> None:

@@ -176,8 +176,8 @@ class Engine:
         with self.slots.slot(slot) as memory:
             memory[: self.layout.kv.block_bytes] = payload(content, self.layout)
 
-    async def commit(self, ticket: int, slots: bytes) -> wire.Settled | wire.KvbmRefused:
-        asked = wire.COMMIT.encode(wire.Commit(self.owner, ticket, slots))
+    async def commit(self, ticket: int, slots: bytes, checksums: bytes = b"") -> wire.Settled | wire.KvbmRefused:
+        asked = wire.COMMIT.encode(wire.Commit(self.owner, ticket, slots, checksums))
         return wire.SETTLED.decode((await self.ask("commit", asked)).payload)
 
     async def store(self, contents: Sequence[Content]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from services.kvbm.answers import Bounds
 from services.kvbm.config import KvbmConfig, PoolConfig, TiersConfig
@@ -19,7 +20,7 @@ from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.config import load
 from shared.errors import ConfigError, NoResponders
-from shared.hashing import event_hash
+from shared.hashing import event_hash, pack_hashes
 from shared.messages import JSON_HEADER, KvLayout
 from shared.pool_lock import kvbm_of
 from tests.kvbm.chains import chain, keys
@@ -604,6 +605,49 @@ async def test_a_discarded_block_is_gone_from_memory_and_disk_for_routers_and_af
         router = await store.router()
         await until(lambda: router.holds("disk", [contents[0], contents[2]]))
         assert await b.load(contents) == (1, 1)
+
+
+async def test_checksums_come_back_as_they_were_committed_and_from_disk_as_they_were_written(tmp_path: Path) -> None:
+    world, contents = World(settings(tmp_path, disk=True)), chain(1, 2)
+    checksums = pack_hashes(xxh3_64_intdigest(payload(content)) for content in contents)
+    async with running(world) as store:
+        a = await world.attached("a")
+        granted = await a.grant(contents)
+        a.write(granted, contents)
+        assert refusal(await a.commit(granted.ticket, granted.slots, checksums[:9])) == "bad_request"
+        assert await a.commit(granted.ticket, granted.slots, checksums) == wire.Settled()
+        (fetched,) = await a.fetch(keys(contents))
+        assert isinstance(fetched, wire.Fetched)
+        assert fetched.checksums == checksums
+        await a.release(fetched.ticket)
+        await a.store(chain(3))
+        (fetched,) = await a.fetch(keys(chain(3)))
+        assert isinstance(fetched, wire.Fetched)
+        assert fetched.checksums == b"", "its writer made none"
+        await a.release(fetched.ticket)
+        await store.spilled()
+    a.die()
+    async with running(world, "b2") as store:
+        b = await world.attached("b")
+        router = await store.router()
+        await until(lambda: router.holds("disk", [*contents, *chain(3)]))
+        told = [reply.checksums for reply in await b.fetch(keys(contents)) if isinstance(reply, wire.Fetched)]
+        assert b"".join(told) == checksums
+
+
+async def test_a_block_that_is_damaged_in_memory_does_not_go_to_disk(tmp_path: Path) -> None:
+    tiers = TiersConfig(disk_sightings=2, fill_disk=False)
+    async with serving(tmp_path, disk=True, tiers=tiers) as store:
+        a, contents = await store.world.attached("a"), chain(1)
+        granted = await a.grant(contents)
+        a.write(granted, contents)
+        wrong = pack_hashes([xxh3_64_intdigest(payload(contents[0])) ^ 1])
+        await a.commit(granted.ticket, granted.slots, wrong)
+        await a.load(contents)  # seen twice
+        await until(
+            lambda: store.metric("headrace_kvbm_disk_lost_blocks_total", operation="write", reason="damaged") == 1
+        )
+        assert (await store.snapshot())[1]["disk"] == []
 
 
 async def test_a_disk_that_goes_takes_its_blocks_and_requests_go_on_until_it_is_back(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from services.kvbm.answers import Advanced, Bounds
 from services.kvbm.disk_outcomes import Found
 from services.kvbm.host_pool import HostPool
 from services.kvbm.moves import Read, ReadOutcome, Sizes, Spill, TierEvent
-from services.kvbm.packing import pack_slots, to_contents, unpack_keys, unpack_slots
+from services.kvbm.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
 from services.kvbm.policies import LruPolicy
 from services.kvbm.refusals import Refusal, UnknownOwner
+from services.kvbm.slot_checksums import SlotChecksums
 from services.kvbm.tickets import Tickets
 from services.kvbm.tiers import Tiers
 from services.worker.engine import KvbmAsk
@@ -59,6 +60,7 @@ class Drawer:
         """Ticket → replies to a fetch beyond the first, the last one empty where no other will come."""
         self._right = right
         self.takes_discards = True
+        self.checksums = SlotChecksums(self.slots.arena.slots)
         self.damaged: set[ContentKey] = set()
         """Once: engines may have stored it again before they saw it."""
 
@@ -118,15 +120,21 @@ class Drawer:
         self._hear(granted.events)
         for slot in granted.slots:
             self.slots.grant(slot)
+        self.checksums.granted(granted.slots)
         return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
 
     def _commit(self, commit: wire.Commit, now_s: float) -> None:
-        self._hear(self.tickets.commit(commit.owner, commit.ticket, unpack_slots(commit.slots), now_s))
+        slots = unpack_slots(commit.slots)
+        events = self.tickets.commit(commit.owner, commit.ticket, slots, now_s)
+        for slot, checksum in zip(slots, unpack_checksums(commit.checksums, len(slots)), strict=True):
+            self.checksums.written(slot, checksum)
+        self._hear(events)
 
     def _fetch(self, fetch: wire.Fetch, now_s: float) -> tuple[wire.Fetched, bool]:
         found = self.tickets.fetch(fetch.owner, unpack_keys(fetch.keys), now_s)
         for read in found.reads:
             self.slots.grant(read.slot)
+            self.checksums.granted((read.slot,))
         self.reads += found.reads
         self._hear(found.events)
         more = found.ready < len(found.slots)
@@ -140,7 +148,8 @@ class Drawer:
         self, ticket: int, left_s: float, first: int, slots: list[int], found: int, *, disk: bool
     ) -> wire.Fetched:
         generations = pack_hashes(self.slots.generation(slot) for slot in slots)
-        return wire.Fetched(ticket, left_s, first, pack_slots(slots), generations, disk, found)
+        checksums = self.checksums.packed(slots)
+        return wire.Fetched(ticket, left_s, first, pack_slots(slots), generations, disk, found, checksums)
 
     # --- wrong blocks
 

@@ -64,7 +64,14 @@ class Engine:
         )
         self.scheduler = Scheduler(limits)
         self.exchange = Exchange(
-            self.scheduler, mover, self.attachment, STORE, worker=name, timeout_s=world.answer_s, most_blocks=6
+            self.scheduler,
+            mover,
+            self.attachment,
+            STORE,
+            worker=name,
+            timeout_s=world.answer_s,
+            most_blocks=6,
+            checks=world.checks,
         )
         self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.exchange)
         self.asks: deque[KvbmAsk] = deque()
@@ -241,6 +248,8 @@ class World:
         self.damaged_pool = False
         """Whether bits of the pool turn, which engines see when they compute."""
         self.damaged: set[ContentKey] = set()
+        self.checks = False
+        """Whether engines make and compare checksums."""
 
     def right(self, content: Content) -> bytes:
         """The bytes of a block."""

@@ -254,6 +254,44 @@ def test_a_block_that_is_damaged_in_the_pool_is_computed_once_more_and_leaves_th
     assert third.answers["and again"] == first.answers["first"]
 
 
+def test_a_block_that_has_not_its_checksum_is_computed_and_leaves_the_kvbm_before_anything_is_computed_with_it(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "pool", Random(0), threads=True)
+    world.checks = True
+    for _ in lived(world):
+        first, second = world.engines
+        compute(world, first)
+        assert world.drawer is not None
+        world.drawer.damage(Random(0))
+        (damaged,) = world.damaged
+        second.submit("again", PROMPT, 1)  # its runner fails the test where it meets wrong bytes
+        world.settle()
+        assert second.answers["again"] == first.answers["first"]
+        assert (second.exchanged.damaged_blocks, second.exchanged.discarded_blocks) == (1, 1)
+        assert second.scheduler.load().recomputed == 0
+        assert second.host_tokens < REUSABLE_TOKENS
+        third = world.start_engine()
+        world.settle()
+        third.submit("and again", PROMPT, 1)
+        world.settle()
+        assert third.exchanged.damaged_blocks == 0
+        assert damaged in {content.key for content in second.scheduler.snapshot()}
+
+
+def test_what_is_stored_without_checksums_is_loaded_by_an_engine_that_compares_them(tmp_path: Path) -> None:
+    world = World(tmp_path / "pool", Random(0), threads=True)
+    for _ in lived(world):
+        first, _ = world.engines
+        compute(world, first)
+        world.checks = True
+        third = world.start_engine()
+        world.settle()
+        third.submit("again", PROMPT, 1)
+        world.settle()
+        assert (third.host_tokens, third.exchanged.damaged_blocks) == (REUSABLE_TOKENS, 0)
+
+
 def test_a_kvbm_that_does_not_know_discards_is_not_asked_for_one(world: World) -> None:
     first, second = world.engines
     compute(world, first)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.worker.config import KvbmConfig, WorkerConfig
 from shared.messages import Part, Sampling
+from shared.pool_format import HEADER_BYTES, parse
 from tests.tiny_model import write_tiny_model
 from tests.worker.shell import NAMESPACE, WORKER, Shell, request, running_worker
 from tests.worker.store import attached, saved, store
@@ -56,6 +59,39 @@ async def test_what_an_engine_computed_the_next_one_gets_from_kvbm_after_a_crash
         assert (second.cached_tokens, second.cached_host_tokens) == (16 * BLOCKS, 16 * BLOCKS)
         _, third = await answer(shell, "third")
         assert (third.cached_tokens, third.cached_host_tokens) == (16 * BLOCKS, 0), "it is on the device by now"
+
+
+async def test_a_damaged_block_whose_numbers_are_finite_is_seen_by_its_checksum_and_computed(
+    config: WorkerConfig,
+) -> None:
+    config = msgspec.structs.replace(config, kvbm=msgspec.structs.replace(config.kvbm, checksums=True))
+    async with running_worker(config) as shell, store(shell, config.kvbm.pool, "k1"):
+        await attached(shell, "k1")
+        said, _ = await answer(shell, "first")
+        await saved(shell, BLOCKS)
+        assert shell.worker.engine.pid is not None
+        os.kill(shell.worker.engine.pid, signal.SIGKILL)
+        await shell.peer.until(lambda: ("model", WORKER) not in shell.directory.cards)
+        turn_signs(Path(config.kvbm.pool) / "pool")
+        await attached(shell, "k1")
+        again, second = await answer(shell, "second")
+        assert (again, second.cached_host_tokens) == (said, 0)
+        counted = partial(shell.runtime.registry.get_sample_value, "headrace_kvbm_damaged_blocks_total")
+        await shell.peer.until(lambda: (counted() or 0) > 0)
+        assert shell.runtime.registry.get_sample_value(
+            "headrace_not_finite_sequences_total", {"outcome": "recomputed"}
+        ) in (0, None)
+
+
+def turn_signs(pool: Path) -> None:
+    """Of every number in the slots; all stay finite."""
+    with pool.open("r+b") as file:
+        geometry = parse(file.read(HEADER_BYTES), pool.stat().st_size)
+        file.seek(geometry.slots_at)
+        slots = bytearray(file.read())
+        slots[3::4] = bytes(byte ^ 0x80 for byte in slots[3::4])
+        file.seek(geometry.slots_at)
+        file.write(slots)
 
 
 async def test_a_worker_outlives_its_kvbm_and_uses_the_next_one(config: WorkerConfig) -> None:

@@ -22,6 +22,9 @@ class Landed(Struct, frozen=True):
     paths: Mapping[str, int] = {}
     fallbacks: Mapping[str, int] = {}
     differing: int = 0
+    damaged: Sequence[int] = ()
+    """By their place in the group."""
+    checksums: Sequence[int] = ()
 
 
 class Batch(Struct):
@@ -39,7 +42,9 @@ class Batch(Struct):
     paths: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     differing: int = 0
-    """… and this, too."""
+    damaged: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    """… and these, too."""
     begun_s: float = 0.0
     """Of the first group …"""
     ended_s: float = 0.0
@@ -60,6 +65,8 @@ class Batch(Struct):
 
     def land(self, landed: Landed, now_s: float) -> None:
         """The oldest group that was taken and has not landed; not an empty one."""
+        self.damaged.extend(len(self.good) + place for place in landed.damaged)
+        self.checksums.extend(landed.checksums)
         self.good.extend(landed.good)
         for path, blocks in landed.paths.items():  # Counter.update costs a group 0.6 µs more
             self.paths[path] += blocks
@@ -80,6 +87,8 @@ class Batch(Struct):
             paths=dict(self.paths),
             fallbacks=dict(self.fallbacks),
             differing=self.differing,
+            damaged=self.damaged,
+            checksums=self.checksums,
         )
 
     def validate(self) -> None:

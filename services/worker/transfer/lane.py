@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
+from xxhash import xxh3_64_intdigest
 
 from services.worker.copies import Copied, Copy, Slots
 from services.worker.transfer.batch import Batch, Landed
@@ -163,15 +164,23 @@ class Lane:
         slots, copies = self._slots, group.copies
         assert slots is not None
         if not group.batch.loads:
-            return Landed([True] * len(copies), pending.paths, pending.fallbacks)
+            checksums = [self._checksum(slots, copy) for copy in copies if copy.checksum is not None]
+            return Landed([True] * len(copies), pending.paths, pending.fallbacks, checksums=checksums)
         differs = self._copier.differs(copies) if self._verify else [False] * len(copies)
+        damaged = [copy.checksum is not None and self._checksum(slots, copy) != copy.checksum for copy in copies]
         # Looked at last: a slot that others write to by now is only stale, whatever was read or compared of it.
         same = [slots.generation(copy.pool_slot) == copy.generation for copy in copies]
         faults = [copy for copy, other, still in zip(copies, differs, same, strict=True) if other and still]
         if faults:
             self._blame(faults[0], pending)
-        good = [still and not other for other, still in zip(differs, same, strict=True)]
-        return Landed(good, pending.paths, pending.fallbacks, len(faults))
+        wrong = [place for place, (bad, still) in enumerate(zip(damaged, same, strict=True)) if bad and still]
+        good = [still and not other and not bad for other, bad, still in zip(differs, damaged, same, strict=True)]
+        return Landed(good, pending.paths, pending.fallbacks, len(faults), wrong)
+
+    def _checksum(self, slots: Slots, copy: Copy) -> int:
+        """Of the block that lies in the pool's slot."""
+        at = copy.pool_slot * slots.arena.slot_bytes
+        return xxh3_64_intdigest(slots.bytes[at : at + self._copier.shape.block_bytes])
 
     def _blame(self, copy: Copy, pending: Pending) -> None:
         if not self._found_differing:

@@ -78,6 +78,11 @@ class Rig:
         with self.kvbm.slot(slot) as memory:
             return bytes(memory)
 
+    def damage(self, slot: int) -> None:
+        """A bit of the block in the pool's slot turns."""
+        with self.kvbm.slot(slot) as memory:
+            memory[BLOCK_BYTES - 1] ^= 1
+
     def ended(self, count: int = 1) -> list[Copied]:
         """The next `count` batches that end, without the ways that they took."""
         told: list[Copied] = []

@@ -43,6 +43,17 @@ def test_nothing_of_a_failed_batch_is_good() -> None:
     assert batch.outcome(10) == Copied(1, [False] * 5, 20, 1.0, "no")
 
 
+def test_what_is_damaged_is_told_by_its_place_in_the_batch_and_checksums_in_order() -> None:
+    batch = Batch(1, COPIES, loads=True)
+    batch.take(3, 0.0)
+    batch.take(2, 0.0)
+    batch.land(Landed([True, False, True], damaged=[1], checksums=[1, 2, 3]), 1.0)
+    batch.land(Landed([False, True], damaged=[0], checksums=[4, 5]), 2.0)
+    batch.validate()
+    told = batch.outcome(10)
+    assert (told.damaged, told.checksums) == ([1, 3], [1, 2, 3, 4, 5])
+
+
 def test_ways_and_what_differs_add_up_over_groups() -> None:
     batch = Batch(1, COPIES, loads=True)
     batch.take(3, 0.0)

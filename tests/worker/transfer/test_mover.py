@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from services.worker.copies import Copied, Copy
 from services.worker.transfer import host_copier
@@ -60,6 +61,22 @@ def test_a_load_from_a_slot_that_is_granted_meanwhile_is_not_good(rig: Rig) -> N
     rig.kvbm.grant(1)
     rig.clock.release()
     assert rig.ended() == [Copied(1, [True, False, True], 3 * BLOCK_BYTES, 0.0)]
+
+
+def test_checksums_of_what_was_saved_are_made_and_a_load_of_other_bytes_is_not_good(rig: Rig) -> None:
+    blocks = [rig.fill(slot, slot) for slot in range(3)]
+    rig.mover.save(1, [Copy(100 + slot, slot, checksum=0) for slot in range(3)], 1.0)
+    (saved,) = rig.ended()
+    assert saved.checksums == [xxh3_64_intdigest(block) for block in blocks]
+    rig.damage(101)
+    generations = [rig.kvbm.generation(100 + slot) for slot in range(3)]
+    loads = map(Copy, range(100, 103), range(5, 8), generations, saved.checksums)
+    rig.mover.load(2, list(loads))
+    (loaded,) = rig.ended()
+    assert (loaded.good, loaded.damaged, loaded.checksums) == ([True, False, True], [1], [])
+    rig.mover.load(3, [Copy(101, 6, generations[1])])
+    (loaded,) = rig.ended()
+    assert loaded.good == [True], "nothing is compared where there is no checksum"
 
 
 def test_a_load_does_not_wait_for_saves(rig: Rig) -> None:
