@@ -14,7 +14,6 @@ Generations of slots that are granted or read into grow before anybody is told o
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection
 
 from services.kvbm import policies
@@ -36,6 +35,7 @@ from services.kvbm.tiers import Tiers
 from services.kvbm.windows import Found, HitWindow
 from shared import kvbm_messages as wire
 from shared.blocks import Content
+from shared.complaint import Complaint
 from shared.hashing import KEY_BYTES
 from shared.lifecycle import Runtime
 from shared.messages import EventSource, Tier
@@ -45,8 +45,6 @@ MakeDisk = Callable[[Callable[[list[FoundOnDisk]], None], Callable[[str], None]]
 """(back, gone) → the layout's disk tier, not running yet."""
 _TICKET_BITS = 48
 """Tickets begin with a number drawn from so many bits: none of another kvbm's is mistaken for one of ours."""
-
-_log = logging.getLogger(__name__)
 
 
 class Layout:
@@ -94,6 +92,7 @@ class Layout:
                 metrics=metrics,
             )
         self._askers = Askers(slots, self._checksums)
+        self._discards = Complaint(f"layout {self.digest}: blocks are discarded")
         self._settling: asyncio.Handle | None = None
         self._ended = False
 
@@ -202,9 +201,9 @@ class Layout:
         for slot in slots:
             self.slots.grant(slot)
         if slots or events:
-            _log.warning(
-                "engine %s: of %d blocks that may be wrong, %d were in memory; they are discarded, and on disk too",
-                *(ask.owner, len(ask.keys) // KEY_BYTES, len(slots)),
+            named = len(ask.keys) // KEY_BYTES
+            self._discards.add(
+                f"engine {ask.owner} named {named} blocks that may be wrong, {len(slots)} were in memory"
             )
         self._changed(events, "discarded")
         self._erase()

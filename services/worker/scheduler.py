@@ -254,7 +254,7 @@ class Scheduler:
             self._discards.extend(keys)
 
     def discards(self) -> list[ContentKey]:
-        """Blocks that may be wrong, new since the last call: the kvbm is to give them to nothing any more."""
+        """Blocks that are or may be wrong, new since the last call: the kvbm is to give them to nothing any more."""
         discards, self._discards = self._discards, []
         return discards
 

@@ -593,8 +593,8 @@ async def test_a_discarded_block_is_gone_from_memory_and_disk_for_routers_and_af
         assert await a.discard(keys(contents[1:2])) == wire.Settled()
         assert a.read(fetched, contents) == [True, False, True], "a reader sees by the generation that it is wrong"
         assert await a.load(contents) == (1, 0)
-        for medium in ("host_pinned", "disk"):
-            await until(lambda medium=medium: router.holds(medium, [contents[0], contents[2]]))
+        left = [contents[0], contents[2]]
+        await until(lambda: router.holds("host_pinned", left) and router.holds("disk", left))
         assert store.metric("headrace_kvbm_evicted_blocks_total", tier="host", reason="discarded") == 1
         assert store.metric("headrace_kvbm_evicted_blocks_total", tier="disk", reason="discarded") == 1
         assert await a.release(fetched.ticket) == wire.Settled()
@@ -603,7 +603,7 @@ async def test_a_discarded_block_is_gone_from_memory_and_disk_for_routers_and_af
     async with running(world, "b2") as store:
         b = await world.attached("b")
         router = await store.router()
-        await until(lambda: router.holds("disk", [contents[0], contents[2]]))
+        await until(lambda: router.holds("disk", left))
         assert await b.load(contents) == (1, 1)
 
 

@@ -234,11 +234,11 @@ def test_the_slot_of_a_forgotten_block_stays_with_those_that_hold_it_until_the_l
     pool.acquire(contents[0].key)
     pool.hold_for_copy(slot)
     pool.forget(contents[0].key)
-    for let_go in (lambda: pool.release(slot), lambda: pool.release_copies([slot]), lambda: pool.release(slot)):
+    for release_once in (pool.release, lambda slot: pool.release_copies([slot]), pool.release):
         pool.validate()
         assert pool.is_forgotten(slot)
         assert (pool.free, pool.state(slot)) == (3, "held")
-        let_go()
+        release_once(slot)
     pool.validate()
     assert (pool.free, pool.is_forgotten(slot)) == (4, False)
 
