@@ -8,13 +8,15 @@
 Sockets are read in the event loop: ZMQ's descriptor is edge-triggered and wakes for sending too, so after every wake
 and after every send a socket is read until nothing is left. (`zmq.asyncio` costs three times as much a message.)
 
-Bounds: over SEND_LIMIT_BATCHES unsent to one subscriber, or RECEIVE_LIMIT_BATCHES unread, ZMQ drops batches; the
-receiver sees a gap in the sequences. The ring for replay is bounded in number and in bytes.
+Bounds: over event_port.py's limits unsent to one subscriber, or RECEIVE_LIMIT_BATCHES unread, batches are dropped; the
+receiver sees a gap in the sequences. The ring for replay is bounded in number and in bytes. No socket takes a frame
+that is larger than what it waits for: a question is 8 bytes, a batch BATCH_LIMIT_BYTES.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,11 +27,15 @@ import zmq
 
 from shared.complaint import Complaint, Tally
 from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
-from shared.event_ring import EventRing
+from shared.event_port import SEND_LIMIT_BATCHES, EventPort
+from shared.event_ring import RING_BYTES, EventRing
 from shared.messages import EventSource
 
-SEND_LIMIT_BATCHES = 20_000
 RECEIVE_LIMIT_BATCHES = 20_000
+QUESTION_LIMIT_BYTES = 1024
+"""Of a frame that somebody sends to a replay ROUTER."""
+BATCH_LIMIT_BYTES = RING_BYTES
+"""A batch over it could not be replayed; it is not sent, and the subscribers see the gap."""
 REPLAYS_WAITING_LIMIT = 8
 """Replays that wait for a slow asker; one more is ignored, and its asker times out."""
 REPLAY_LIMIT_S = 30.0
@@ -44,6 +50,7 @@ FAIR_SHARE = 16
 less than half a millisecond a source, and costs no more a message than with larger shares."""
 END = b"\xff" * 8
 _POLLIN = int(zmq.POLLIN)
+_log = logging.getLogger(__name__)
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -119,7 +126,7 @@ class _Reader:
 
 
 class ZmqEventPublisher:
-    """A PUB socket and its replay ROUTER, each on a free port."""
+    """A port that publishes and its replay ROUTER, each on a free port."""
 
     def __init__(
         self,
@@ -132,21 +139,27 @@ class ZmqEventPublisher:
     ) -> None:
         self._topic = topic.encode()
         self._ring = ring
-        self._publish = context.socket(zmq.PUB)
+        address = _address(host)
         self._replay = context.socket(zmq.ROUTER)
         try:
-            self._publish.sndhwm = SEND_LIMIT_BATCHES
+            self._port = EventPort(address, self._topic)
+        except OSError as wrong:
+            self._replay.close(linger=0)
+            raise ConfigError(f"KV events cannot listen on {host}: {wrong}") from None
+        try:
             self._replay.sndhwm = SEND_LIMIT_BATCHES
+            self._replay.maxmsgsize = QUESTION_LIMIT_BYTES
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending says when an asker cannot take more, or is gone
-            for socket in (self._publish, self._replay):
-                socket.ipv6 = ":" in host
-                socket.bind(f"tcp://{_address(host)}:*")
+            self._replay.ipv6 = ":" in address
+            self._replay.bind(f"tcp://{_bracketed(address)}:*")
         except zmq.ZMQError as wrong:
-            self._publish.close(linger=0)
+            self._port.close()
             self._replay.close(linger=0)
             raise ConfigError(f"KV events cannot listen on {host}: {wrong}") from None
         self._source = EventSource(
-            publish=_dialled(self._publish, advertise), replay=_dialled(self._replay, advertise), topic=topic
+            publish=f"tcp://{_bracketed(advertise)}:{self._port.port}",
+            replay=f"tcp://{_bracketed(advertise)}:{_bound_port(self._replay)}",
+            topic=topic,
         )
         self._answers: deque[_Answer] = deque()
         self._resume: asyncio.Handle | None = None
@@ -158,16 +171,21 @@ class ZmqEventPublisher:
         return self._source
 
     def publish(self, sequence: int, payload: bytes) -> None:
+        if len(payload) > BATCH_LIMIT_BYTES:
+            _log.error(
+                "a batch of KV events has %d bytes and is not sent; %d is the limit", len(payload), BATCH_LIMIT_BYTES
+            )
+            return
         self._ring.append(sequence, payload)
-        self._publish.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload), zmq.DONTWAIT)
+        self._port.publish(self._topic, sequence.to_bytes(8, "big"), payload)
 
     def close(self) -> None:
-        if self._publish.closed:
+        if self._replay.closed:
             return
         if self._resume is not None:
             self._resume.cancel()
         self._reader.close()
-        self._publish.close(linger=0)
+        self._port.close()
 
     def _asked(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
@@ -238,6 +256,7 @@ class ZmqEventSubscription:
         socket = context.socket(zmq.SUB)
         try:
             socket.rcvhwm = RECEIVE_LIMIT_BATCHES
+            socket.maxmsgsize = BATCH_LIMIT_BYTES
             socket.ipv6 = "[" in source.publish
             socket.subscribe(source.topic.encode())
             if source.binds == "source":
@@ -299,6 +318,7 @@ class _Replay:
         socket = context.socket(zmq.DEALER)
         try:
             socket.rcvhwm = RECEIVE_LIMIT_BATCHES
+            socket.maxmsgsize = BATCH_LIMIT_BYTES
             socket.ipv6 = "[" in endpoint
             socket.connect(endpoint)
             socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.DONTWAIT)
@@ -369,13 +389,14 @@ class ZmqEvents:
 
 
 def _address(host: str) -> str:
-    if ":" in host:
-        return f"[{host}]"
     return "127.0.0.1" if host == "localhost" else host  # ZMQ binds to addresses and interfaces, not to names
 
 
-def _dialled(socket: zmq.Socket[bytes], advertise: str) -> str:
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _bound_port(socket: zmq.Socket[bytes]) -> str:
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(bound, bytes)
-    port = bound.rstrip(b"\0").decode().rpartition(":")[2]
-    return f"tcp://[{advertise}]:{port}" if ":" in advertise else f"tcp://{advertise}:{port}"
+    return bound.rstrip(b"\0").decode().rpartition(":")[2]

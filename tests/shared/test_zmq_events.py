@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from shared import zmtp
 from shared.errors import ConfigError, ProtocolError
 from shared.messages import EventSource
-from shared.zmq_events import END, ZmqEvents, ZmqEventSubscription
+from shared.zmq_events import BATCH_LIMIT_BYTES, END, ZmqEvents, ZmqEventSubscription
 from tests.servers import free_port
-from tests.shared.test_events import Batches
+from tests.shared.test_events import Batches, joined
 
 DEADLINE_S = 10.0
 
@@ -126,6 +128,51 @@ async def test_malformed_questions_are_ignored_counted_and_logged_once(
     publisher.close()
     assert events.malformed == 4
     assert caplog.text.count("malformed question") == 1
+
+
+async def test_a_question_of_more_than_a_kilobyte_ends_its_connection_before_it_is_read(
+    events: ZmqEvents, stranger: Stranger
+) -> None:
+    publisher = events.open_publisher()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(publisher.source.replay.rpartition(":")[2]))
+    hello = zmtp.GREETING + zmtp.command(b"READY", b"\x0bSocket-Type\0\0\0\x06DEALER")
+    writer.write(hello + b"\x02" + (1 << 30).to_bytes(8, "big"))
+    with suppress(ConnectionError):  # as what it has not read may end the connection
+        await asyncio.wait_for(reader.read(), DEADLINE_S)
+    writer.transport.abort()
+    asker = stranger.socket(zmq.DEALER)
+    asker.connect(publisher.source.replay)
+    await asker.send_multipart([b"", bytes(8)])
+    assert await asyncio.wait_for(asker.recv_multipart(), DEADLINE_S) == [b"", b"", END, b""]
+    publisher.close()
+
+
+async def test_a_batch_over_the_limit_is_not_sent_and_shows_as_a_gap(
+    events: ZmqEvents, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, batches = events.open_publisher(), Batches()
+    subscription = events.subscribe(publisher.source, batches.receive)
+    await joined(publisher, batches)
+    for sequence, size_bytes in ((1_000_000, 1), (1_000_001, BATCH_LIMIT_BYTES + 1), (1_000_002, 1)):
+        publisher.publish(sequence, bytes(size_bytes))
+    await batches.wait(1_000_002)
+    assert batches.sequences[-2:] == [1_000_000, 1_000_002]
+    replayed = await subscription.replay(1_000_000, timeout_s=DEADLINE_S)
+    assert [sequence for sequence, _ in replayed] == [1_000_000, 1_000_002]
+    assert f"{BATCH_LIMIT_BYTES} is the limit" in caplog.text
+    subscription.close()
+    publisher.close()
+
+
+async def test_a_batch_over_the_limit_that_others_send_is_never_taken(events: ZmqEvents, stranger: Stranger) -> None:
+    subscription, batches, publisher = await bound(events, stranger)
+    await publisher.send_multipart([b"", (7).to_bytes(8, "big"), bytes(BATCH_LIMIT_BYTES + 1)])
+    async with asyncio.timeout(DEADLINE_S):
+        while 8 not in batches.sequences:  # the connection ends, and the publisher makes another
+            await publisher.send_multipart([b"", (8).to_bytes(8, "big"), b"small"])
+            await asyncio.sleep(0.001)
+    assert 7 not in batches.sequences
+    subscription.close()
 
 
 async def bound(events: ZmqEvents, stranger: Stranger) -> tuple[ZmqEventSubscription, Batches, zmq.asyncio.Socket]:
