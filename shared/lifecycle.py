@@ -44,7 +44,7 @@ from shared.errors import ConfigError, ModelError
 from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, EventSource, Instance, Pong, ServiceName
 from shared.messaging import Bus, Events, Message
 from shared.metrics import counted, process_registry
-from shared.nats_bus import connect
+from shared.nats_bus import NatsBus, connect
 from shared.observe import Vitals
 from shared.usage import usage
 from shared.version import VERSION
@@ -81,6 +81,9 @@ class Runtime:
     tasks: asyncio.TaskGroup
     stopping: asyncio.Event
     vitals: Vitals = field(default_factory=Vitals)
+    doors: Bus | None = None
+    """What clients of NATS send comes by this connection, where a process has one for it: a flood of theirs breaks it
+    and not the one to other services."""
     http: str = ""
     """Base URL of this process's /live, /health and /metrics, for the address book; empty in tests without one."""
     started: float = field(default_factory=time.time)
@@ -144,11 +147,13 @@ class Process:
     observe: ObserveConfig
     drain_limit_s: float
     """From the first signal to the forced end; longer than the service's own drain."""
+    doors: bool = False
+    """It has clients of NATS, and needs a connection for what they send."""
 
     @staticmethod
-    def of(settings: Settings, drain_limit_s: float) -> Process:
+    def of(settings: Settings, drain_limit_s: float, *, doors: bool = False) -> Process:
         """With what every service's settings have."""
-        return Process(settings.namespace, settings.nats, settings.discovery, settings.observe, drain_limit_s)
+        return Process(settings.namespace, settings.nats, settings.discovery, settings.observe, drain_limit_s, doors)
 
 
 C = TypeVar("C", bound=Struct)
@@ -261,6 +266,10 @@ async def _serve(
         if bus is None:
             return
         opened.push_async_callback(_within_limit, bus.drain, "the bus")
+        doors: NatsBus | None = None
+        if process.doors:
+            doors = NatsBus(process.nats, f"headrace-{service}-{instance}-clients", bus.unreadable)
+            opened.push_async_callback(_within_limit, doors.drain, "the bus of clients")
         discovery = open_discovery(process.discovery, registry)
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
         host = process.observe.host
@@ -272,6 +281,8 @@ async def _serve(
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(directory.run(), name="directory")
                 tasks.create_task(bus.kept(), name="bus")
+                if doors is not None:
+                    tasks.create_task(doors.kept(), name="bus of clients")
                 runtime = Runtime(
                     namespace=process.namespace,
                     service=service,
@@ -285,6 +296,7 @@ async def _serve(
                     tasks=tasks,
                     stopping=stopping,
                     vitals=vitals,
+                    doors=doors,
                     http=url,
                 )
                 await answer_pings(runtime)

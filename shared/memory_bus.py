@@ -216,11 +216,14 @@ class MemoryBus:
         queue: str = "",
         pending_limit: int = 65536,
         dropped: Callable[[int], None] | None = None,
+        over: Callable[[Message], None] | None = None,
     ) -> MemorySubscription:
         subjects.check(subject, wildcards=True)
         if self._state == "closed":
             raise BusDown("the bus is closed")
-        receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped, malformed=self._malformed)
+        receiver = Receiver(
+            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, malformed=self._malformed
+        )
         subscription = MemorySubscription(self, subject, queue, receiver)
         self.broker.add(subscription)
         return subscription

@@ -99,12 +99,13 @@ class Bus(Protocol):
         queue: str = "",
         pending_limit: int = 65536,
         dropped: Callable[[int], None] | None = None,
+        over: Callable[[Message], None] | None = None,
     ) -> Subscription:
         """Deliver to `receive`, one message at a time. At `pending_limit` waiting messages new ones are dropped,
-        counted and told to `dropped(count_so_far)`. ProtocolError out of `receive` says that a message cannot be
-        read: it is counted as malformed, and logged in one line once a minute. Any other exception (PayloadTooLarge is
-        one: the answer was ours) is logged whole and counted as failed. The subscription lives on. Members of the same
-        `queue` share the messages."""
+        counted and told to `dropped(count_so_far)`, and given to `over(message)`. ProtocolError out of `receive` says
+        that a message cannot be read: it is counted as malformed, and logged in one line once a minute. Any other
+        exception (PayloadTooLarge is one: the answer was ours) is logged whole and counted as failed. The subscription
+        lives on. Members of the same `queue` share the messages."""
         ...
 
     async def request(

@@ -106,9 +106,10 @@ class NatsSubscription:
 
 
 class NatsBus:
-    """See `shared.messaging.Bus`; made by `connect`."""
+    """See `shared.messaging.Bus`; made by `connect`, or in a running loop without waiting for NATS."""
 
-    def __init__(self, config: NatsConfig, name: str) -> None:
+    def __init__(self, config: NatsConfig, name: str, unreadable: Tally | None = None) -> None:
+        """`unreadable` counts what comes here and cannot be read, as that of another bus does."""
         self._config = config
         self._name = name
         self._replies = Replies(config.inbox)
@@ -116,8 +117,8 @@ class NatsBus:
         self._client: DirectClient | None = None
         self._closed = False
         self.connections = 0
-        self._malformed = Tally()
-        self._torn = Complaint("unreadable message from NATS", self._malformed)
+        self.unreadable = Tally() if unreadable is None else unreadable
+        self._torn = Complaint("unreadable message from NATS", self.unreadable)
         self._complained_at = -math.inf
         self._reported_at = -math.inf
         self._keeper = asyncio.get_running_loop().create_task(self._keep_connected(), name="nats connection")
@@ -129,7 +130,7 @@ class NatsBus:
     @property
     def malformed(self) -> int:
         """Those whose very subject or headers cannot be read included."""
-        return self._malformed.count
+        return self.unreadable.count
 
     async def wait_connected(self) -> None:
         """Returns once there is a connection."""
@@ -174,12 +175,15 @@ class NatsBus:
         queue: str = "",
         pending_limit: int = 65536,
         dropped: Callable[[int], None] | None = None,
+        over: Callable[[Message], None] | None = None,
     ) -> NatsSubscription:
         """The server knows of it when this returns; while NATS is away, once it is back."""
         subjects.check(subject, wildcards=True)
         if self._closed:
             raise BusDown("the bus is closed")
-        receiver = Receiver(subject, receive, pending_limit=pending_limit, dropped=dropped, malformed=self._malformed)
+        receiver = Receiver(
+            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, malformed=self.unreadable
+        )
         subscription = NatsSubscription(self, subject, queue, receiver)
         self._subscriptions.append(subscription)
         client = self._client

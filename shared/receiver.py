@@ -1,7 +1,7 @@
 """A subscription's receiving end: a bounded queue and one task that hands its messages over in order.
 
     offer ──▶ [ waiting, bounded ] ──▶ receive(message), one at a time
-      └─ over the bound: dropped, counted, told
+      └─ over the bound: counted, told, and given back to `over`
 
 A message that cannot be read (`receive` raised ProtocolError) is counted, and told once a minute: anybody may send one,
 so a flood of them must not fill the log. The same for NATS and the in-process twin, so that both drop, count, log and
@@ -40,6 +40,7 @@ class Receiver:
         *,
         pending_limit: int,
         dropped: Callable[[int], None] | None = None,
+        over: Callable[[Message], None] | None = None,
         malformed: Tally | None = None,
     ) -> None:
         assert pending_limit > 0
@@ -47,6 +48,7 @@ class Receiver:
         self._receive = receive
         self._pending_limit = pending_limit
         self._tell_dropped = dropped
+        self._over = over
         self._waiting: deque[Message] = deque()
         self._waiting_bytes = 0
         self._received = 0
@@ -65,6 +67,8 @@ class Receiver:
         size = _size_bytes(message)
         if len(self._waiting) >= self._pending_limit or self._waiting_bytes + size > PENDING_LIMIT_BYTES:
             self.lost(1)
+            if self._over is not None:
+                self._over(message)
             return
         self._waiting.append(message)
         self._waiting_bytes += size

@@ -12,7 +12,7 @@ FORCED_END_S = 10.0
 
 def process(config: FrontendConfig) -> Process:
     """What lifecycle needs of the settings."""
-    return Process.of(config, config.limits.drain_s + FORCED_END_S)
+    return Process.of(config, config.limits.drain_s + FORCED_END_S, doors=True)
 
 
 def main() -> None:

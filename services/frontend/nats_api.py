@@ -10,6 +10,10 @@ what is left of its limits. A request may name itself in X-Request-Id, and the l
 A client that vanishes is noticed by its inbox, as inboxes.py says; a stream that has nothing to say meanwhile asks by
 chunks without text. A request without `stream` has one message to send and nothing to ask with (its deadline ends it),
 unless it carries the header Headrace-Probe: then empty messages may come before its answer.
+
+Requests come by a connection of their own (runtime.doors), answers leave by the services'. nats-server cuts off a
+connection that does not take what clients send, and token streams come by the other one. What has come and waits here
+is bounded; at the bound a request gets 429, unread.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from services.frontend.inboxes import Gone, Inbox, Inboxes
 from services.frontend.metrics import Metrics
 from services.frontend.service import Frontend
 from shared import subjects
-from shared.errors import BusDown, HeadraceError, InvalidRequest, ProtocolError, Unavailable
+from shared.complaint import Complaint
+from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
 from shared.lifecycle import Runtime
 from shared.messages import JSON_HEADER
 from shared.messaging import LAST_HEADER, Message, Subscription
@@ -40,6 +45,12 @@ from shared.messaging import LAST_HEADER, Message, Subscription
 STATUS_HEADER = "Headrace-Status"
 PROBE_HEADER = "Headrace-Probe"
 QUEUE = "frontend"
+WAITING_LIMIT = 4096
+"""Requests of one operation that have come and are not begun; shared/receiver.py bounds their bytes too."""
+REFUSALS_LIMIT = 256
+"""Told at once that too many wait; others over the bound hear nothing."""
+CLIENTS_INBOX = "_INBOX"
+"""What clients' inboxes begin with, if nobody has told them otherwise."""
 AGAIN_S = 0.5
 TRIES = 600
 """To tell a failure: a NATS that is away for five minutes loses none."""
@@ -67,14 +78,26 @@ class NatsDoor:
     """Answers on the clients' subjects."""
 
     def __init__(
-        self, runtime: Runtime, exchange: Exchange, frontend: Frontend, metrics: Metrics, access: Access
+        self,
+        runtime: Runtime,
+        exchange: Exchange,
+        frontend: Frontend,
+        metrics: Metrics,
+        access: Access,
+        inbox: str = CLIENTS_INBOX,
     ) -> None:
+        """`inbox` is what the inboxes of services begin with."""
         self._runtime = runtime
         self._exchange = exchange
         self._frontend = frontend
         self._metrics = metrics
         self._access = access
+        self._doors = runtime.bus if runtime.doors is None else runtime.doors
         self._publish = runtime.bus.publish
+        # Where services have no prefix of their own, clients' replies cannot be kept apart from theirs.
+        self._ours = (f"{subjects.ROOT}.", *(() if inbox == CLIENTS_INBOX else (f"{inbox}.",)))
+        self._complaint = Complaint("a request over NATS has no inbox of a client as its reply subject")
+        self._refusals = 0
         self._inboxes = Inboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
 
@@ -85,7 +108,11 @@ class NatsDoor:
         receivers: dict[str, _Receiver] = {operation: self._receiver(operation) for operation in OPERATIONS}
         for operation, receive in (receivers | {"models": self._models}).items():
             subject = subjects.client(self._runtime.namespace, operation)
-            self._subscriptions.append(await self._runtime.bus.subscribe(subject, receive, queue=QUEUE))
+            self._subscriptions.append(
+                await self._doors.subscribe(
+                    subject, receive, queue=QUEUE, pending_limit=WAITING_LIMIT, over=self._refuse
+                )
+            )
 
     async def stop(self) -> None:
         """No new requests; those that run go on."""
@@ -115,15 +142,30 @@ class NatsDoor:
 
     def _answerable(self, message: Message) -> bool:
         """We may publish where a client may not: it must not make us say something to a service in its place."""
-        if message.reply and not message.reply.startswith(f"{subjects.ROOT}."):
+        if message.reply and not message.reply.startswith(self._ours):
             try:
                 subjects.check(message.reply)  # nats-server lets a client name anything, `a..b` and `>` too
                 return True
             except ProtocolError:
                 pass
         self._metrics.unanswerable.inc()
-        _log.warning("a request on %s has no inbox as its reply subject: %r", message.subject, message.reply)
+        self._complaint.add(f"{message.reply!r}, on {message.subject}")
         return False
+
+    def _refuse(self, message: Message) -> None:
+        """Too many wait: it is not read."""
+        self._metrics.rejections.labels("nats_waiting").inc()
+        if self._refusals < REFUSALS_LIMIT:
+            self._refusals += 1
+            self._runtime.tasks.create_task(self._say_refused(message), name="nats refusal")
+
+    async def _say_refused(self, message: Message) -> None:
+        try:
+            if self._answerable(message):
+                why = Overloaded(f"{WAITING_LIMIT} requests on {message.subject} wait to be read")
+                await self._fail(_Asked(message, request_id(""), None), why, tries=1)
+        finally:
+            self._refusals -= 1
 
     async def _serve(self, operation: Operation, asked: _Asked) -> None:
         status, message = CLIENT_GONE, asked.message

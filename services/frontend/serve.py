@@ -65,7 +65,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         exchange = Exchange(requests, models, pool, metrics, grammars, desk)
         port = Port(with_files(config.http), metrics)
         http = HttpDoor(exchange, requests, metrics, config.http, port, Gate(access, config.http))
-        nats = NatsDoor(runtime, exchange, requests, metrics, access)
+        nats = NatsDoor(runtime, exchange, requests, metrics, access, config.nats.inbox)
         app = http.app(document(keys=access.asks))
         # Who has no key is told whether all is well; metrics, and why it is not, are [observe]'s.
         add_routes(app, runtime.vitals, None if access.asks else runtime.registry)

@@ -25,6 +25,7 @@ from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, L
 from services.frontend.serve import frontend
 from services.frontend.tools.formats import FormatName
 from shared import subjects
+from shared.config import NatsConfig
 from shared.directory import Directory
 from shared.discovery import Registration
 from shared.hashing import pack_tokens, self_test
@@ -318,17 +319,26 @@ class ScriptedWorker:
 class World:
     """Everything a test reaches for."""
 
-    def __init__(self, broker: MemoryBroker, store: MemoryStore, directory: Path) -> None:
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        store: MemoryStore,
+        directory: Path,
+        connected: Callable[[str], Bus] | None = None,
+    ) -> None:
         self.broker = broker
         self.store = store
         self.directory = directory
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.router = ScriptedRouter(MemoryBus(broker), "r1", ["w1", "w2"])
-        self.workers = [ScriptedWorker(MemoryBus(broker), name) for name in ("w1", "w2")]
+        new = connected or (lambda name: MemoryBus(broker))
+        self.router = ScriptedRouter(new("r1"), "r1", ["w1", "w2"])
+        self.workers = [ScriptedWorker(new(name), name) for name in ("w1", "w2")]
         self.registrations: dict[str, Registration] = {}
         self.registry = CollectorRegistry()
         self.bus = MemoryBus(broker)
-        """The frontend's."""
+        """The frontend's, where it is not connected to NATS itself."""
+        self.serving: Bus = self.bus if connected is None else connected("f1")
+        self.doors: Bus | None = None if connected is None else connected("f1-clients")
         self.url = ""
 
     def ids(self, text: str) -> list[int]:
@@ -403,11 +413,13 @@ async def world(
     biases: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
+    nats: NatsConfig | None = None,
+    connected: Callable[[str], Bus] | None = None,
 ) -> AsyncIterator[World]:
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
     `grammars`, `biases`: their cards say that they can be held to one, and add them; `embedding_size`, `pooling`: how
-    they embed. `more` is in the address book from the start."""
-    w = World(MemoryBroker(), MemoryStore(), directory)
+    they embed. `more` is in the address book from the start. `connected` makes connections, which the caller closes."""
+    w = World(MemoryBroker(), MemoryStore(), directory, connected)
     await w.router.start()
     for worker in w.workers:
         await worker.start()
@@ -423,6 +435,7 @@ async def world(
     config = FrontendConfig(
         namespace=NAMESPACE,
         tool_parser=tool_parser or {},
+        nats=nats or NatsConfig(),
         http=msgspec.structs.replace(http or HttpConfig(), port=0),
         access=access or AccessConfig(),
         limits=limits or LimitsConfig(drain_s=0.0, deadline_s=60.0),
@@ -446,10 +459,11 @@ def _runtime(w: World, tasks: asyncio.TaskGroup) -> Runtime:
         service="frontend",
         instance="f1",
         machine="here",
-        bus=w.bus,
+        bus=w.serving,
+        doors=w.doors,
         events=MemoryEvents(w.broker),
         discovery=discovery,
-        directory=Directory(discovery, w.bus, NAMESPACE, registry=w.registry),
+        directory=Directory(discovery, w.serving, NAMESPACE, registry=w.registry),
         registry=w.registry,
         tasks=tasks,
         stopping=asyncio.Event(),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from services.frontend.config import LimitsConfig
-from services.frontend.nats_api import PROBE_HEADER
+from services.frontend.nats_api import PROBE_HEADER, REFUSALS_LIMIT, WAITING_LIMIT
 from shared import subjects
+from shared.config import NatsConfig
 from shared.memory_bus import MemoryBus
 from shared.memory_discovery import MemoryDiscovery
 from shared.messages import Cancel, Finished, Generate
@@ -122,6 +124,55 @@ async def test_a_reply_subject_that_nats_would_not_take_costs_nobody_else_anythi
         assert answer["choices"][0]["message"]["content"] == "next"
         assert w.metric("headrace_unanswerable_requests_total") == 6 * len(unusable)
         assert len(w.router.asked.all) == 1
+
+
+async def test_requests_without_a_usable_reply_subject_are_one_line_in_the_log(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(directory) as w:
+        client = MemoryBus(w.broker)
+        for reply in ("", "headrace.test.worker.w1.cancel", "a..b") * 20:
+            w.broker.publish(Message(CHAT, body(), reply, {}), client)
+        await w.counted("headrace_unanswerable_requests_total", 60)
+        assert caplog.text.count("its reply subject") == 1
+
+
+async def test_an_inbox_of_the_services_is_no_reply_subject(directory: Path) -> None:
+    async with world(directory, nats=NatsConfig(inbox="_INBOX_services")) as w:
+        heard: list[str] = []
+
+        async def hear(message: Message) -> None:
+            heard.append(message.subject)
+
+        await w.serving.subscribe("_INBOX_services.>", hear)
+        w.broker.publish(Message(CHAT, b"{", "_INBOX_services.known", {}), MemoryBus(w.broker))
+        answer, _ = await ask(w, "chat", b"{")
+        assert "error" in answer
+        assert (w.metric("headrace_unanswerable_requests_total"), heard) == (1, [])
+
+
+async def test_requests_that_wait_to_be_read_are_bounded_and_those_beyond_get_429(directory: Path) -> None:
+    over = 2 * REFUSALS_LIMIT
+    async with world(directory) as w:
+        statuses: Counter[str] = Counter()
+        client = MemoryBus(w.broker)
+
+        async def hear(message: Message) -> None:
+            statuses[message.headers["Headrace-Status"]] += 1
+
+        await client.subscribe("_INBOX.mine", hear)
+        for _ in range(WAITING_LIMIT + over):
+            w.broker.publish(Message(CHAT, b"{", "_INBOX.mine", {}), client)
+        answer, _ = await ask(w, "models", b"")
+        assert answer["data"], "another operation has its own queue"
+        async with asyncio.timeout(DEADLINE_S):
+            while statuses.total() < WAITING_LIMIT + REFUSALS_LIMIT:  # noqa: ASYNC110 - nothing is called for it
+                await asyncio.sleep(0)
+        assert statuses == {"400": WAITING_LIMIT, "429": REFUSALS_LIMIT}
+        assert w.metric("headrace_model_rejection_total", bound="nats_waiting") == over
+        w.say("next")
+        answer, _ = await ask(w, "chat", body())
+        assert answer["choices"][0]["message"]["content"] == "next"
 
 
 async def test_a_client_that_vanishes_cancels_its_stream(directory: Path) -> None:

@@ -1,0 +1,107 @@
+"""The NATS door on a real nats-server that cuts off who does not take what clients send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from openai import AsyncStream
+from openai.types.chat import ChatCompletionChunk
+
+from shared import subjects
+from shared.config import NatsConfig
+from shared.messages import Generate
+from shared.nats_bus import NatsBus
+from tests.frontend.peers import MODEL, NAMESPACE, World, clients, world
+from tests.servers import NatsServer, nats_server
+
+DEADLINE_S = 30.0
+CHAT = subjects.client(NAMESPACE, "chat")
+FLOOD = 64
+"""Requests of 1 MiB; the server keeps 8 MiB for a connection."""
+
+
+@asynccontextmanager
+async def connections(server: NatsServer) -> AsyncIterator[Callable[[str], NatsBus]]:
+    """Makes connections to `server`, and closes them in the end."""
+    opened: list[NatsBus] = []
+
+    def connected(name: str) -> NatsBus:
+        opened.append(NatsBus(NatsConfig(url=server.url), name))
+        return opened[-1]
+
+    try:
+        yield connected
+    finally:
+        for bus in opened:
+            await bus.drain()
+
+
+def flood(server: NatsServer) -> None:
+    """Sends it all, and returns when the server has it. The event loop stands meanwhile, so no connection reads."""
+    request = f"PUB {CHAT} _INBOX.stranger {1 << 20}\r\n".encode() + bytes(1 << 20) + b"\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as client:
+        client.sendall(b'CONNECT {"verbose": false}\r\n')
+        for _ in range(FLOOD):
+            client.sendall(request)
+        client.sendall(b"PING\r\n")
+        heard = b""
+        while b"PONG\r\n" not in heard:
+            heard += client.recv(4096)
+
+
+async def begun(w: World, count: int) -> list[Generate]:
+    """Once the worker has been asked for so many answers."""
+    return await w.workers[0].generates.at_least(count)
+
+
+async def text_of(chunks: AsyncStream[ChatCompletionChunk]) -> str:
+    return "".join([choice.delta.content or "" async for chunk in chunks for choice in chunk.choices])
+
+
+async def test_a_flood_of_requests_breaks_no_stream_that_runs(directory: Path, tmp_path: Path) -> None:
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+    with nats_server(tmp_path, "max_pending: 8MB\n") as server:
+        async with (
+            connections(server) as connected,
+            world(directory, connected=connected) as w,
+            clients(w) as (openai, _),
+        ):
+            assert w.doors is not None
+            w.workers[0].output = None
+            over_http = asyncio.create_task(
+                openai.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": "hello"}], stream=True
+                )
+            )
+            await begun(w, 1)
+            client = connected("client")
+            await client.wait_connected()
+            body = json.dumps({**asked, "stream": True}).encode()
+            async with client.stream(CHAT, body, idle_timeout_s=DEADLINE_S) as messages:
+                running = await begun(w, 2)
+                for generate in running:
+                    await w.workers[0].send(generate, 0, w.ids("before"))
+                http_text = asyncio.create_task(text_of(await over_http))
+                flood(server)
+                async with asyncio.timeout(DEADLINE_S):
+                    while w.doors.connections < 2:  # noqa: ASYNC110 - nothing is called for it
+                        await asyncio.sleep(0.01)
+                for generate in running:
+                    await w.workers[0].send(generate, len(w.ids("before")), w.ids("after"), "length")
+                nats_text = "".join(
+                    [
+                        choice["delta"].get("content") or ""
+                        async for message in messages
+                        for choice in json.loads(message.payload)["choices"]
+                    ]
+                )
+            assert (nats_text, await asyncio.wait_for(http_text, DEADLINE_S)) == ("beforeafter", "beforeafter")
+            assert w.serving.connections == 1
+            w.say("next")
+            answer = await client.request(CHAT, json.dumps(asked).encode(), timeout_s=DEADLINE_S)
+            assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "next"
