@@ -33,7 +33,7 @@ from shared.messages import EventSource
 
 RECEIVE_LIMIT_BATCHES = 20_000
 QUESTION_LIMIT_BYTES = 1024
-"""Of a frame that somebody sends to a replay ROUTER."""
+"""Of a frame that comes to a replay ROUTER."""
 BATCH_LIMIT_BYTES = RING_BYTES
 """A batch over it could not be replayed; it is not sent, and the subscribers see the gap."""
 REPLAYS_WAITING_LIMIT = 8

@@ -82,10 +82,11 @@ def free_ports(count: int) -> list[int]:
 
 
 def nats_settings(port: int) -> str:
-    """nats-server's file. Beyond the server's own limit it just closes the connection, so it lies above our 4 MiB. Its
+    """nats-server's file. Beyond the server's own limit it just closes the connection, so it lies above our 4 MiB. What
+    waits for one connection may be as much as ours are told in a burst: a slow one is closed at 64 MB by default. Its
     PINGs are as frequent as ours: by default it hands requests to a frontend that is cut off for 4 to 6 minutes.
     """
-    return f'listen: 127.0.0.1:{port}\nmax_payload: 8MB\nping_interval: "10s"\nping_max: 2\n'
+    return f'listen: 127.0.0.1:{port}\nmax_payload: 5MB\nmax_pending: 512MB\nping_interval: "10s"\nping_max: 2\n'
 
 
 def etcd_arguments(client_port: int, peer_port: int, directory: Path) -> list[str]:

@@ -48,9 +48,9 @@ QUEUE = "frontend"
 WAITING_LIMIT = 4096
 """Requests of one operation that have come and are not begun; shared/receiver.py bounds their bytes too."""
 REFUSALS_LIMIT = 256
-"""Told at once that too many wait; others over the bound hear nothing."""
+"""Answers at a time that too many wait; other requests over the bound get none."""
 CLIENTS_INBOX = "_INBOX"
-"""What clients' inboxes begin with, if nobody has told them otherwise."""
+"""What clients' inboxes begin with by default."""
 AGAIN_S = 0.5
 TRIES = 600
 """To tell a failure: a NATS that is away for five minutes loses none."""

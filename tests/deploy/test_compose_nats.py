@@ -19,6 +19,26 @@ from tests.servers import NatsServer, nats_server
 
 CONF = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "nats.conf"
 ANSWER_LIMIT_S = 5.0
+CHAT = subjects.client("default", "chat")
+
+
+def rules() -> str:
+    """What follows the server's own settings."""
+    text = CONF.read_text(encoding="utf-8")
+    return text[text.index("authorization") :]
+
+
+def with_users_of_their_own() -> str:
+    """The rules with the user that their comment shows, and the same one under another name."""
+    passwords = {"$SERVICES_PASSWORD": '"12e4"', "$CLIENT_PASSWORD": '"0042"', "$ALICE_PASSWORD": "secret"}
+    text = rules()
+    for name, password in passwords.items():
+        text = text.replace(name, password)
+    lines = text.splitlines()
+    at = next(number for number, line in enumerate(lines) if "{ user: alice" in line)
+    end = next(number for number in range(at, len(lines)) if lines[number] == "    #   }")
+    alice = "\n".join(line.replace("#", "", 1) for line in lines[at : end + 1])
+    return "\n".join([*lines[:at], alice, alice.replace("alice", "bob"), *lines[end + 1 :]])
 
 
 @pytest.fixture
@@ -27,10 +47,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NatsServ
     monkeypatch.setenv("SERVICES_PASSWORD", '"12e4"')
     monkeypatch.setenv("CLIENT_PASSWORD", '"0042"')
     text = CONF.read_text(encoding="utf-8")
-    rules = text[text.index("authorization") :]
     local = nats_settings(4222).splitlines()[1:]
     assert {line.partition("#")[0].strip() for line in text.splitlines()} >= set(local)
-    with nats_server(tmp_path, rules) as running:
+    with nats_server(tmp_path, rules()) as running:
         yield running
 
 
@@ -128,6 +147,39 @@ async def test_services_ask_a_block_store_and_hear_its_answers_and_reports(servi
     assert reply.data == b"answer"
     await services.client.publish(subjects.kvbm("default", "c3", "load"), b"report")
     assert await asyncio.wait_for(heard.get(), ANSWER_LIMIT_S) == b"report"
+
+
+async def test_clients_with_an_inbox_each_are_answered_there_and_kept_apart(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path, with_users_of_their_own())
+    server.start()
+    peers = {name: Peer() for name in ("services", "alice", "bob")}
+    try:
+        services, alice, bob = peers.values()
+        await services.connect(server, "services", "12e4", "_INBOX_services")
+        for name in ("alice", "bob"):
+            await peers[name].connect(server, name, "secret", f"_INBOX_clients.{name}")
+
+        async def answer(message: Msg) -> None:
+            await message.respond(b"answer to " + message.data)
+
+        await services.client.subscribe(CHAT, queue="frontend", cb=answer)
+        await sync(services.client)
+        for name in ("alice", "bob"):
+            reply = await peers[name].client.request(CHAT, name.encode(), timeout=ANSWER_LIMIT_S)
+            assert reply.data == f"answer to {name}".encode()
+        inbox = alice.client.new_inbox()
+        assert inbox.startswith("_INBOX_clients.alice.")
+        for subject in (inbox, "_INBOX_clients.alice.>", "_INBOX_clients.>", "_INBOX.>"):
+            await bob.client.subscribe(subject)
+            assert "permissions violation for subscription" in (await bob.next_denial()).lower()
+        await bob.client.publish(inbox, b"forged")
+        assert "permissions violation for publish" in (await bob.next_denial()).lower()
+        assert services.denied.empty()
+    finally:
+        for peer in peers.values():
+            if peer.client.is_connected:
+                await peer.client.close()
+        server.kill()
 
 
 @pytest.mark.parametrize("subject", ["headrace.>", "_INBOX_services.>", ">", subjects.stream("default", "a1")])
