@@ -19,7 +19,6 @@ is bounded; at the bound a request gets 429, unread.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
@@ -57,7 +56,6 @@ TRIES = 600
 
 _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
 _Receiver = Callable[[Message], Awaitable[None]]
-_log = logging.getLogger(__name__)
 
 
 class _Asked(Struct, frozen=True):
@@ -97,6 +95,7 @@ class NatsDoor:
         # Where services have no prefix of their own, clients' replies cannot be kept apart from theirs.
         self._ours = (f"{subjects.ROOT}.", *(() if inbox == CLIENTS_INBOX else (f"{inbox}.",)))
         self._complaint = Complaint("a request over NATS has no inbox of a client as its reply subject")
+        self._lost = Complaint("an answer over NATS is lost")
         self._refusals = 0
         self._inboxes = Inboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
@@ -134,6 +133,11 @@ class NatsDoor:
         if not self._answerable(message):
             return None
         named = request_id(message.headers.get(REQUEST_ID_HEADER, ""))
+        if not self._runtime.bus.connected:
+            await self._fail(
+                _Asked(message, named, None), Unavailable("this frontend is cut off from workers"), tries=1
+            )
+            return None
         try:
             return _Asked(message, named, self._access.account(message.headers.get(HEADER)))
         except InvalidRequest as wrong:
@@ -175,7 +179,7 @@ class NatsDoor:
         except Gone:
             self._metrics.disconnected.inc()
         except BusDown as why:
-            _log.warning("an answer on %s is lost: %s", message.subject, why)
+            self._lost.add(f"{message.subject}: {why}")
             await self._fail(asked, Unavailable("NATS was away, and a part of the answer may be lost"))
         except asyncio.CancelledError:
             await self._fail(asked, Unavailable("this frontend has ended"), tries=1)
@@ -207,19 +211,21 @@ class NatsDoor:
             return await self._fail(asked, error)
 
     async def _fail(self, asked: _Asked, error: HeadraceError, tries: int = TRIES) -> int:
-        """Its status. A client that listens is owed an end: it is told again and again, until NATS has it."""
+        """Its status. A client that listens is owed an end: it is told again and again, until NATS has it. What is told
+        once goes by the clients' connection, which a stranger's failures may fill."""
         message, wrong = asked.message, failure_of(error)
+        publish = self._publish if tries > 1 else self._doors.publish
         headers = {**asked.last(), STATUS_HEADER: str(wrong.status), **wrong.headers}
         for left in reversed(range(tries)):
             connections = self._runtime.bus.connections
             try:
-                await self._publish(message.reply, wrong.payload, headers=headers)
+                await publish(message.reply, wrong.payload, headers=headers)
                 if tries > 1:
                     await self._runtime.bus.confirm(connections)  # a connection may be dead long before it breaks
                 break
             except BusDown as why:
                 if not left:
-                    _log.warning("a failure on %s is lost: %s", message.subject, why)
+                    self._lost.add(f"{message.subject}: {why}")
                     break
             await asyncio.sleep(AGAIN_S)
         return wrong.status

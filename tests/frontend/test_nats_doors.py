@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from shared import subjects
 from shared.config import NatsConfig
+from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import Generate
 from shared.nats_bus import NatsBus
 from tests.frontend.peers import MODEL, NAMESPACE, World, clients, world
@@ -52,6 +53,25 @@ def flood(server: NatsServer) -> None:
         heard = b""
         while b"PONG\r\n" not in heard:
             heard += client.recv(4096)
+
+
+async def test_a_frontend_that_is_cut_off_from_workers_says_so_to_its_clients(directory: Path) -> None:
+    broker = MemoryBroker()
+    buses: dict[str, MemoryBus] = {}
+
+    def connected(name: str) -> MemoryBus:
+        return buses.setdefault(name, MemoryBus(broker, name))
+
+    asked = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    async with world(directory, connected=connected) as w:
+        client = connected("client")
+        broker.disconnect(buses["f1"])
+        refused = await client.request(CHAT, asked, timeout_s=DEADLINE_S)
+        assert (refused.headers["Headrace-Status"], refused.headers["Headrace-Last"]) == ("503", "true")
+        broker.reconnect(buses["f1"])
+        w.say("next")
+        answer = await client.request(CHAT, asked, timeout_s=DEADLINE_S)
+        assert json.loads(answer.payload)["choices"][0]["message"]["content"] == "next"
 
 
 async def begun(w: World, count: int) -> list[Generate]:
