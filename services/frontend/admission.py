@@ -21,7 +21,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.fair import may_have
 from shared.errors import Overloaded, Unavailable
 
-Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens"]
+Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens", "unasked"]
 """Named as in the settings."""
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
 Sums = dict[Bound, int]
@@ -85,6 +85,11 @@ class Admission:
             self._check(place, "requests", choices - 1)
             self._count(place, "requests", choices - 1)
 
+    def unasked(self, place: Place) -> None:
+        """Its client cannot be asked whether it still wants an answer. Raises Overloaded."""
+        self._check(place, "unasked", 1)
+        self._count(place, "unasked", 1)
+
     def leave(self, place: Place) -> None:
         """It has ended, however far it came."""
         del self.places[place]
@@ -129,6 +134,7 @@ class Admission:
             assert place.taken["requests"] <= 1 or (place.begun and not place.tokenising)
             assert place.taken["tokenising_bytes"] == (place.taken["body_bytes"] if place.tokenising else 0)
             assert place.begun or not place.taken["tokens"]
+            assert place.taken["unasked"] <= 1
             if place.account is not None:
                 held = by_key.setdefault(place.account.name, _none())
                 for bound, taken in place.taken.items():
@@ -146,6 +152,11 @@ def _full(bound: Bound, taken: int, more: int) -> str:
             return f"{taken} bytes of other requests wait to be tokenised"
         case "tokens":
             return f"running requests may come to {taken} tokens already; this one has {more}"
+        case "unasked":
+            return (
+                f"{taken} requests without `stream` run over NATS already; one with the header Headrace-Probe, whose "
+                "client can be asked whether it listens, is not bounded so"
+            )
 
 
 class Place:
@@ -174,6 +185,10 @@ class Place:
     def begin(self) -> None:
         """See `Admission.begin`."""
         self._admission.begin(self)
+
+    def unasked(self) -> None:
+        """See `Admission.unasked`."""
+        self._admission.unasked(self)
 
     def weigh(self, tokens: int, choices: int = 1) -> None:
         """See `Admission.weigh`."""

@@ -68,6 +68,9 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """That one request may want, of all its prompts, each of which counts as one of `requests`; beyond it: 400."""
     inputs_at_once: Positive = 64
     """Of one request for embeddings: what it asks of workers at the same time, each counting as one of `requests`."""
+    unasked: Natural = 256
+    """At once, requests over NATS whose clients cannot be asked whether they listen: without `stream` and without the
+    header Headrace-Probe. Clients that have gone can keep workers busy by so many."""
     wait_s: Seconds = 60.0
     """A request for whose first token every worker is predicted to need longer gets 429 too; 0: none."""
     deadline_s: SomeSeconds = 600.0

@@ -9,7 +9,8 @@ what is left of its limits. A request may name itself in X-Request-Id, and the l
 
 A client that vanishes is noticed by its inbox, as inboxes.py says; a stream that has nothing to say meanwhile asks by
 chunks without text. A request without `stream` has one message to send and nothing to ask with (its deadline ends it),
-unless it carries the header Headrace-Probe: then empty messages may come before its answer.
+unless it carries the header Headrace-Probe: then empty messages may come before its answer. Those that cannot be asked
+have a bound of their own (`limits.unasked`).
 
 Requests come by a connection of their own (runtime.doors), answers leave by the services'. nats-server cuts off a
 connection that does not take what clients send, and token streams come by the other one. What has come and waits here
@@ -21,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from msgspec import Struct
 
 from services.frontend import deadline
@@ -70,6 +72,23 @@ class _Asked(Struct, frozen=True):
         """The headers of the last message."""
         left = {} if self.account is None else self.account.headers(asyncio.get_running_loop().time())
         return {**_LAST, REQUEST_ID_HEADER: self.named.shown, **left}
+
+
+class _Peek(Struct):
+    """What is looked for in a body before it is decoded."""
+
+    stream: bool | None = None
+
+
+_peek = msgspec.json.Decoder(_Peek).decode
+
+
+def _streams(body: bytes) -> bool:
+    """Also where it cannot be read: it is refused at once."""
+    try:
+        return _peek(body).stream is True
+    except (msgspec.DecodeError, RecursionError):
+        return True
 
 
 class NatsDoor:
@@ -190,10 +209,13 @@ class NatsDoor:
     async def _answer(self, operation: Operation, asked: _Asked, inbox: Inbox) -> int:
         """The status it amounts to. Raises BusDown."""
         message = asked.message
-        if PROBE_HEADER in message.headers:
+        may_be_asked = PROBE_HEADER in message.headers
+        if may_be_asked:
             inbox.nothing = b""
         try:
             with self._frontend.admitted(len(message.payload), asked.account) as place:
+                if not (may_be_asked or _streams(message.payload)):
+                    place.unasked()
                 begun = asyncio.get_running_loop().time()
                 asking = Asking(asked.named, place, begun, message.headers.get(deadline.HEADER))
                 async with self._exchange.answer(operation, message.payload, asking) as reply:

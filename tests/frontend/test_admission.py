@@ -12,7 +12,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.keys import KeyEntry
 from shared.errors import Overloaded, Unavailable
 
-LIMITS = LimitsConfig(requests=3, body_bytes=100, tokenising_bytes=50, tokens=1000)
+LIMITS = LimitsConfig(requests=3, body_bytes=100, tokenising_bytes=50, tokens=1000, unasked=2)
 
 
 def admission(refused: Counter[str] | None = None, limits: LimitsConfig = LIMITS) -> Admission:
@@ -166,8 +166,8 @@ def test_a_key_that_takes_all_it_can_get_keeps_no_other_key_out(others: int) -> 
 
 
 def test_no_bound_is_one_keys_alone() -> None:
-    limits = LimitsConfig(requests=100, body_bytes=900, tokenising_bytes=90, tokens=9000)
-    for bound in ("body_bytes", "tokenising_bytes", "tokens"):
+    limits = LimitsConfig(requests=100, body_bytes=900, tokenising_bytes=90, tokens=9000, unasked=90)
+    for bound in ("body_bytes", "tokenising_bytes", "tokens", "unasked"):
         refused: Counter[str] = Counter()
         shared, greedy = admission(refused, limits), key("greedy")
         for _ in range(80 if bound != "tokenising_bytes" else 8):
@@ -181,11 +181,13 @@ def test_no_bound_is_one_keys_alone() -> None:
 def take(of: Admission, bound: str, account: Account) -> None:
     """A hundredth or so of what the bound allows, a tenth of bytes to be tokenised."""
     place = of.enter(account)
-    place.grow(10 if bound != "tokens" else 0)
+    place.grow(10 if bound.endswith("bytes") else 0)
     if bound != "body_bytes":
         place.begin()
     if bound == "tokens":
         place.weigh(100)
+    elif bound == "unasked":
+        place.unasked()
 
 
 def test_a_keys_first_request_is_asked_only_whether_it_fits_however_large() -> None:
@@ -243,6 +245,12 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 7), tokens=st.integers(1, 1500), choices=st.integers(1, 4))
     def weigh(self, at: int, tokens: int, choices: int) -> None:
         self.refusable(self.some(at, begun=True, tokenising=True), "weigh", tokens, choices)
+
+    @rule(at=st.integers(0, 7))
+    def unasked(self, at: int) -> None:
+        place = self.some(at, begun=True, tokenising=True)
+        if place is not None and not place.taken["unasked"]:
+            self.refusable(place, "unasked")
 
     @rule(at=st.integers(0, 7))
     def leave(self, at: int) -> None:

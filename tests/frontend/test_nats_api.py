@@ -175,6 +175,35 @@ async def test_requests_that_wait_to_be_read_are_bounded_and_those_beyond_get_42
         assert answer["choices"][0]["message"]["content"] == "next"
 
 
+async def test_requests_whose_clients_cannot_be_asked_whether_they_listen_have_a_bound_of_their_own(
+    directory: Path,
+) -> None:
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, unasked=2)) as w:
+        worker = w.workers[0]
+        worker.output = None
+        stranger = MemoryBus(w.broker)
+        for number in range(10):
+            w.broker.publish(Message(CHAT, body(), f"_INBOX.nobody.{number}", {}), stranger)
+        await worker.generates.at_least(2)
+        refused, headers = await ask(w, "chat", body(stream=None))
+        assert (headers["Headrace-Status"], "Headrace-Probe" in refused["error"]["message"]) == ("429", True)
+        assert len(worker.generates.all) == 2
+        assert w.metric("headrace_model_rejection_total", bound="unasked") == 9
+        asking = asyncio.create_task(MemoryBus(w.broker).request(CHAT, b"{", timeout_s=DEADLINE_S))
+        assert (await asking).headers["Headrace-Status"] == "400"
+        clients = [await vanishing(w, body(stream=True)), await vanishing(w, body(), {PROBE_HEADER: "1"})]
+        [first, _, *others] = await worker.generates.at_least(4)
+        for client in clients:
+            client.lose()
+        for generate in others:
+            await worker.cancels.until(Cancel(generate.request, 1))
+        await worker.send(first, 0, w.ids("done"), "length")
+        await w.counted("headrace_inflight_requests", 1)
+        w.say("next")
+        answer, _ = await ask(w, "chat", body())
+        assert answer["choices"][0]["message"]["content"] == "next"
+
+
 async def test_a_client_that_vanishes_cancels_its_stream(directory: Path) -> None:
     async with world(directory) as w:
         worker = w.workers[0]
