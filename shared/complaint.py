@@ -27,10 +27,10 @@ class Complaint:
         self._logged_at_s: float | None = None
         self.count = 0
 
-    def add(self, wrong: object) -> None:
-        """One more; `wrong` says what is wrong with it. Within a running event loop."""
-        self.count += 1
-        self._tally.count += 1
+    def add(self, wrong: object, count: int = 1) -> None:
+        """`count` more; `wrong` says what is wrong with the latest. Within a running event loop."""
+        self.count += count
+        self._tally.count += count
         now_s = asyncio.get_running_loop().time()
         if self._logged_at_s is None or now_s - self._logged_at_s >= COMPLAIN_INTERVAL_S:
             self._logged_at_s = now_s

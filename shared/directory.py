@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import assert_never
 
 from prometheus_client import CollectorRegistry
 
@@ -19,7 +21,8 @@ from shared.catalogue import Catalogue, read_entry
 from shared.catalogue import DirectoryChange as DirectoryChange
 from shared.catalogue import InstanceDown as InstanceDown
 from shared.catalogue import InstanceUp as InstanceUp
-from shared.discovery import Added, Discovery, Removed, Synced
+from shared.complaint import Complaint
+from shared.discovery import Added, Discovery, LeftOut, Removed, Synced
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
 from shared.messages import PING, Instance, ModelCard, Ping
 from shared.messaging import Bus
@@ -33,8 +36,8 @@ _log = logging.getLogger(__name__)
 class Directory:
     """Follows `/headrace/{ns}/instances/` and `/headrace/{ns}/models/`.
 
-    Keys whose value does not parse, or names an id that another key has, are logged, counted and left out. A key
-    missing after an outage is kept while the instance still answers Ping on its `control` subject.
+    Keys whose value does not parse, or names an id that another key has, are counted, logged once a minute and left
+    out. A key missing after an outage is kept while the instance still answers Ping on its `control` subject.
     """
 
     def __init__(
@@ -51,8 +54,11 @@ class Directory:
             registry, "headrace_directory_refused_cards", "Model cards refused, by the field that is wrong", ["field"]
         )
         self._unreadable = counter(
-            registry, "headrace_directory_unreadable_values", "Discovery values that did not parse"
+            registry,
+            "headrace_directory_unreadable_values",
+            "Discovery values that did not parse, or were left out at a limit; counted again at each listing",
         )
+        self._complaint = Complaint("discovery: a key is left out")
 
     @property
     def instances(self) -> Mapping[str, Instance]:
@@ -81,22 +87,30 @@ class Directory:
 
     async def run(self) -> None:
         """Follows until cancelled."""
-        async for change in self._discovery.watch(subjects.namespace_prefix(self._namespace), alive=self._alive):
+        prefix, read = subjects.namespace_prefix(self._namespace), partial(read_entry, self._namespace)
+        async for change in self._discovery.watch(prefix, alive=self._alive, read=read):
             match change:
                 case Added():
                     self._tell(self._set(change.key, change.value))
                 case Removed():
                     self._tell(self._catalogue.remove(change.key))
+                case LeftOut():
+                    self._leave_out(change)
                 case Synced():
                     self._synced.set()
+                case _:
+                    assert_never(change)
 
     def _set(self, key: str, value: bytes) -> list[DirectoryChange]:
         try:
             return self._catalogue.set(key, read_entry(self._namespace, key, value))
         except ProtocolError as wrong:
-            _log.error("discovery: %s is left out: %s", key, wrong)
-            self._unreadable.inc()
+            self._leave_out(LeftOut(1, key, str(wrong)))
             return self._catalogue.remove(key)
+
+    def _leave_out(self, left_out: LeftOut) -> None:
+        self._complaint.add(f"{left_out.key}: {left_out.why}", left_out.count)
+        self._unreadable.inc(left_out.count)
 
     def _tell(self, changes: Iterable[DirectoryChange]) -> None:
         for change in changes:

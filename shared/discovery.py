@@ -30,7 +30,20 @@ class Synced(Struct, frozen=True, tag="synced"):
     """Everything that was there when the watch began has been told. Comes exactly once."""
 
 
-Change = Added | Removed | Synced
+class LeftOut(Struct, frozen=True, tag="left_out"):
+    """Keys that the watch leaves out: unreadable ones, and those beyond the limits of shared/intake.py."""
+
+    count: int
+    """How many since the last time; a new look at everything counts again what is still there."""
+    key: str = ""
+    """The latest one."""
+    why: str = ""
+
+
+Change = Added | Removed | Synced | LeftOut
+
+Read = Callable[[str, bytes], object]
+"""Raises ProtocolError where the watcher cannot read the value under the key. It may run in any thread."""
 
 Entries = Callable[[int], Mapping[str, bytes]]
 """Epoch → all keys and values to publish under the lease of that epoch."""
@@ -64,13 +77,14 @@ class Discovery(Protocol):
         """Publish `entries(1)` under a new lease. While the back end is away this keeps trying, with jitter."""
         ...
 
-    def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncIterator[Change]:
+    def watch(self, prefix: str, *, alive: Alive | None = None, read: Read | None = None) -> AsyncIterator[Change]:
         """Every key below `prefix`, then Synced, then each change, for ever. An outage shows nothing: after it, keys
-        that a re-list misses stay for one TTL and are removed only if `alive` denies them too (or is not given)."""
+        that a re-list misses stay for one TTL and are removed only if `alive` denies them too (or is not given). A key
+        that `read` refuses is taken for none, and counted."""
         ...
 
     async def list(self, prefix: str) -> dict[str, bytes]:
-        """What is there now. Raises DiscoveryDown."""
+        """What is there now, within the same limits; what is beyond is counted in the log. Raises DiscoveryDown."""
         ...
 
     async def close(self) -> None:

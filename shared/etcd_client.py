@@ -17,11 +17,13 @@ from etcd3.exceptions import Etcd3Exception
 from shared.errors import ConfigError, DiscoveryDown
 
 CALL_TIMEOUT_S = 2.0
+MESSAGE_LIMIT_BYTES = 16 << 20
+"""What a slow machine takes in within a call's deadline. One key is smaller: etcd takes requests of 1.5 MiB."""
 
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a new connection shares nothing with the one that failed
     ("grpc.enable_http_proxy", 0),
-    ("grpc.max_receive_message_length", 64 << 20),  # a listing comes as one message
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
 ]
 
 _log = logging.getLogger(__name__)

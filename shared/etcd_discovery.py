@@ -18,13 +18,16 @@ from typing import TypeVar
 from etcd3 import MultiEndpointEtcd3Client
 from prometheus_client import CollectorRegistry
 
-from shared.discovery import Alive, Change, Entries
+from shared.complaint import Complaint
+from shared.discovery import Alive, Change, Entries, Read
 from shared.errors import ConfigError, DiscoveryDown
 from shared.etcd_client import CALL_TIMEOUT_S, EtcdClient
 from shared.etcd_lease import EtcdRegistration, KeepAlive
+from shared.etcd_listing import list_prefix
 from shared.etcd_watch import EtcdWatch
+from shared.intake import DEFAULT, Intake, Limits
 from shared.metrics import counter
-from shared.sight import Sight, changes
+from shared.sight import Sight, changes, listed
 
 T = TypeVar("T")
 
@@ -43,6 +46,7 @@ class EtcdDiscovery:
         password: str = "",
         *,
         registry: CollectorRegistry | None = None,
+        limits: Limits = DEFAULT,
     ) -> None:
         if ttl_s < LEAST_TTL_S:
             raise ConfigError(f"discovery: lease_ttl_s is at least {LEAST_TTL_S} with etcd, not {ttl_s}")
@@ -53,6 +57,8 @@ class EtcdDiscovery:
         )
         self._connect: Callable[[], EtcdClient] = lambda: EtcdClient(endpoints, user, password, failures.inc)
         self._ttl_s = ttl_s
+        self._limits = limits
+        self._left_out = Complaint("discovery: a key is left out of a listing")
         self._client = self._connect()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="etcd-calls")
         self._keep_alive: KeepAlive | None = None
@@ -68,9 +74,11 @@ class EtcdDiscovery:
             unpublished.pop_all()
         return registration
 
-    async def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncGenerator[Change]:
+    async def watch(
+        self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
+    ) -> AsyncGenerator[Change]:
         sight = Sight()
-        watch = EtcdWatch(self._connect(), prefix, sight, self._ttl_s)
+        watch = EtcdWatch(self._connect(), prefix, sight, self._ttl_s, read, self._limits)
         self._watches[watch] = sight
         try:
             async with aclosing(changes(sight, ttl_s=self._ttl_s, alive=alive)) as told:
@@ -81,8 +89,9 @@ class EtcdDiscovery:
             watch.stop()
 
     async def list(self, prefix: str) -> dict[str, bytes]:
-        entries = await self._call(lambda etcd: list(etcd.get_prefix(prefix)))
-        return {about.key.decode(errors="backslashreplace"): value for value, about in entries}
+        intake = Intake(limits=self._limits)
+        await self._call(lambda etcd: list_prefix(etcd, prefix, intake, self._limits.page))
+        return listed(intake, self._left_out)
 
     async def close(self) -> None:
         """Within about twice a call's deadline, whatever etcd does."""

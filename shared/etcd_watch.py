@@ -22,8 +22,11 @@ import grpc
 from etcd3 import MultiEndpointEtcd3Client, etcdrpc
 from etcd3.utils import prefix_range_end
 
+from shared.discovery import Read
 from shared.errors import DiscoveryDown
 from shared.etcd_client import EtcdClient
+from shared.etcd_listing import list_prefix, text
+from shared.intake import DEFAULT, Intake, Limits
 from shared.sight import Sight
 
 _RETRY_S = (0.1, 1.0)
@@ -33,8 +36,18 @@ _RPC: Any = etcdrpc  # generated code; its types are not written down
 class EtcdWatch:
     """Shows `sight` what stands below `prefix`, until stopped."""
 
-    def __init__(self, client: EtcdClient, prefix: str, sight: Sight, ttl_s: float) -> None:
+    def __init__(
+        self,
+        client: EtcdClient,
+        prefix: str,
+        sight: Sight,
+        ttl_s: float,
+        read: Read | None = None,
+        limits: Limits = DEFAULT,
+    ) -> None:
         self._client = client
+        self._intake = Intake(read, limits)
+        self._page = limits.page
         self._prefix = prefix
         self._sight = sight
         self._ttl_s = ttl_s
@@ -57,8 +70,9 @@ class EtcdWatch:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                found, revision = self._client.call(self._list)
-                self._client.call(partial(self._follow, found=found, revision=revision))
+                revision = self._client.call(self._list)
+                if self._client.call(partial(self._follow, revision=revision)):
+                    continue
             except DiscoveryDown as wrong:
                 if not self._stopping.is_set():
                     self._client.report(wrong)
@@ -66,31 +80,39 @@ class EtcdWatch:
             self._stopping.wait(SystemRandom().uniform(*_RETRY_S))
         self._client.close()
 
-    def _list(self, etcd: MultiEndpointEtcd3Client) -> tuple[dict[str, bytes], int]:
-        """What is there, oldest first, and as of which revision."""
-        listing = etcd.get_prefix_response(self._prefix, sort_order="ascend", sort_target="create")
-        return {_text(entry.key): entry.value for entry in listing.kvs}, listing.header.revision
+    def _list(self, etcd: MultiEndpointEtcd3Client) -> int:
+        """Take in what is there; returns as of which revision."""
+        return list_prefix(etcd, self._prefix, self._intake, self._page)
 
-    def _follow(self, etcd: MultiEndpointEtcd3Client, found: dict[str, bytes], revision: int) -> None:
-        """Show a listing and every change since; returns when etcd cancels the watch."""
-        self._sight.show(dict(found))
+    def _follow(self, etcd: MultiEndpointEtcd3Client, revision: int) -> bool:
+        """Show what was listed and every change since, until etcd cancels the watch. True: nothing is wrong, but a new
+        listing would show more."""
+        intake, sight = self._intake, self._sight
+        sight.leave_out(intake.left_out)
+        sight.show(dict(intake.entries))
         self._heard = time.monotonic()
         requests = self._requests(revision + 1)
         call = self._call = _RPC.WatchStub(etcd.channel).Watch(requests, metadata=etcd.metadata)
         for answer in call:
             now = time.monotonic()
             if now - self._heard > self._ttl_s / 2:
-                self._sight.doubt()
+                sight.doubt()
             self._heard = now
+            changed = False
             for event in answer.events:
-                if event.type == event.DELETE:
-                    found.pop(_text(event.kv.key), None)
-                else:
-                    found[_text(event.kv.key)] = event.kv.value
-            if answer.events:
-                self._sight.show(dict(found))
+                key = text(event.kv.key)
+                gone = event.type == event.DELETE
+                changed |= intake.remove(key) if gone else intake.put(key, event.kv.value)
+            if intake.left_out != sight.left_out:
+                sight.leave_out(intake.left_out)
+            if changed:
+                sight.show(dict(intake.entries))
             if answer.canceled or self._stopping.is_set():
-                return
+                return False
+            if intake.look_due:
+                call.cancel()
+                return True
+        return False
 
     def _requests(self, revision: int) -> Iterator[object]:
         """What the stream sends; pulled by a thread of gRPC's, which ends with the stream."""
@@ -102,7 +124,3 @@ class EtcdWatch:
                 self._call.cancel()
                 return
             yield _RPC.WatchRequest(progress_request=_RPC.WatchProgressRequest())
-
-
-def _text(key: bytes) -> str:
-    return key.decode(errors="backslashreplace")

@@ -22,9 +22,12 @@ from pathlib import Path
 
 import msgspec
 
-from shared.discovery import Alive, Change, Entries
+from shared.complaint import Complaint
+from shared.discovery import Alive, Change, Entries, LeftOut, Read
 from shared.errors import ConfigError, DiscoveryDown
+from shared.intake import DEFAULT, Intake, Limits
 from shared.key_view import KeyView
+from shared.sight import listed
 
 POLL_S = 0.25
 
@@ -169,8 +172,10 @@ class FileRegistration:
 class FileDiscovery:
     """One process's endpoint at a directory that all processes of one user on one machine share."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, limits: Limits = DEFAULT) -> None:
         self._directory = directory
+        self._limits = limits
+        self._left_out = Complaint("discovery: a key is left out of a listing")
         try:
             _make(directory)
             sweep(directory)
@@ -186,19 +191,33 @@ class FileDiscovery:
             unpublished.pop_all()
         return registration
 
-    async def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncGenerator[Change]:
+    async def watch(
+        self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
+    ) -> AsyncGenerator[Change]:
         """`alive` is never asked: a lock is a proof."""
         del alive
         view = KeyView(ttl_s=0.0)
+        intake = Intake(read, self._limits)
+        counted = 0
         while not self._closed.is_set():
             with suppress(DiscoveryDown):
-                for change in view.seen(time.monotonic(), await self.list(prefix), 0):
+                intake.look(await self._found(prefix))
+                left_out = intake.left_out
+                if left_out.count > counted:
+                    yield LeftOut(left_out.count - counted, left_out.key, left_out.why)
+                    counted = left_out.count
+                for change in view.seen(time.monotonic(), intake.entries, 0):
                     yield change
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._closed.wait()
 
     async def list(self, prefix: str) -> dict[str, bytes]:
+        intake = Intake(limits=self._limits)
+        intake.look(await self._found(prefix))
+        return listed(intake, self._left_out)
+
+    async def _found(self, prefix: str) -> dict[str, bytes]:
         try:
             found = await asyncio.to_thread(scan, self._directory)
         except OSError as wrong:

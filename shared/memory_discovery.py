@@ -8,9 +8,11 @@ from contextlib import aclosing
 from contextvars import copy_context
 from functools import partial
 
-from shared.discovery import Alive, Change, Entries
+from shared.complaint import Complaint
+from shared.discovery import Alive, Change, Entries, Read
 from shared.errors import DiscoveryDown
-from shared.sight import Sight, changes
+from shared.intake import DEFAULT, Intake, Limits
+from shared.sight import Sight, changes, listed
 from shared.weather import Weather, calm
 
 
@@ -28,8 +30,8 @@ class MemoryStore:
         """How long watchers keep a key that is missing after an outage, and how soon a lost lease is granted anew."""
         self.weather = weather
         """Watches are streams: it may show late, and must not lose or reorder."""
-        self._sights: dict[Sight, tuple[str, str]] = {}
-        """Who watches → its name, and the prefix."""
+        self._sights: dict[Sight, tuple[str, str, Intake]] = {}
+        """Who watches → the prefix, its name, and what it takes in."""
         self._keys: dict[str, tuple[bytes, MemoryRegistration]] = {}
         self._registrations: dict[MemoryRegistration, None] = {}
         self._up = asyncio.Event()
@@ -86,23 +88,29 @@ class MemoryStore:
         self._keys = {key: entry for key, entry in self._keys.items() if entry[1] is not registration}
         self._show()
 
-    def watch(self, sight: Sight, prefix: str, name: str) -> None:
-        """Show `sight` what is below `prefix`, from now on."""
-        self._sights[sight] = (prefix, name)
+    def watch(self, sight: Sight, prefix: str, name: str, intake: Intake) -> None:
+        """Show `sight` what `intake` takes in of what is below `prefix`, from now on."""
+        self._sights[sight] = (prefix, name, intake)
         if not self.away:
-            sight.show(self.found(prefix))
+            _look(sight, intake, self.found(prefix))
 
     def unwatch(self, sight: Sight) -> None:
         self._sights.pop(sight, None)
 
     def _show(self) -> None:
         if not self.away:
-            for sight, (prefix, name) in self._sights.items():
-                self.weather("discovery", name, "watch", partial(sight.show, self.found(prefix)))
+            for sight, (prefix, name, intake) in self._sights.items():
+                self.weather("discovery", name, "watch", partial(_look, sight, intake, self.found(prefix)))
 
     def _blind(self) -> None:
-        for sight, (_, name) in self._sights.items():
+        for sight, (_, name, _) in self._sights.items():
             self.weather("discovery", name, "watch", sight.lose)
+
+
+def _look(sight: Sight, intake: Intake, found: dict[str, bytes]) -> None:
+    intake.look(found)
+    sight.leave_out(intake.left_out)
+    sight.show(intake.entries)
 
 
 class MemoryRegistration:
@@ -155,8 +163,10 @@ class MemoryRegistration:
 class MemoryDiscovery:
     """One process's endpoint at a shared store. `name` is for the weather."""
 
-    def __init__(self, store: MemoryStore, name: str = "") -> None:
+    def __init__(self, store: MemoryStore, name: str = "", *, limits: Limits = DEFAULT) -> None:
         self._store = store
+        self._limits = limits
+        self._left_out = Complaint("discovery: a key is left out of a listing")
         self._name = name
         self.registrations: list[MemoryRegistration] = []
         """All that were made here."""
@@ -168,10 +178,12 @@ class MemoryDiscovery:
         await registration.publish()
         return registration
 
-    async def watch(self, prefix: str, *, alive: Alive | None = None) -> AsyncGenerator[Change]:
+    async def watch(
+        self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
+    ) -> AsyncGenerator[Change]:
         sight = Sight()
         self._sights.add(sight)
-        self._store.watch(sight, prefix, self._name)
+        self._store.watch(sight, prefix, self._name, Intake(read, self._limits))
         try:
             async with aclosing(changes(sight, ttl_s=self._store.ttl_s, alive=alive)) as told:
                 async for change in told:
@@ -183,7 +195,9 @@ class MemoryDiscovery:
     async def list(self, prefix: str) -> dict[str, bytes]:
         if self._store.away:
             raise DiscoveryDown("the store is away")
-        return self._store.found(prefix)
+        intake = Intake(limits=self._limits)
+        intake.look(self._store.found(prefix))
+        return listed(intake, self._left_out)
 
     async def close(self) -> None:
         for sight in self._sights:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 
-from shared.discovery import Alive, Change
+from shared.complaint import Complaint
+from shared.discovery import Alive, Change, LeftOut
+from shared.intake import Intake
 from shared.key_view import KeyView
 
 
@@ -20,6 +22,12 @@ class Sight:
         self._changed = asyncio.Event()
         self._state: tuple[Mapping[str, bytes] | None, int] = (None, 0)
         self.closed = False
+        self._left_out = LeftOut(0)
+
+    @property
+    def left_out(self) -> LeftOut:
+        """All that was left out of what is shown so far, and the latest one."""
+        return self._left_out
 
     @property
     def state(self) -> tuple[Mapping[str, bytes] | None, int]:
@@ -29,6 +37,11 @@ class Sight:
     def show(self, found: Mapping[str, bytes]) -> None:
         """Any thread. `found` must not be changed afterwards."""
         self._set(found, self._state[1])
+
+    def leave_out(self, left_out: LeftOut) -> None:
+        """Any thread. Called before what it was left out of is shown."""
+        self._left_out = left_out
+        self._wake()
 
     def doubt(self) -> None:
         """Any thread. Leases may have ended unseen: what is gone from the next state on may come back."""
@@ -68,11 +81,16 @@ async def changes(sight: Sight, *, ttl_s: float, alive: Alive | None) -> AsyncGe
     """What `Discovery.watch` yields, until the sight is closed."""
     view = KeyView(ttl_s)
     clock = asyncio.get_running_loop().time
+    counted = 0
     while True:
         due_at = view.next_due
         await sight.wait(None if due_at is None else max(0.0, due_at - clock()))
         if sight.closed:
             return
+        left_out = sight.left_out
+        if left_out.count > counted:
+            yield LeftOut(left_out.count - counted, left_out.key, left_out.why)
+            counted = left_out.count
         found, losses = sight.state
         if found is None:
             view.lost()
@@ -83,6 +101,14 @@ async def changes(sight: Sight, *, ttl_s: float, alive: Alive | None) -> AsyncGe
         answering = await _answering(due, alive) if due and alive is not None else []
         for change in view.judged(clock(), due, answering):
             yield change
+
+
+def listed(intake: Intake, complaint: Complaint) -> dict[str, bytes]:
+    """What `Discovery.list` returns of what was taken in."""
+    left_out = intake.left_out
+    if left_out.count:
+        complaint.add(f"{left_out.key}: {left_out.why}", left_out.count)
+    return intake.entries
 
 
 async def _answering(due: Mapping[str, bytes], alive: Alive) -> list[str]:

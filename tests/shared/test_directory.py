@@ -155,10 +155,26 @@ async def test_a_value_that_does_not_parse_is_left_out_until_a_good_one_comes(
     await world.until(lambda: len(world.told) == 2)
     assert world.directory.instances.keys() == {"a1"}
     assert world.count("headrace_directory_unreadable_values_total") == 2
-    assert sum("is left out" in record.message for record in caplog.records) == 2
+    assert [record.levelname for record in caplog.records if "is left out" in record.message] == ["WARNING"]
     entries = good | published(instance("b2"))
     await registration.publish()
     await world.until(lambda: "b2" in world.directory.instances)
+
+
+async def test_a_flood_of_unreadable_values_is_one_line_in_the_log_and_all_are_counted(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    junk = {subjects.instance_key(NAMESPACE, "worker", f"{n:04d}"): b"junk" for n in range(1000)}
+    flood = await world.discovery.register(lambda epoch: junk)
+    await world.discovery.register(lambda epoch: published(instance("a1")))
+    await world.until(lambda: "a1" in world.directory.instances)
+    assert world.count("headrace_directory_unreadable_values_total") == 1000
+    junk = dict.fromkeys(junk, b"other junk")
+    await flood.publish()
+    await world.discovery.register(lambda epoch: published(instance("b2")))
+    await world.until(lambda: "b2" in world.directory.instances)
+    assert world.count("headrace_directory_unreadable_values_total") == 2000
+    assert len([record for record in caplog.records if "is left out" in record.message]) == 1
 
 
 async def test_a_good_value_that_is_replaced_by_a_bad_one_is_gone(world: World) -> None:

@@ -14,9 +14,10 @@ import pytest
 from shared.config import DiscoveryConfig
 from shared.discovery import Added, Discovery, Registration, Removed, Synced
 from shared.discovery_backends import open_discovery
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ProtocolError
 from shared.etcd_discovery import EtcdDiscovery
 from shared.file_discovery import FileDiscovery
+from shared.intake import DEFAULT, Limits
 from shared.memory_discovery import MemoryDiscovery, MemoryRegistration, MemoryStore
 from tests.shared.watched import Watched, watching
 
@@ -24,14 +25,14 @@ from tests.shared.watched import Watched, watching
 class Backend:
     """One back end: endpoints at it, and a lease lost though its owner lives."""
 
-    def __init__(self, open_one: Callable[[], Discovery], lose: Callable[[Registration, str], None]) -> None:
+    def __init__(self, open_one: Callable[[Limits], Discovery], lose: Callable[[Registration, str], None]) -> None:
         self.prefix = f"/headrace/{secrets.token_hex(6)}/"
         self.lose = lose
         self._open_one = open_one
         self._opened: list[Discovery] = []
 
-    def open(self) -> Discovery:
-        self._opened.append(self._open_one())
+    def open(self, limits: Limits = DEFAULT) -> Discovery:
+        self._opened.append(self._open_one(limits))
         return self._opened[-1]
 
     async def close(self) -> None:
@@ -46,7 +47,7 @@ def _memory() -> Backend:
         assert isinstance(registration, MemoryRegistration)
         store.expire(registration)
 
-    return Backend(lambda: MemoryDiscovery(store), lose)
+    return Backend(lambda limits: MemoryDiscovery(store, limits=limits), lose)
 
 
 def _file(directory: Path) -> Backend:
@@ -56,7 +57,7 @@ def _file(directory: Path) -> Backend:
                 file.with_suffix(".lock").unlink()
                 file.unlink()
 
-    return Backend(lambda: FileDiscovery(directory), lose)
+    return Backend(lambda limits: FileDiscovery(directory, limits=limits), lose)
 
 
 def _etcd(endpoint: str) -> Backend:
@@ -68,7 +69,7 @@ def _etcd(endpoint: str) -> Backend:
             assert about is not None
             client.revoke_lease(about.lease_id)
 
-    return Backend(lambda: EtcdDiscovery((endpoint,), ttl_s=2.0), lose)
+    return Backend(lambda limits: EtcdDiscovery((endpoint,), ttl_s=2.0, limits=limits), lose)
 
 
 @pytest.fixture(params=["memory", "file", "etcd"])
@@ -194,6 +195,74 @@ async def test_many_instances_come_and_go(backend: Backend) -> None:
         await watched.until_entries(expected)
         await asyncio.gather(*(registration.close() for registration in registrations))
         await watched.until_entries({})
+
+
+def read_number(key: str, value: bytes) -> int:
+    """A watcher's `read`."""
+    if not value.isdigit():
+        raise ProtocolError("no number")
+    return int(value)
+
+
+async def test_what_a_watcher_cannot_read_is_counted_and_takes_no_place(backend: Backend) -> None:
+    discovery, prefix = backend.open(Limits(entries=3, page=7)), backend.prefix
+    junk = {f"{prefix}a{n:02d}": b"junk" for n in range(40)}
+    flood = await discovery.register(lambda epoch: junk)
+    numbers = {f"{prefix}b{n}": b"%d" % n for n in range(3)}
+    registration = await discovery.register(lambda epoch: numbers)
+    async with watching(discovery, prefix, read=read_number) as watched:
+        assert watched.entries == numbers
+        assert watched.left_out == 40
+        junk |= {f"{prefix}c{n:02d}": b"junk" for n in range(5)}
+        await flood.publish()
+        await watched.until(lambda watched: watched.left_out == 45)
+        numbers[f"{prefix}b0"] = b"junk"
+        await registration.publish()
+        await watched.until(lambda watched: watched.removed(f"{prefix}b0"))
+        numbers[f"{prefix}b0"] = b"7"
+        await registration.publish()
+        await watched.until_entries(numbers)
+    await flood.close()
+    await registration.close()
+
+
+async def test_beyond_the_limit_the_oldest_keys_are_taken_in_and_a_free_place_is_filled(backend: Backend) -> None:
+    discovery, prefix = backend.open(Limits(entries=3, page=2)), backend.prefix
+    old = {f"{prefix}z{n}": b"%d" % n for n in range(3)}
+    first = await discovery.register(lambda epoch: old)
+    young = {f"{prefix}a{n}": b"%d" % n for n in range(10)}
+    second = await discovery.register(lambda epoch: young)
+    async with watching(discovery, prefix) as watched:
+        assert watched.entries == old
+        assert watched.left_out == 10
+        assert await discovery.list(prefix) == old
+        await first.close()
+        await watched.until(lambda watched: len(watched.entries) == 3 and watched.entries.items() <= young.items())
+        late = await discovery.register(lambda epoch: {f"{prefix}b": b"1"})
+        await watched.until(lambda watched: watched.left_out > 10)
+        assert f"{prefix}b" not in watched.entries
+        await second.close()
+        await watched.until_entries({f"{prefix}b": b"1"})
+        await late.close()
+
+
+async def test_a_value_over_the_limit_is_left_out_of_a_watch_and_of_a_listing(
+    backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    discovery, prefix = backend.open(Limits(value_bytes=8)), backend.prefix
+    entries = {f"{prefix}a": b"12345678", f"{prefix}b": b"123456789", f"{prefix}c": b"123456789"}
+    registration = await discovery.register(lambda epoch: entries)
+    async with watching(discovery, prefix) as watched:
+        assert watched.entries == {f"{prefix}a": b"12345678"}
+        assert watched.left_out == 2
+        assert await discovery.list(prefix) == {f"{prefix}a": b"12345678"}
+        assert await discovery.list(prefix) == {f"{prefix}a": b"12345678"}
+        [line] = [record.message for record in caplog.records if "left out of a listing" in record.message]
+        assert "its value has 9 bytes, more than 8" in line
+        entries = {f"{prefix}b": b"1"}
+        await registration.publish()
+        await watched.until_entries(entries)
+    await registration.close()
 
 
 async def test_a_closed_discovery_ends_its_watches(backend: Backend) -> None:

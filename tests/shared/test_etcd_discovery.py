@@ -250,6 +250,20 @@ async def test_a_user_and_a_password_are_passed_on(own_etcd: EtcdServer) -> None
     await known.close()
 
 
+async def test_seventy_megabytes_of_junk_hide_no_instance_from_a_listing_or_a_watch(
+    own_etcd: EtcdServer, discovery: EtcdDiscovery
+) -> None:
+    with plain_client(own_etcd) as client:
+        for n in range(70):
+            client.put(f"{PREFIX}junk/{n:02d}", b"x" * (1 << 20))
+    registration = await discovery.register(epochs)
+    async with watching(discovery, PREFIX) as watched:
+        assert watched.entries == {LIVING: b"1"}
+        assert watched.left_out == 70
+        assert await discovery.list(PREFIX) == {LIVING: b"1"}
+    await registration.close()
+
+
 @pytest.mark.parametrize("endpoint", ["localhost", "http://127.0.0.1:2379", ":2379", "127.0.0.1:etcd"])
 async def test_an_endpoint_that_is_not_host_and_port_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="host:port"):

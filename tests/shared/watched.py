@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from shared.discovery import Added, Alive, Change, Discovery, Removed, Synced
+from shared.discovery import Added, Alive, Change, Discovery, LeftOut, Read, Removed, Synced
 
 LIMIT_S = 30.0
 
@@ -18,10 +18,13 @@ class Watched:
         self.told: list[Change] = []
         self.entries: dict[str, bytes] = {}
         self.synced = False
+        self.left_out = 0
         self._changed = asyncio.Condition()
 
-    async def follow(self, discovery: Discovery, prefix: str, alive: Alive | None) -> None:
-        async for change in discovery.watch(prefix, alive=alive):
+    async def follow(
+        self, discovery: Discovery, prefix: str, alive: Alive | None = None, read: Read | None = None
+    ) -> None:
+        async for change in discovery.watch(prefix, alive=alive, read=read):
             async with self._changed:
                 self._take(change)
                 self._changed.notify_all()
@@ -37,6 +40,8 @@ class Watched:
             case Synced():
                 assert not self.synced
                 self.synced = True
+            case LeftOut():
+                self.left_out += change.count
 
     async def until(self, true: Callable[[Watched], bool]) -> None:
         async with asyncio.timeout(LIMIT_S), self._changed:
@@ -50,11 +55,13 @@ class Watched:
 
 
 @asynccontextmanager
-async def watching(discovery: Discovery, prefix: str, alive: Alive | None = None) -> AsyncIterator[Watched]:
+async def watching(
+    discovery: Discovery, prefix: str, alive: Alive | None = None, read: Read | None = None
+) -> AsyncIterator[Watched]:
     """Watch until the block ends."""
     watched = Watched()
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(watched.follow(discovery, prefix, alive))
+        task = tasks.create_task(watched.follow(discovery, prefix, alive, read))
         await watched.until(lambda watched: watched.synced)
         yield watched
         task.cancel()
