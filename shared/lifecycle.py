@@ -261,14 +261,16 @@ async def _serve(
     registry = process_registry(process.namespace, service, instance)
     async with AsyncExitStack() as opened:
         url = await opened.enter_async_context(observe.serving(process.observe, vitals, registry))
-        vitals.unready(f"waiting for NATS at {process.nats.url.rpartition('@')[2]}")
-        bus = await _unless(stopping, connect(process.nats, f"headrace-{service}-{instance}"))
+        waiting = f"waiting for NATS at {process.nats.url.rpartition('@')[2]}"
+        vitals.unready(waiting)
+        connecting = connect(process.nats, f"headrace-{service}-{instance}", lambda why: vitals.unready(why or waiting))
+        bus = await _unless(stopping, connecting)
         if bus is None:
             return
         opened.push_async_callback(_within_limit, bus.drain, "the bus")
         doors: NatsBus | None = None
         if process.doors:
-            doors = NatsBus(process.nats, f"headrace-{service}-{instance}-clients", bus.unreadable)
+            doors = NatsBus(process.nats, f"headrace-{service}-{instance}-clients", unreadable=bus.unreadable)
             opened.push_async_callback(_within_limit, doors.drain, "the bus of clients")
         discovery = open_discovery(process.discovery, registry)
         opened.push_async_callback(_within_limit, discovery.close, "discovery")

@@ -38,6 +38,7 @@ from shared.nats_connection import (
     leave,
     reading_ended,
     reads,
+    refusal,
     shown,
     sync,
     translated,
@@ -54,13 +55,15 @@ COMPLAIN_INTERVAL_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-async def connect(config: NatsConfig, name: str) -> NatsBus:
+async def connect(config: NatsConfig, name: str, refused: Callable[[str], None] = lambda _why: None) -> NatsBus:
     """A bus that is connected; waits for NATS as long as it takes. `name` shows in NATS's monitoring.
+
+    `refused` hears, for each connection that could not be made, why NATS refused it; an empty text: it did not.
 
     Raises ConfigError where the URL is none.
     """
     check_url(config.url)
-    bus = NatsBus(config, name)
+    bus = NatsBus(config, name, refused=refused)
     try:
         await bus.wait_connected()
     except BaseException:
@@ -108,10 +111,19 @@ class NatsSubscription:
 class NatsBus:
     """See `shared.messaging.Bus`; made by `connect`, or in a running loop without waiting for NATS."""
 
-    def __init__(self, config: NatsConfig, name: str, unreadable: Tally | None = None) -> None:
-        """`unreadable` counts what comes here and cannot be read, as that of another bus does."""
+    def __init__(
+        self,
+        config: NatsConfig,
+        name: str,
+        *,
+        refused: Callable[[str], None] = lambda _why: None,
+        unreadable: Tally | None = None,
+    ) -> None:
+        """`refused` is `connect`'s. `unreadable` counts what comes here and cannot be read, as that of another bus
+        does."""
         self._config = config
         self._name = name
+        self._refused = refused
         self._replies = Replies(config.inbox)
         self._subscriptions: list[NatsSubscription] = []
         self._client: DirectClient | None = None
@@ -350,11 +362,13 @@ class NatsBus:
 
     def _complain(self, wrong: Exception) -> None:
         """A connection could not be made; said at once and then every few seconds."""
+        refused = refusal(wrong, self._config)
+        self._refused(refused)
         now = asyncio.get_running_loop().time()
         if now - self._complained_at < COMPLAIN_INTERVAL_S:
             return
         self._complained_at = now
-        if "Authorization Violation" in str(wrong):
-            _log.error("NATS at %s refuses user %r; trying on", shown(self._config.url), self._config.user)
+        if refused:
+            _log.error("%s; trying on", refused)
         else:
             _log.warning("waiting for NATS at %s: %s", shown(self._config.url), wrong)

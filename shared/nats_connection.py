@@ -226,6 +226,20 @@ def check_url(url: str) -> None:
         raise ConfigError(f"nats.url: {shown(url)} is not nats://host:port")
 
 
+def refusal(wrong: Exception, config: NatsConfig) -> str:
+    """Where the server refuses who connects: what it says, and which settings say who that is; empty: it is something
+    else."""
+    said = str(wrong)
+    if not any(word in said.lower() for word in ("authorization violation", "authentication")):
+        return ""
+    user = config.user or urlsplit(config.url).username
+    who = f"user {user!r}" if user else "a connection without a user"
+    return (
+        f"NATS at {shown(config.url)} refuses {who} ({said}): set nats.user and nats.password "
+        "(HEADRACE_NATS_USER, HEADRACE_NATS_PASSWORD)"
+    )
+
+
 def shown(url: str) -> str:
     """A URL without its password."""
     before, at, host = url.rpartition("@")

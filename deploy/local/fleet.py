@@ -68,11 +68,22 @@ async def entries(config: FleetConfig) -> dict[str, bytes]:
 @asynccontextmanager
 async def bus_of(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
     """The fleet's bus. Raises BusDown."""
+    refused = asyncio.get_running_loop().create_future()
+
+    def hear(why: str) -> None:
+        if why and not refused.done():
+            refused.set_result(why)
+
+    connecting = asyncio.ensure_future(connect(config.nats, name, hear))
     try:
-        async with asyncio.timeout(CONNECT_LIMIT_S):
-            bus = await connect(config.nats, name)
-    except TimeoutError:
-        raise BusDown(f"NATS does not answer within {CONNECT_LIMIT_S:g} s at {config.nats_shown}") from None
+        await asyncio.wait((connecting, refused), timeout=CONNECT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
+            late = f"NATS does not answer within {CONNECT_LIMIT_S:g} s at {config.nats_shown}"
+            raise BusDown(refused.result() if refused.done() else late)
+    finally:
+        connecting.cancel()
+        await asyncio.wait((connecting,))
+    bus = connecting.result()
     try:
         yield bus
     finally:

@@ -22,7 +22,7 @@ from shared.config import NatsConfig
 from shared.lifecycle import EXIT_FAILED, EXIT_SETTINGS, settle_memory
 from shared.messages import PING, PONG, Ping
 from shared.nats_bus import connect
-from tests.servers import NatsServer, free_port
+from tests.servers import NatsServer, free_port, nats_server
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
@@ -171,6 +171,15 @@ async def test_garbage_at_its_control_subject_is_counted_and_told_in_one_line(tm
     assert child.log.count(where) == 2  # the subscription's name and the message's, in one line
     assert child.log.count("unreadable message") == 1
     assert "Traceback" not in child.log
+
+
+async def test_a_process_that_nats_refuses_says_so_and_which_settings_to_set(tmp_path: Path) -> None:
+    with nats_server(tmp_path, 'authorization { users = [{ user: "u", password: "p" }] }') as server:
+        async with started(tmp_path, "--nats-url", server.url) as child:
+            await health(tmp_path, lambda status, body: status == 503 and "HEADRACE_NATS_PASSWORD" in body)
+            child.process.send_signal(signal.SIGTERM)
+            assert await child.ended() == 0
+    assert "Authorization Violation" in child.log
 
 
 async def test_a_process_without_nats_is_live_and_says_what_it_waits_for(tmp_path: Path) -> None:

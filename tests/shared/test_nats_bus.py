@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -171,9 +172,11 @@ async def test_a_refused_password_is_said_loudly_and_tried_again(
         secret = secrets.token_hex(8)
         config = NatsConfig(url=server.url, user="service", password=secret)
         with logged("refuses user 'service'", "shared.nats_bus") as refused:
-            connecting = asyncio.create_task(connect(config, "test"))
+            why: list[str] = []
+            connecting = asyncio.create_task(connect(config, "test", why.append))
             await asyncio.wait_for(refused.wait(), DEADLINE_S)
         assert any(record.levelno == logging.ERROR for record in caplog.records)
+        assert re.search("refuses user 'service' .*Authorization Violation.*HEADRACE_NATS_PASSWORD", why[0])
         server.reload(users(secret))
         bus = await asyncio.wait_for(connecting, DEADLINE_S)
         assert secret not in caplog.text
