@@ -22,9 +22,9 @@ from shared.catalogue import DirectoryChange as DirectoryChange
 from shared.catalogue import InstanceDown as InstanceDown
 from shared.catalogue import InstanceUp as InstanceUp
 from shared.complaint import Complaint
-from shared.discovery import Added, Discovery, LeftOut, Removed, Synced
+from shared.discovery import Added, Discovery, LeftOut, Owner, Removed, Synced
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
-from shared.messages import PING, Instance, ModelCard, Ping
+from shared.messages import PING, PONG, Instance, ModelCard, Ping
 from shared.messaging import Bus
 from shared.metrics import counter
 
@@ -37,7 +37,8 @@ class Directory:
     """Follows `/headrace/{ns}/instances/` and `/headrace/{ns}/models/`.
 
     Keys whose value does not parse, or names an id that another key has, are counted, logged once a minute and left
-    out. A key missing after an outage is kept while the instance still answers Ping on its `control` subject.
+    out. A missing key is kept while its owner's Pong, on its `control` subject, says so; after an outage also while the
+    owner answers at all, or cannot be asked.
     """
 
     def __init__(
@@ -120,17 +121,20 @@ class Directory:
             for changed in self._subscribers:
                 changed(change)
 
-    async def _alive(self, key: str, _value: bytes) -> bool:
-        """Only a subject without responders proves a death: a silent or unreachable instance is kept."""
+    async def _alive(self, key: str, _value: bytes) -> Owner:
+        """Only a subject without responders, or the owner's own word, proves that a key's owner is gone."""
         *_, service, instance = key.split("/")
         if not key.startswith(subjects.instances_prefix(self._namespace)):
             known = self.instances.get(instance)
             service = known.service if known else "worker"
         try:
             subject = subjects.control(self._namespace, service, instance)
-            await self._bus.request(subject, PING.encode(Ping()), timeout_s=PING_TIMEOUT_S)
+            answer = await self._bus.request(subject, PING.encode(Ping(key)), timeout_s=PING_TIMEOUT_S)
+            pong = PONG.decode(answer.payload, answer.headers)
         except (NoResponders, ProtocolError):  # the latter: a foreign key, of which no subject can be made
-            return False
+            return "gone"
         except (RequestTimeout, BusDown):
-            return True
-        return True
+            return "silent"
+        if pong.publishes is None:
+            return "answers"
+        return "publishes" if pong.publishes else "gone"

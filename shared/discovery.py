@@ -8,7 +8,7 @@ slow may see several changes of a key as one.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -48,8 +48,16 @@ Read = Callable[[str, bytes], object]
 Entries = Callable[[int], Mapping[str, bytes]]
 """Epoch → all keys and values to publish under the lease of that epoch."""
 
-Alive = Callable[[str, bytes], Awaitable[bool]]
-"""(key, value) → whether its owner still answers. Asked only after an outage, for keys that a re-list misses."""
+Owner = Literal[
+    "publishes",  # it answers, and the key is to be there
+    "answers",  # it answers, and says nothing of the key
+    "silent",  # no answer, or no way to ask
+    "gone",  # there is no owner, or it took the key away itself
+]
+"""What asking the owner of a key came to."""
+
+Alive = Callable[[str, bytes], Awaitable[Owner]]
+"""(key, value) → what its owner says. Asked for keys that are missing: after an outage, or deleted in plain sight."""
 
 
 class Registration(Protocol):
@@ -79,8 +87,13 @@ class Discovery(Protocol):
 
     def watch(self, prefix: str, *, alive: Alive | None = None, read: Read | None = None) -> AsyncIterator[Change]:
         """Every key below `prefix`, then Synced, then each change, for ever. An outage shows nothing: after it, keys
-        that a re-list misses stay for one TTL and are removed only if `alive` denies them too (or is not given). A key
-        that `read` refuses is taken for none, and counted."""
+        that a re-list misses stay for one TTL and are removed only if `alive` finds their owner gone too (or is not
+        given). A key that is seen to go stays only where `alive`, asked at once, says that its owner publishes it. A
+        key that `read` refuses is taken for none, and counted."""
+        ...
+
+    def publishes(self, key: str) -> bool:
+        """Whether a registration made here wants the key to be there; from before it is there until before it goes."""
         ...
 
     async def list(self, prefix: str) -> dict[str, bytes]:

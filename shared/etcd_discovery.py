@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from typing import TypeVar
+from weakref import WeakSet
 
 from etcd3 import MultiEndpointEtcd3Client
 from prometheus_client import CollectorRegistry
@@ -63,11 +64,13 @@ class EtcdDiscovery:
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="etcd-calls")
         self._keep_alive: KeepAlive | None = None
         self._watches: dict[EtcdWatch, Sight] = {}
+        self._registrations: WeakSet[EtcdRegistration] = WeakSet()
 
     async def register(self, entries: Entries) -> EtcdRegistration:
         if self._keep_alive is None:
             self._keep_alive = KeepAlive(self._connect(), self._ttl_s)
         registration = EtcdRegistration(self._call, self._keep_alive, entries, self._ttl_s)
+        self._registrations.add(registration)
         async with AsyncExitStack() as unpublished:
             unpublished.push_async_callback(registration.close)
             await registration.publish()
@@ -87,6 +90,9 @@ class EtcdDiscovery:
         finally:
             self._watches.pop(watch, None)
             watch.stop()
+
+    def publishes(self, key: str) -> bool:
+        return any(key in registration.wanted for registration in self._registrations)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         intake = Intake(limits=self._limits)

@@ -115,6 +115,8 @@ class EtcdRegistration:
         self._ttl_s = ttl_s
         self._epoch = 1
         self._lease: int | None = None
+        self.wanted: Mapping[str, bytes] = {}
+        """What `entries` named last."""
         self._named: set[str] = set()
         """Every key `entries` ever named: a delayed put may bring one back that it names no longer."""
         self._wake = asyncio.Event()
@@ -135,6 +137,7 @@ class EtcdRegistration:
             self._task.result()  # it never returns: this raises what `entries` raised
 
     async def close(self) -> None:
+        self.wanted = {}
         self._task.cancel()
         await asyncio.wait((self._task,))
         lease, self._lease = self._lease, None
@@ -173,7 +176,7 @@ class EtcdRegistration:
         return lease
 
     async def _write(self, lease: int) -> None:
-        wanted = dict(self._entries(self._epoch))
+        wanted = self.wanted = dict(self._entries(self._epoch))
         self._named |= wanted.keys()
         named = [*wanted, *sorted(self._named - wanted.keys())]
         await self._calls(lambda etcd: _put_right(etcd, lease, wanted, named))

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from weakref import WeakSet
 
 import msgspec
 
@@ -125,6 +126,8 @@ class FileRegistration:
         self._directory = directory
         self._entries = entries
         self._epoch = 1
+        self.wanted: Mapping[str, bytes] = {}
+        """What `entries` named last."""
         self._lease: FileLease | None = None
         self._task = asyncio.create_task(self._look_after(), name="file-registration")
 
@@ -139,6 +142,7 @@ class FileRegistration:
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
+        self.wanted = {}
         self._task.cancel()
         await asyncio.wait((self._task,))
         if self._lease is not None:
@@ -147,7 +151,7 @@ class FileRegistration:
 
     def _write(self) -> bool:
         """Publish, under a new lease where there is none. False: the directory cannot be written."""
-        wanted = dict(self._entries(self._epoch))
+        wanted = self.wanted = dict(self._entries(self._epoch))
         try:
             if self._lease is None:
                 _make(self._directory)
@@ -182,9 +186,11 @@ class FileDiscovery:
         except OSError as wrong:
             raise ConfigError(f"discovery: {directory}: {wrong.strerror}") from None
         self._closed = asyncio.Event()
+        self._registrations: WeakSet[FileRegistration] = WeakSet()
 
     async def register(self, entries: Entries) -> FileRegistration:
         registration = FileRegistration(self._directory, entries)
+        self._registrations.add(registration)
         async with AsyncExitStack() as unpublished:
             unpublished.push_async_callback(registration.close)
             await registration.publish()
@@ -206,11 +212,17 @@ class FileDiscovery:
                 if left_out.count > counted:
                     yield LeftOut(left_out.count - counted, left_out.key, left_out.why)
                     counted = left_out.count
-                for change in view.seen(time.monotonic(), intake.entries, 0):
+                now = time.monotonic()
+                for change in view.seen(now, intake.entries, 0):
+                    yield change
+                for change in view.judged(now, dict.fromkeys(view.due(now), "gone")):
                     yield change
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._closed.wait()
+
+    def publishes(self, key: str) -> bool:
+        return any(key in registration.wanted for registration in self._registrations)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         intake = Intake(limits=self._limits)

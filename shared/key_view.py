@@ -1,19 +1,24 @@
 """What one watcher believes about a set of keys, through outages of the back end.
 
-    absent ──seen──▶ present ──gone──────────────────────────▶ absent
-                     ▲     └──gone, in doubt──▶ missing ──asked, denied──┘
-                     └────────seen─────────────────┘  └─ asked, alive: asked again a TTL later
+    absent ──seen──▶ present ──gone──▶ missing ──asked at once: its owner publishes it──▶ asked again a TTL later
+      ▲                ▲      │          │  │                                                  │
+      │                └──────┼── seen ──┘  └──all else──▶ absent                              │
+      │                       └──gone, in doubt──▶ missing ──asked a TTL later: no proof of an end──┘
+      └────────────────────────────────────────────────────┴── its owner is gone
+
+A lease may be revoked, or a key deleted, under an owner that lives. So the owner is asked of each key that is seen to
+go: only its word that it publishes the key keeps the key. Its silence does not, for that is how a frozen owner ends.
 
 A view is *in doubt* for one TTL after each loss of sight, because leases may have ended while nobody could keep them
-alive: a key that is gone then is only missing. Its owner gets a TTL to publish again, and is asked before it is buried.
-While the back end is out of sight nothing is asked and nothing changes.
+alive: a key that is gone then proves nothing. Its owner gets a TTL to publish again, is asked then, and is buried only
+where there is proof that it is gone. While the back end is out of sight nothing is asked and nothing changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from shared.discovery import Added, Change, Removed, Synced
+from shared.discovery import Added, Change, Owner, Removed, Synced
 
 
 class KeyView:
@@ -24,6 +29,8 @@ class KeyView:
         """Present and missing keys: what the watcher was told of and not told to be gone."""
         self.missing: dict[str, float] = {}
         """Missing key → when to ask its owner; each is also in `entries`."""
+        self.seen_to_go: set[str] = set()
+        """Those of the missing keys that went without a doubt."""
         self._ttl_s = ttl_s
         self._synced = False
         self._blind = True
@@ -37,14 +44,16 @@ class KeyView:
             self._losses = losses
             self._doubt_until = now + self._ttl_s
             self.missing = dict.fromkeys(self.missing, self._doubt_until)
+            self.seen_to_go.clear()
         changes: list[Change] = []
         for key in [key for key in self.entries if key not in found]:
             if now < self._doubt_until:
                 self.missing.setdefault(key, now + self._ttl_s)
             elif key not in self.missing:
-                changes.append(self._bury(key))
+                self.missing[key] = now
+                self.seen_to_go.add(key)
         for key, value in found.items():
-            self.missing.pop(key, None)
+            self._find(key)
             if self.entries.get(key) != value:
                 self.entries[key] = value
                 changes.append(Added(key, value))
@@ -68,26 +77,27 @@ class KeyView:
             return {}
         return {key: self.entries[key] for key, when in self.missing.items() if when <= now}
 
-    def judged(self, now: float, asked: Iterable[str], alive: Iterable[str]) -> list[Change]:
-        """The owners of `asked` were asked, and those of `alive` answered."""
-        alive = set(alive)
+    def judged(self, now: float, asked: Mapping[str, Owner]) -> list[Change]:
+        """The owners of missing keys were asked."""
         changes: list[Change] = []
-        for key in asked:
+        for key, owner in asked.items():
             if key not in self.missing:
                 continue
-            if key in alive:
+            if owner == "publishes" or (owner != "gone" and key not in self.seen_to_go):
                 self.missing[key] = now + self._ttl_s
             else:
-                changes.append(self._bury(key))
+                self._find(key)
+                del self.entries[key]
+                changes.append(Removed(key))
         return changes
 
-    def _bury(self, key: str) -> Removed:
-        del self.entries[key]
+    def _find(self, key: str) -> None:
+        """It is missing no more."""
         self.missing.pop(key, None)
-        return Removed(key)
+        self.seen_to_go.discard(key)
 
     def validate(self) -> None:
         """Asserts the invariants."""
-        assert self.missing.keys() <= self.entries.keys()
+        assert self.seen_to_go <= self.missing.keys() <= self.entries.keys()
         assert self._synced or not self.entries
         assert self.next_due is None or self.missing

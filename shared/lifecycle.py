@@ -332,9 +332,10 @@ async def answer_pings(runtime: Runtime) -> None:
     """Ping on this process's `control` subject gets Pong, with the epoch that discovery shows of it."""
 
     async def pong(message: Message) -> None:
-        PING.decode(message.payload, message.headers)
+        ping = PING.decode(message.payload, message.headers)
         known = runtime.directory.instances.get(runtime.instance)
-        answer = Pong(runtime.instance, 0 if known is None else known.epoch, runtime.vitals.progress)
+        publishes = runtime.discovery.publishes(ping.key) if ping.key else None
+        answer = Pong(runtime.instance, 0 if known is None else known.epoch, runtime.vitals.progress, publishes)
         if message.reply:
             await runtime.bus.publish(message.reply, PONG.encode(answer, message.headers), headers=message.headers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from contextvars import copy_context
 from functools import partial
@@ -121,6 +121,8 @@ class MemoryRegistration:
         self._context = copy_context()
         self._entries = entries
         self._epoch = 1
+        self.wanted: Mapping[str, bytes] = {}
+        """What `entries` named last."""
         self._again: asyncio.TimerHandle | None = None
         self._ended = False
 
@@ -130,8 +132,13 @@ class MemoryRegistration:
 
     async def publish(self) -> None:
         await self._store.up()
-        if not self._ended and self._again is None:
-            self._store.put(self, dict(self._entries(self._epoch)))
+        if not self._ended:
+            self._put()
+
+    def _put(self) -> None:
+        wanted = self.wanted = dict(self._entries(self._epoch))
+        if self._again is None:
+            self._store.put(self, wanted)
 
     def lost(self) -> None:
         """The lease is gone; a new one follows a little later, as it would from a real back end."""
@@ -145,11 +152,12 @@ class MemoryRegistration:
             self.lost()
             return
         self._epoch += 1
-        self._store.put(self, dict(self._entries(self._epoch)))
+        self._put()
 
     def end(self) -> None:
         """No more publishing."""
         self._ended = True
+        self.wanted = {}
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -191,6 +199,9 @@ class MemoryDiscovery:
         finally:
             self._sights.discard(sight)
             self._store.unwatch(sight)
+
+    def publishes(self, key: str) -> bool:
+        return any(key in registration.wanted for registration in self.registrations)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         if self._store.away:

@@ -479,6 +479,9 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 class Ping(Struct, frozen=True, tag="ping"):
     """Are you there? Any service, on its `control` subject."""
 
+    key: str = ""
+    """Of discovery: is it yours still? Empty: no key is asked about."""
+
 
 class Pong(Struct, frozen=True, tag="pong"):
     """Yes; `progress` is the engine's step count where there is an engine."""
@@ -486,6 +489,8 @@ class Pong(Struct, frozen=True, tag="pong"):
     instance: str
     epoch: int
     progress: int = 0
+    publishes: bool | None = None
+    """Whether `Ping.key` is to be in discovery, as far as this process has a say; None: not asked, or not said."""
 
 
 # --- worker → frontend: one frame per engine step and frontend; steps of less than 2 ms share one

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 
 from shared.complaint import Complaint
-from shared.discovery import Alive, Change, LeftOut
+from shared.discovery import Alive, Change, LeftOut, Owner
 from shared.intake import Intake
 from shared.key_view import KeyView
 
@@ -97,10 +97,11 @@ async def changes(sight: Sight, *, ttl_s: float, alive: Alive | None) -> AsyncGe
         else:
             for change in view.seen(clock(), found, losses):
                 yield change
-        due = view.due(clock())
-        answering = await _answering(due, alive) if due and alive is not None else []
-        for change in view.judged(clock(), due, answering):
-            yield change
+        owners = await _asked(view.due(clock()), alive)
+        shown = sight.state[0]  # meanwhile a key may have come back, or all be out of sight
+        if shown is not None:
+            for change in view.judged(clock(), {key: owners[key] for key in owners.keys() - shown.keys()}):
+                yield change
 
 
 def listed(intake: Intake, complaint: Complaint) -> dict[str, bytes]:
@@ -111,11 +112,13 @@ def listed(intake: Intake, complaint: Complaint) -> dict[str, bytes]:
     return intake.entries
 
 
-async def _answering(due: Mapping[str, bytes], alive: Alive) -> list[str]:
+async def _asked(due: Mapping[str, bytes], alive: Alive | None) -> dict[str, Owner]:
+    if alive is None:
+        return dict.fromkeys(due, "gone")
     async with asyncio.TaskGroup() as tasks:
         asked = {key: tasks.create_task(_ask(alive, key, value)) for key, value in due.items()}
-    return [key for key, answer in asked.items() if answer.result()]
+    return {key: answer.result() for key, answer in asked.items()}
 
 
-async def _ask(alive: Alive, key: str, value: bytes) -> bool:
+async def _ask(alive: Alive, key: str, value: bytes) -> Owner:
     return await alive(key, value)

@@ -15,7 +15,18 @@ from shared.errors import BusDown
 from shared.hashing import self_test
 from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.memory_discovery import MemoryDiscovery, MemoryStore
-from shared.messages import INSTANCE, JSON_HEADER, MODEL_CARD, PONG, Instance, KvLayout, ModelCard, Pong, ServiceName
+from shared.messages import (
+    INSTANCE,
+    JSON_HEADER,
+    MODEL_CARD,
+    PING,
+    PONG,
+    Instance,
+    KvLayout,
+    ModelCard,
+    Pong,
+    ServiceName,
+)
 from shared.messaging import Message
 
 NAMESPACE = "test"
@@ -93,14 +104,15 @@ class World:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def answer_pings(self, one: Instance) -> list[Message]:
-        """Let an instance answer on its control subject; returns where its pings gather."""
+    async def answer_pings(self, one: Instance, publishes: bool | None = None) -> list[Message]:
+        """Let an instance answer on its control subject, as one that says nothing of keys does where `publishes` is not
+        given; returns where its pings gather."""
         peer = MemoryBus(self.broker)
         pings: list[Message] = []
 
         async def receive(message: Message) -> None:
             pings.append(message)
-            await peer.publish(message.reply, PONG.encode(Pong(one.instance, one.epoch)))
+            await peer.publish(message.reply, PONG.encode(Pong(one.instance, one.epoch, 0, publishes)))
 
         await peer.subscribe(subjects.control(NAMESPACE, one.service, one.instance), receive)
         return pings
@@ -224,6 +236,30 @@ async def test_after_a_wipe_an_instance_that_answers_stays_and_a_silent_one_goes
     assert world.directory.instances.keys() == {"a1"}
     assert world.directory.cards.keys() == {("org/m", "a1")}
     assert len(pings) >= 2
+
+
+async def test_an_instance_whose_keys_are_deleted_under_it_stays_while_it_says_that_it_publishes_them(
+    world: World,
+) -> None:
+    registration = await world.discovery.register(lambda epoch: published(instance("a1", epoch), card("a1")))
+    pings = await world.answer_pings(instance("a1"), publishes=True)
+    await world.until(lambda: len(world.told) == 2)
+    world.store.expire(registration)
+    await world.until(lambda: InstanceUp(instance("a1", 2)) in world.told)
+    assert [type(change) for change in world.told] == [InstanceUp, CardUp, InstanceUp]
+    assert {PING.decode(ping.payload).key for ping in pings} == published(instance("a1"), card("a1")).keys()
+
+
+@pytest.mark.parametrize("publishes", [False, None])
+async def test_an_instance_that_took_its_keys_away_or_says_nothing_of_them_goes_though_it_answers(
+    world: World, publishes: bool | None
+) -> None:
+    registration = await world.discovery.register(lambda epoch: published(instance("a1"), card("a1")))
+    pings = await world.answer_pings(instance("a1"), publishes)
+    await world.until(lambda: len(world.told) == 2)
+    await registration.close()
+    await world.until(lambda: not world.directory.instances and not world.directory.cards)
+    assert len(pings) == 2
 
 
 async def test_while_the_bus_is_away_too_nobody_is_buried(world: World) -> None:

@@ -144,6 +144,24 @@ async def test_close_takes_the_keys_away_and_may_be_called_twice(backend: Backen
         await watched.until_entries({})
 
 
+async def test_an_endpoint_publishes_what_its_registrations_name_and_nothing_once_they_are_closed(
+    backend: Backend,
+) -> None:
+    discovery, prefix = backend.open(), backend.prefix
+    entries = {f"{prefix}a": b"1", f"{prefix}b": b"1"}
+    registration = await discovery.register(lambda epoch: entries)
+    other = await discovery.register(lambda epoch: {f"{prefix}c": b"1"})
+    assert [discovery.publishes(prefix + name) for name in "abcd"] == [True, True, True, False]
+    backend.lose(registration, f"{prefix}a")
+    assert discovery.publishes(f"{prefix}a")
+    entries = {f"{prefix}b": b"1"}
+    await registration.publish()
+    assert [discovery.publishes(prefix + name) for name in "abc"] == [False, True, True]
+    await registration.close()
+    assert [discovery.publishes(prefix + name) for name in "abc"] == [False, False, True]
+    await other.close()
+
+
 async def test_two_watchers_see_the_same(backend: Backend) -> None:
     discovery, prefix = backend.open(), backend.prefix
     async with watching(discovery, prefix) as one, watching(discovery, prefix) as other:

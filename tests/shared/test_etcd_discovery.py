@@ -16,6 +16,7 @@ import pytest
 from etcd3.events import DeleteEvent
 from prometheus_client import CollectorRegistry
 
+from shared.discovery import Owner
 from shared.errors import ConfigError, DiscoveryDown
 from shared.etcd_client import EtcdClient
 from shared.etcd_discovery import EtcdDiscovery
@@ -38,10 +39,10 @@ class Owners:
         self.asked: list[str] = []
         self.asking = asyncio.Event()
 
-    async def __call__(self, key: str, value: bytes) -> bool:
+    async def __call__(self, key: str, value: bytes) -> Owner:
         self.asked.append(key)
         self.asking.set()
-        return key in self.alive
+        return "publishes" if key in self.alive else "gone"
 
 
 def epochs(epoch: int) -> dict[str, bytes]:
@@ -215,6 +216,18 @@ async def test_a_key_that_someone_deleted_is_put_back(own_etcd: EtcdServer, disc
             client.delete(LIVING)
         await watched.until(lambda watched: watched.removed(LIVING))
         await watched.until_entries({LIVING: b"1"})
+    await registration.close()
+
+
+async def test_a_revoked_lease_hides_no_owner_that_publishes(own_etcd: EtcdServer, discovery: EtcdDiscovery) -> None:
+    registration = await discovery.register(epochs)
+    async with watching(discovery, PREFIX, Owners({LIVING})) as watched:
+        with plain_client(own_etcd) as client:
+            _, about = client.get(LIVING)
+            assert about is not None
+            client.revoke_lease(about.lease_id)
+        await watched.until_entries({LIVING: b"2"})
+        assert not watched.removed(LIVING)
     await registration.close()
 
 

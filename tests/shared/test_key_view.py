@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.discovery import Added, Change, Removed, Synced
+from shared.discovery import Added, Change, Owner, Removed, Synced
 from shared.key_view import KeyView
 
 TTL_S = 10.0
 KEYS = st.sampled_from(["a", "b", "c"])
 VALUES = st.sampled_from([b"1", b"2"])
+OWNERS: st.SearchStrategy[Owner] = st.sampled_from(["publishes", "answers", "silent", "gone"])
 
 
 def test_the_first_look_is_told_whole_and_then_synced() -> None:
@@ -21,10 +23,39 @@ def test_the_first_look_is_told_whole_and_then_synced() -> None:
     assert view.seen(0.0, {"b": b"1", "a": b"2"}, 0) == [Added("b", b"1"), Added("a", b"2"), Synced()]
 
 
-def test_without_an_outage_what_is_gone_is_gone_at_once() -> None:
+@pytest.mark.parametrize("owner", ["gone", "silent", "answers"])
+def test_of_a_key_that_is_seen_to_go_the_owner_is_asked_at_once_and_it_goes_unless_it_is_published(
+    owner: Owner,
+) -> None:
     view = KeyView(TTL_S)
     view.seen(0.0, {"a": b"1"}, 0)
-    assert view.seen(1.0, {}, 0) == [Removed("a")]
+    assert view.seen(1.0, {}, 0) == []
+    assert view.due(1.0) == {"a": b"1"}
+    assert view.judged(1.0, {"a": owner}) == [Removed("a")]
+
+
+def test_a_key_that_is_seen_to_go_stays_while_its_owner_says_that_it_publishes_it() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    view.seen(1.0, {}, 0)
+    assert view.judged(1.0, {"a": "publishes"}) == []
+    assert view.next_due == 11.0
+    assert view.seen(2.0, {"a": b"2"}, 0) == [Added("a", b"2")]
+    assert view.next_due is None
+    view.seen(3.0, {}, 0)
+    assert view.judged(3.0, {"a": "publishes"}) == []
+    assert view.judged(13.0, {"a": "silent"}) == [Removed("a")]
+
+
+def test_a_key_that_was_seen_to_go_before_an_outage_is_in_doubt_after_it() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    view.seen(1.0, {}, 0)
+    view.judged(1.0, {"a": "publishes"})
+    view.lost()
+    view.seen(5.0, {}, 1)
+    assert view.next_due == 15.0
+    assert view.judged(15.0, {"a": "silent"}) == []
 
 
 def test_after_an_outage_a_missing_key_stays_for_one_ttl_and_goes_if_its_owner_is_silent() -> None:
@@ -33,16 +64,16 @@ def test_after_an_outage_a_missing_key_stays_for_one_ttl_and_goes_if_its_owner_i
     assert view.seen(1.0, {}, 1) == []
     assert view.due(10.9) == {}
     assert view.due(11.0) == {"a": b"1"}
-    assert view.judged(11.0, {"a"}, {}) == [Removed("a")]
+    assert view.judged(11.0, {"a": "gone"}) == [Removed("a")]
 
 
 def test_a_missing_key_whose_owner_answers_is_asked_again_each_ttl() -> None:
     view = KeyView(TTL_S)
     view.seen(0.0, {"a": b"1"}, 0)
     view.seen(1.0, {}, 1)
-    assert view.judged(11.0, {"a"}, {"a"}) == []
+    assert view.judged(11.0, {"a": "silent"}) == []
     assert view.next_due == 21.0
-    assert view.judged(21.0, {"a"}, {}) == [Removed("a")]
+    assert view.judged(21.0, {"a": "gone"}) == [Removed("a")]
 
 
 def test_a_missing_key_that_comes_back_unchanged_is_not_told() -> None:
@@ -130,15 +161,17 @@ class Watching(RuleBasedStateMachine):
         if self.losses and self.now < self.lost_at + TTL_S:
             assert told_before.keys() <= self.told.keys()
 
-    @rule(alive=st.sets(KEYS))
-    def ask(self, alive: set[str]) -> None:
+    @rule(owners=st.fixed_dictionaries(dict.fromkeys("abc", OWNERS)))
+    def ask(self, owners: dict[str, Owner]) -> None:
         due = self.view.due(self.now)
         assert not (due and self.away)
         # In truth nobody is asked of whom the view does not know that the key is gone.
         asked = [key for key in due if key not in self.stored]
-        self.take(self.view.judged(self.now, asked, alive))
-        assert not (set(asked) - alive) & self.told.keys()
-        assert set(asked) & alive <= self.told.keys()
+        seen_to_go = set(self.view.seen_to_go)
+        self.take(self.view.judged(self.now, {key: owners[key] for key in asked}))
+        for key in asked:
+            kept = owners[key] == "publishes" or (owners[key] != "gone" and key not in seen_to_go)
+            assert (key in self.told) == kept
 
     @invariant()
     def holds(self) -> None:

@@ -144,7 +144,9 @@ async def test_what_it_shows_of_itself(tmp_path: Path, nats_url: str) -> None:
         bus = await connect(NatsConfig(url=nats_url), "test")
         where = subjects.control("shown", "worker", instance)
         pong = PONG.decode((await bus.request(where, PING.encode(Ping()), timeout_s=DEADLINE_S)).payload)
-        assert (pong.instance, pong.progress) == (instance, 42)
+        assert (pong.instance, pong.progress, pong.publishes) == (instance, 42, None)
+        pong = PONG.decode((await bus.request(where, PING.encode(Ping("a key")), timeout_s=DEADLINE_S)).payload)
+        assert pong.publishes is False
         await bus.drain()
         child.process.send_signal(signal.SIGTERM)
         assert await child.ended() == 0

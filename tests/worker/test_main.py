@@ -10,7 +10,7 @@ from typing import assert_never
 
 from shared import subjects
 from shared.config import NatsConfig
-from shared.discovery import Added, Discovery, Removed, Synced
+from shared.discovery import Added, Discovery, LeftOut, Removed, Synced
 from shared.file_discovery import FileDiscovery
 from shared.messages import EVENT_BATCH, INSTANCE, JSON_HEADER, Accepted, AllBlocksCleared, Instance
 from shared.messaging import Bus
@@ -56,7 +56,7 @@ async def follow(process: asyncio.subprocess.Process, discovery: Discovery, bus:
                     instance = INSTANCE.decode(value, JSON_HEADER)
             case Removed(key):
                 keys.remove(key)
-            case Synced():
+            case Synced() | LeftOut():
                 pass
             case _:
                 assert_never(change)
