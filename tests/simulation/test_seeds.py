@@ -12,8 +12,8 @@ import pytest
 from tests.simulation.seeds import failures
 
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "5000"))
-BLOCK = 100
-"""Seeds a test."""
+BLOCK = 20
+"""Seeds a test: few, since a machine that does much else has only so long for a test."""
 PROCESSES = 2
 
 
