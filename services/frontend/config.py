@@ -83,7 +83,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stall_s: SomeSeconds = 30.0
     """An attempt that has brought tokens and then brings none for so long goes on elsewhere."""
     attempts: Positive = 3
-    """Attempts in a row that may bring no token, and attempts in all that may end with their worker, but for one."""
+    """Attempts in a row that may bring no token, and attempts in all that may end with their worker, but for one. Of
+    those that were gone with their whole worker before they brought a token, four times as many."""
     rescue_s: Seconds = 20.0
     """How long a request that lost an attempt asks again while no worker can be chosen, or NATS is away."""
     select_timeout_s: SomeSeconds = 0.25

@@ -1,11 +1,14 @@
 """What a request's attempts have come to, and whether there shall be another one. Pure.
 
-What is lost is bounded three times:
+What is lost is bounded four times:
 
 - An attempt that brought no new token is fruitless: `attempts` fruitless ones in a row are enough.
 - A prompt that kills its engine, also behind some tokens, must not go on to kill all others. So attempts that ended
   with their worker or its engine count in all: after `attempts` of them, the next one is enough. (Who only shared the
   engine with it counts the same, but is as a rule not beside it every time.)
+- An attempt that its worker takes along as a whole, before it brought a token, is in neither count. It most often stood
+  in that worker's queue, and a prompt ends its engine, which the worker outlives and tells of. `GONE_EARLY` times
+  `attempts` of these are allowed, and the next one is enough.
 - Where nobody can be chosen after a loss, the request waits and asks again, for `rescue_s`: a lone worker's new start
   loses nothing. An offer that comes to nothing meanwhile counts as nothing, once a worker. A request that lost nothing
   yet is told at once that there is nobody, for its client may put it elsewhere; but while NATS is away, or routers that
@@ -22,6 +25,8 @@ from typing import Literal
 
 ATTEMPTS = 3
 RESCUE_S = 20.0
+GONE_EARLY = 4
+"""So many times `attempts` may be lost with their whole worker before they brought a token."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 """Between two questions of a request that waits; each pause is twice the one before."""
@@ -63,8 +68,12 @@ class Tries:
         """Until the next question of a request that waits."""
         self._fruitless = 0
         """Attempts since the last new token, the present one included."""
+        self._bore = False
+        """Whether the present attempt has brought a token."""
         self._deaths = 0
-        """DEADLY losses."""
+        """DEADLY losses, but for those in `_gone_early`."""
+        self._gone_early = 0
+        """Attempts that were gone with their worker before they brought a token."""
         self._losses: deque[str] = deque(maxlen=TOLD)
         self._rescue_from_s: float | None = None
         """When nobody could be chosen, and since then no token has come."""
@@ -72,27 +81,33 @@ class Tries:
     def begin(self) -> None:
         """An attempt begins."""
         self._fruitless += 1
+        self._bore = False
 
     def bear(self) -> None:
         """It has brought its first token."""
         self._fruitless = 0
+        self._bore = True
         self._rescue_from_s, self.pause_s = None, FIRST_PAUSE_S
 
     def lose(self, loss: Loss, attempt: int, instance: str, why: str, *, overloaded: bool = False) -> str:
         """The attempt was lost. Empty: there may be another one; else why not. A refusal may be for being
         `overloaded`, which is no reason to wait."""
-        excused = loss == "handed_back" or (loss in NOTHING_DONE and self.rescued)
-        if excused and instance not in self.excluded:
+        gone_early = loss == "gone" and not self._bore
+        excused = loss == "handed_back" or gone_early or (loss in NOTHING_DONE and self.rescued)
+        if excused and (gone_early or instance not in self.excluded):
             self._fruitless = max(0, self._fruitless - 1)
         self._losses.append(f"attempt {attempt} at {instance}: {why}")
         self.rescued |= not overloaded
-        self._deaths += loss in DEADLY
+        self._deaths += loss in DEADLY and not gone_early
+        self._gone_early += gone_early
         if loss not in NOT_ITS_FAULT:
             self.excluded[instance] = None
         if self._fruitless >= self._attempts:
             return self.told(f"{self._fruitless} attempts in a row brought no token")
         if self._deaths > self._attempts:
             return self.told(f"{self._deaths} attempts ended with their worker")
+        if self._gone_early > GONE_EARLY * self._attempts:
+            return self.told(f"{self._gone_early} attempts ended with their worker before they brought a token")
         return ""
 
     def wait(self, now_s: float) -> bool:
@@ -110,6 +125,7 @@ class Tries:
         """Asserts the invariants."""
         assert 0 <= self._fruitless <= self._attempts
         assert 0 <= self._deaths <= self._attempts + 1
+        assert 0 <= self._gone_early <= GONE_EARLY * self._attempts + 1
         assert len(self._losses) <= TOLD
         assert FIRST_PAUSE_S <= self.pause_s <= LONGEST_PAUSE_S
         assert self.rescued or self._rescue_from_s is None

@@ -551,8 +551,9 @@ def test_refusals_of_a_request_that_is_rescued_count_as_nothing_once_a_worker() 
     for number in range(2, 9):
         step(session, selected(session.attempt, f"w{number}"))
         assert isinstance(step(session, Refused(R, session.attempt, "overloaded", "full"))[-1], Ask)
-    step(session, selected(session.attempt, "w1"))
-    assert isinstance(step(session, Refused(R, session.attempt, "overloaded", "full"))[-1], Ask)
+    for _ in range(ATTEMPTS - 1):
+        step(session, selected(session.attempt, "w1"))
+        assert isinstance(step(session, Refused(R, session.attempt, "overloaded", "full"))[-1], Ask)
     step(session, selected(session.attempt, "w1"))
     wrong = failed(step(session, Refused(R, session.attempt, "overloaded", "full")))
     assert "refused: full" in str(wrong), "a router that names the excluded again and again"
@@ -561,8 +562,18 @@ def test_refusals_of_a_request_that_is_rescued_count_as_nothing_once_a_worker() 
 def test_the_limits_are_the_callers() -> None:
     session = Session(R, 3, Tries(attempts=1, rescue_s=0.0))
     session.start()
+    step(session, selected(1))
+    assert "1 attempts in a row" in str(failed(step(session, Unreachable(1, "no answer"))))
+
+
+def test_a_request_that_waits_outlives_kill_after_kill_of_the_worker_it_waits_at() -> None:
+    session = Session(R, 3)
+    session.start()
+    for _ in range(2 * ATTEMPTS):
+        goes_on(session)
+        assert isinstance(step(session, InstanceGone("w1"))[-1], Ask)
     goes_on(session)
-    assert "1 attempts in a row" in str(failed(step(session, InstanceGone("w1"))))
+    assert Emit([5], None) in step(session, Received("w1", part(0, [5], attempt=session.attempt)))
 
 
 @pytest.mark.parametrize(("limit", "text"), [("deadline", "deadline has passed"), ("first_token", "no token came")])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.frontend.tries import (
     DEADLY,
     FIRST_PAUSE_S,
+    GONE_EARLY,
     LONGEST_PAUSE_S,
     NOT_ITS_FAULT,
     NOTHING_DONE,
@@ -28,6 +29,32 @@ def test_the_attempt_that_is_one_too_many_in_a_row_is_enough() -> None:
     assert tries.lose("gap", 2, "w2", "a gap") == (
         "2 attempts in a row brought no token; attempt 1 at w1: nonsense; attempt 2 at w2: a gap"
     )
+
+
+def test_attempts_that_are_gone_with_their_worker_before_a_token_are_counted_apart_and_bounded() -> None:
+    tries = Tries(attempts=2)
+    for number in range(GONE_EARLY * 2):
+        tries.begin()
+        assert tries.lose("gone", number, f"w{number % 3}", "the worker is gone") == ""
+        tries.validate()
+    tries.begin()
+    assert tries.lose("stalled", 8, "w", "no token came") == "", "the first fruitless one"
+    tries.begin()
+    tries.bear()
+    assert tries.lose("gone", 9, "w", "the worker is gone") == "", "the first death"
+    tries.begin()
+    assert tries.lose("gone", 10, "w", "the worker is gone").startswith(
+        "9 attempts ended with their worker before they brought a token; "
+    )
+
+
+@pytest.mark.parametrize("loss", sorted(DEADLY - {"gone"}))
+def test_an_engine_that_ends_before_a_token_counts_as_fruitless(loss: Loss) -> None:
+    tries = Tries(attempts=2)
+    tries.begin()
+    assert tries.lose(loss, 1, "w1", "it died") == ""
+    tries.begin()
+    assert tries.lose(loss, 2, "w2", "it died").startswith("2 attempts in a row brought no token")
 
 
 @pytest.mark.parametrize("loss", sorted(DEADLY))
