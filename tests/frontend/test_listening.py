@@ -32,7 +32,7 @@ from services.frontend.metrics import Metrics
 from shared.errors import ConfigError
 from tests.servers import free_port
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 GET = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
 
 

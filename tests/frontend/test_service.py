@@ -20,7 +20,7 @@ from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, W
 
 PENDING_LIMIT = 65_536
 """Of a subscription."""
-QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.05, frozen_s=1.0)
+QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.05, frozen_s=3.0)
 COUNT: Any = [{"role": "user", "content": "count"}]
 
 

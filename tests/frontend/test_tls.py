@@ -30,7 +30,7 @@ from tests.servers import free_port
 
 CERTIFICATES = Path(__file__).parent / "certificates"
 """Of localhost, signed by themselves, for these tests alone."""
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 GET = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
 LARGE_BYTES = 32 << 20
 

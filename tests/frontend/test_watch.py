@@ -238,7 +238,7 @@ async def test_an_attempt_that_streamed_and_then_brings_nothing_goes_on_elsewher
 
 
 async def test_a_first_token_that_does_not_come_in_time_is_504_over_all_attempts(directory: Path) -> None:
-    limits = LimitsConfig(drain_s=0.0, quiet_s=0.1, stall_s=0.2, first_token_s=0.6)
+    limits = LimitsConfig(drain_s=0.0, quiet_s=0.1, stall_s=0.2, first_token_s=5.0)
     async with world(directory, limits=limits) as w, clients(w) as (client, _):
         for worker in w.workers:
             worker.output = None

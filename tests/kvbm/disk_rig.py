@@ -20,7 +20,7 @@ LAYOUT = "00112233445566ff"
 PAYLOAD_BYTES = 9000
 """Three pages, the last one padded."""
 RECORD_BYTES = 4096 + 12288
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def small(records: int = 8, per_segment: int = 4, payload_bytes: int = PAYLOAD_BYTES) -> Geometry:

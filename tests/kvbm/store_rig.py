@@ -48,7 +48,7 @@ from shared.weather import Weather, calm
 from tests.twins import on_twins
 
 NAMESPACE = "test"
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 LAYOUT = StoreLayout("m", "weights-1", KvLayout("float32", layers=1, kv_heads=2, head_dim=500, block_size=1))
 """Blocks of one token and 8000 bytes: two pages, the last one padded."""
 OTHER_LAYOUT = StoreLayout("m", "weights-2", KvLayout("float32", layers=1, kv_heads=2, head_dim=250, block_size=1))

@@ -237,7 +237,7 @@ async def test_an_arena_goes_to_another_layout_only_when_nobody_uses_it(tmp_path
         await a.store(chain(1))
         b = store.world.engine("b", layout=OTHER_LAYOUT)
         b.hold()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while refusal(await b.try_attach()) != "no_arena":  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         a.die()

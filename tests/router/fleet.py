@@ -63,7 +63,7 @@ from tests.twins import on_twins
 NAMESPACE = "test"
 MODEL = "tiny/model.v1"
 BLOCK_SIZE = 4
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 async def until(met: Callable[[], bool]) -> None:

@@ -124,7 +124,7 @@ async def test_a_source_that_says_nothing_while_requests_compute_blocks_is_shown
         worker = await world.worker("a", plain=True)
         world.broker.mute(worker.publisher.source)
         number = 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not status(world).silent:
                 number += 1
                 await world.chosen([*tokens_of(f"{number}", 4), 1], f"r{number}")
@@ -212,7 +212,7 @@ async def test_a_flood_is_dropped_at_the_bound_and_heals() -> None:
             await worker.stores(tokens_of(f"{lost}", 40))
         number = 300
         world.broker.unmute(worker.publisher.source)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not status(world).dropped:  # while what was lost is replayed, in slices
                 number += 1
                 await worker.stores(tokens_of(f"{number}", 1))

@@ -103,7 +103,7 @@ async def test_while_etcd_is_frozen_past_the_ttl_no_living_instance_is_lost(
 async def test_a_silent_stream_is_given_up_for_a_new_connection(own_etcd: EtcdServer) -> None:
     sight = Sight()
     watch = EtcdWatch(EtcdClient((own_etcd.endpoint,), "", "", lambda: None), PREFIX, sight, TTL_S)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while sight.state != ({}, 0):
             await sight.wait(None)
         own_etcd.freeze()
@@ -189,7 +189,7 @@ async def test_registration_waits_for_an_etcd_that_comes_late(tmp_path: Path) ->
 async def test_closing_ends_although_etcd_is_frozen(own_etcd: EtcdServer) -> None:
     discovery = EtcdDiscovery((own_etcd.endpoint,), TTL_S)
     registration = await discovery.register(epochs)
-    async with watching(discovery, PREFIX), asyncio.timeout(20):
+    async with watching(discovery, PREFIX), asyncio.timeout(60):
         own_etcd.freeze()
         await registration.close()
         await discovery.close()

@@ -12,7 +12,7 @@ from shared.memory_bus import MemoryBroker, MemoryEvents
 from shared.messaging import EventPublisher, Events, EventSubscription
 from shared.zmq_events import ZmqEvents
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(params=["memory", "zmq"])

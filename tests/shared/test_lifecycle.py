@@ -25,7 +25,7 @@ from shared.nats_bus import connect
 from tests.servers import NatsServer, free_port, nats_server
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Child:

@@ -15,7 +15,7 @@ from shared.messaging import LAST_HEADER, Bus, Message, Receive
 from shared.nats_bus import connect
 
 LIMIT_BYTES = 64 << 10
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 Open = Callable[[], Awaitable[Bus]]
 

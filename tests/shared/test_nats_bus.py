@@ -23,7 +23,7 @@ from shared.nats_connection import FAIR_SHARE
 from tests.logged import logged
 from tests.servers import NatsServer, nats_server
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 
 
 @asynccontextmanager

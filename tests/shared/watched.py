@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from shared.discovery import Added, Alive, Change, Discovery, LeftOut, Read, Removed, Synced
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Watched:

@@ -18,7 +18,7 @@ from shared.pool_map import PoolMap
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, Device, opened
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 SIZE_BYTES = 4 << 20
 GEOMETRY = Geometry.of(SIZE_BYTES)
 ARENA = GEOMETRY.arena(0, 1, BLOCK_BYTES)
