@@ -154,6 +154,16 @@ async def test_what_it_shows_of_itself(tmp_path: Path, nats_url: str) -> None:
         assert re.match(rf'time=\S+Z level=\w+ service=worker instance={instance} logger=\S+ message="', line), line
 
 
+async def test_its_metrics_page_shows_no_series_of_when_a_counter_was_made(tmp_path: Path, nats_url: str) -> None:
+    async with started(tmp_path, "--nats-url", nats_url) as child:
+        await ready(tmp_path)
+        _, text = await get(tmp_path, "/metrics")
+        assert "headrace_small_starts_total{" in text
+        assert "_created" not in text
+        child.process.send_signal(signal.SIGTERM)
+        assert await child.ended() == 0
+
+
 async def test_garbage_at_its_control_subject_is_counted_and_told_in_one_line(tmp_path: Path, nats_url: str) -> None:
     async with started(tmp_path, "--nats-url", nats_url, "--namespace", "noisy") as child:
         await ready(tmp_path)

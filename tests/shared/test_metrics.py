@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from shared.metrics import (
     ROUND_TRIP_SECONDS,
@@ -57,7 +60,7 @@ def test_a_distribution_shows_what_a_histogram_shows(batches: list[list[float]])
             slow.observe(value)
     lines = generate_latest(registry).decode().splitlines()
     shown = {name: [line for line in lines if f"headrace_{name}" in line] for name in ("slow", "quick")}
-    expected = [line.replace("slow", "quick") for line in shown["slow"] if "_created" not in line]
+    expected = [line.replace("slow", "quick") for line in shown["slow"]]
     for line, other in zip(shown["quick"], expected, strict=True):
         if "_sum" in line:
             assert float(line.split()[-1]) == pytest.approx(float(other.split()[-1]))
@@ -65,6 +68,18 @@ def test_a_distribution_shows_what_a_histogram_shows(batches: list[list[float]])
             assert line == other
     with pytest.raises(ValueError, match="Duplicated"):
         distribution(registry, "headrace_slow_seconds", "Time", STEP_SECONDS)
+
+
+@pytest.mark.parametrize("form", [generate_latest, openmetrics.generate_latest])
+def test_no_form_of_the_page_says_when_a_counter_was_made(form: Callable[[CollectorRegistry], bytes]) -> None:
+    registry = process_registry("default", "router", "0a")
+    counter(registry, "headrace_selects", "Questions", ["outcome"]).labels("selected").inc()
+    counted(registry, "headrace_lost_things", "Lost things", lambda: 3)
+    histogram(registry, "headrace_select_seconds", "Time", ROUND_TRIP_SECONDS).observe(0.002)
+    distribution(registry, "headrace_quick_seconds", "Time", STEP_SECONDS).observe(0.002)
+    text = form(registry).decode()
+    assert all(f"headrace_{name}{{" in text for name in ("selects_total", "lost_things_total", "quick_seconds_count"))
+    assert "_created" not in text
 
 
 def test_a_metrics_own_label_wins() -> None:
