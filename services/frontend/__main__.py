@@ -7,12 +7,13 @@ from services.frontend.serve import serve
 from shared.lifecycle import Process, run
 
 FORCED_END_S = 10.0
-"""Added to the frontend's own drain before the process is ended by force."""
+"""Added to the frontend's own delay and drain before the process is ended by force."""
 
 
 def process(config: FrontendConfig) -> Process:
     """What lifecycle needs of the settings."""
-    return Process.of(config, config.limits.drain_s + FORCED_END_S, doors=True)
+    limit_s = config.http.drain_delay_s + config.limits.drain_s + FORCED_END_S
+    return Process.of(config, limit_s, doors=True)
 
 
 def main() -> None:

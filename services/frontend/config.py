@@ -36,6 +36,9 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How long a client may take to send its request's body; then 408."""
     unread_s: SomeSeconds = 30.0
     """How long a client may leave waiting what it should read of its answer; then its connection is ended."""
+    drain_delay_s: Seconds = 0.0
+    """How long the port goes on accepting connections after SIGTERM, while /health says 503: time for a balancer to
+    notice. It comes before `limits.drain_s`."""
     tls_cert: str = ""
     """A PEM file, with the chain: then the port speaks TLS (1.2 or newer) alone. Read again when it changes."""
     tls_key: str = ""

@@ -1,8 +1,9 @@
 """The HTTP port: accepts connections, bounds them in number and time, and stops without losing one.
 
-    open ──▶ last call ──▶ closed
-             │             └ connections without a request are closed, and what still runs at the end is cut off
-             └ nothing new is accepted; what has been is served, each answer with `Connection: close`
+    open ──▶ notice ──▶ last call ──▶ closed
+             │          │             └ connections without a request are closed; what still runs at the end is cut off
+             │          └ nothing new is accepted; what has been is served
+             └ all is served, for `drain_delay_s`; each answer has `Connection: close` from here on
 
 Several processes may share the port (SO_REUSEPORT). The kernel gives each connection to one of them when it is made, so
 one that stops accepts what waits for it before it closes its socket. (A handshake that is half done in that moment is
@@ -83,7 +84,7 @@ class Port:
         self._swept_s = self._now()
         self._spared = False
         """At the last look, since that came late."""
-        self._last_call = False
+        self._ending = False
         self._empty = asyncio.Event()
         """Set when the last connection goes."""
 
@@ -98,12 +99,12 @@ class Port:
             return await handler(request)
         finally:
             self.connections.answered(connection, self._now())
-            if self._last_call:
+            if self._ending:
                 connection.close()  # when it is answered; a stream that began before could not say so in its head
 
     async def prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """For `on_response_prepare`: the last answer of a connection says so."""
-        if self._last_call or cast(_Connection, request.protocol).may_leak(request):
+        if self._ending or cast(_Connection, request.protocol).may_leak(request):
             response.force_close()
             response.headers["Connection"] = "close"
 
@@ -184,9 +185,14 @@ class Port:
         plain = partial(self._connect, handshake)
         handshake.begin(self, self._certificate.context, plain, self._config.header_s, self._tasks)
 
+    async def notice(self) -> None:
+        """Accepts connections for `drain_delay_s` more; each answer says that its connection closes."""
+        self._ending = True
+        await asyncio.sleep(self._config.drain_delay_s)
+
     async def last_call(self) -> None:
         """Accepts no more, and returns when those who keep a connection have had their time to ask on it once more."""
-        self._last_call = True
+        self._ending = True
         await self._stop_accepting()
         if len(self.connections):
             self._empty.clear()

@@ -1,7 +1,8 @@
 """The frontend put together: what a process runs, and what tests run on the in-process twins.
 
 start    frames and lost instances, who is there and their models, both doors, the address book
-drain    no more of the NATS queue group's requests, no new connections; who keeps one may ask once more (listening.py),
+drain    no more of the NATS queue group's requests; /health says 503, and a balancer has `http.drain_delay_s` for it;
+         then no new connections; a client that keeps one may ask once more (listening.py),
          then new requests are refused and running ones end (or drain_s passes: then they end with an error);
          then the address book goes: workers cancel what a frontend that is gone had asked for
 """
@@ -85,6 +86,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
             finally:
                 await nats.stop()  # before it refuses: what it is asked until then could have gone to another one
                 runtime.vitals.drain()
+                await port.notice()
                 try:
                     async with asyncio.timeout(config.limits.drain_s):
                         await port.last_call()

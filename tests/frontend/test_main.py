@@ -17,6 +17,8 @@ import nats
 import pytest
 from tokenizers import Tokenizer
 
+from services.frontend.__main__ import process as of
+from services.frontend.config import FrontendConfig, HttpConfig, LimitsConfig
 from shared import subjects
 from shared.config import NatsConfig
 from shared.file_discovery import FileDiscovery
@@ -165,3 +167,40 @@ async def test_a_process_whose_keys_file_is_broken_at_the_start_ends_and_says_so
     told = capfd.readouterr().err
     assert f"access.keys_file {keys}" in told
     assert (said or "No such file or directory") in told
+
+
+async def test_a_frontend_that_ends_tells_balancers_and_serves_until_its_delay_is_over(
+    tmp_path: Path, nats_url: str
+) -> None:
+    """The delay is longer than any test, and a second signal ends it."""
+    async with (
+        asyncio.timeout(3 * DEADLINE_S),
+        process(tmp_path, nats_url, http="drain_delay_s = 3600\n") as (one, url),
+    ):
+        await says(url, "no router is there")
+        one.send_signal(signal.SIGTERM)
+        await says(url, "draining")
+        closes = False
+        while not closes:  # the process is told to leave NATS first
+            async with aiohttp.ClientSession(url) as http, http.get("/v1/models") as response:
+                assert response.status == 200
+                closes = response.headers.get("Connection") == "close"
+        one.send_signal(signal.SIGTERM)
+        assert await one.wait() == 1
+
+
+async def says(url: str, reason: str) -> None:
+    """Until /health has it, each time on a connection of its own."""
+    while True:
+        try:
+            async with aiohttp.ClientSession(url) as http, http.get("/health") as response:
+                if reason in (await response.json())["reasons"]:
+                    return
+        except aiohttp.ClientConnectorError:
+            pass
+        await asyncio.sleep(0.05)  # another process: there is nothing to wait on
+
+
+def test_a_frontend_is_ended_by_force_only_after_its_delay_and_its_drain() -> None:
+    config = FrontendConfig(http=HttpConfig(drain_delay_s=30.0), limits=LimitsConfig(drain_s=100.0))
+    assert of(config).drain_limit_s > 130.0
