@@ -11,6 +11,7 @@ import pytest
 import yaml
 from msgspec import Struct
 
+from services.frontend.__main__ import FORCED_END_S
 from services.frontend.config import FrontendConfig
 from services.kvbm.config import KvbmConfig
 from services.router.config import RouterConfig
@@ -25,6 +26,7 @@ _Loader: Any = type("_Loader", (yaml.SafeLoader,), {})
 _Loader.add_constructor(  # Compose's tag that takes away what the base file says
     "!reset", lambda _loader, _node: None
 )
+SERVERS = ("nats", "etcd", "balancer", "prometheus")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -39,9 +41,20 @@ HOST: dict[str, Any] = read("compose.host.yaml")["services"]
 GPU: dict[str, Any] = read("compose.gpu.yaml")["services"]
 
 
-@pytest.mark.parametrize("name", BASE)
-def test_every_service_has_a_health_check_that_runs_without_a_shell(name: str) -> None:
+def test_there_are_our_services_their_servers_and_one_step_that_ends() -> None:
+    assert BASE.keys() == {*OURS, *SERVERS, "etcd-users"}
+
+
+@pytest.mark.parametrize("name", [*OURS, *SERVERS])
+def test_every_service_that_stays_has_a_health_check_that_runs_without_a_shell(name: str) -> None:
     assert BASE[name]["healthcheck"]["test"][0] == "CMD"
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_every_containers_log_is_bounded(name: str) -> None:
+    logging = BASE[name]["logging"]
+    assert logging["driver"] == "json-file"
+    assert logging["options"] == {"max-size": "10m", "max-file": "3"}
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -58,7 +71,11 @@ def test_images_are_pinned(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_our_services_start_when_the_servers_are_healthy_and_may_do_little(name: str) -> None:
     service = BASE[name]
-    assert service["depends_on"] == {server: {"condition": "service_healthy"} for server in ("nats", "etcd")}
+    assert service["depends_on"] == {
+        "nats": {"condition": "service_healthy"},
+        "etcd": {"condition": "service_healthy"},
+        "etcd-users": {"condition": "service_completed_successfully"},
+    }
     assert service["cap_drop"] == ["ALL"]
     assert service["read_only"] is True
     assert service["init"] is True
@@ -69,13 +86,17 @@ def test_our_image_does_not_run_as_root() -> None:
     assert user == ["10001:10001"]
 
 
-def test_workers_scale() -> None:
-    assert not BASE["worker"].keys() & {"ports", "container_name", "hostname"}
+@pytest.mark.parametrize("name", ["worker", "router", "frontend"])
+def test_there_are_two_of_what_a_request_needs_so_that_one_may_be_restarted(name: str) -> None:
+    assert BASE[name]["deploy"]["replicas"] == 2
+    assert not BASE[name].keys() & {"ports", "container_name", "hostname"}, "or they could not be scaled"
 
 
 def test_services_may_drain_before_they_are_killed() -> None:
-    for name in OURS:
+    for name in (*OURS, "balancer"):
         assert BASE[name]["stop_grace_period"] == "40s"
+    frontend = load(FrontendConfig, file=HERE / "frontend.toml", environ={})
+    assert frontend.http.drain_delay_s + frontend.limits.drain_s + FORCED_END_S < 40.0
 
 
 def test_passwords_come_from_the_env_file_or_the_start_fails() -> None:
@@ -139,9 +160,63 @@ def test_blocks_on_disk_lie_on_a_volume_that_outlives_the_container() -> None:
     assert VOLUMES["blocks"] == {}
 
 
-def test_prometheus_asks_every_service_of_ours() -> None:
-    scraped = {job["job_name"] for job in read("prometheus.yml")["scrape_configs"]}
-    assert scraped == OURS.keys()
+def test_prometheus_asks_every_replica_of_our_services_and_the_balancer() -> None:
+    jobs = {job["job_name"]: job for job in read("prometheus.yml")["scrape_configs"]}
+    assert jobs.keys() == {*OURS, "balancer"}
+    for name in OURS:
+        if BASE[name].get("deploy", {}).get("replicas", 1) > 1:
+            [found] = jobs[name]["dns_sd_configs"]
+            assert (found["names"], found["type"]) == ([name], "A")
+        else:
+            assert jobs[name]["static_configs"] == [{"targets": [f"{name}:9100"]}]
+
+
+def test_the_balancer_alone_offers_the_api_and_reaches_the_frontends_where_they_listen() -> None:
+    [published] = BASE["balancer"]["ports"]
+    assert published == "127.0.0.1:8000:8000"
+    frontend = load(FrontendConfig, file=HERE / "frontend.toml", environ={})
+    text = (HERE / "haproxy.cfg").read_text(encoding="utf-8")
+    assert set(re.findall(r"server-template \S+ \d+ (\S+)", text)) == {f"frontend:{frontend.http.port}"}
+    assert mounted(BASE["balancer"])["/usr/local/etc/haproxy/haproxy.cfg"] == "./haproxy.cfg"
+    assert frontend.http.host == "0.0.0.0"
+
+
+def balancer(word: str) -> float:
+    """A time in haproxy.cfg, in seconds."""
+    [found] = re.findall(rf"\b{word} (\d+)(ms|s)\b", (HERE / "haproxy.cfg").read_text(encoding="utf-8"))
+    return int(found[0]) / (1000 if found[1] == "ms" else 1)
+
+
+def test_the_balancer_notices_a_frontend_that_ends_before_its_port_closes_and_outwaits_every_answer() -> None:
+    text = (HERE / "haproxy.cfg").read_text(encoding="utf-8")
+    frontend = load(FrontendConfig, file=HERE / "frontend.toml", environ={})
+    [failures] = re.findall(r" fall (\d+)", text)
+    assert frontend.http.drain_delay_s > (int(failures) + 1) * balancer("inter")
+    for side in ("client", "server"):
+        assert balancer(f"timeout {side}") > frontend.limits.deadline_most_s
+    assert balancer("timeout http-request") == frontend.http.header_s
+    assert balancer("timeout http-keep-alive") == frontend.http.idle_s
+    assert f"maxconn {frontend.http.connections} " in text
+    assert {"option http-server-close", "http-reuse never", "retry-on conn-failure"} <= {
+        line.partition("#")[0].strip() for line in text.splitlines()
+    }
+
+
+def test_etcd_gives_the_services_a_user_whose_password_they_have() -> None:
+    users = BASE["etcd-users"]
+    assert users["entrypoint"][-1] == "/app/deploy/compose/etcd_users.py"
+    assert users["command"] == ["http://etcd:2379"]
+    assert HOST["etcd-users"]["command"] == ["http://127.0.0.1:2379"]
+    assert users["depends_on"] == {"etcd": {"condition": "service_healthy"}}
+    for name, schema in OURS.items():
+        service = BASE[name]
+        config = load(
+            schema, file=HERE / mounted(service)[service["command"][2]], environ=texts(service["environment"])
+        )
+        assert isinstance(config, FrontendConfig | RouterConfig | KvbmConfig | WorkerConfig)
+        assert config.discovery.user == "services"
+        assert config.discovery.password == users["environment"]["SERVICES_PASSWORD"]
+        assert users["environment"]["ETCD_ROOT_PASSWORD"] not in service["environment"].values()
 
 
 def test_keys_are_a_secret_of_the_frontend_alone_and_where_it_looks_for_them() -> None:
@@ -163,11 +238,18 @@ def test_services_hide_their_inboxes_from_clients() -> None:
         assert (nats["user"], nats["inbox"]) == ("services", "_INBOX_services")
 
 
-def test_the_overlay_puts_every_service_on_the_hosts_network() -> None:
+def test_the_overlay_puts_every_service_on_the_hosts_network_where_frontends_share_their_port() -> None:
     assert HOST.keys() == BASE.keys()
-    for service in HOST.values():
+    assert HOST["balancer"] is None
+    for service in filter(None, HOST.values()):
         assert service["network_mode"] == "host"
         assert service["ports"] is None
+
+
+def test_the_frontends_of_the_overlay_share_the_apis_port() -> None:
+    environment = texts(BASE["frontend"]["environment"] | HOST["frontend"]["environment"])
+    config = load(FrontendConfig, file=HERE / "frontend.toml", environ=environment)
+    assert (config.http.reuse_port, config.http.host, config.http.port) == (True, "127.0.0.1", 8000)
 
 
 def test_the_overlay_lets_only_fixed_servers_have_fixed_ports() -> None:

@@ -1,0 +1,112 @@
+"""Gives etcd its users and makes it ask for them: `etcd_users.py URL`.
+
+root      may do everything, with ETCD_ROOT_PASSWORD
+services  may read and write what begins with PREFIX, with SERVICES_PASSWORD
+
+Each step may be done already, so it can run again after any of them; where `services` can log in, it does nothing. It
+runs with `-I -S` over etcd's JSON gateway, as etcd's image has no shell and ours no etcdctl.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+
+PREFIX = "/headrace/"
+PAST_PREFIX = "/headrace0"
+"""The first key that does not begin so."""
+TIMEOUT_S = 10.0
+
+
+class Refused(Exception):
+    """etcd's own words."""
+
+
+class Etcd:
+    """At one URL; with a token once it asks for one."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._token = ""
+
+    def ask(self, path: str, **body: object) -> dict[str, object]:
+        """Raises Refused, and OSError where etcd does not answer."""
+        headers = {"Authorization": self._token} if self._token else {}
+        request = urllib.request.Request(f"{self._url}/v3/auth/{path}", json.dumps(body).encode(), headers)  # noqa: S310 etcd's
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+                answered: dict[str, object] = json.load(answer)
+                return answered
+        except urllib.error.HTTPError as refused:
+            text = refused.read(10_000).decode(errors="replace")
+            try:
+                raise Refused(str(json.loads(text)["error"])) from None
+            except (ValueError, KeyError, TypeError):
+                raise Refused(text or str(refused)) from None
+
+    def unless_there(self, path: str, **body: object) -> bool:
+        """Whether it was made; False: it was there before."""
+        try:
+            self.ask(path, **body)
+        except Refused as refused:
+            if "already exist" in str(refused):
+                return False
+            raise
+        return True
+
+    def login(self, user: str, password: str) -> None:
+        """What is asked from now on is asked by this user. Raises Refused."""
+        self._token = str(self.ask("authenticate", name=user, password=password)["token"])
+
+    def user(self, name: str, password: str, role: str) -> None:
+        """With this password from now on, and this role."""
+        if not self.unless_there("user/add", name=name, password=password):
+            self.ask("user/changepw", name=name, password=password)
+        self.ask("user/grant", user=name, role=role)
+
+
+def ensure(etcd: Etcd, root_password: str, services_password: str) -> str:
+    """What was done. Raises Refused."""
+    enabled = True
+    try:
+        etcd.login("services", services_password)
+    except Refused as refused:
+        enabled = "authentication is not enabled" not in str(refused)
+    else:
+        return "etcd has its users already"
+    if enabled:
+        etcd.login("root", root_password)
+    else:
+        etcd.user("root", root_password, "root")
+    etcd.unless_there("role/add", name="headrace")
+    span = {"key": _encoded(PREFIX), "range_end": _encoded(PAST_PREFIX)}
+    etcd.ask("role/grant", name="headrace", perm={"permType": "READWRITE", **span})
+    etcd.user("services", services_password, "headrace")
+    if not enabled:
+        etcd.ask("enable")
+    return "etcd asks for its users from now on"
+
+
+def _encoded(key: str) -> str:
+    return base64.b64encode(key.encode()).decode()
+
+
+def main() -> int:
+    """Says on stdout what was done, or what is wrong."""
+    try:
+        print(ensure(Etcd(sys.argv[1]), os.environ["ETCD_ROOT_PASSWORD"], os.environ["SERVICES_PASSWORD"]))
+    except Refused as refused:
+        print(f"etcd: {refused}; if ETCD_ROOT_PASSWORD was changed: docker compose down, then remove etcd's volume")
+        return 1
+    except OSError as wrong:
+        print(f"etcd does not answer at {sys.argv[1]}: {wrong}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
