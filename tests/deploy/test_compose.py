@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from msgspec import Struct
@@ -202,21 +203,17 @@ def test_the_balancer_notices_a_frontend_that_ends_before_its_port_closes_and_ou
     }
 
 
-def test_etcd_gives_the_services_a_user_whose_password_they_have() -> None:
-    users = BASE["etcd-users"]
+@pytest.mark.parametrize(("name", "schema"), OURS.items())
+def test_etcd_gives_the_services_a_user_whose_password_they_have(name: str, schema: type[Struct]) -> None:
+    users, service = BASE["etcd-users"], BASE[name]
     assert users["entrypoint"][-1] == "/app/deploy/compose/etcd_users.py"
     assert users["command"] == ["http://etcd:2379"]
     assert HOST["etcd-users"]["command"] == ["http://127.0.0.1:2379"]
     assert users["depends_on"] == {"etcd": {"condition": "service_healthy"}}
-    for name, schema in OURS.items():
-        service = BASE[name]
-        config = load(
-            schema, file=HERE / mounted(service)[service["command"][2]], environ=texts(service["environment"])
-        )
-        assert isinstance(config, FrontendConfig | RouterConfig | KvbmConfig | WorkerConfig)
-        assert config.discovery.user == "services"
-        assert config.discovery.password == users["environment"]["SERVICES_PASSWORD"]
-        assert users["environment"]["ETCD_ROOT_PASSWORD"] not in service["environment"].values()
+    config = load(schema, file=HERE / mounted(service)[service["command"][2]], environ=texts(service["environment"]))
+    discovery = msgspec.structs.asdict(config)["discovery"]
+    assert (discovery.user, discovery.password) == ("services", users["environment"]["SERVICES_PASSWORD"])
+    assert users["environment"]["ETCD_ROOT_PASSWORD"] not in service["environment"].values()
 
 
 def test_keys_are_a_secret_of_the_frontend_alone_and_where_it_looks_for_them() -> None:
