@@ -5,7 +5,8 @@
 #   docker compose build && ./roll.sh        an upgrade
 #   COMPOSE_FILE=compose.yaml:compose.keys.yaml ./roll.sh        with overlays, as Compose itself takes them
 # Each container drains and is removed; Compose makes a new one in its place, and only when that is healthy the next one
-# goes. So each service needs two of them or more. A container that does not get healthy ends it, status 1.
+# goes. So each service needs two of them or more. A container that does not get healthy ends it, status 1; what is
+# missing then is made by: docker compose up --detach --no-recreate
 set -eu
 cd "$(dirname "$0")"
 healthy_within_s=${HEALTHY_WITHIN_S:-600}
@@ -18,7 +19,7 @@ count() { echo "$1" | grep -c . || true; }
 noticed() {
     [ -n "$(running balancer 2>/dev/null)" ] || return 0
     end=$(($(date +%s) + 60))
-    until [ "$(docker compose exec -T balancer wget -q -O - http://127.0.0.1:9100/ready)" -ge "$1" ]; do
+    until [ "$(docker compose exec -T balancer wget -q -O - http://127.0.0.1:9100/ready || echo 0)" -ge "$1" ]; do
         [ "$(date +%s)" -lt "$end" ] || { echo "the balancer sees fewer than $1 frontends" >&2; exit 1; }
         sleep 1
     done
