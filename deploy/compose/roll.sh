@@ -4,23 +4,34 @@
 #   ./roll.sh frontend                       these services alone
 #   docker compose build && ./roll.sh        an upgrade
 #   COMPOSE_FILE=compose.yaml:compose.keys.yaml ./roll.sh        with overlays, as Compose itself takes them
-# Each container drains and is removed; Compose makes a new one in its place, and only when that is healthy the next one
-# goes. So each service needs two of them or more. A container that does not get healthy ends it, status 1; what is
-# missing then is made by: docker compose up --detach --no-recreate
+# Each container drains and is removed; Compose makes a new one in its place, and only when all of the service are healthy
+# the next one goes. So each service needs two of them or more. What is not healthy within HEALTHY_WITHIN_S (600) ends it
+# with status 1; what is missing then is made by: docker compose up --detach --no-recreate
 set -eu
 cd "$(dirname "$0")"
 healthy_within_s=${HEALTHY_WITHIN_S:-600}
 [ $# -gt 0 ] || set -- worker router frontend
 
+now() { date +%s; }
 running() { docker compose ps --quiet "$1"; }
 count() { echo "$1" | grep -c . || true; }
 
-# The balancer, where there is one: as many frontends as run are ready for it, too.
-noticed() {
-    [ -n "$(running balancer 2>/dev/null)" ] || return 0
-    end=$(($(date +%s) + 60))
-    until [ "$(docker compose exec -T balancer wget -q -O - http://127.0.0.1:9100/ready || echo 0)" -ge "$1" ]; do
-        [ "$(date +%s)" -lt "$end" ] || { echo "the balancer sees fewer than $1 frontends" >&2; exit 1; }
+healthy() { # how many containers of a service are
+    each=$(running "$1")
+    [ -n "$each" ] || { echo 0; return; }
+    # shellcheck disable=SC2086
+    docker inspect --format '{{.State.Health.Status}}' $each | grep -c '^healthy$' || true
+}
+
+noticed() { # how many frontends the balancer gives requests to; where there is none: as many as there are
+    [ -n "$(running balancer 2>/dev/null)" ] || { running frontend | grep -c .; return; }
+    docker compose exec -T balancer wget -q -O - http://127.0.0.1:9100/ready || echo 0
+}
+
+until_all() { # of $2 containers of service $1
+    end=$(($(now) + healthy_within_s))
+    until [ "$(healthy "$1")" -ge "$2" ] && { [ "$1" != frontend ] || [ "$(noticed)" -ge "$2" ]; }; do
+        [ "$(now)" -lt "$end" ] || { echo "$1: $(healthy "$1") of $2 are healthy after $healthy_within_s s" >&2; exit 1; }
         sleep 1
     done
 }
@@ -29,12 +40,12 @@ for service; do
     containers=$(running "$service")
     replicas=$(count "$containers")
     [ "$replicas" -ge 2 ] || { echo "$service: $replicas run, and 2 are needed so that no request is lost" >&2; exit 1; }
+    until_all "$service" "$replicas"
     for container in $containers; do
         echo "$service: $(docker inspect --format '{{.Name}}' "$container")"
         docker stop "$container" >/dev/null
         docker rm "$container" >/dev/null
-        docker compose up --detach --no-deps --no-recreate --no-build --scale "$service=$replicas" \
-            --wait --wait-timeout "$healthy_within_s" "$service"
-        [ "$service" != frontend ] || noticed "$replicas"
+        docker compose up --detach --no-deps --no-recreate --no-build --scale "$service=$replicas" "$service"
+        until_all "$service" "$replicas"
     done
 done

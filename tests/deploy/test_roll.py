@@ -14,13 +14,16 @@ DOCKER = """#!/bin/sh
 cd "$HERE/containers"
 case "$*" in
     "compose ps --quiet "*) ls | grep "^$4[.]" || true ;;
-    inspect*) echo "/$4" ;;
+    "inspect --format {{.Name}} "*) echo "/$4" ;;
+    inspect*)
+        shift 3
+        for name; do [ -e "../sick $name" ] && echo unhealthy || echo healthy; done
+        ;;
     stop*) echo "stop $2; $(ls | wc -l) run" >>../said ;;
     rm*) rm "$2" ;;
     "compose exec "*) ls | grep -c '^frontend[.]' ;;
     "compose up "*)
         for service; do :; done # the last word
-        [ ! -e "../sick $service" ] || { echo "$service is unhealthy" >&2; exit 1; }
         number=$(($(cat ../made) + 1)); echo "$number" >../made
         touch "$service.$number"
         echo "up $service.$number" >>../said ;;
@@ -45,6 +48,7 @@ def here(tmp_path: Path) -> Path:
 
 def roll(here: Path, *services: str) -> tuple[int, str]:
     environment = os.environ | {"PATH": f"{here / 'bin'}:{os.environ['PATH']}", "HERE": str(here)}
+    environment["HEALTHY_WITHIN_S"] = "0"  # they are or they are not
     ended = subprocess.run(
         [str(SCRIPT), *services], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
@@ -63,10 +67,15 @@ def test_one_container_is_down_at_a_time_and_the_next_goes_when_it_is_replaced(h
 
 
 def test_a_replacement_that_does_not_get_healthy_ends_it_before_the_next_one_goes(here: Path) -> None:
-    (here / "sick router").touch()
-    status, said = roll(here, "router", "frontend")
-    assert (status, said) == (1, "router is unhealthy\n")
-    assert (here / "said").read_text() == "stop router.1; 8 run\n"
+    (here / "sick router.11").touch()
+    assert roll(here, "router", "frontend") == (1, "router: 1 of 2 are healthy after 0 s\n")
+    assert (here / "said").read_text() == "stop router.1; 8 run\nup router.11\n"
+
+
+def test_nothing_is_stopped_while_another_container_of_the_service_is_sick(here: Path) -> None:
+    (here / "sick frontend.2").touch()
+    assert roll(here, "frontend") == (1, "frontend: 1 of 2 are healthy after 0 s\n")
+    assert not (here / "said").exists()
 
 
 @pytest.mark.parametrize("service", ["kvbm", "nobody"])
