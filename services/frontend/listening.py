@@ -248,7 +248,7 @@ class Port:
 class _Connection(web.RequestHandler):
     """aiohttp's protocol of one connection, which tells the port what happens. The port bounds its idle time."""
 
-    __slots__ = ("_ending", "_handshake", "_port")
+    __slots__ = ("_handshake", "_last_bytes", "_port")
 
     def __init__(
         self, port: Port, server: web.Server, loop: asyncio.AbstractEventLoop, handshake: Handshake | None
@@ -265,7 +265,7 @@ class _Connection(web.RequestHandler):
         )
         self._port = port
         self._handshake = handshake
-        self._ending = b""
+        self._last_bytes = b""
         """The last bytes that came, as many as LAST_CHUNK has."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -297,7 +297,7 @@ class _Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if data:  # aiohttp calls it itself with none
             self._port.heard(self)
-            self._ending = (self._ending + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
+            self._last_bytes = (self._last_bytes + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
         super().data_received(data)
 
     def may_leak(self, request: web.Request) -> bool:
@@ -309,7 +309,7 @@ class _Connection(web.RequestHandler):
         """
         if "Transfer-Encoding" not in request.headers:
             return False
-        whole = request.content.is_eof() and self._ending == LAST_CHUNK
+        whole = request.content.is_eof() and self._last_bytes == LAST_CHUNK
         return not whole or bool(self._messages) or self._upgraded
 
     def connection_lost(self, exc: BaseException | None) -> None:
