@@ -3,13 +3,15 @@
     DIR/lock, DIR/owners    shared.pool_lock
     DIR/pool                shared.pool_format; mode 0600
 
-                          ┌─ fits ───────────────────────────▶ adopted: the same memory and generations as before
-    start ── DIR/pool ────┼─ not there, or unfit while nobody
-                          │  lives who maps it ──────────────▶ made anew, aside, and renamed: never half of one
-                          └─ unfit, and somebody lives ──────▶ refused, by name
+                          ┌─ fits ─────────────────▶ adopted: the same memory and generations as before
+    start ── DIR/pool ────┤
+                          └─ not there, or unfit ──▶ a new file, made aside and renamed: never half of one
 
 An adopted file's generations go on, so that a slot granted by the kvbm before can be told from the same one granted by
 this one. What its slots hold nobody knows any more, and `survivors` may still be writing to them.
+
+A file that was replaced is never used again. Engines that live may map it and write to it: its memory goes when they
+attach to the new one, or end.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class HostPool:
         self.owners = owners
         self.adopted = adopted
         """Whether the file was there before this process."""
-        self.survivors = owners.watched
-        """Engines that were alive when it was opened, and may write to any slot until they attach anew or die."""
+        self.survivors = owners.watched if adopted else frozenset[str]()
+        """Engines that were alive when it was opened, and may write to any slot until they attach again or die."""
         self.arenas = Arenas(arenas)
         self._pool = pool
         self._placed: dict[str, ArenaMap] = {}
@@ -63,7 +65,7 @@ class HostPool:
         Blocking, for a moment.
 
         Raises ConfigError: the size has no room on this machine, or none for so many arenas; another kvbm runs here;
-        the directory cannot be used; or engines live that may map a file of another kind.
+        or the directory cannot be used.
         """
         with ExitStack() as closing:
             try:
@@ -148,12 +150,19 @@ def _open_file(path: Path, size_bytes: int, survivors: Collection[str]) -> tuple
         try:
             return _adopt(path, size_bytes), True
         except PoolUnfit as wrong:
-            if survivors:
-                living = ", ".join(sorted(survivors))
-                raise ConfigError(f"{wrong}; and these engines live, which may map it: {living}") from None
-            _log.warning("%s; nobody uses it: made anew", wrong)
+            if survivors:  # the memory of the former file is theirs until they attach to the new one
+                _check_room_besides(path, size_bytes, wrong, survivors)
+            _log.warning("%s; a new file takes its place", wrong)
     _make(path, size_bytes)
     return PoolMap(path, grants=True), False
+
+
+def _check_room_besides(path: Path, size_bytes: int, wrong: PoolUnfit, survivors: Collection[str]) -> None:
+    try:
+        check_room(path.parent, size_bytes, 0)
+    except ConfigError as full:
+        living = ", ".join(sorted(survivors))
+        raise ConfigError(f"{wrong}; no room for a new one while these engines live: {living}: {full}") from None
 
 
 def _adopt(path: Path, size_bytes: int) -> PoolMap:

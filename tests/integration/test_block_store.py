@@ -116,14 +116,32 @@ def test_what_was_found_once_is_found_on_disk_when_the_store_and_the_workers_wer
     assert tiers == {"device": 0, "host": 0, "disk": PROMPT_BLOCKS * BLOCK_TOKENS}
 
 
+def _other_store_with_all_workers(up: Up, before: str) -> bool:
+    stores = [store for store in stores_of(up) if store["instance"] != before]
+    return any(layout["owners"] == len(WORKERS) for store in stores for layout in store["layouts"])
+
+
 def test_without_a_store_nothing_fails_and_workers_attach_to_the_next_one(up: Up, client: OpenAI) -> None:
     (before,) = (store["instance"] for store in stores_of(up))
     kill(up, "kvbm")
     text, _ = ask(client, "A young miller had a cat. " * 20)
     assert text
 
-    def is_back() -> bool:
-        stores = [store for store in stores_of(up) if store["instance"] != before]
-        return any(layout["owners"] == len(WORKERS) for store in stores for layout in store["layouts"])
-
+    is_back = partial(_other_store_with_all_workers, up, before)
     eventually(is_back, limit_s=LIMIT_S, what="both workers have attached to the next one")
+
+
+def test_a_store_that_finds_its_pool_damaged_makes_another_and_the_same_workers_attach_to_it(
+    up: Up, client: OpenAI
+) -> None:
+    (store,) = stores_of(up)
+    workers = {name: up.pid(name) for name in WORKERS}
+    with (Path(store["pool"]) / "pool").open("r+b") as file:
+        file.write(bytes(64))
+    kill(up, "kvbm")
+    is_back = partial(_other_store_with_all_workers, up, store["instance"])
+    eventually(is_back, limit_s=LIMIT_S, what="both workers have attached to the new pool")
+    text, _ = ask(client, "An old king had a dog. " * 20)
+    assert text
+    eventually(lambda: blocks(up, "host") > 0, limit_s=LIMIT_S, what="and store in it")
+    assert {name: up.pid(name) for name in WORKERS} == workers

@@ -1,4 +1,4 @@
-"""The pool file: made, adopted, made anew, refused. Real files, real processes, SIGKILL."""
+"""The pool file: made, adopted, replaced, refused. Real files, real processes, SIGKILL."""
 
 from __future__ import annotations
 
@@ -130,37 +130,58 @@ def version_2() -> bytes:
         (Geometry.of(SIZE_BYTES).header()[:16] + bytes(48), "a pool of 0 bytes"),
     ],
 )
-def test_an_unfit_file_is_refused_by_name_while_engines_live_and_made_anew_after(
-    tmp_path: Path, header: bytes, said: str
+def test_an_unfit_file_gets_a_new_one_in_its_place_and_is_left_to_the_engines_that_map_it(
+    tmp_path: Path, header: bytes, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with opened(tmp_path):
-        pass
+    with opened(tmp_path) as pool:
+        arena = pool.place("layout", 4096, ()).slots.arena
     before = inode(tmp_path)
-    with (tmp_path / "pool").open("r+b") as file:
-        file.write(header)
     with running(OWNER, tmp_path, "worker-1") as (process, _):
-        with pytest.raises(ConfigError, match=f"{said}.*these engines live.*: worker-1"):
-            HostPool.open(tmp_path, SIZE_BYTES)
+        mapped = PoolMap(tmp_path / "pool")
+        slots = mapped.arena(arena)
+        with (tmp_path / "pool").open("r+b") as file:
+            file.write(header)
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(ConfigError, match="worker-1"):
-            HostPool.open(tmp_path, SIZE_BYTES)
-        assert inode(tmp_path) == before
-        ended(process)
         with opened(tmp_path) as pool:
             assert not pool.adopted
+            assert pool.survivors == frozenset(), "of the new file no engine has a mapping"
             assert inode(tmp_path) != before
+            assert not mapped.current
+            fresh = pool.place("layout", 4096, ()).slots
+            slots.bytes[:] = b"\x01" * len(slots.bytes)
+            fresh.grant(0)
+            assert not any(fresh.bytes)
+            assert slots.generation(0) == 0
+        assert said in caplog.text
+        slots.close()
+        mapped.close()
+        ended(process)
 
 
-def test_another_size_is_refused_while_engines_live_and_made_anew_after(tmp_path: Path) -> None:
+def test_a_file_of_another_size_gets_a_new_one_in_its_place_though_engines_live(tmp_path: Path) -> None:
     with opened(tmp_path):
         pass
     lock = hold_owner(tmp_path, "w-1")
-    with pytest.raises(ConfigError, match=r"a pool of 1048576 bytes, not 2097152; and these engines live.*w-1"):
-        HostPool.open(tmp_path, 2 * SIZE_BYTES)
-    lock.close()
     with opened(tmp_path, 2 * SIZE_BYTES) as pool:
         assert not pool.adopted
         assert pool.path.stat().st_size == 2 * SIZE_BYTES
+        assert pool.owners.watched == {"w-1"}
+    lock.close()
+
+
+def test_where_there_is_no_room_for_a_new_file_while_engines_live_the_start_is_refused_by_name(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "small") as directory:
+        with opened(directory) as pool, pool.path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, SIZE_BYTES)
+        lock = hold_owner(directory, "w-1")
+        before = inode(directory)
+        (directory / "pool").chmod(0o666)
+        with pytest.raises(ConfigError, match=r"open to nobody else; no room for a new one while .* live: w-1: a pool"):
+            HostPool.open(directory, SIZE_BYTES)
+        assert inode(directory) == before
+        lock.close()
+        with opened(directory) as pool:
+            assert not pool.adopted
 
 
 def test_a_pool_that_others_could_have_written_to_is_not_adopted(tmp_path: Path) -> None:
@@ -254,7 +275,7 @@ def test_a_start_that_fails_lets_go_of_all_it_had(tmp_path: Path) -> None:
         pass
     lock = hold_owner(tmp_path, "w-1")
     with pytest.raises(ConfigError):
-        HostPool.open(tmp_path, 2 * SIZE_BYTES)
+        HostPool.open(tmp_path, 1 << 45)
     lock.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     with opened(tmp_path, 2 * SIZE_BYTES):
