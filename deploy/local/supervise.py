@@ -2,7 +2,8 @@
 
     waiting ──Tick, due──▶ running ──Exited──▶ waiting           0.5 s, doubling to 10 s; afresh after a steady run
        │                     │   └──Exited with status 2──▶ ended, its configuration is wrong; all is stopped then,
-       │                     │                              unless the others can do without it
+       │                     │                              unless the others can do without it. Only before all has
+       │                     │                              served once: later it waits, as after any other end
        │                    Stop, its stage's turn
        │                     ▼
        │                  stopping ──Tick, limit passed──▶ killed
@@ -97,7 +98,7 @@ class Kill(Struct, frozen=True):
 
 
 class Restarting(Struct, frozen=True):
-    """Tell: it ended by itself and will be started again."""
+    """Tell: it ended by itself and will be started again; status 2: the others go on without it until then."""
 
     name: str
     status: int
@@ -135,6 +136,7 @@ class _Child:
     started_s: float = 0.0
     delay_s: float = FIRST_DELAY_S
     """The next back-off."""
+    starts: int = 0
 
 
 class Supervisor:
@@ -143,6 +145,7 @@ class Supervisor:
     def __init__(self, programs: Sequence[Program]) -> None:
         self._children = {program.name: _Child(program) for program in programs}
         self._begun = False
+        self._served = False
         self._stopping = False
         self._status = 0
         self._finished = False
@@ -158,6 +161,7 @@ class Supervisor:
                 for child in self._children.values():
                     actions += [] if child.program.late else self._start(child, now_s)
             case Serving():
+                self._served = True
                 for child in self._children.values():
                     if child.program.late and child.state == "waiting":
                         child.due_s = min(child.due_s, now_s + LATE_S)
@@ -209,6 +213,7 @@ class Supervisor:
 
     def _start(self, child: _Child, now_s: float) -> list[Action]:
         child.state, child.started_s = "running", now_s
+        child.starts += 1
         return [Start(child.program.name)]
 
     def _exited(self, child: _Child, status: int, now_s: float) -> list[Action]:
@@ -217,7 +222,7 @@ class Supervisor:
         child.state = "ended"
         if not wanted:
             return []
-        if status == CONFIG_STATUS:
+        if status == CONFIG_STATUS and self._hopeless(child):
             if child.program.needed:
                 self._status, self._stopping = 1, True
             return [Hopeless(name, child.program.needed)]
@@ -227,6 +232,11 @@ class Supervisor:
         child.state, child.due_s = "waiting", now_s + delay_s
         child.delay_s = min(2 * delay_s, LAST_DELAY_S)
         return [Restarting(name, status, delay_s)]
+
+    def _hopeless(self, child: _Child) -> bool:
+        """Whether it is given up as its configuration is wrong. What has served once was well configured: what keeps a
+        program from starting again may go away, and what serves goes on. What is not needed has one chance."""
+        return not self._served or (not child.program.needed and child.starts == 1)
 
     def _due(self, child: _Child, now_s: float) -> list[Action]:
         if child.state == "waiting" and now_s >= child.due_s:

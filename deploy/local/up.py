@@ -19,6 +19,7 @@ from typing import assert_never
 from deploy.local import probe, servers
 from deploy.local.stack import DEFAULT_HOME, Launch, Options, Place, Stack, plan, ports_needed
 from deploy.local.supervise import (
+    CONFIG_STATUS,
     Begin,
     Event,
     Exited,
@@ -151,7 +152,8 @@ class Shell:
                     case Restarting(name, status, delay_s):
                         # A killed program has not said why.
                         said = "" if status <= 0 else ": " + "".join(_tail(self._log(name), 1))
-                        self._terminal.notice(f"{name} ended ({_spell(status)}), again in {delay_s} s{said}")
+                        wrong = "; it cannot work as configured, the others go on" if status == CONFIG_STATUS else ""
+                        self._terminal.notice(f"{name} ended ({_spell(status)}){wrong}, again in {delay_s} s{said}")
                     case Hopeless(name, needed):
                         if needed:
                             lines = _tail(self._log(name), LINES_SHOWN)

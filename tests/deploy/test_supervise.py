@@ -124,6 +124,31 @@ def test_what_the_others_can_do_without_is_not_tried_again_either_and_ends_nothi
     assert supervisor.on(Exited("nats", 0), 1000.0) == [Finished(0)]
 
 
+def test_a_wrong_configuration_after_all_has_served_ends_nothing_else_and_is_tried_again() -> None:
+    supervisor = begun()
+    supervisor.on(Serving(), 1.0)
+    assert supervisor.on(Exited("worker-0", 2), 2.0) == [Restarting("worker-0", 2, 0.5)]
+    supervisor.validate()
+    assert supervisor.on(Tick(), 2.5) == [Start("worker-0")]
+    assert supervisor.on(Exited("worker-0", 2), 3.0) == [Restarting("worker-0", 2, 1.0)], "and backs off"
+
+
+def test_what_the_others_can_do_without_is_tried_again_where_it_has_started_before_all_served() -> None:
+    supervisor = begun()
+    supervisor.on(Exited("kvbm", -9), 1.0)
+    supervisor.on(Serving(), 1.2)
+    supervisor.on(Tick(), 1.5)
+    assert supervisor.on(Exited("kvbm", 2), 2.0) == [Restarting("kvbm", 2, 1.0)]
+
+
+def test_a_late_program_that_the_others_can_do_without_is_not_tried_again_where_its_first_start_fails() -> None:
+    supervisor = Supervisor((Program("later", 2, 5.0, needed=False, late=True), Program("nats", 3, 5.0)))
+    supervisor.on(Begin(), 100.0)
+    supervisor.on(Serving(), 101.0)
+    supervisor.on(Tick(), 101.0 + LATE_S)
+    assert supervisor.on(Exited("later", 2), 103.0) == [Hopeless("later", needed=False)]
+
+
 def test_stages_drain_one_after_another() -> None:
     supervisor = begun()
     assert supervisor.on(Stop(), 0.0) == [Terminate("frontend")]
