@@ -143,7 +143,7 @@ def launched(
     their environment variables."""
     place = Place(directory)
     ports = servers.free_ports(stack.ports_needed(options))
-    plan = stack.plan(options, place, ports, python=sys.executable, cores=os.cpu_count() or 1)
+    plan = stack.plan(options, place, ports, python=sys.executable, cores=os.cpu_count() or 1, password="benchmark")
     for part in (place.run, place.logs):
         part.mkdir(parents=True, exist_ok=True)
     for file, text in plan.files.items():
@@ -159,7 +159,7 @@ def launched(
             command = list(launch.arguments)
             if profile and name in (profile, f"{profile}-0"):
                 command[2:2] = ["-m", "cProfile", "-o", str(table)]
-            child = children.enter_context(_child(name, command, place.logs, settings.get(service, {})))
+            child = children.enter_context(_child(name, command, place, settings.get(service, {})))
             kinds[child.pid] = "shell" if service == "worker" else service
             started.append(child)
         for url in observed.values():
@@ -170,13 +170,15 @@ def launched(
 
 
 @contextmanager
-def _child(name: str, command: list[str], logs: Path, settings: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _child(
+    name: str, command: list[str], place: Place, settings: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """A program that is ended by SIGTERM, and dies with us."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
     tethered = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *command]
-    with (logs / f"{name}.log").open("wb") as log:
+    with (place.logs / f"{name}.log").open("wb") as log:
         child = subprocess.Popen(
-            tethered, cwd=ROOT, env=servers.SETTINGS | clean | dict(settings), stdout=log, stderr=log
+            tethered, cwd=place.run, env=servers.SETTINGS | clean | dict(settings), stdout=log, stderr=log
         )
     try:
         yield child

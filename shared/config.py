@@ -50,7 +50,7 @@ class DiscoveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     backend: str = "etcd"
     """etcd, or file (one machine)."""
     endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
-    """etcd's host:port, one or several."""
+    """etcd's host:port, one or several; unix:PATH for a socket."""
     path: str = ".headrace/discovery"
     """Directory of the file back end."""
     user: str = ""

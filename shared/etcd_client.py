@@ -7,7 +7,9 @@ login and without gRPC's memory of failures. How soon the next call comes is the
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import grpc
@@ -26,6 +28,9 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
 ]
 
+SOCKET_PATH_BYTES = 107
+"""The longest path of a Unix socket that the kernel takes."""
+
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -35,7 +40,8 @@ class LeaseGone(DiscoveryDown):
 
 
 class EtcdClient:
-    """Used by one thread at a time. `endpoints` are host:port; `failed` hears of each call that etcd did not answer."""
+    """Used by one thread at a time. `endpoints` are host:port or unix:PATH; `failed` hears of each call that etcd did
+    not answer."""
 
     def __init__(self, endpoints: Sequence[str], user: str, password: str, failed: Callable[[], None]) -> None:
         self._endpoints = [_split(endpoint) for endpoint in endpoints]
@@ -47,6 +53,8 @@ class EtcdClient:
         self._password = password or None
         self._failed = failed
         self._client: MultiEndpointEtcd3Client | None = None
+        self._opened = ExitStack()
+        """What the connection needs besides."""
         self._away = False
 
     def call(self, operation: Callable[[MultiEndpointEtcd3Client], T]) -> T:
@@ -56,7 +64,7 @@ class EtcdClient:
             if self._client is None:
                 self._client = self._connect()
             answer = operation(self._client)
-        except (Etcd3Exception, grpc.RpcError) as wrong:
+        except (Etcd3Exception, grpc.RpcError, OSError) as wrong:
             self.close()
             cause = wrong if isinstance(wrong, grpc.Call) else wrong.__context__
             if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.NOT_FOUND:
@@ -79,10 +87,14 @@ class EtcdClient:
         client, self._client = self._client, None
         if client is not None:
             client.close()
+        self._opened.close()
 
     def _connect(self) -> MultiEndpointEtcd3Client:
         client = MultiEndpointEtcd3Client(
-            [Endpoint(host, port, secure=False, time_retry=0, opts=_OPTIONS) for host, port in self._endpoints],
+            [
+                Endpoint(host, self._short(port), secure=False, time_retry=0, opts=_OPTIONS)
+                for host, port in self._endpoints
+            ],
             timeout=CALL_TIMEOUT_S,
             user=self._user,
             password=self._password,
@@ -90,6 +102,16 @@ class EtcdClient:
         # gRPC refuses call credentials on a connection without TLS; the token goes as metadata, as etcd reads it.
         client.call_credentials = None
         return client
+
+    def _short(self, port: str) -> str:
+        """A socket's path that the kernel takes: a longer one leads through its directory's descriptor. A port is
+        short. Raises OSError."""
+        if len(os.fsencode(port)) <= SOCKET_PATH_BYTES:
+            return port
+        directory, name = os.path.split(port)
+        descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._opened.callback(os.close, descriptor)
+        return f"/proc/self/fd/{descriptor}/{name}"
 
 
 def _why(wrong: Exception, cause: BaseException | None) -> str:
@@ -100,8 +122,14 @@ def _why(wrong: Exception, cause: BaseException | None) -> str:
     return str(cause.details())
 
 
-def _split(endpoint: str) -> tuple[str, int]:
+def _split(endpoint: str) -> tuple[str, str]:
+    """What gRPC takes with a colon between: a host and a port, or `unix` and a path."""
+    if endpoint.startswith("unix:"):
+        path = endpoint.removeprefix("unix:").removeprefix("//")
+        if not path:
+            raise ConfigError(f"discovery: an etcd endpoint without a path: {endpoint!r}")
+        return "unix", path
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        raise ConfigError(f"discovery: an etcd endpoint is host:port, not {endpoint!r}")
-    return host, int(port)
+        raise ConfigError(f"discovery: an etcd endpoint is host:port or unix:PATH, not {endpoint!r}")
+    return host, port

@@ -37,7 +37,7 @@ LEAST_TTL_S = 2.0
 
 
 class EtcdDiscovery:
-    """One process's endpoint. `endpoints` are host:port; made and used in one event loop."""
+    """One process's endpoint. `endpoints` are host:port or unix:PATH; made and used in one event loop."""
 
     def __init__(
         self,

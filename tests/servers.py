@@ -78,10 +78,10 @@ class _Process:
     def running(self) -> bool:
         return self._child is not None and self._child.poll() is None
 
-    def start(self, command: list[str]) -> None:
+    def start(self, command: list[str], directory: Path | None = None) -> None:
         assert not self.running, f"{self._name} already runs"
         with self._log.open("ab") as log:
-            self._child = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+            self._child = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, preexec_fn=_die_with_parent)
 
     def wait_ready(self, ready: Callable[[], bool]) -> None:
         """Asks until `ready` says yes; a child that ended or took too long raises with the end of its log."""
@@ -180,20 +180,22 @@ class NatsServer:
 
 
 class EtcdServer:
-    """One etcd without fsync; its data survives `restart` and not `wipe`."""
+    """One etcd without fsync; its data survives `restart` and not `wipe`. At a port, or at a socket in `directory`."""
 
-    def __init__(self, directory: Path, port: int | None = None) -> None:
+    def __init__(self, directory: Path, port: int | None = None, *, socket: bool = False) -> None:
         self.port = free_port() if port is None else port
         self._peer_port = free_port()
         self._data = directory / "etcd"
+        self._socket = directory / servers.ETCD_SOCKET if socket else None
         self._process = _Process("etcd", directory / "etcd.log")
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"127.0.0.1:{self.port}" if self._socket is None else f"unix:{self._socket}"
 
     def start(self) -> None:
-        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        client = f"http://{self.endpoint}" if self._socket is None else f"unix://{servers.ETCD_SOCKET}"
+        peer = f"http://127.0.0.1:{self._peer_port}"
         self._process.start(
             [
                 str(servers.etcd()),
@@ -205,7 +207,8 @@ class EtcdServer:
                 f"--initial-cluster=default={peer}",
                 "--unsafe-no-fsync",
                 "--log-level=warn",
-            ]
+            ],
+            self._data.parent,
         )
         self._process.wait_ready(self._healthy)
 
@@ -232,6 +235,8 @@ class EtcdServer:
         self.start()
 
     def _healthy(self) -> bool:
+        if self._socket is not None:
+            return self._socket.exists()
         try:
             with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1.0) as answer:
                 return b'"health":"true"' in answer.read()
@@ -251,9 +256,9 @@ def nats_server(directory: Path, settings: str = "") -> Iterator[NatsServer]:
 
 
 @contextmanager
-def etcd_server(directory: Path) -> Iterator[EtcdServer]:
+def etcd_server(directory: Path, *, socket: bool = False) -> Iterator[EtcdServer]:
     """A running etcd, ended on leaving."""
-    server = EtcdServer(directory)
+    server = EtcdServer(directory, socket=socket)
     server.start()
     try:
         yield server

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from deploy.local.stack import Access, Gpus, Options, Place, ServiceName, Setting, Store
 from deploy.local.terminal import Terminal
 from deploy.local.usage import DEFAULT_MODEL, DEFAULT_URL, GPU_MEMORY_SHARE, parser
+from shared.config import environment
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
 from shared.version import VERSION
 
@@ -231,12 +232,20 @@ def _fleet(flags: argparse.Namespace, place: Place) -> Iterator[FleetConfig]:
     from deploy.local.fleet import settings
 
     running = _running(place)
-    config = settings(
-        namespace=flags.namespace,
-        nats=flags.nats or running.get("nats", ""),
-        etcd=flags.etcd or running.get("etcd", ""),
-        path="" if flags.etcd else running.get("discovery", ""),
-    )
+    if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
+        raise ConfigError(f"no `up` runs with --state {place.home}; --etcd and --nats name a fleet of another kind")
+    if not running or flags.nats not in (
+        "",
+        running.get("nats"),
+    ):  # another NATS does not hear the password of this one
+        config = settings(
+            namespace=flags.namespace,
+            nats=flags.nats,
+            etcd=flags.etcd or running.get("etcd", ""),
+            path="" if flags.etcd else running.get("discovery", ""),
+        )
+    else:
+        config = settings(namespace=flags.namespace, nats="", etcd=flags.etcd, file=place.fleet)
     try:
         yield config
     except DiscoveryDown as wrong:

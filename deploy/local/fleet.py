@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -44,8 +45,8 @@ class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return f"etcd {','.join(discovery.endpoints)}" if etcd else f"files in {discovery.path}"
 
 
-def settings(*, namespace: str, nats: str, etcd: str, path: str) -> FleetConfig:
-    """Flags over environment; what is empty stays as it is. Raises ConfigError."""
+def settings(*, namespace: str, nats: str, etcd: str, path: str = "", file: Path | None = None) -> FleetConfig:
+    """Flags over environment over file; what is empty stays as it is. Raises ConfigError."""
     flags = [f"--namespace={namespace}"]
     if nats:
         flags.append(f"--nats-url={nats}")
@@ -53,7 +54,7 @@ def settings(*, namespace: str, nats: str, etcd: str, path: str) -> FleetConfig:
         flags += ["--discovery-backend=etcd", f"--discovery-endpoints={etcd}"]
     elif path:
         flags += ["--discovery-backend=file", f"--discovery-path={path}"]
-    return load(FleetConfig, flags=flags)
+    return load(FleetConfig, file=file, flags=flags)
 
 
 async def entries(config: FleetConfig) -> dict[str, bytes]:

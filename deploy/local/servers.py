@@ -11,6 +11,11 @@ from urllib.parse import urlsplit
 
 from shared.errors import ConfigError
 
+COMPOSE_NATS = Path(__file__).resolve().parents[1] / "compose" / "nats.conf"
+NATS_USER, NATS_INBOX = "services", "_INBOX_services"
+"""What services are called in that file, and what their inboxes begin with."""
+ETCD_SOCKET, PEER_SOCKET = "etcd:0", "peer:0"
+"""In the directory where etcd starts. It takes a name with a colon for a socket's, and no path."""
 ANSWER_LIMIT_S = 3.0
 FIRST_PORT, LAST_PORT = 20_000, 32_767
 """Above lie the ports that the kernel gives to outgoing connections; one of them could take a server's."""
@@ -89,9 +94,18 @@ def nats_settings(port: int) -> str:
     return f'listen: 127.0.0.1:{port}\nmax_payload: 5MB\nmax_pending: 512MB\nping_interval: "10s"\nping_max: 2\n'
 
 
-def etcd_arguments(client_port: int, peer_port: int, directory: Path) -> list[str]:
-    """One member, on loopback. All that is in it hangs on leases, so its directory need not outlive `up`."""
-    client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+def nats_access(password: str) -> str:
+    """Compose's users, for nats-server's file; the password is that of `services`. A connection without a name is a
+    client's: it may ask frontends and hear answers, so its own password need not be a secret."""
+    text = COMPOSE_NATS.read_text(encoding="utf-8")
+    rules = text[text.index("authorization {") :]
+    passwords = f'SERVICES_PASSWORD: "{password}"\nCLIENT_PASSWORD: "client"\n'
+    return f"{passwords}{rules}no_auth_user: client\n"
+
+
+def etcd_arguments(client: str, peer: str, directory: Path) -> list[str]:
+    """One member, which listens at these URLs. All that is in it hangs on leases, so its directory need not outlive
+    `up`."""
     return [
         "--name=headrace",
         f"--data-dir={directory}",

@@ -112,6 +112,11 @@ class Place(Struct, frozen=True):
         """What runs now, for `status`, `chat` and people."""
         return self.run / "up.json"
 
+    @property
+    def fleet(self) -> Path:
+        """For whatever joins what runs now: the tables `nats`, with its password, and `discovery` of its settings."""
+        return self.run / "fleet.toml"
+
 
 class Launch(Struct, frozen=True):
     """One program: how it is started and supervised."""
@@ -138,16 +143,18 @@ class Stack(Struct, frozen=True):
 
 
 def ports_needed(options: Options) -> int:
-    """How many free ports `plan` takes: NATS, etcd's two, and one to observe each service."""
-    return 3 + options.frontends + options.routers + options.workers + (options.store is not None)
+    """How many free ports `plan` takes: NATS, and one to observe each service."""
+    return 1 + options.frontends + options.routers + options.workers + (options.store is not None)
 
 
-def plan(options: Options, place: Place, ports: list[int], *, python: str, cores: int) -> Stack:
-    """The programs and their files. `ports` are `ports_needed` free ones; the workers share the `cores`."""
+def plan(options: Options, place: Place, ports: list[int], *, python: str, cores: int, password: str) -> Stack:
+    """The programs and their files. `ports` are `ports_needed` free ones; the workers share the `cores`. Whoever knows
+    the `password` may do on a NATS that is started what services do; etcd has a socket in the run directory, which is
+    this user's alone. Programs start in that directory."""
     assert len(ports) == ports_needed(options)
-    nats_port, client_port, peer_port, *observed = ports
+    nats_port, *observed = ports
     nats = options.nats or f"nats://127.0.0.1:{nats_port}"
-    etcd = "" if options.discovery == "file" else options.etcd or f"127.0.0.1:{client_port}"
+    etcd = "" if options.discovery == "file" else options.etcd or f"unix:{place.run / servers.ETCD_SOCKET}"
     launches: list[Launch] = []
     files: dict[Path, str] = {}
 
@@ -163,9 +170,10 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
         launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}"))
 
     def common() -> dict[str, Value | Mapping[str, Value]]:
+        services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
         return {
             "namespace": options.namespace,
-            "nats": {"url": nats},
+            "nats": {"url": nats, **({} if options.nats else services)},
             "discovery": {
                 "backend": options.discovery,
                 "endpoints": [etcd] if etcd else [],
@@ -173,8 +181,9 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
             },
         }
 
+    files[place.fleet] = toml({name: table for name, table in common().items() if isinstance(table, Mapping)})
     if not options.nats:
-        files[place.run / "nats.conf"] = servers.nats_settings(nats_port)
+        files[place.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_access(password)
         launches.append(
             Launch(
                 Program("nats", 3, SERVER_DRAIN_S),
@@ -182,7 +191,8 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
             )
         )
     if etcd and not options.etcd:
-        arguments = servers.etcd_arguments(client_port, peer_port, place.run / "etcd")
+        client, peer = f"unix://{servers.ETCD_SOCKET}", f"unix://{servers.PEER_SOCKET}"
+        arguments = servers.etcd_arguments(client, peer, place.run / "etcd")
         launches.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *arguments)))
     access = options.access
     http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -53,6 +54,7 @@ def up(options: Options, place: Place, terminal: Terminal) -> int:
         servers.free_ports(ports_needed(options)),
         python=sys.executable,
         cores=len(os.sched_getaffinity(0)),
+        password=secrets.token_hex(32),
     )
     _prepare(stack, place)
     try:
@@ -95,6 +97,7 @@ def _prepare(stack: Stack, place: Place) -> None:
     for log in place.logs.glob("*.log*"):
         log.unlink()
     for file, text in stack.files.items():
+        file.touch(mode=0o600)
         file.write_text(text, encoding="utf-8")
 
 

@@ -216,7 +216,8 @@ class Stack:
         settings = self._directory / "nats.conf"
         settings.write_text(servers.nats_settings(nats_port), encoding="utf-8")
         self._add("nats", [str(servers.nats_server()), "-c", str(settings)], lambda: _greets(nats_port))
-        etcd = [str(servers.etcd()), *servers.etcd_arguments(etcd_port, peer_port, self._directory / "etcd")]
+        client, peer = f"http://127.0.0.1:{etcd_port}", f"http://127.0.0.1:{peer_port}"
+        etcd = [str(servers.etcd()), *servers.etcd_arguments(client, peer, self._directory / "etcd")]
         self._add("etcd", etcd, lambda: self._healthy(f"http://127.0.0.1:{etcd_port}/health"))
         return nats_port, etcd_port
 

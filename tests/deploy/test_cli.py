@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from deploy.local import cli, usage
+from deploy.local.stack import Value, toml
 from services.worker.config import EngineName
 from shared.version import VERSION
 
@@ -65,6 +66,8 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--kvbm-disk", "/d", "--kvbm-bytes", "0"], "error: --kvbm-disk needs some --kvbm-bytes: "),
         (["up", "--kvbm-bytes", "1G", "--engine", "echo"], "error: --kvbm-bytes: engine echo has no blocks to store"),
         (["up", "--etcd", "somewhere"], "error: somewhere: not a host and a port"),
+        (["status"], "error: no `up` runs with --state /"),
+        (["explain", "--nats", "nats://127.0.0.1:1"], "error: no `up` runs with --state /"),
         (["status", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
         (["explain", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
     ],
@@ -159,7 +162,9 @@ def test_status_reads_what_the_running_up_has_written(tmp_path: Path, capsys: py
     record = tmp_path / ".headrace" / "run" / "up.json"
     record.parent.mkdir(parents=True)
     directory = tmp_path / "discovery"
-    record.write_text(f'{{"nats": "nats://127.0.0.1:1", "etcd": "", "discovery": "{directory}"}}')
+    record.write_text('{"nats": "nats://127.0.0.1:1"}')
+    files: dict[str, Value] = {"backend": "file", "path": str(directory)}
+    record.with_name("fleet.toml").write_text(toml({"nats": {"url": "nats://127.0.0.1:1"}, "discovery": files}))
     assert cli.main(["status"]) == 0
     said = capsys.readouterr().out
     assert f"namespace default, NATS nats://127.0.0.1:1, files in {directory}\n" in said

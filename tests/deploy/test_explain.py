@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import cli, fleet
+from deploy.local.stack import toml
 from services.router.explaining import asked_for
 from shared import subjects
 from shared.config import NatsConfig
@@ -111,7 +112,9 @@ def running(
         record = directory / "state" / "run" / "up.json"
         record.parent.mkdir(parents=True)
         url = server.url if nats else "nats://127.0.0.1:1"
-        record.write_text(json.dumps({"nats": url, "etcd": "", "discovery": str(directory / "discovery")}))
+        record.write_text(json.dumps({"nats": url}))
+        files = {"backend": "file", "path": str(directory / "discovery")}
+        record.with_name("fleet.toml").write_text(toml({"nats": {"url": url}, "discovery": files}))
         try:
             yield ["--state", str(directory / "state")]
         finally:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.local.fleet import FleetConfig
 from deploy.local.stack import (
     Access,
     Gpus,
@@ -29,14 +30,16 @@ from services.frontend.config import FrontendConfig
 from services.kvbm.config import DiskConfig, KvbmConfig
 from services.router.config import RouterConfig
 from services.worker.config import EngineName, WorkerConfig
-from shared.config import load
+from shared.config import NatsConfig, load
 
+PASSWORD = "0123secret"
 PLACE = Place(Path("/home/some one/headrace"))
 OPTIONS = Options(model="/models/tiny", model_name="tiny", port=8123, workers=3, policy="random")
 
 
 def planned(options: Options, cores: int = 8) -> Stack:
-    return plan(options, PLACE, list(range(21_000, 21_000 + ports_needed(options))), python="/venv/python", cores=cores)
+    ports = list(range(21_000, 21_000 + ports_needed(options)))
+    return plan(options, PLACE, ports, python="/venv/python", cores=cores, password=PASSWORD)
 
 
 def names(stack: Stack) -> list[str]:
@@ -190,10 +193,32 @@ def test_with_files_no_etcd_runs(tmp_path: Path) -> None:
     assert (discovery.backend, discovery.path) == ("file", str(PLACE.run / "discovery"))
 
 
-def test_servers_that_run_already_are_not_started() -> None:
+def test_servers_that_run_already_are_not_started(tmp_path: Path) -> None:
     stack = planned(msgspec.structs.replace(OPTIONS, nats="nats://there:4222", etcd="there:2379"))
     assert names(stack)[0] == "frontend"
     assert (stack.nats, stack.etcd) == ("nats://there:4222", "there:2379")
+    fleet = load(FleetConfig, file=settings(stack, "fleet", tmp_path), environ={})
+    assert fleet.nats == NatsConfig(url="nats://there:4222"), "a NATS that others run has its own users"
+    assert fleet.discovery.endpoints == ("there:2379",)
+
+
+def test_services_and_what_joins_them_know_the_password_of_nats_and_no_argument_has_it(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30)))
+    nats = NatsConfig(url=stack.nats, user="services", password=PASSWORD, inbox="_INBOX_services")
+    assert load(FleetConfig, file=settings(stack, "fleet", tmp_path), environ={}).nats == nats
+    assert load(FrontendConfig, file=settings(stack, "frontend", tmp_path), environ={}).nats == nats
+    assert load(RouterConfig, file=settings(stack, "router", tmp_path), environ={}).nats == nats
+    assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).nats == nats
+    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).nats == nats
+    assert not any(PASSWORD in argument for launch in stack.launches for argument in launch.arguments)
+
+
+def test_etcd_listens_at_sockets_in_the_run_directory_alone() -> None:
+    stack = planned(OPTIONS)
+    (etcd,) = (launch for launch in stack.launches if launch.program.name == "etcd")
+    listening = [argument.partition("=")[2] for argument in etcd.arguments if argument.startswith("--listen-")]
+    assert listening == ["unix://etcd:0", "unix://peer:0"]
+    assert stack.etcd == f"unix:{PLACE.run}/etcd:0"
 
 
 VALUES: st.SearchStrategy[Value] = st.one_of(

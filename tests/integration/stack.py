@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,13 @@ class Up:
     @property
     def url(self) -> str:
         return str(self.record["url"])
+
+    @property
+    def nats(self) -> dict[str, Any]:
+        """How nats-py connects as the services do."""
+        nats = tomllib.loads((self.state / "run" / "fleet.toml").read_text())["nats"]
+        named = {name: nats[name] for name in ("user", "password")}
+        return {"servers": nats["url"], "inbox_prefix": nats["inbox"].encode(), **named}
 
     def pid(self, program: str) -> int:
         return int(self.record["programs"][program]["pid"])

@@ -61,7 +61,7 @@ def explained(up: Up, request: str) -> dict[str, Any]:
     """Where a request went and why, from the router, over plain NATS."""
 
     async def ask() -> dict[str, Any]:
-        client = await nats.connect(up.record["nats"])
+        client = await nats.connect(**up.nats)
         try:
             subject = subjects.explain("default", MODEL)
             reply = await client.request(subject, request.encode(), timeout=5)

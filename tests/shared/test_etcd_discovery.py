@@ -22,7 +22,7 @@ from shared.etcd_client import EtcdClient
 from shared.etcd_discovery import EtcdDiscovery
 from shared.etcd_watch import EtcdWatch
 from shared.sight import Sight
-from tests.servers import EtcdServer
+from tests.servers import EtcdServer, etcd_server
 from tests.shared.watched import watching
 
 TTL_S = 2.0
@@ -277,9 +277,34 @@ async def test_seventy_megabytes_of_junk_hide_no_instance_from_a_listing_or_a_wa
     await registration.close()
 
 
-@pytest.mark.parametrize("endpoint", ["localhost", "http://127.0.0.1:2379", ":2379", "127.0.0.1:etcd"])
+@pytest.mark.parametrize("length", [10, 120])
+async def test_a_socket_is_an_endpoint_however_long_its_path(tmp_path: Path, length: int) -> None:
+    directory = tmp_path / ("d" * length)
+    directory.mkdir()
+    with etcd_server(directory, socket=True) as server:
+        discovery = EtcdDiscovery((server.endpoint,), TTL_S)
+        registration = await discovery.register(epochs)
+        async with watching(discovery, PREFIX) as watched:
+            assert watched.entries == {LIVING: b"1"}
+            await asyncio.to_thread(server.restart)
+            await registration.close()
+            await watched.until_entries({})
+        assert await discovery.list(PREFIX) == {}
+        await discovery.close()
+
+
+async def test_a_socket_whose_directory_is_not_there_is_an_outage_of_discovery(tmp_path: Path) -> None:
+    discovery = EtcdDiscovery((f"unix:{tmp_path / ('d' * 120) / 'etcd'}",), TTL_S)
+    with pytest.raises(DiscoveryDown, match="No such file"):
+        await discovery.list(PREFIX)
+    await discovery.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["unix:", "unix://", "localhost", "http://127.0.0.1:2379", ":2379", "127.0.0.1:etcd"]
+)
 async def test_an_endpoint_that_is_not_host_and_port_is_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="host:port"):
+    with pytest.raises(ConfigError, match="an etcd endpoint"):
         EtcdDiscovery((endpoint,))
 
 
