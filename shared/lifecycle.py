@@ -116,9 +116,18 @@ class Runtime:
             http=self.http or api,
             api=api,
             layouts=layouts or {},
+            pid_namespace=pid_namespace(),
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}
+
+
+def pid_namespace() -> int:
+    """The number of this process's; 0 where the kernel has none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
+    except OSError:
+        return 0
 
 
 class Settings(Protocol):

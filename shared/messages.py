@@ -86,6 +86,8 @@ class Instance(Struct, frozen=True):
     """Base URL where clients reach a frontend, perhaps shared with other processes."""
     layouts: dict[str, EventSource] = {}
     """A kvbm's layouts, by digest: where the events of the blocks that it holds of each come from."""
+    pid_namespace: int = 0
+    """Where `pid` holds, as the kernel numbers it (the inode of /proc/self/ns/pid); 0: not known."""
 
 
 class KvLayout(Struct, frozen=True):

@@ -7,6 +7,7 @@ import json
 import ssl
 import sys
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ CONNECT_LIMIT_S = 10.0
 SILENCE_LIMIT_S = 600.0
 """The longest wait for the next piece: a long prompt on a slow machine says nothing for a while."""
 LINE_LIMIT_BYTES = 1 << 20
+KEY_HINT = "--api-key-file FILE names a file with the key alone, or OPENAI_API_KEY in the environment is the key"
 
 
 class ChatError(HeadraceError):
@@ -89,7 +91,9 @@ def _open(url: str, api_key: str, method: str, path: str, body: bytes | None = N
     if answer.status != 200:
         text = answer.read(LINE_LIMIT_BYTES)
         connection.close()
-        raise ChatError(_message(text) or f"status {answer.status} from {url}{path}")
+        message = _message(text) or f"status {answer.status} from {url}{path}"
+        keyless = answer.status == HTTPStatus.UNAUTHORIZED
+        raise ChatError(f"{message}{'; ' + KEY_HINT if keyless else ''}")
     return answer
 
 

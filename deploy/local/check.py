@@ -32,7 +32,8 @@ def check(options: Options, place: Place, *, python: str, model: bool) -> None:
     asked = _asked(options, model)
     if not asked:
         return
-    stack = plan(options, place, list(range(1, ports_needed(options) + 1)), python=python, cores=1)
+    ports = list(range(1, ports_needed(options) + 1))
+    stack = plan(options, place, ports, python=python, cores=1, password="none is needed")  # noqa: S106
     with TemporaryDirectory(prefix="headrace-check-") as aside, ExitStack() as ended:
         for file, text in stack.files.items():
             (Path(aside) / file.name).write_text(text, encoding="utf-8")

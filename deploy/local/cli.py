@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from deploy.local.stack import Access, Gpus, Options, Place, ServiceName, Setting, Store
+from deploy.local.stack import Access, Gpus, Options, Place, ServiceName, Setting, Store, replicas
 from deploy.local.terminal import Terminal
 from deploy.local.usage import DEFAULT_MODEL, DEFAULT_URL, GPU_MEMORY_SHARE, parser
 from shared.config import environment
@@ -26,7 +27,7 @@ UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-
 """Settings of a worker's table `cuda` that `up` makes itself."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
 WIRING = re.compile(
-    r"\w+-(config|namespace|(nats|discovery|observe)-.*)"
+    r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
     r"|worker-cuda-(gpu|memory-share)"
 )
@@ -83,6 +84,8 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
 
     if not 1 <= flags.port <= 65535:
         raise ConfigError("--port is 1 to 65535")
+    usual = replicas(len(os.sched_getaffinity(0)))
+    flags.frontends, flags.routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     for flag in ("workers", "frontends", "routers"):
         if not 1 <= getattr(flags, flag) <= 64:
             raise ConfigError(f"--{flag} is 1 to 64")
@@ -118,6 +121,7 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
             nats=flags.nats,
             etcd=flags.etcd,
             access=access,
+            log_level=flags.log_level,
             more=more,
         )
 
@@ -306,12 +310,11 @@ def _key(flags: argparse.Namespace) -> int:
 
 
 def _api_key(flags: argparse.Namespace) -> str:
-    """Empty: none. From a file: flags show in `ps`."""
-    if flags.api_key_file is None:
-        return ""
-    key = _text(flags.api_key_file).strip()
+    """Empty: none. From a file or, as all of OpenAI's clients take it, the environment: flags show in `ps`."""
+    given = flags.api_key_file is not None
+    key = (_text(flags.api_key_file) if given else os.environ.get("OPENAI_API_KEY", "")).strip()
     if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"--api-key-file {flags.api_key_file}: not a key alone")
+        raise ConfigError(f"{f'--api-key-file {flags.api_key_file}' if given else 'OPENAI_API_KEY'}: not a key alone")
     return key
 
 

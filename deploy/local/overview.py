@@ -14,6 +14,9 @@ from shared.errors import ProtocolError
 from shared.kvbm_messages import KvbmState
 from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState
 
+MACHINES_OWN = 0xEFFFFFFC
+"""The number of the PID namespace that each Linux starts with; containers have others."""
+
 
 class InstanceRow(Struct, frozen=True):
     """One process."""
@@ -22,6 +25,8 @@ class InstanceRow(Struct, frozen=True):
     instance: str
     epoch: int
     pid: int
+    pid_usable: bool
+    """Whether `pid` can be killed: it is one of the machine's, or of the container where `status` runs."""
     machine: str
     age_s: float
     version: str
@@ -82,9 +87,10 @@ def overview(
     stores: Sequence[KvbmState],
     notes: Sequence[str],
     now: float,
+    pid_namespace: int = 0,
 ) -> Overview:
     """`values` are discovery's keys, `reports` the last of each worker, `states` and `stores` what routers and
-    block stores say of themselves, `now` seconds since 1970."""
+    block stores say of themselves, `now` seconds since 1970, `pid_namespace` that of the reader."""
     entries: dict[str, Entry] = {}
     unreadable: list[str] = []
     for key, value in sorted(values.items()):
@@ -100,7 +106,8 @@ def overview(
         nats=nats,
         discovery=discovery,
         instances=tuple(
-            _instance_row(each, devices.get(each.instance, ""), reports.get(each.instance), now) for each in instances
+            _instance_row(each, devices.get(each.instance, ""), reports.get(each.instance), now, pid_namespace)
+            for each in instances
         ),
         models=tuple(
             _model_row(model, [card for (name, _), card in sorted(catalogue.cards.items()) if name == model], reports)
@@ -123,12 +130,15 @@ def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
     return catalogue
 
 
-def _instance_row(instance: Instance, device: str, report: LoadReport | None, now: float) -> InstanceRow:
+def _instance_row(
+    instance: Instance, device: str, report: LoadReport | None, now: float, pid_namespace: int
+) -> InstanceRow:
     return InstanceRow(
         service=instance.service,
         instance=instance.instance,
         epoch=instance.epoch,
         pid=instance.pid,
+        pid_usable=instance.pid_namespace in (0, MACHINES_OWN, pid_namespace),
         machine=instance.machine,
         age_s=round(max(0.0, now - instance.started), 1),
         version=instance.version,
@@ -155,6 +165,8 @@ def layout(view: Overview) -> str:
     """The tables that people read."""
     parts = [f"namespace {view.namespace}, NATS {view.nats}, {view.discovery}", ""]
     parts.append(_instances(view.instances) if view.instances else "nothing is alive here")
+    if not all(row.pid_usable for row in view.instances):
+        parts.append("PID -: it runs in a container of its own, of which MACHINE is the name")
     if any(row.service == "worker" and row.load is None for row in view.instances):
         parts.append("?: no load report was heard; a process that died is listed until its lease ends, some 10 s")
     if view.models:
@@ -179,7 +191,8 @@ def _instances(rows: Sequence[InstanceRow]) -> str:
         else:
             counts = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks)
             load = tuple(str(count) for count in (*counts, row.load.total_blocks))
-        process = (row.service, row.instance, str(row.epoch), str(row.pid), row.machine, row.device, age(row.age_s))
+        pid = str(row.pid) if row.pid_usable else "-"
+        process = (row.service, row.instance, str(row.epoch), pid, row.machine, row.device, age(row.age_s))
         cells.append((*process, *load))
     return table(cells)
 

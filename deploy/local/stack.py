@@ -82,6 +82,7 @@ class Options(Struct, frozen=True):
     """host:port of an etcd that runs already; empty: start one."""
     namespace: str = "default"
     access: Access = Access()
+    log_level: str = "info"
     more: Mapping[ServiceName, Sequence[Setting]] = {}
     """Settings of services, over those that follow from the others here."""
 
@@ -139,7 +140,13 @@ class Stack(Struct, frozen=True):
     nats: str
     etcd: str
     """Empty with the file back end."""
-    asks_for_keys: bool = False
+    access: Access = Access()
+
+
+def replicas(cores: int) -> int:
+    """How many frontends and routers there are where nobody says. Of two, one may fail; but where the engines have no
+    core to themselves, a second one takes from them."""
+    return 2 if cores > 2 else 1
 
 
 def ports_needed(options: Options) -> int:
@@ -163,7 +170,7 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
     ) -> None:
         port = observed.pop()
         file = place.run / f"{name}.toml"
-        files[file] = toml({**settings, "observe": {"port": port}})
+        files[file] = toml({**settings, "observe": {"port": port, "log_level": options.log_level}})
         flags = [f"{flag}={value}" for flag, value in options.more.get(module, ())]
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
         program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
@@ -221,7 +228,7 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
             settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
         service(f"worker-{index}", "worker", 1, settings)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
-    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, bool(access.keys))
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access)
 
 
 def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:

@@ -15,6 +15,7 @@ from deploy.local.overview import Overview, layout, overview
 from shared import subjects
 from shared.errors import BusDown, ProtocolError
 from shared.kvbm_messages import KVBM_STATE, KvbmState
+from shared.lifecycle import pid_namespace
 from shared.messages import LOAD_REPORT, ROUTER_STATE, LoadReport, RouterState
 from shared.messaging import Message
 from shared.nats_bus import NatsBus
@@ -46,7 +47,7 @@ async def _look(config: FleetConfig) -> Overview:
     except BusDown as wrong:
         notes = [f"{wrong}; so nobody's load is known"]
     where = (config.namespace, config.nats_shown, config.discovery_shown)
-    return overview(*where, values, reports, states, stores, notes, time.time())
+    return overview(*where, values, reports, states, stores, notes, time.time(), pid_namespace())
 
 
 async def _routers(bus: NatsBus, config: FleetConfig, values: dict[str, bytes]) -> tuple[list[RouterState], list[str]]:

@@ -252,13 +252,15 @@ class Shell:
         message = {"role": "user", "content": "What is the capital of France?"}
         question = json.dumps({"model": self._stack.model, "messages": [message], "temperature": 0})
         state = "" if self._place.home == DEFAULT_HOME else f" --state {shlex.quote(str(self._place.home))}"
-        keyed = self._stack.asks_for_keys
-        by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if keyed else ("", "")
+        access = self._stack.access
+        by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
+        certificate = shlex.quote(access.tls_cert)
+        trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
         print(f"ready {url}/v1", flush=True)
         print(
             f"""
-ask it:  ./headrace chat{state}{by_file} "What is the capital of France?"
-   or:   curl {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
+ask it:  {trust}./headrace chat{state}{by_file} "What is the capital of France?"
+   or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
 see it:  ./headrace status{state}
 logs:    {self._place.logs}
 end it:  Ctrl-C

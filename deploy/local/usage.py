@@ -37,8 +37,9 @@ def parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--port", type=int, default=8000, help="of the HTTP API, on 127.0.0.1 (%(default)s)")
     up.add_argument("--workers", type=int, default=2, help="how many (%(default)s)")
-    up.add_argument("--frontends", type=int, default=1, help="how many, on one port (%(default)s)")
-    up.add_argument("--routers", type=int, default=1, help="how many (%(default)s)")
+    usual = "2, and 1 where there are no more than two cores"
+    up.add_argument("--frontends", type=int, help=f"how many, on one port ({usual})")
+    up.add_argument("--routers", type=int, help=f"how many ({usual})")
     up.add_argument(
         "--model", default=DEFAULT_MODEL, help="directory or GGUF file (SmolLM2-135M-Instruct, fetched once)"
     )
@@ -101,6 +102,12 @@ def parser() -> argparse.ArgumentParser:
         help="of all frontends, routers, workers or the kvbm: frontend.limits.requests=64, worker.max_running=8, …; all"
         " that there are: `.venv/bin/python -m services.frontend --help`",
     )
+    up.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="of all services (%(default)s)",
+    )
     up.add_argument("--nats", default="", metavar="URL", help="a NATS that runs already")
     up.add_argument("--etcd", default="", metavar="HOST:PORT", help="an etcd that runs already")
 
@@ -121,7 +128,9 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", default="", help="(the first one served)")
     chat.add_argument("--max-tokens", type=int, default=512, help="%(default)s")
     chat.add_argument("--temperature", type=float, default=0.0, help="%(default)s: greedy")
-    chat.add_argument("--api-key-file", type=Path, metavar="FILE", help="with the key alone in it")
+    chat.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="with the key alone in it (OPENAI_API_KEY of the environment)"
+    )
 
     bench = commands.add_parser(
         "bench", parents=[state], help="measure an OpenAI endpoint", description="A sweep of loads; docs/bench.md."
@@ -141,7 +150,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--warmup", type=int, default=2, help="requests before each load, not measured (%(default)s)")
     bench.add_argument("--timeout-s", type=float, default=120.0, help="of each request (%(default)s)")
     bench.add_argument("--seed", type=int, default=0, help="of prompts and times (%(default)s)")
-    bench.add_argument("--api-key-file", type=Path, metavar="FILE", help="with the key alone in it")
+    bench.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="with the key alone in it (OPENAI_API_KEY of the environment)"
+    )
     bench.add_argument("--out", default="bench", metavar="PREFIX", help="of the .json and .png written (%(default)s)")
     bench.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     bench.add_argument("--driver", choices=("own", "aiperf"), default="own", help="who sends (%(default)s)")

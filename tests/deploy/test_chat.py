@@ -83,6 +83,12 @@ def test_the_answer_goes_to_stdout_and_the_usage_to_stderr(peer: Peer, capsys: p
     assert asked["stream"] is True
 
 
+def test_a_frontend_that_asks_for_a_key_is_answered_with_how_to_give_one(peer: Peer) -> None:
+    peer.status, peer.body = 401, json.dumps({"error": {"message": "You didn't provide an API key."}}).encode()
+    with pytest.raises(ChatError, match=r"You didn't provide an API key\.; --api-key-file FILE .* OPENAI_API_KEY"):
+        chat(peer.url, "Where?", model="tiny")
+
+
 def test_an_error_is_shown_in_the_frontends_words(peer: Peer) -> None:
     peer.status, peer.body = 503, json.dumps({"error": {"message": "no worker yet"}}).encode()
     with pytest.raises(ChatError, match="no worker yet"):

@@ -13,6 +13,7 @@ import pytest
 from deploy.local import cli, usage
 from deploy.local.stack import Value, toml
 from services.worker.config import EngineName
+from shared import logs
 from shared.version import VERSION
 
 
@@ -20,6 +21,7 @@ from shared.version import VERSION
 def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No `up` runs here."""
     monkeypatch.setattr(usage, "DEFAULT_HOME", tmp_path / ".headrace")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,8 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--set", "frontend.http-port=1"], "error: --set frontend.http-port: `up` sets that itself"),
         (["up", "--set", "frontend.http.tls_cert=c"], "error: --set frontend.http.tls_cert: `up` sets that itself"),
         (["up", "--set", "frontend.access.keys_file=k"], "error: --set frontend.access.keys_file: `up` sets that"),
+        (["up", "--set", "frontend.observe.port=1"], "error: --set frontend.observe.port: `up` sets that itself"),
+        (["up", "--set", "frontend.observe.log_level=debug", "--nats", "nats://127.0.0.1:1"], "error: --nats"),
         (["up", "--set", "router.config=/tmp/c"], "error: --set router.config: `up` sets that itself"),
         (["up", "--set", "worker.cuda.gpu=1"], "error: --set worker.cuda.gpu: `up` sets that itself"),
         (["up", "--set", "worker.foo=1"], "error: worker.foo: no such setting; "),
@@ -151,6 +155,21 @@ def test_a_key_comes_from_a_file_with_nothing_else_in_it(tmp_path: Path, capsys:
         shown = capsys.readouterr().err
         assert said in shown
         assert "hr-" not in shown
+
+
+def test_a_key_of_the_environment_is_taken_where_no_file_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "hr-environment")
+    file = tmp_path / "key"
+    file.write_text("hr-file\n")
+    assert cli._api_key(usage.parser().parse_args(["chat", "Where?"])) == "hr-environment"
+    assert cli._api_key(usage.parser().parse_args(["chat", "Where?", "--api-key-file", str(file)])) == "hr-file"
+
+
+def test_up_takes_every_level_that_the_logs_have() -> None:
+    for level in logs.LEVELS:
+        assert usage.parser().parse_args(["up", "--log-level", level]).log_level == level
 
 
 def test_chat_without_an_up_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from deploy.local.overview import Overview, layout, overview
+from deploy.local.overview import MACHINES_OWN, Overview, layout, overview
 from shared import subjects
 from shared.hashing import self_test
 from shared.kvbm_messages import KvbmState
@@ -23,10 +23,24 @@ from shared.messages import (
 )
 
 NOW = 1_000_100.0
+READERS_OWN = 4026531111
 
 
-def instance(service: ServiceName, name: str, started: float = NOW - 65) -> tuple[str, bytes]:
-    value = Instance("default", service, name, 1, "machine", 4242, started, "0.1.0", http="http://127.0.0.1:9100")
+def instance(
+    service: ServiceName, name: str, started: float = NOW - 65, *, pid_namespace: int = 0
+) -> tuple[str, bytes]:
+    value = Instance(
+        "default",
+        service,
+        name,
+        1,
+        "machine",
+        4242,
+        started,
+        "0.1.0",
+        http="http://127.0.0.1:9100",
+        pid_namespace=pid_namespace,
+    )
     return subjects.instance_key("default", service, name), INSTANCE.encode(value, JSON_HEADER)
 
 
@@ -68,6 +82,7 @@ def look(
         stores,
         notes,
         NOW,
+        READERS_OWN,
     )
 
 
@@ -99,6 +114,23 @@ def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
         "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS",
         "m.x    2          2048     16     80    120     1000",
     ]
+
+
+def test_no_pid_is_shown_of_a_process_in_a_container_of_its_own() -> None:
+    view = look(
+        instance("frontend", "f1", pid_namespace=READERS_OWN),
+        instance("router", "r1", pid_namespace=MACHINES_OWN),
+        instance("worker", "w1", pid_namespace=4026539999),
+        reports=(report("w1"),),
+    )
+    assert [(row.service, row.pid_usable) for row in view.instances] == [
+        ("frontend", True),
+        ("router", True),
+        ("worker", False),
+    ]
+    lines = layout(view).splitlines()
+    assert [line.split()[3] for line in lines[3:6]] == ["4242", "4242", "-"]
+    assert "PID -: it runs in a container of its own, of which MACHINE is the name" in lines
 
 
 def test_a_worker_that_was_not_heard_has_question_marks() -> None:

@@ -24,6 +24,7 @@ from deploy.local.stack import (
     Value,
     plan,
     ports_needed,
+    replicas,
     toml,
 )
 from services.frontend.config import FrontendConfig
@@ -76,8 +77,8 @@ def test_keys_and_certificates_are_all_frontends_and_the_url_says_so(tmp_path: P
         frontend = load(FrontendConfig, file=settings(stack, name, tmp_path), environ={})
         assert frontend.access.keys_file == "/keys.toml"
         assert (frontend.http.tls_cert, frontend.http.tls_key) == ("/tls.pem", "/tls.key")
-    assert (stack.url, stack.asks_for_keys) == ("https://127.0.0.1:8123", True)
-    assert (planned(OPTIONS).url, planned(OPTIONS).asks_for_keys) == ("http://127.0.0.1:8123", False)
+    assert (stack.url, stack.access) == ("https://127.0.0.1:8123", access)
+    assert planned(OPTIONS).url == "http://127.0.0.1:8123"
 
 
 def test_a_setting_that_is_given_by_name_wins_in_all_of_that_service(tmp_path: Path) -> None:
@@ -160,6 +161,21 @@ def test_a_block_store_may_have_no_disk_and_there_may_be_none(tmp_path: Path) ->
     assert "kvbm" not in names(alone)
     assert all(launch.program.needed for launch in alone.launches)
     assert load(WorkerConfig, file=settings(alone, "worker-0", tmp_path), environ={}).kvbm.pool == ""
+
+
+def test_all_services_log_at_the_level_that_was_asked_for_and_one_may_differ(tmp_path: Path) -> None:
+    more: dict[ServiceName, list[Setting]] = {"router": [("--observe-log-level", "error")]}
+    stack = planned(msgspec.structs.replace(OPTIONS, log_level="debug", more=more))
+    worker = load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={})
+    assert worker.observe.log_level == "debug"
+    (launch,) = (launch for launch in stack.launches if launch.program.name == "router")
+    flags = ["--config", str(settings(stack, "router", tmp_path)), launch.arguments[-1]]
+    assert load(RouterConfig, flags=flags, environ={}).observe.log_level == "error"
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (3, 2), (128, 2)])
+def test_there_are_two_frontends_and_routers_where_there_are_more_than_two_cores(cores: int, count: int) -> None:
+    assert replicas(cores) == count
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3)])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import servers
-from deploy.local.stack import Launch, Place, Stack
+from deploy.local.stack import Access, Launch, Place, Stack
 from deploy.local.supervise import Program
 from deploy.local.terminal import Terminal
 from deploy.local.up import Shell, alone
@@ -163,6 +163,31 @@ async def test_ready_is_said_once_the_frontend_is_healthy(place: Place, capsys: 
     shell.stop()
     await running
     assert said == f"ready {url}/v1\n"
+
+
+async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
+    access = Access(tls_cert="/its own/tls.pem", tls_key="/its own/tls.key")
+    stack = Stack((launch("frontend", serve, observe=url),), {}, "https://127.0.0.1:8000", "tiny", "", "", access)
+    shell = Shell(stack, place, Terminal())
+    running = asyncio.create_task(shell.run())
+    (place.run / "health").write_text("well")
+    said = ""
+
+    def is_complete() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "end it:" in said
+
+    await until(is_complete)
+    shell.stop()
+    await running
+    assert "ask it:  SSL_CERT_FILE='/its own/tls.pem' ./headrace chat" in said
+    assert "   or:   curl --cacert '/its own/tls.pem' https://127.0.0.1:8000/v1/chat/completions" in said
 
 
 KILLED = """

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 240.0
 """The first start fetches and converts the model."""
 STOP_LIMIT_S = 60.0
+ONE_EACH = ("--frontends", "1", "--routers", "1")
+"""On any machine, where a test asks for no more."""
 
 T = TypeVar("T")
 
@@ -76,7 +78,7 @@ def running(state: Path, *flags: str) -> Iterator[Up]:
     port = free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.local.cli", "up", "--port", str(port), "--state", str(state), *flags],
+        [sys.executable, "-m", "deploy.local.cli", "up", "--port", str(port), "--state", str(state), *ONE_EACH, *flags],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
