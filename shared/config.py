@@ -64,6 +64,9 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 0
     """0 picks a free port; it stands in the address book."""
+    events: str = ""
+    """A directory: KV events are published at sockets in it, for this machine's processes that may enter it; empty: at
+    ports of `host`."""
     url_file: str = ""
     """The base URL is written to this file, for a health check that must find the port; empty: it is not."""
     log_level: str = "info"

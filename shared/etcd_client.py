@@ -7,7 +7,6 @@ login and without gRPC's memory of failures. How soon the next call comes is the
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
@@ -17,6 +16,7 @@ from etcd3 import Endpoint, MultiEndpointEtcd3Client
 from etcd3.exceptions import Etcd3Exception
 
 from shared.errors import ConfigError, DiscoveryDown
+from shared.socket_path import reachable
 
 CALL_TIMEOUT_S = 2.0
 MESSAGE_LIMIT_BYTES = 16 << 20
@@ -27,9 +27,6 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
 ]
-
-SOCKET_PATH_BYTES = 107
-"""The longest path of a Unix socket that the kernel takes."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -92,7 +89,7 @@ class EtcdClient:
     def _connect(self) -> MultiEndpointEtcd3Client:
         client = MultiEndpointEtcd3Client(
             [
-                Endpoint(host, self._short(port), secure=False, time_retry=0, opts=_OPTIONS)
+                Endpoint(host, reachable(port, self._opened), secure=False, time_retry=0, opts=_OPTIONS)
                 for host, port in self._endpoints
             ],
             timeout=CALL_TIMEOUT_S,
@@ -102,16 +99,6 @@ class EtcdClient:
         # gRPC refuses call credentials on a connection without TLS; the token goes as metadata, as etcd reads it.
         client.call_credentials = None
         return client
-
-    def _short(self, port: str) -> str:
-        """A socket's path that the kernel takes: a longer one leads through its directory's descriptor. A port is
-        short. Raises OSError."""
-        if len(os.fsencode(port)) <= SOCKET_PATH_BYTES:
-            return port
-        directory, name = os.path.split(port)
-        descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._opened.callback(os.close, descriptor)
-        return f"/proc/self/fd/{descriptor}/{name}"
 
 
 def _why(wrong: Exception, cause: BaseException | None) -> str:

@@ -12,6 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 
 from shared import zmtp
 from shared.complaint import Complaint
@@ -30,19 +31,16 @@ ACCEPT_AGAIN_S = 0.5
 
 
 class EventPort:
-    """Listens from construction, in a running event loop. Raises OSError where `host` is not this machine's."""
+    """Listens from construction, in a running event loop: at a port of `host`, or at the socket `path`. Raises OSError
+    where that is not this machine's, or cannot be made."""
 
-    def __init__(self, host: str, topic: bytes, subscribers_limit: int = SUBSCRIBERS_LIMIT) -> None:
+    def __init__(self, host: str, topic: bytes, subscribers_limit: int = SUBSCRIBERS_LIMIT, *, path: str = "") -> None:
         self._topic = topic
         self._subscribers_limit = subscribers_limit
-        ipv6 = ":" in host
-        self._listener = socket.create_server(
-            (host, 0),
-            family=socket.AF_INET6 if ipv6 else socket.AF_INET,
-            dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),
-        )
+        self._path = path
+        self._listener = _unix_listener(path) if path else _listener(host)
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+        self.port: int = 0 if path else self._listener.getsockname()[1]
         self._loop = asyncio.get_running_loop()
         self._connections: dict[_Connection, None] = {}
         self._complaint = Complaint("a connection to the KV events is closed")
@@ -66,6 +64,8 @@ class EventPort:
             self._accept_again.cancel()
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
+        if self._path:
+            Path(self._path).unlink(missing_ok=True)
         for connection in list(self._connections):
             connection.close()
 
@@ -92,6 +92,26 @@ class EventPort:
         self._connections.pop(connection, None)
 
 
+def _listener(host: str) -> socket.socket:
+    ipv6 = ":" in host
+    return socket.create_server(
+        (host, 0),
+        family=socket.AF_INET6 if ipv6 else socket.AF_INET,
+        dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),
+    )
+
+
+def _unix_listener(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 class _Connection:
     """One subscriber's: what it said is in `_said`, what it has not taken yet in `_unsent`."""
 
@@ -111,8 +131,9 @@ class _Connection:
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         accepted.setblocking(False)
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if accepted.family != socket.AF_UNIX:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._late = loop.call_later(HANDSHAKE_LIMIT_S, self._give_up)
         loop.add_reader(accepted.fileno(), self._read)
 

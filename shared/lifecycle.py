@@ -284,7 +284,7 @@ async def _serve(
         discovery = open_discovery(process.discovery, registry)
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
         host = process.observe.host
-        events = opened.enter_context(ZmqEvents(host, advertise=observe.advertised(host)))
+        events = opened.enter_context(ZmqEvents(host, observe.advertised(host), process.observe.events))
         _count_unreadable(registry, bus, events)
         directory = Directory(discovery, bus, process.namespace, registry=registry)
         vitals.unready("starting")

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -30,6 +33,7 @@ from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTime
 from shared.event_port import SEND_LIMIT_BATCHES, EventPort
 from shared.event_ring import RING_BYTES, EventRing
 from shared.messages import EventSource
+from shared.socket_path import reachable
 
 RECEIVE_LIMIT_BATCHES = 20_000
 QUESTION_LIMIT_BYTES = 1024
@@ -50,6 +54,8 @@ FAIR_SHARE = 16
 less than half a millisecond a source, and costs no more a message than with larger shares."""
 END = b"\xff" * 8
 _POLLIN = int(zmq.POLLIN)
+_IPC, _REPLAY = "ipc://", ".replay"
+"""What a socket's endpoint begins with; the end of the name of a replay's."""
 _log = logging.getLogger(__name__)
 
 
@@ -136,31 +142,42 @@ class ZmqEventPublisher:
         topic: str,
         ring: EventRing,
         malformed: Tally,
+        directory: str = "",
     ) -> None:
         self._topic = topic.encode()
         self._ring = ring
         address = _address(host)
+        path = f"{directory}/events-{os.urandom(8).hex()}" if directory else ""
+        self._opened = ExitStack()
         self._replay = context.socket(zmq.ROUTER)
         try:
-            self._port = EventPort(address, self._topic)
+            bound = reachable(f"{path}{_REPLAY}", self._opened).removesuffix(_REPLAY) if path else ""
+            self._port = EventPort(address, self._topic, path=bound)
+            if bound:
+                self._opened.callback(Path(f"{bound}{_REPLAY}").unlink, missing_ok=True)  # libzmq leaves it
         except OSError as wrong:
             self._replay.close(linger=0)
-            raise ConfigError(f"KV events cannot listen on {host}: {wrong}") from None
+            self._opened.close()
+            raise ConfigError(f"KV events cannot listen on {directory or host}: {wrong}") from None
         try:
             self._replay.sndhwm = SEND_LIMIT_BATCHES
             self._replay.maxmsgsize = QUESTION_LIMIT_BYTES
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending says when an asker cannot take more, or is gone
             self._replay.ipv6 = ":" in address
-            self._replay.bind(f"tcp://{_bracketed(address)}:*")
+            self._replay.bind(f"{_IPC}{bound}{_REPLAY}" if directory else f"tcp://{_bracketed(address)}:*")
         except zmq.ZMQError as wrong:
             self._port.close()
             self._replay.close(linger=0)
-            raise ConfigError(f"KV events cannot listen on {host}: {wrong}") from None
-        self._source = EventSource(
-            publish=f"tcp://{_bracketed(advertise)}:{self._port.port}",
-            replay=f"tcp://{_bracketed(advertise)}:{_bound_port(self._replay)}",
-            topic=topic,
-        )
+            self._opened.close()
+            raise ConfigError(f"KV events cannot listen on {directory or host}: {wrong}") from None
+        if directory:
+            self._source = EventSource(f"{_IPC}{path}", f"{_IPC}{path}{_REPLAY}", topic)
+        else:
+            self._source = EventSource(
+                publish=f"tcp://{_bracketed(advertise)}:{self._port.port}",
+                replay=f"tcp://{_bracketed(advertise)}:{_bound_port(self._replay)}",
+                topic=topic,
+            )
         self._answers: deque[_Answer] = deque()
         self._resume: asyncio.Handle | None = None
         self._complaint = Complaint("malformed question for a replay of KV events", malformed)
@@ -186,6 +203,7 @@ class ZmqEventPublisher:
             self._resume.cancel()
         self._reader.close()
         self._port.close()
+        self._opened.close()
 
     def _asked(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
@@ -253,6 +271,7 @@ class ZmqEventSubscription:
         self._source = source
         self._receive = receive
         self._complaint = Complaint(f"malformed KV event from {source.publish}")
+        self._opened = ExitStack()
         socket = context.socket(zmq.SUB)
         try:
             socket.rcvhwm = RECEIVE_LIMIT_BATCHES
@@ -260,11 +279,12 @@ class ZmqEventSubscription:
             socket.ipv6 = "[" in source.publish
             socket.subscribe(source.topic.encode())
             if source.binds == "source":
-                socket.connect(source.publish)
+                socket.connect(_reached(source.publish, self._opened))
             else:
                 socket.bind(source.publish)
-        except zmq.ZMQError as wrong:
+        except (zmq.ZMQError, OSError) as wrong:
             socket.close(linger=0)
+            self._opened.close()
             raise ProtocolError(f"KV events of {source.publish}: {wrong}") from None
         self._reader = _Reader(socket, self._take, _batch)
         self._closed = False
@@ -295,6 +315,7 @@ class ZmqEventSubscription:
             return
         self._closed = True
         self._reader.close()
+        self._opened.close()
         for replay in self._replays:
             replay.fail(RequestTimeout(f"{self._source.publish} was closed"))
 
@@ -315,15 +336,17 @@ class _Replay:
         self._so_far: list[tuple[int, bytes]] = []
         self._size_bytes = 0
         self._complaint = complaint
+        self._opened = ExitStack()
         socket = context.socket(zmq.DEALER)
         try:
             socket.rcvhwm = RECEIVE_LIMIT_BATCHES
             socket.maxmsgsize = BATCH_LIMIT_BYTES
             socket.ipv6 = "[" in endpoint
-            socket.connect(endpoint)
+            socket.connect(_reached(endpoint, self._opened))
             socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.DONTWAIT)
-        except zmq.ZMQError as wrong:
+        except (zmq.ZMQError, OSError) as wrong:
             socket.close(linger=0)
+            self._opened.close()
             raise ProtocolError(f"replay of {endpoint}: {wrong}") from None
         self._reader = _Reader(socket, self._take)
 
@@ -333,6 +356,7 @@ class _Replay:
 
     def close(self) -> None:
         self._reader.close()
+        self._opened.close()
 
     def _take(self, frames: list[bytes]) -> None:
         if self.batches.done():
@@ -352,11 +376,13 @@ class _Replay:
 class ZmqEvents:
     """Opens publishers and subscriptions on one ZMQ context; a context manager that ends it.
 
-    Publishers listen on `host` and tell others to come to `advertise` (the same, if not given).
+    Publishers listen on `host` and tell others to come to `advertise` (the same, if not given); or at sockets in
+    `directory`.
     """
 
-    def __init__(self, host: str = "127.0.0.1", advertise: str = "") -> None:
+    def __init__(self, host: str = "127.0.0.1", advertise: str = "", directory: str = "") -> None:
         self._host = host
+        self._directory = directory
         self._advertise = advertise or host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._malformed = Tally()
@@ -377,7 +403,9 @@ class ZmqEvents:
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> ZmqEventPublisher:
         """Within a running event loop. Raises ConfigError where `host` is not this machine's."""
         ring = EventRing(ring_batches)
-        return ZmqEventPublisher(self._context, self._host, self._advertise, topic, ring, self._malformed)
+        return ZmqEventPublisher(
+            self._context, self._host, self._advertise, topic, ring, self._malformed, self._directory
+        )
 
     def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> ZmqEventSubscription:
         """Within a running event loop. Raises ProtocolError where an endpoint of `source` is none."""
@@ -390,6 +418,12 @@ class ZmqEvents:
 
 def _address(host: str) -> str:
     return "127.0.0.1" if host == "localhost" else host  # ZMQ binds to addresses and interfaces, not to names
+
+
+def _reached(endpoint: str, opened: ExitStack) -> str:
+    """An endpoint to connect to: a socket's path may be longer than the kernel takes. Raises OSError."""
+    path = endpoint.removeprefix(_IPC)
+    return endpoint if path == endpoint else f"{_IPC}{reachable(path, opened)}"
 
 
 def _bracketed(host: str) -> str:

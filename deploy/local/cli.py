@@ -27,7 +27,7 @@ UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-
 """Settings of a worker's table `cuda` that `up` makes itself."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
 WIRING = re.compile(
-    r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|url-file))"
+    r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
     r"|worker-cuda-(gpu|memory-share)"
 )

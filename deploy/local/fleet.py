@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from shared import subjects
 from shared.catalogue import read_entry
-from shared.config import DiscoveryConfig, NatsConfig, load
+from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig, load
 from shared.discovery_backends import open_discovery
 from shared.errors import BusDown, ProtocolError, Unavailable
 from shared.messages import Codec, Instance, ServiceName
@@ -31,6 +31,8 @@ class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
     namespace: str = "default"
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
+    observe: ObserveConfig = ObserveConfig()
+    """For services that join by the same file."""
 
     @property
     def nats_shown(self) -> str:

@@ -115,7 +115,7 @@ class Place(Struct, frozen=True):
 
     @property
     def fleet(self) -> Path:
-        """For whatever joins what runs now: the tables `nats`, with its password, and `discovery` of its settings."""
+        """For whatever joins what runs now: where it finds the others, with the password of NATS."""
         return self.run / "fleet.toml"
 
 
@@ -170,7 +170,9 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
     ) -> None:
         port = observed.pop()
         file = place.run / f"{name}.toml"
-        files[file] = toml({**settings, "observe": {"port": port, "log_level": options.log_level}})
+        files[file] = toml(
+            {**settings, "observe": {"port": port, "events": str(place.run), "log_level": options.log_level}}
+        )
         flags = [f"{flag}={value}" for flag, value in options.more.get(module, ())]
         arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
         program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
@@ -188,7 +190,10 @@ def plan(options: Options, place: Place, ports: list[int], *, python: str, cores
             },
         }
 
-    files[place.fleet] = toml({name: table for name, table in common().items() if isinstance(table, Mapping)})
+    wiring = common()
+    files[place.fleet] = toml(
+        {"nats": wiring["nats"], "discovery": wiring["discovery"], "observe": {"events": str(place.run)}}
+    )
     if not options.nats:
         files[place.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_access(password)
         launches.append(

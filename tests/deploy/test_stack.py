@@ -229,6 +229,15 @@ def test_services_and_what_joins_them_know_the_password_of_nats_and_no_argument_
     assert not any(PASSWORD in argument for launch in stack.launches for argument in launch.arguments)
 
 
+def test_kv_events_are_published_at_sockets_in_the_run_directory_also_by_what_joins(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30)))
+    for name in ("worker-0", "fleet"):
+        assert load(
+            WorkerConfig, file=settings(stack, name, tmp_path), environ={"HEADRACE_MODEL": "m"}
+        ).observe.events == str(PLACE.run)
+    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).observe.events == str(PLACE.run)
+
+
 def test_etcd_listens_at_sockets_in_the_run_directory_alone() -> None:
     stack = planned(OPTIONS)
     (etcd,) = (launch for launch in stack.launches if launch.program.name == "etcd")

@@ -61,9 +61,7 @@ async def main():
         etcd = "connected"
     except OSError as wrong:
         etcd = wrong.strerror
-    listening = sorted({int(line.split()[1].split(":")[1], 16) for line in open("/proc/net/tcp").readlines()[1:]
-                        if line.split()[3] == "0A" and line.split()[1].startswith("0100007F")})
-    print(json.dumps({"models": models, "answer": answer, "files": files, "etcd": etcd, "listening": listening}))
+    print(json.dumps({"models": models, "answer": answer, "files": files, "etcd": etcd}))
 
 
 asyncio.run(main())
@@ -122,10 +120,22 @@ def test_no_file_of_the_run_directory_can_be_read(seen: dict[str, Any]) -> None:
 
 def test_etcd_cannot_be_reached(up: Up, seen: dict[str, Any]) -> None:
     assert seen["etcd"] == "Permission denied"
-    etcd = up.pid("etcd")
-    inodes = {str(each.readlink()) for each in Path(f"/proc/{etcd}/fd").iterdir()}
-    tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    assert not [fields for fields in tcp if f"socket:[{fields[9]}]" in inodes], "etcd has no TCP socket at all"
+    assert ports(up.pid("etcd")) == set(), "it listens at no port"
+
+
+def ports(pid: int) -> set[int]:
+    """TCP ports where a process listens."""
+    inodes = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    mine = [line for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
+    return {int(line[1].rpartition(":")[2], 16) for line in mine}
+
+
+def test_a_worker_listens_at_no_port_but_that_of_its_metrics(up: Up) -> None:
+    observe = up.record["programs"]["worker-0"]["observe"]
+    assert ports(up.pid("worker-0")) == {int(observe.rpartition(":")[2])}
 
 
 def test_no_command_line_shows_the_password_of_nats(up: Up) -> None:

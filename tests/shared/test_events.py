@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +16,16 @@ from shared.zmq_events import ZmqEvents
 DEADLINE_S = 60.0
 
 
-@pytest.fixture(params=["memory", "zmq"])
-def events(request: pytest.FixtureRequest) -> Iterator[Events]:
+@pytest.fixture(params=["memory", "zmq", "sockets", "sockets of long names"])
+def events(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Events]:
+    directory = tmp_path / ("d" * (120 if "long" in request.param else 1))
+    directory.mkdir()
     if request.param == "memory":
         yield MemoryEvents(MemoryBroker())
     else:
-        with ZmqEvents() as opened:
+        with ZmqEvents(directory=str(directory) if "sockets" in request.param else "") as opened:
             yield opened
+    assert not list(directory.iterdir()), "no socket is left"
 
 
 class Batches:
