@@ -33,20 +33,20 @@ class Vitals:
         self._judge: Callable[[], Sequence[str]] | None = None
         self.also: Callable[[], dict[str, list[str]]] = dict
         """What /health says beside."""
-        self._draining = False
+        self._draining: Callable[[], str] | None = None
         self.progress = 0
         """The engine's step count, where there is an engine; goes into Pong."""
 
     @property
     def reasons(self) -> Sequence[str]:
         """Why it is not ready; empty: it is."""
-        if self._draining:
-            return ["draining"]
+        if self._draining is not None:
+            return [self._draining()]
         return self._reasons if self._judge is None else self._judge()
 
-    def drain(self) -> None:
-        """The process was asked to end: it is never ready again."""
-        self._draining = True
+    def drain(self, waits_for: Callable[[], str] = lambda: "draining") -> None:
+        """The process was asked to end: it is never ready again, and says what it waits for."""
+        self._draining = waits_for
 
     def ask(self, reasons: Callable[[], Sequence[str]], also: Callable[[], dict[str, list[str]]]) -> None:
         """From now on these tell, at each look, instead of `ready` and `unready`."""

@@ -42,6 +42,7 @@ from shared.errors import ConfigError
 PROBE_EVERY_S = 0.1
 LOG_LIMIT_BYTES = 64 << 20
 LOG_CHECK_S = 60.0
+DRAIN_TOLD_S = 3.0
 LINES_SHOWN = 10
 """Of the log of a program that cannot work."""
 
@@ -124,7 +125,8 @@ class Shell:
             loop.add_signal_handler(number, self.stop)
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(self._announce()), tasks.create_task(self._bound_logs())]
+                works = (self._announce(), self._bound_logs(), self._tell_drains())
+                beside = [tasks.create_task(work) for work in works]
                 status = await self._supervise(tasks)
                 for task in beside:
                     task.cancel()
@@ -268,6 +270,18 @@ end it:  Ctrl-C
             file=sys.stderr,
             flush=True,
         )
+
+    async def _tell_drains(self) -> None:
+        """What programs that drain wait for, once they say it, and seldom what has changed."""
+        told: dict[str, str] = {}
+        while True:
+            await asyncio.sleep(DRAIN_TOLD_S)
+            for name, launch in self._launches.items():
+                if launch.observe and self._supervisor.state(name) == "stopping":
+                    _, reason = await _health(launch)
+                    if reason not in ("", "draining", told.get(name)):
+                        told[name] = reason
+                        self._terminal.notice(f"  {name}: {reason}")
 
     async def _bound_logs(self) -> None:
         """Logs are written by the children themselves, appending; at the bound the older part is kept as one file."""

@@ -85,7 +85,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                 yield http
             finally:
                 await nats.stop()  # before it refuses: what it is asked until then could have gone to another one
-                runtime.vitals.drain()
+                runtime.vitals.drain(partial(_left, requests, config.limits.drain_s))
                 await port.notice()
                 try:
                     async with asyncio.timeout(config.limits.drain_s):
@@ -103,6 +103,12 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                     await registering.result().close()
                 else:
                     registering.cancel()
+
+
+def _left(requests: Frontend, limit_s: float) -> str:
+    """What a frontend that drains waits for."""
+    count = len(requests.admission.places)
+    return f"{count} {'request runs' if count == 1 else 'requests run'}, up to {limit_s:g} s" if count else "draining"
 
 
 def _parsers(config: FrontendConfig, model: str) -> Parsers:

@@ -122,6 +122,42 @@ async def test_what_is_not_needed_may_have_a_wrong_configuration(
     assert "\nwithout kvbm: a pool of 1.0 GiB has no room\n" in f"\n{said[1]}"
 
 
+SLOW_TO_DRAIN = """
+import signal, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b'{"reasons": ["1 request runs, up to 20 s"]}')
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+async def test_what_a_program_that_drains_waits_for_is_said_once(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    arguments = (sys.executable, "-c", SLOW_TO_DRAIN, str(port))
+    slow = Launch(Program("frontend", 0, 1000.0), arguments, f"http://127.0.0.1:{port}")
+    shell = Shell(Stack((slow,), {}, "", "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: not servers.is_free(port))
+    shell.stop()
+    said = ""
+
+    def is_told() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "draining\n" in said and "up to 20 s" in said.partition("draining\n")[2]
+
+    await until(is_told)
+    shell.stop()
+    assert await running == 0
+    assert said.partition("draining\n")[2].count("up to 20 s") == 1
+
+
 async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
     began = place.home / "began"
     stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=1000.0)

@@ -74,6 +74,7 @@ from shared.messages import (
     TokenLogprob,
 )
 from shared.messaging import Bus, Message, Subscription
+from shared.observe import Vitals
 
 NAMESPACE = "test"
 MODEL = "tiny/model-1.0"
@@ -335,6 +336,7 @@ class World:
         self.workers = [ScriptedWorker(new(name), name) for name in ("w1", "w2")]
         self.registrations: dict[str, Registration] = {}
         self.registry = CollectorRegistry()
+        self.vitals = Vitals()
         self.bus = MemoryBus(broker)
         """The frontend's, where it is not connected to NATS itself."""
         self.serving: Bus = self.bus if connected is None else connected("f1")
@@ -467,6 +469,7 @@ def _runtime(w: World, tasks: asyncio.TaskGroup) -> Runtime:
         registry=w.registry,
         tasks=tasks,
         stopping=asyncio.Event(),
+        vitals=w.vitals,
     )
 
 

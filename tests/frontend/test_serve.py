@@ -52,6 +52,21 @@ async def test_a_stream_that_ends_within_the_drain_is_whole(directory: Path) -> 
         await drained
 
 
+async def test_a_frontend_that_drains_says_how_many_requests_it_waits_for(directory: Path) -> None:
+    async with streaming(directory, DEADLINE_S) as (w, frontend, response):
+        [generate] = w.workers[0].generates.all
+        drained = asyncio.create_task(frontend.aclose())
+        reasons: list[str] = []
+        async with asyncio.timeout(DEADLINE_S):
+            while "request" not in "".join(reasons):
+                reasons = list(w.vitals.reasons)
+                await asyncio.sleep(0)
+        assert reasons == [f"1 request runs, up to {DEADLINE_S:g} s"]
+        await w.workers[0].send(generate, 1, [2], "stop")
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await drained
+
+
 async def test_a_request_whose_body_comes_after_the_drain_is_over_is_told_so(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

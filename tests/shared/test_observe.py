@@ -27,6 +27,8 @@ def test_a_process_that_drains_is_never_ready_again() -> None:
     vitals.drain()
     vitals.ready()
     assert vitals.reasons == ["draining"]
+    vitals.drain(lambda: "2 requests run")
+    assert vitals.reasons == ["2 requests run"]
 
 
 def test_a_socket_at_any_address_is_advertised_by_the_machines_name() -> None:
