@@ -1,5 +1,5 @@
 """Whether the services of an `up` would start as they are configured: each is asked itself, with `--check`, before
-anything is fetched or started. Deployment imports no service, and a policy is somebody's module."""
+anything is fetched or started. Deployment imports no service, and a policy may be a module of the user's."""
 
 from __future__ import annotations
 

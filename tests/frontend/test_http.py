@@ -569,7 +569,7 @@ async def test_without_workers_it_is_503_with_reasons_and_heals(directory: Path)
             assert response.status == 200
 
 
-async def test_the_version_is_told_as_vllm_does(directory: Path) -> None:
+async def test_the_version_is_answered_as_vllm_answers_it(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (_, http), http.get("/version") as response:
         assert (response.status, await response.json()) == (200, {"version": VERSION})
 

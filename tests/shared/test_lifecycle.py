@@ -249,7 +249,7 @@ async def test_wrong_settings_are_one_line_and_2(
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reason"),
     [
         (("--check",), ""),
         (("--check", "--mode", "model"), "model.safetensors: torn"),
@@ -259,12 +259,12 @@ async def test_wrong_settings_are_one_line_and_2(
     ],
 )
 async def test_a_service_that_is_asked_to_check_starts_nothing(
-    tmp_path: Path, flags: tuple[str, ...], told: str
+    tmp_path: Path, flags: tuple[str, ...], reason: str
 ) -> None:
     async with started(tmp_path, "--nats-url", "nats://127.0.0.1:1", *flags) as child:
-        assert await child.ended() == (EXIT_SETTINGS if told else 0)
-    assert told in child.log
-    assert child.log.count("\n") == bool(told)
+        assert await child.ended() == (EXIT_SETTINGS if reason else 0)
+    assert reason in child.log
+    assert child.log.count("\n") == bool(reason)
     assert not (tmp_path / "url").exists()
 
 
