@@ -55,7 +55,7 @@ _EXPLAINED: Mapping[int, Mapping[str, str]] = {
     401: {"WWW-Authenticate": "Bearer"},
     415: {"Accept-Encoding": "identity"},
 }
-"""What a status should be told with: RFC 9110."""
+"""The header that RFC 9110 wants with a status."""
 
 
 def failure(status: int, message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Failure:

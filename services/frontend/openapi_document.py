@@ -38,7 +38,7 @@ _REFUSED = {
 _OF_BODIES = ("400", "404", "408", "413", "415", "417", "429", "500", "503", "504")
 _AGAIN = ("429", "503")
 """Those that say when to come back."""
-_TOLD_WITH = {"401": ("WWW-Authenticate",), "415": ("Accept-Encoding",)}
+_EXPLAINED_BY = {"401": ("WWW-Authenticate",), "415": ("Accept-Encoding",)}
 
 
 @lru_cache
@@ -220,7 +220,7 @@ def _refusals(statuses: tuple[str, ...], *, keys: bool) -> dict[str, Schema]:
 
 
 def _refusal(status: str, *, keys: bool) -> Schema:
-    names = ("Retry-After",) if status in _AGAIN else _TOLD_WITH.get(status, ())
+    names = ("Retry-After",) if status in _AGAIN else _EXPLAINED_BY.get(status, ())
     return {
         "description": _REFUSED[status],
         "headers": _headers(names, keys=keys and status != "401"),

@@ -93,7 +93,7 @@ def objection(tried: Tried) -> str:
             except InvalidRequest as wrong:  # it may refuse a conversation
                 if isinstance(wrong.__context__, MemoryError):
                     return _TOO_MUCH
-    except ModelError as wrong:  # told when it is loaded
+    except ModelError as wrong:  # its loading says so
         return _TOO_MUCH if isinstance(wrong.__context__, MemoryError) else ""
     return ""
 

@@ -69,7 +69,7 @@ def test_a_model_with_such_a_template_is_not_loaded_whichever_of_its_templates_i
     load_model(card_of(copy), with_template(copy, REAL))
 
 
-def test_a_template_that_does_not_compile_is_told_by_who_loads_it(copy: Path) -> None:
+def test_a_template_that_does_not_compile_is_an_error_of_its_loading(copy: Path) -> None:
     check("{% for %}", {})
     with pytest.raises(ModelError, match="line 1"):
         load_model(card_of(copy), with_template(copy, "{% for %}"))

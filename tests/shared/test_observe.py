@@ -50,7 +50,7 @@ async def test_a_service_may_serve_the_paths_itself() -> None:
             assert "headrace_answers 42.0" in await answer.text()
 
 
-async def test_a_body_that_nobody_reads_is_not_decompressed_either() -> None:
+async def test_a_body_that_no_path_reads_is_not_decompressed_either() -> None:
     """It would be in the event loop: a few MB stop it for seconds. One that is no gzip would end the connection."""
     async with serving(ObserveConfig(port=free_port()), Vitals(), CollectorRegistry()) as url:
         where = urlsplit(url)
