@@ -20,7 +20,7 @@ from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, W
 
 PENDING_LIMIT = 65_536
 """Of a subscription."""
-QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.05, frozen_s=3.0)
+QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.5, frozen_s=3.0)
 COUNT: Any = [{"role": "user", "content": "count"}]
 
 
@@ -116,7 +116,7 @@ async def test_a_request_whose_engine_stands_still_goes_on_at_another_worker(dir
 
 
 async def test_a_request_whose_worker_died_goes_on_before_its_lease_is_over(directory: Path) -> None:
-    async with world(directory, limits=LimitsConfig(drain_s=0.0, quiet_s=0.05, frozen_s=60.0)) as w:
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, quiet_s=0.5, frozen_s=60.0)) as w:
 
         async def it_dies(_offered: Generate) -> None:
             await w.workers[0].die()

@@ -20,7 +20,7 @@ from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import STEP_FRAME, Cancel, Generate, Part, StepFrame, StreamState
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
-QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.1, frozen_s=5.0)
+QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.5, frozen_s=5.0)
 COUNT: Any = [{"role": "user", "content": "count"}]
 TEXT = "one two three"
 END = 2
@@ -223,7 +223,7 @@ async def test_a_worker_that_does_not_send_again_is_not_asked_for_ever(directory
 
 
 async def test_an_attempt_that_streamed_and_then_brings_nothing_goes_on_elsewhere(directory: Path) -> None:
-    limits = LimitsConfig(drain_s=0.0, quiet_s=0.1, stall_s=0.5)
+    limits = LimitsConfig(drain_s=0.0, quiet_s=0.5, stall_s=2.0)
     async with world(directory, limits=limits) as w:
         worker = w.workers[0]
 
@@ -238,7 +238,7 @@ async def test_an_attempt_that_streamed_and_then_brings_nothing_goes_on_elsewher
 
 
 async def test_a_first_token_that_does_not_come_in_time_is_504_over_all_attempts(directory: Path) -> None:
-    limits = LimitsConfig(drain_s=0.0, quiet_s=0.1, stall_s=0.2, first_token_s=5.0)
+    limits = LimitsConfig(drain_s=0.0, quiet_s=0.5, stall_s=2.0, first_token_s=5.0)
     async with world(directory, limits=limits) as w, clients(w) as (client, _):
         for worker in w.workers:
             worker.output = None
@@ -255,7 +255,7 @@ async def test_a_first_token_that_does_not_come_in_time_is_504_over_all_attempts
 
 
 async def test_a_worker_thawed_after_its_request_went_elsewhere_mixes_into_nothing(directory: Path) -> None:
-    limits = LimitsConfig(drain_s=0.0, quiet_s=0.1, stall_s=0.3)
+    limits = LimitsConfig(drain_s=0.0, quiet_s=0.5, stall_s=2.0)
     async with world(directory, limits=limits) as w:
         old, new = w.workers
         tokens = [*w.ids(TEXT), END]
