@@ -78,7 +78,7 @@ def test_nothing_is_stopped_while_another_container_of_the_service_is_sick(here:
     assert not (here / "said").exists()
 
 
-@pytest.mark.parametrize("service", ["kvbm", "nobody"])
+@pytest.mark.parametrize("service", ["kvbm", "unknown"])
 def test_a_service_that_has_no_second_container_is_left_alone(here: Path, service: str) -> None:
     status, said = roll(here, service)
     assert status == 1

@@ -181,7 +181,7 @@ async def test_a_frontend_that_ends_tells_balancers_and_serves_until_its_delay_i
         one.send_signal(signal.SIGTERM)
         await says(url, "draining")
         closes = False
-        while not closes:  # the process is told to leave NATS first
+        while not closes:  # the process leaves NATS first
             async with aiohttp.ClientSession(url) as http, http.get("/v1/models") as response:
                 assert response.status == 200
                 closes = response.headers.get("Connection") == "close"
