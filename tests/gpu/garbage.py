@@ -67,10 +67,12 @@ def _an_exception_that_its_own_frame_holds(memory: DeviceMemory) -> None:
 def _an_array_that_there_is_no_room_for(memory: DeviceMemory) -> None:
     def fail() -> None:
         arrays = [cp.zeros(SIZE)]
+        kept = None
         try:
             arrays.append(cp.empty(1 << 50, cp.uint8))
         except DeviceMemoryExhausted as wrong:
             kept = wrong
+        assert kept is not None
         assert kept.__traceback__ is not None
 
     with cp.cuda.using_allocator(memory.allocator()), stream():

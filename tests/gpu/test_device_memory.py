@@ -189,7 +189,7 @@ def test_threads_allocate_free_and_read_statistics_at_once(cupy: Any) -> None:
                     wrong.append(f"thread {number}, round {turn}")
             own.synchronize()
 
-    def read_statistics(_number: int) -> None:
+    def read_statistics(number: int) -> None:
         for _ in range(rounds):
             told = memory.statistics()
             if not 0 <= told.allocations <= told.allocated:
