@@ -9,6 +9,8 @@ A deck holds every kind of fault once; it is shuffled, played to its end, and sh
     hang     nothing passes on them for `for_s`, and then all that was sent meanwhile
     kill with kvbm   the block store dies in the same moment, in the middle of what both are copying
     damage disk      kvbm is killed, bits of its files on disk change, and it starts again
+    damage pool      kvbm is killed, its pool is no pool any more, and it starts again
+    damage memory    bits of the blocks in kvbm's memory change while everything runs; engines compare checksums
     damage keys      a frontend's file of API keys is no such file for `for_s`, and then what it was
 """
 
@@ -32,6 +34,8 @@ Kind = Literal[
     "sever etcd",
     "hang etcd",
     "damage disk",
+    "damage pool",
+    "damage memory",
     "damage keys",
 ]
 
@@ -45,6 +49,8 @@ DECK: tuple[tuple[Kind, Target], ...] = (
     ("kill with kvbm", "engine"),
     ("freeze", "engine"),
     ("damage disk", "kvbm"),
+    ("damage pool", "kvbm"),
+    ("damage memory", "kvbm"),
     ("damage keys", "frontend"),
     ("kill", "nats"),
     ("restart", "nats"),
@@ -75,7 +81,7 @@ class Fault(Struct, frozen=True):
     def name(self) -> str:
         """As people read it."""
         which = self.target if self.target in ALONE else f"{self.target} {self.number}"
-        lasting = "" if self.kind in ("restart", "wipe") else f" for {self.for_s:g} s"
+        lasting = "" if self.kind in ("restart", "wipe", "damage memory") else f" for {self.for_s:g} s"
         if self.kind == "kill with kvbm":
             return f"kill {which} and kvbm{lasting}"
         kind, _, of = self.kind.partition(" ")

@@ -20,11 +20,12 @@ from msgspec import Struct
 from deploy.local import servers
 from deploy.local.stack import Value, toml
 from services.worker.config import Device
-from shared import subjects
+from shared import pool_format, subjects
 from shared.discovery import Discovery
 from shared.errors import DiscoveryDown
 from shared.etcd_discovery import EtcdDiscovery
 from shared.messages import INSTANCE, JSON_HEADER
+from shared.pool_format import Geometry
 from tests.chaos.clients import MODEL
 from tests.chaos.plan import ALONE, SERVICES, Target
 from tests.chaos.program import START_LIMIT_S, Program, children
@@ -84,6 +85,7 @@ class Stack:
         self._detection = detection
         self._device: Device = device
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_LIMIT_S))
+        self._pool = directory / "pool" / "pool"
         self._model = write_tiny_model(directory / MODEL)
         self._nats_port, self._etcd_port = self._servers()
         self._discovery: Discovery = EtcdDiscovery((f"127.0.0.1:{self._etcd_port}",))
@@ -133,13 +135,16 @@ class Stack:
     def damage_disk(self, draw: Random) -> None:
         """While kvbm is down: every file of blocks has 0 to 200 bits turned."""
         for file in sorted((self._directory / "disk").rglob("segment-*")):
-            with file.open("r+b") as blocks:
-                size_bytes = blocks.seek(0, 2)
-                for _ in range(draw.randrange(200) if size_bytes else 0):
-                    at = blocks.seek(draw.randrange(size_bytes))
-                    [byte] = blocks.read(1)
-                    blocks.seek(at)
-                    blocks.write(bytes([byte ^ 1 << draw.randrange(8)]))
+            _turn_bits(file, draw.randrange(200), 0, draw)
+
+    def damage_pool(self) -> None:
+        """While kvbm is down: nothing that maps the file notices."""
+        with self._pool.open("r+b") as pool:
+            pool.write(bytes(pool_format.HEADER_BYTES))
+
+    def damage_memory(self, draw: Random) -> None:
+        """Of the blocks alone."""
+        _turn_bits(self._pool, 20_000, Geometry.of(self._pool.stat().st_size).slots_at, draw)
 
     def keys_file(self, frontend: str) -> Path:
         """The one of API keys."""
@@ -255,10 +260,10 @@ class Stack:
             settings["load"] = _given(frozen_s=found.frozen_s)
             return settings
         if service == "kvbm":
-            settings["pool"] = {"directory": str(self._directory / "pool"), "size_bytes": POOL_BYTES}
+            settings["pool"] = {"directory": str(self._pool.parent), "size_bytes": POOL_BYTES}
             settings["disk"] = {"directory": str(self._directory / "disk"), "limit_bytes": 1 << 26, "min_free_bytes": 0}
             return settings
-        settings["kvbm"] = {"pool": str(self._directory / "pool"), "wait_s": 1.0}
+        settings["kvbm"] = {"pool": str(self._pool.parent), "wait_s": 1.0, "checksums": True}
         settings |= {"model": str(self._model), "cache": str(self._directory / "models"), "threads": 1}
         if self._device == "cuda":
             settings |= {"device": "cuda", "cuda": CUDA}
@@ -276,6 +281,17 @@ class Stack:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+
+def _turn_bits(file: Path, count: int, first: int, draw: Random) -> None:
+    """From the byte `first` on; one that is empty stays."""
+    with file.open("r+b") as damaged:
+        end = damaged.seek(0, 2)
+        for _ in range(count if end > first else 0):
+            at = damaged.seek(draw.randrange(first, end))
+            [byte] = damaged.read(1)
+            damaged.seek(at)
+            damaged.write(bytes([byte ^ 1 << draw.randrange(8)]))
 
 
 def _given(**settings: float | None) -> dict[str, Value]:

@@ -224,6 +224,7 @@ class Storm:
             else f"{'worker' if fault.target == 'engine' else fault.target} {fault.number}"
         )
         program = stack.programs[name]
+        damage = Random(f"damage {self._settings.seed} {len(self._faults)}")
         match fault.kind:
             case "kill" if fault.target == "engine":
                 await self._kill_engine(name)
@@ -255,12 +256,17 @@ class Storm:
                 await (link.sever() if kind == "sever" else link.hang())
                 await asyncio.sleep(fault.for_s)
                 await link.mend()
-            case "damage disk":
+            case "damage disk" | "damage pool":
                 await program.kill()
                 happened.done_s = self._now()
-                stack.damage_disk(Random(f"damage {self._settings.seed} {len(self._faults)}"))
+                if fault.kind == "damage disk":
+                    stack.damage_disk(damage)
+                else:
+                    stack.damage_pool()
                 await asyncio.sleep(fault.for_s)
                 await program.start()
+            case "damage memory":
+                stack.damage_memory(damage)
             case "damage keys":
                 file = stack.keys_file(name)
                 file.write_text("no keys at all, and no TOML", encoding="utf-8")

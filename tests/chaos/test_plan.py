@@ -68,4 +68,4 @@ def test_a_fault_is_named_as_people_read_it() -> None:
     names = {fault.name for fault in islice(faults(1, 1, (2.0,)), len(DECK))}
     assert {"kill worker 0 for 2 s", "restart nats", "wipe etcd", "sever nats of frontend 0 for 2 s"} <= names
     assert {"freeze kvbm for 2 s", "kill engine 0 and kvbm for 2 s"} <= names
-    assert {"damage disk of kvbm for 2 s", "damage keys of frontend 0 for 2 s"} <= names
+    assert {"damage disk of kvbm for 2 s", "damage keys of frontend 0 for 2 s", "damage memory of kvbm"} <= names
