@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import cli
+from deploy.local.stack import toml
 from tests.servers import nats_server
 
 PASSWORD = 'authorization { users = [{ user: "services", password: "secret" }] }'
@@ -30,7 +31,9 @@ def test_a_nats_that_refuses_the_user_is_shown_with_the_settings_that_name_one(
     with nats_server(tmp_path, PASSWORD) as server:
         record = tmp_path / "state" / "run" / "up.json"
         record.parent.mkdir(parents=True)
-        record.write_text(json.dumps({"nats": server.url, "etcd": "", "discovery": str(tmp_path / "discovery")}))
+        record.write_text(json.dumps({"nats": server.url}))
+        files = {"backend": "file", "path": str(tmp_path / "discovery")}
+        record.with_name("fleet.toml").write_text(toml({"nats": {"url": server.url}, "discovery": files}))
         assert cli.main(["status", "--state", str(tmp_path / "state")]) == 0
         said = capsys.readouterr().out
     assert f"NATS at {server.url} refuses {who}" in said
