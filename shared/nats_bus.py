@@ -58,7 +58,8 @@ _log = logging.getLogger(__name__)
 async def connect(config: NatsConfig, name: str, refused: Callable[[str], None] = lambda _why: None) -> NatsBus:
     """A bus that is connected; waits for NATS as long as it takes. `name` shows in NATS's monitoring.
 
-    `refused` hears, for each connection that could not be made, why NATS refused it; an empty text: it did not.
+    Until there was a connection, `refused` hears for each one that could not be made why NATS refused it; an empty
+    text: it did not.
 
     Raises ConfigError where the URL is none.
     """
@@ -363,7 +364,8 @@ class NatsBus:
     def _complain(self, wrong: Exception) -> None:
         """A connection could not be made; said at once and then every few seconds."""
         refused = refusal(wrong, self._config)
-        self._refused(refused)
+        if not self.connections:
+            self._refused(refused)
         now = asyncio.get_running_loop().time()
         if now - self._complained_at < COMPLAIN_INTERVAL_S:
             return

@@ -208,6 +208,18 @@ async def test_a_process_without_nats_is_live_and_says_what_it_waits_for(tmp_pat
         assert await child.ended() == 0
 
 
+async def test_a_process_that_was_ready_is_so_again_after_nats_refused_connections_for_a_while(tmp_path: Path) -> None:
+    with nats_server(tmp_path) as server:
+        async with started(tmp_path, "--nats-url", server.url) as child:
+            await ready(tmp_path)
+            server.kill()
+            await child.logged("waiting for NATS")
+            await asyncio.to_thread(server.start)
+            await ready(tmp_path)
+            child.process.send_signal(signal.SIGTERM)
+            assert await child.ended() == 0
+
+
 async def test_a_process_that_still_waits_for_nats_ends_when_asked(tmp_path: Path) -> None:
     async with started(tmp_path, "--nats-url", f"nats://127.0.0.1:{free_port()}") as child:
         await child.logged("waiting for NATS")
