@@ -57,11 +57,17 @@ def test_a_kvbm_that_cannot_start_says_why(
     assert words in told
 
 
-def test_a_kvbm_of_another_size_does_not_take_the_pool_from_engines_that_live(folder: Path, nats_url: str) -> None:
+def test_a_kvbm_of_another_size_makes_a_new_pool_and_leaves_the_former_one_to_engines_that_live(
+    folder: Path, nats_url: str
+) -> None:
     HostPool.open(folder / "pool", 1 << 20).close()
+    former = (folder / "pool" / "pool").open("rb")
     lock = hold_owner(folder / "pool", "engine")
-    flags = ("--pool-directory", str(folder / "pool"), "--pool-size-bytes", str(2 << 20))
-    assert "engine" in refusal("kvbm", nats_url, folder, *flags)
+    with former, fleet(folder, nats_url, *Machine.where(folder)) as processes:
+        Machine(processes, folder, folder, 2 << 20).start_kvbm()
+        processes.wait_ready()
+        assert (folder / "pool" / "pool").stat().st_size == 2 << 20
+        assert os.fstat(former.fileno()).st_size == 1 << 20
     lock.close(delete=True)
 
 
