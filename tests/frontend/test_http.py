@@ -561,6 +561,7 @@ async def test_without_workers_it_is_503_with_reasons_and_heals(directory: Path)
         w.say("here")
         assert (await client.chat.completions.create(model=MODEL, messages=HELLO)).choices[0].message.content == "here"
         await w.leave("w1")
+        await w.until("/health", lambda said: said["reasons"] == ["no worker is there"])  # the owner is asked first
         assert await health(http) == (503, ["no worker is there"])
         with pytest.raises(openai.InternalServerError) as error:
             await client.chat.completions.create(model=MODEL, messages=HELLO)
