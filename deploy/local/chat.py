@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import ssl
 import sys
 from collections.abc import Iterator
 from http import HTTPStatus
+from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -82,19 +84,27 @@ def _open(url: str, api_key: str, method: str, path: str, body: bytes | None = N
         answer = connection.getresponse()
     except ssl.SSLCertVerificationError as wrong:
         connection.close()
-        raise ChatError(f"{url}: {wrong.verify_message}; SSL_CERT_FILE names a file with who is trusted") from None
+        raise ChatError(f"{url}: {wrong.verify_message}; {_trust_hint()}") from None
     except OSError as wrong:
         connection.close()
         raise ChatError(
-            f"nobody answers at {url}: {wrong.strerror or wrong}; does `./headrace up` run? (--state)"
+            f"nothing answers at {url}: {wrong.strerror or wrong}; does `./headrace up` run? (--state)"
         ) from None
     if answer.status != 200:
         text = answer.read(LINE_LIMIT_BYTES)
         connection.close()
         message = _message(text) or f"status {answer.status} from {url}{path}"
         keyless = answer.status == HTTPStatus.UNAUTHORIZED
-        raise ChatError(f"{message}{'; ' + KEY_HINT if keyless else ''}")
+        raise ChatError(f"{message.rstrip('.') + '; ' + KEY_HINT if keyless else message}")
     return answer
+
+
+def _trust_hint() -> str:
+    """A file that is not there is no error of OpenSSL's: it then trusts no certificate."""
+    named = os.environ.get("SSL_CERT_FILE", "")
+    if named and not Path(named).is_file():
+        return f"SSL_CERT_FILE names {named}, and there is no such file"
+    return "SSL_CERT_FILE names a file with the certificates to trust"
 
 
 def _message(text: bytes) -> str:

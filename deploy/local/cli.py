@@ -237,7 +237,10 @@ def _fleet(flags: argparse.Namespace, place: Place) -> Iterator[FleetConfig]:
 
     running = _running(place)
     if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
-        raise ConfigError(f"no `up` runs with --state {place.home}; --etcd and --nats name a fleet of another kind")
+        raise ConfigError(
+            f"no `up` runs with --state {place.home}; `./headrace up` starts one, "
+            "and --etcd and --nats name servers that run without it"
+        )
     if not running or flags.nats not in (
         "",
         running.get("nats"),

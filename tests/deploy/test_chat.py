@@ -85,7 +85,7 @@ def test_the_answer_goes_to_stdout_and_the_usage_to_stderr(peer: Peer, capsys: p
 
 def test_a_frontend_that_asks_for_a_key_is_answered_with_how_to_give_one(peer: Peer) -> None:
     peer.status, peer.body = 401, json.dumps({"error": {"message": "You didn't provide an API key."}}).encode()
-    with pytest.raises(ChatError, match=r"You didn't provide an API key\.; --api-key-file FILE .* OPENAI_API_KEY"):
+    with pytest.raises(ChatError, match=r"You didn't provide an API key; --api-key-file FILE .* OPENAI_API_KEY"):
         chat(peer.url, "Where?", model="tiny")
 
 
@@ -113,18 +113,37 @@ def test_no_model_yet_is_said(peer: Peer) -> None:
         chat(peer.url, "Where?")
 
 
-def test_nobody_there_is_said_with_what_to_do() -> None:
-    with pytest.raises(ChatError, match=r"nobody answers at .*headrace up"):
+def test_a_server_that_does_not_run_is_said_with_what_to_do() -> None:
+    with pytest.raises(ChatError, match=r"nothing answers at .*headrace up"):
         chat("http://127.0.0.1:1/v1", "Where?")
 
 
-def test_a_certificate_that_nobody_trusts_is_said_with_what_to_do(peer: Peer) -> None:
+@pytest.fixture
+def self_signed(peer: Peer) -> str:
+    """The URL of the peer, which speaks TLS."""
     certificates = Path(__file__).parents[1] / "frontend" / "certificates"
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates / "one.pem", certificates / "one.key")
     peer.server.socket = tls.wrap_socket(peer.server.socket, server_side=True)
-    with pytest.raises(ChatError, match=r"self-signed certificate; SSL_CERT_FILE names"):
-        chat(peer.url.replace("http:", "https:"), "Where?")
+    return peer.url.replace("http:", "https:")
+
+
+def test_a_certificate_that_is_not_trusted_is_said_with_what_to_do(
+    self_signed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with pytest.raises(ChatError, match=r"self-signed certificate; SSL_CERT_FILE names a file with the certificates"):
+        chat(self_signed, "Where?")
+
+
+def test_a_file_of_trusted_certificates_that_is_not_there_is_said(
+    self_signed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "typo.pem"))
+    with pytest.raises(
+        ChatError, match=r"self-signed certificate; SSL_CERT_FILE names .*typo\.pem, and there is no such file"
+    ):
+        chat(self_signed, "Where?")
 
 
 def test_a_key_is_shown_where_there_is_one(peer: Peer) -> None:
