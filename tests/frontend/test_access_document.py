@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import msgspec
@@ -47,3 +48,11 @@ def test_every_setting_it_names_exists() -> None:
     known |= {f"access.{field.name}" for field in msgspec.structs.fields(AccessConfig)}
     named = set(re.findall(r"`((?:http|access)\.[a-z_]+)", DOCUMENT))
     assert {"access.keys_file", "http.cors_origins", "http.header_s"} <= named <= known
+
+
+def test_git_ignores_the_secrets_that_the_document_has_its_reader_write() -> None:
+    written = re.findall(r"(?:>> |into |-keyout |-out )([a-z]+\.(?:toml|key|pem))", DOCUMENT)
+    assert {"keys.toml", "alice.key", "tls.key", "tls.pem"} <= set(written)
+    ignored = (Path(__file__).parents[2] / ".gitignore").read_text(encoding="utf-8").splitlines()
+    patterns = [line.removeprefix("/") for line in ignored if line.startswith("/")]
+    assert [name for name in written if not any(fnmatch(name, pattern) for pattern in patterns)] == []
