@@ -294,10 +294,11 @@ async def test_an_address_that_is_not_this_machines_is_a_config_error() -> None:
         events.open_publisher()
 
 
-async def test_an_endpoint_that_is_none_is_a_protocol_error(events: ZmqEvents) -> None:
+@pytest.mark.parametrize("nonsense", ["nonsense", "ipc:///no/such/" + "x" * 120, "ipc:///tmp/\0/" + "x" * 120])
+async def test_an_endpoint_that_is_none_is_a_protocol_error(events: ZmqEvents, nonsense: str) -> None:
     with pytest.raises(ProtocolError):
-        events.subscribe(EventSource("nonsense", ""), Batches().receive)
-    subscription = events.subscribe(EventSource("tcp://127.0.0.1:9", "nonsense"), Batches().receive)
+        events.subscribe(EventSource(nonsense, ""), Batches().receive)
+    subscription = events.subscribe(EventSource("tcp://127.0.0.1:9", nonsense), Batches().receive)
     with pytest.raises(ProtocolError):
         await subscription.replay(0, timeout_s=1.0)
     subscription.close()
