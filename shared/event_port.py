@@ -1,8 +1,11 @@
 """A port that publishes one topic to ZMQ's SUB sockets, in the event loop; zmtp.py says what is spoken there.
 
-Bounds: a subscriber that SEND_LIMIT_BATCHES or SEND_LIMIT_BYTES wait for loses what comes meanwhile, and sees the gap.
-A connection over SUBSCRIBERS_LIMIT is closed at once, and one that takes longer than HANDSHAKE_LIMIT_S for its
-handshake is closed then. zmtp.py bounds what a subscriber may say.
+    published ──▶ [ waiting, bounded, the same for all ] ──▶ each subscriber, from where it is
+                    └ over the bound: the oldest leave, and a subscriber that has not taken them sees the gap
+
+Bounds: SEND_LIMIT_BATCHES or SEND_LIMIT_BYTES wait, however many subscribers do not read. Each of them may hold one
+batch more, of which it has taken a part. A connection over SUBSCRIBERS_LIMIT is closed at once, and one that takes
+longer than HANDSHAKE_LIMIT_S for its handshake is closed then. zmtp.py bounds what a subscriber may say.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 from shared import zmtp
@@ -23,9 +25,11 @@ SEND_LIMIT_BYTES = 64 << 20
 """Or one batch."""
 SUBSCRIBERS_LIMIT = 1024
 HANDSHAKE_LIMIT_S = 10.0
-READ_BYTES = 16 << 10
-"""Taken from one connection before the event loop gets a turn."""
+READ_BYTES = 2 << 10
+"""Taken from one connection before the event loop gets a turn: of the smallest frames it takes 1 ms to read them."""
 BUFFERS_A_WRITE = 64
+ANSWERS_LIMIT = 64
+"""That wait for one subscriber; more pings get no answer."""
 ACCEPT_AGAIN_S = 0.5
 """After the machine refused one, most often since this process has too many files open."""
 
@@ -42,6 +46,7 @@ class EventPort:
         self._listener.setblocking(False)
         self.port: int = 0 if path else self._listener.getsockname()[1]
         self._loop = asyncio.get_running_loop()
+        self._waiting = _Waiting()
         self._connections: dict[_Connection, None] = {}
         self._complaint = Complaint("a connection to the KV events is closed")
         self._accept_again: asyncio.TimerHandle | None = None
@@ -51,11 +56,17 @@ class EventPort:
     def connections(self) -> int:
         return len(self._connections)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """What not every subscriber has taken yet."""
+        return self._waiting.size_bytes
+
     def publish(self, *frames: bytes) -> None:
-        """One message to each subscriber; lost where too much waits already."""
-        data = zmtp.message(frames)
+        """One message to each subscriber; what waited longest is lost where too much waits already."""
+        self._waiting.append(zmtp.message(frames))
         for connection in list(self._connections):
-            connection.publish(data)
+            connection.published()
+        self._trim()
 
     def close(self) -> None:
         if self._listener.fileno() < 0:
@@ -84,12 +95,19 @@ class EventPort:
             self._complaint.add(f"{self._subscribers_limit} others are connected")
             accepted.close()
             return
-        connection = _Connection(accepted, self._topic, self._closed, self._complaint, self._loop)
+        connection = _Connection(accepted, self._topic, self._waiting, self._moved, self._complaint, self._loop)
         self._connections[connection] = None
         connection.greet()
 
-    def _closed(self, connection: _Connection) -> None:
-        self._connections.pop(connection, None)
+    def _moved(self, connection: _Connection) -> None:
+        """It has caught up, or is closed."""
+        if connection.closed:
+            self._connections.pop(connection, None)
+        self._trim()
+
+    def _trim(self) -> None:
+        nexts = [connection.next for connection in self._connections if connection.next is not None]
+        self._waiting.trim(min(nexts, default=self._waiting.end))
 
 
 def _listener(host: str) -> socket.socket:
@@ -112,24 +130,66 @@ def _unix_listener(path: str) -> socket.socket:
     return listener
 
 
+class _Waiting:
+    """Messages that not every subscriber has taken, numbered in the order of their coming."""
+
+    def __init__(self) -> None:
+        self._messages: deque[bytes] = deque()
+        self.size_bytes = 0
+        self.begin = 0
+        """The oldest one's number."""
+
+    @property
+    def end(self) -> int:
+        """The next one's number."""
+        return self.begin + len(self._messages)
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._messages[number - self.begin]
+
+    def append(self, data: bytes) -> None:
+        self._messages.append(data)
+        self.size_bytes += len(data)
+        while len(self._messages) > SEND_LIMIT_BATCHES or (
+            len(self._messages) > 1 and self.size_bytes > SEND_LIMIT_BYTES
+        ):
+            self._drop()
+
+    def trim(self, begin: int) -> None:
+        """Those before `begin` were taken."""
+        while self.begin < begin:
+            self._drop()
+
+    def _drop(self) -> None:
+        self.size_bytes -= len(self._messages.popleft())
+        self.begin += 1
+
+
 class _Connection:
-    """One subscriber's: what it said is in `_said`, what it has not taken yet in `_unsent`."""
+    """One subscriber's: what it said is in `_said`. It takes the rest of what it has begun to take, then what answers
+    it, then what waits for all."""
 
     def __init__(
         self,
         accepted: socket.socket,
         topic: bytes,
-        closed: Callable[[_Connection], None],
+        waiting: _Waiting,
+        moved: Callable[[_Connection], None],
         complaint: Complaint,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._socket = accepted
         self._said = zmtp.Subscriber(topic)
-        self._closed = closed
+        self._waiting = waiting
+        self._moved = moved
         self._complaint = complaint
         self._loop = loop
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
+        self._rest = memoryview(b"")
+        self._answers: deque[bytes] = deque()
+        self.next: int | None = None
+        """The number of the message that it takes next; None: it has not subscribed."""
+        self._blocked = False
+        """It did not take all; the event loop says when it takes more."""
         accepted.setblocking(False)
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -137,22 +197,29 @@ class _Connection:
         self._late = loop.call_later(HANDSHAKE_LIMIT_S, self._give_up)
         loop.add_reader(accepted.fileno(), self._read)
 
-    def greet(self) -> None:
-        self._offer(zmtp.GREETING)
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
 
-    def publish(self, data: bytes) -> None:
-        if self._said.subscribed:
-            self._offer(data)
+    def greet(self) -> None:
+        self._answer(zmtp.GREETING)
+
+    def published(self) -> None:
+        """One message more waits."""
+        if self.next is not None and not self._blocked:
+            self._write()
 
     def close(self) -> None:
-        if self._socket.fileno() < 0:
+        if self.closed:
             return
         self._late.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
-        self._unsent.clear()
-        self._closed(self)
+        self._rest = memoryview(b"")
+        self._answers.clear()
+        self.next = None
+        self._moved(self)
 
     def _give_up(self) -> None:
         if not self._said.ready:
@@ -165,43 +232,66 @@ class _Connection:
             if not data:
                 self.close()
                 return
-            for answer in self._said.take(data):
-                self._offer(answer)
+            answers = self._said.take(data)
         except BlockingIOError:
-            pass
+            return
         except OSError:
             self.close()
+            return
         except ProtocolError as wrong:
             self._complaint.add(wrong)
             self.close()
-
-    def _offer(self, data: bytes) -> None:
-        """Send it after what waits already, or lose it at the bound."""
-        waits = len(self._unsent)
-        if waits >= SEND_LIMIT_BATCHES or (waits and self._unsent_bytes + len(data) > SEND_LIMIT_BYTES):
             return
-        self._unsent.append(memoryview(data))
-        self._unsent_bytes += len(data)
-        if not waits:
+        if not self._said.subscribed:
+            self.next = None
+        elif self.next is None:
+            self.next = self._waiting.end
+        for answer in answers:
+            self._answer(answer)
+
+    def _answer(self, data: bytes) -> None:
+        if self.closed or len(self._answers) >= ANSWERS_LIMIT:
+            return
+        self._answers.append(data)
+        if not self._blocked:
             self._write()
 
     def _write(self) -> None:
         """As much as the connection takes in one call; the rest when it takes more."""
-        if self._socket.fileno() < 0:
+        if self.closed:
             return
+        at = end = self._waiting.end
+        if self.next is not None:
+            at = max(self.next, self._waiting.begin)
+        rest = 1 if self._rest else 0
+        messages = [self._waiting[number] for number in range(at, min(end, at + BUFFERS_A_WRITE))]
+        buffers = [*((self._rest,) if rest else ()), *self._answers, *messages]
         try:
-            sent = self._socket.sendmsg(list(islice(self._unsent, BUFFERS_A_WRITE)))
+            sent = self._socket.sendmsg(buffers)
         except BlockingIOError:
             sent = 0
         except OSError:
             self.close()
             return
-        self._unsent_bytes -= sent
-        while self._unsent and sent >= len(self._unsent[0]):
-            sent -= len(self._unsent.popleft())
-        if sent:
-            self._unsent[0] = self._unsent[0][sent:]
-        if self._unsent:
+        begun = 0
+        for data in buffers:
+            if not sent:
+                break
+            begun += 1
+            self._rest = memoryview(data)[sent:] if sent < len(data) else memoryview(b"")
+            sent = max(0, sent - len(data))
+        answered = min(max(0, begun - rest), len(self._answers))
+        for _ in range(answered):
+            self._answers.popleft()
+        if self.next is not None:
+            self.next = at + max(0, begun - rest - answered)
+        self._block(bool(self._rest or self._answers) or (self.next is not None and self.next < end))
+
+    def _block(self, blocked: bool) -> None:
+        if blocked and not self._blocked:
             self._loop.add_writer(self._socket.fileno(), self._write)
-        else:
+        elif self._blocked and not blocked:
             self._loop.remove_writer(self._socket.fileno())
+        was, self._blocked = self._blocked, blocked
+        if was and not blocked:
+            self._moved(self)

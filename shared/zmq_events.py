@@ -8,8 +8,8 @@
 Sockets are read in the event loop: ZMQ's descriptor is edge-triggered and wakes for sending too, so after every wake
 and after every send a socket is read until nothing is left. (`zmq.asyncio` costs three times as much a message.)
 
-Bounds: over event_port.py's limits unsent to one subscriber, or RECEIVE_LIMIT_BATCHES unread, batches are dropped; the
-receiver sees a gap in the sequences. The ring for replay is bounded in number and in bytes. No socket takes a frame
+Bounds: over event_port.py's limits unsent, or RECEIVE_LIMIT_BATCHES unread, batches are dropped; the receiver sees a
+gap in the sequences. The ring for replay is bounded in number and in bytes. No socket takes a frame
 that is larger than what it waits for: a question is 8 bytes, a batch BATCH_LIMIT_BYTES.
 """
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from shared import zmtp
+from shared import event_port, zmtp
 from shared.event_port import READ_BYTES, SEND_LIMIT_BYTES, EventPort
 
 DEADLINE_S = 30.0
@@ -117,6 +118,71 @@ async def test_a_subscriber_that_reads_nothing_loses_batches_beyond_the_bound_an
             port.publish(b"", b"sequence", payload)
             assert len(await good.receive(len(batch))) == len(batch)
         assert resident_mib() - before_mib < 3 * (SEND_LIMIT_BYTES >> 20)
+
+
+async def test_what_waits_for_many_subscribers_that_read_nothing_is_bounded_for_all_of_them(port: EventPort) -> None:
+    payload = bytes(4 << 20)
+    async with AsyncExitStack() as silent:
+        before_mib = resident_mib()
+        for _ in range(6):
+            stranger = await silent.enter_async_context(connected(port))
+            await stranger.send(HELLO + zmtp.message([b"\1"]))
+            assert await stranger.receive(len(WELCOME)) == WELCOME
+            await heard(port, stranger)
+            for _ in range(SEND_LIMIT_BYTES // len(payload) + 4):
+                port.publish(b"", b"sequence", payload)
+        assert resident_mib() - before_mib < 3 * (SEND_LIMIT_BYTES >> 20)
+        assert port.connections == 6
+        assert port.waiting_bytes <= SEND_LIMIT_BYTES
+    async with asyncio.timeout(DEADLINE_S):
+        while port.connections:  # noqa: ASYNC110 - nothing is called for it
+            await asyncio.sleep(0.01)
+    assert not port.waiting_bytes
+
+
+async def test_a_subscriber_that_reads_late_gets_whole_batches_the_latest_included(port: EventPort) -> None:
+    async with connected(port) as slow:
+        await slow.send(HELLO + zmtp.message([b"\1"]) + zmtp.command(b"PING", b"\0\1late"))
+        assert await slow.receive(len(WELCOME)) == WELCOME
+        await slow.until(b"late")
+        sent = [zmtp.message([b"", number.to_bytes(8, "big"), bytes(1 << 20)]) for number in range(120)]
+        for number in range(len(sent)):
+            port.publish(b"", number.to_bytes(8, "big"), bytes(1 << 20))
+        numbers: list[int] = []
+        while numbers[-1:] != [len(sent) - 1]:
+            batch = await slow.receive(len(sent[0]))
+            numbers.append(sent.index(batch))
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) < len(sent)
+        assert not port.waiting_bytes
+
+
+async def test_a_stranger_that_leaves_its_handshake_undone_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_port, "HANDSHAKE_LIMIT_S", 0.1)
+    port = EventPort("127.0.0.1", b"")
+    for beginning in (b"", zmtp.GREETING[:10], zmtp.GREETING):
+        async with connected(port) as stranger:
+            await stranger.send(beginning)
+            assert (await stranger.ended()).startswith(zmtp.GREETING)
+    assert not port.connections
+    port.close()
+
+
+async def test_a_machine_without_files_left_loses_no_port(port: EventPort, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:
+        stranger.setblocking(False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            with suppress(BlockingIOError):
+                stranger.connect(("127.0.0.1", port.port))
+            async with asyncio.timeout(DEADLINE_S):
+                while "Too many open files" not in caplog.text:  # noqa: ASYNC110 - nothing is called for it
+                    await asyncio.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        async with asyncio.timeout(DEADLINE_S):
+            assert await asyncio.get_running_loop().sock_recv(stranger, 64) == zmtp.GREETING
 
 
 async def test_a_connection_over_the_bound_is_closed_at_once_and_its_place_is_free_afterwards() -> None:
