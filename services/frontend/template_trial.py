@@ -33,6 +33,8 @@ STEPS = 10_000
 """In each conversation; a template that takes more of them is one whose steps are counted."""
 KNOWN = 32
 """Verdicts kept, the latest used."""
+WHY_LIMIT_CHARACTERS = 200
+"""Of the last line that a failed process wrote."""
 _TOO_MUCH = f"compiling or rendering it takes more than {CPU_LIMIT_S:g} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
 _TOOL: dict[str, object] = {
     "type": "function",
@@ -75,7 +77,8 @@ def _verdict(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
     if ended.returncode in (-signal.SIGPROF, -signal.SIGSEGV):  # too long, or too deep for Python's compiler
         return _TOO_MUCH
     if ended.returncode:
-        raise ModelError(f"the process that tried the chat template ended with status {ended.returncode}")
+        why = ": ".join(["", *ended.stderr.decode(errors="replace").splitlines()[-1:]])[:WHY_LIMIT_CHARACTERS]
+        raise ModelError(f"the process that tried the chat template ended with status {ended.returncode}{why}")
     return msgspec.json.decode(ended.stdout, type=str)
 
 

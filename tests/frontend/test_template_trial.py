@@ -86,6 +86,15 @@ def test_a_verdict_is_kept_up_to_a_bound_and_no_failure_is(monkeypatch: pytest.M
     assert template_trial._verdict.cache_info().maxsize == template_trial.KNOWN
 
 
+def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho first >&2\necho ModuleNotFoundError: jinja2 >&2\nexit 3\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(ModelError, match=r"ended with status 3: ModuleNotFoundError: jinja2$"):
+        check(REAL, {})
+
+
 def test_a_process_that_cannot_say_anything_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/bin/false")
