@@ -130,11 +130,14 @@ class Directory:
         try:
             subject = subjects.control(self._namespace, service, instance)
             answer = await self._bus.request(subject, PING.encode(Ping(key)), timeout_s=PING_TIMEOUT_S)
-            pong = PONG.decode(answer.payload, answer.headers)
         except (NoResponders, ProtocolError):  # the latter: a foreign key, of which no subject can be made
             return "gone"
         except (RequestTimeout, BusDown):
             return "silent"
+        try:
+            pong = PONG.decode(answer.payload, answer.headers)
+        except ProtocolError:
+            return "answers"
         if pong.publishes is None:
             return "answers"
         return "publishes" if pong.publishes else "gone"

@@ -276,6 +276,26 @@ async def test_while_the_bus_is_away_too_nobody_is_buried(world: World) -> None:
     await world.until(lambda: not world.directory.instances)
 
 
+async def test_after_an_outage_an_instance_whose_answer_cannot_be_read_has_answered_all_the_same(world: World) -> None:
+    registrations = [
+        await world.discovery.register(lambda epoch: published(instance("a1"))),
+        await world.discovery.register(lambda epoch: published(instance("b2"))),
+    ]
+    peer = MemoryBus(world.broker)
+
+    async def receive(message: Message) -> None:
+        await peer.publish(message.reply, b"of a later version")
+
+    await peer.subscribe(subjects.control(NAMESPACE, "worker", "a1"), receive)
+    await world.until(lambda: len(world.told) == 2)
+    world.store.outage()
+    for registration in registrations:
+        world.store.kill(registration)
+    world.store.recover()
+    await world.until(lambda: "b2" not in world.directory.instances)
+    assert world.directory.instances.keys() == {"a1"}
+
+
 async def test_after_an_outage_a_missing_key_that_names_no_instance_is_gone_and_the_rest_followed(world: World) -> None:
     strange = {"/headrace/test/a note": b"1", "/headrace/test/instances/worker/a b": b"2"}
     registration = await world.discovery.register(lambda epoch: strange | published(instance("a1")))
