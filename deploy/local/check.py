@@ -41,7 +41,7 @@ def check(options: Options, place: Place, *, python: str, model: bool) -> None:
         for launch in stack.launches:
             service = _service(launch)
             if service is not None and service not in dict(running) and service in asked:
-                program = _started(launch, place, aside, asked[service])
+                program = ended.enter_context(_started(launch, place, aside, asked[service]))
                 ended.callback(program.kill)
                 running.append((service, program))
         until_s = time.monotonic() + LIMIT_S
@@ -76,7 +76,8 @@ def _started(launch: Launch, place: Place, aside: str, flag: str) -> subprocess.
         text=True,
         errors="replace",
         cwd=aside,
-        env=servers.SETTINGS | environment(),
+        # What it writes for a moment goes with the directory, even where it is killed.
+        env=servers.SETTINGS | environment() | {"TMPDIR": aside},
     )
 
 

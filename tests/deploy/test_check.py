@@ -109,3 +109,23 @@ def test_a_service_that_cannot_even_be_asked_is_named(tmp_path: Path) -> None:
     options = msgspec.structs.replace(DEFAULT, policy="mine:Policy")
     with pytest.raises(ConfigError, match="router: its check ended with 1"):
         check(options, Place(tmp_path), python="/bin/false", model=False)
+
+
+SERVICES = """#!/bin/sh
+case "$*" in
+    *services.worker*) touch "$TMPDIR/written"; echo "$TMPDIR" >{here}/worker.new; echo $$ >{here}/pid
+        mv {here}/worker.new {here}/worker; exec sleep 1000 ;;
+    *) until [ -e {here}/worker ]; do sleep 0.05; done; echo refused >&2; exit 2 ;;
+esac
+"""
+
+
+def test_once_one_service_refuses_the_others_have_ended_and_nothing_that_they_wrote_is_left(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(SERVICES.format(here=tmp_path))
+    python.chmod(0o755)
+    options = msgspec.structs.replace(DEFAULT, policy="mine:Policy")
+    with pytest.raises(ConfigError, match="refused"):
+        check(options, Place(tmp_path / "state"), python=str(python), model=True)
+    assert not Path((tmp_path / "worker").read_text().strip()).exists(), "where the worker had its files"
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists(), "the worker itself"
