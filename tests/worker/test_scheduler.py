@@ -469,6 +469,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             works = self.engine.step(elapsed_s)
             assert works or not self.engine.scheduler.load().waiting, "attempts wait and nothing is computed"
 
+    @rule(pick=st.integers(0, 2))
+    def step_that_is_not_finite(self, pick: int) -> None:
+        """Of one of its works; each block may outlive another from then on."""
+        self.engine.copies = True
+        numbers = iter(range(3))
+        step_with(self.engine, lambda _: next(numbers) == pick)
+
     @invariant()
     def consistent(self) -> None:
         self.engine.scheduler.validate()
