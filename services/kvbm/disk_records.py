@@ -31,7 +31,8 @@ from services.kvbm.shelf import Shelf
 from shared.blocks import Content, Evicted, Stored
 from shared.hashing import ContentKey
 
-WriteOutcome = Literal["ok", "failed", "no space"]
+WriteOutcome = Literal["ok", "failed", "no space", "damaged"]
+"""damaged: the memory that was to be written does not hold the block's bytes."""
 
 
 class RecordStatistics(Struct, frozen=True):

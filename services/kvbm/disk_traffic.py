@@ -1,7 +1,7 @@
 """Blocks on their way between one layout's slots and its disk: carries out the reads and spills that are decided.
 
     Read   slot's generation grows ──▶ Disk.read  into the slot ──▶ ok | lost | failed  ──▶ read_done
-    Spill  held by the tiers       ──▶ Disk.write from the slot ──▶ ok | no space | failed ──▶ spill_done
+    Spill  held by the tiers       ──▶ Disk.write from the slot ──▶ ok | no space | damaged | failed ──▶ spill_done
     record of a discarded block    ──▶ Disk.erase               ──▶ however it went        ──▶ erased
 
 Each ends exactly once, also where the disk has gone meanwhile. A slot's memory is in use until then, so an arena is
@@ -113,4 +113,4 @@ def _of_read(outcome: Loaded | Lost) -> ReadOutcome:
 def _of_write(outcome: Written | Lost) -> WriteOutcome:
     if isinstance(outcome, Written):
         return "ok"
-    return "no space" if outcome.why == "no space" else "failed"
+    return outcome.why if outcome.why in ("no space", "damaged") else "failed"

@@ -198,16 +198,19 @@ class Layout:
         """See `Tickets.discard`. A load that is under way sees by the generation that its bytes are worth nothing."""
         self.tickets.check_count(len(ask.keys) // KEY_BYTES)
         slots, events = self.tickets.discard(ask.owner, unpack_keys(ask.keys))
-        for slot in slots:
-            self.slots.grant(slot)
         if slots or events:
             named = len(ask.keys) // KEY_BYTES
             self._discards.add(
                 f"engine {ask.owner} named {named} blocks that may be wrong, {len(slots)} were in memory"
             )
-        self._changed(events, "discarded")
-        self._erase()
+        self._discarded(slots, events, "discarded")
         return wire.Settled()
+
+    def _discarded(self, slots: Collection[int], events: list[TierEvent], why: Why) -> None:
+        for slot in slots:
+            self.slots.grant(slot)
+        self._changed(events, why)
+        self._erase()
 
     def _erase(self) -> None:
         """What the disk has of discarded blocks, so that no restart finds it."""
@@ -235,6 +238,8 @@ class Layout:
 
     def _spill_done(self, spill: Spill, outcome: WriteOutcome) -> None:
         self._changed(self.tiers.spill_done(spill, outcome))
+        if outcome == "damaged":  # and engines that compare no checksums would read it
+            self._discarded(*self.tiers.discard([spill.content.key]), "lost")
         self._erase()
         self.settle_soon()
 

@@ -635,7 +635,9 @@ async def test_checksums_come_back_as_they_were_committed_and_from_disk_as_they_
         assert b"".join(told) == checksums
 
 
-async def test_a_block_that_is_damaged_in_memory_does_not_go_to_disk(tmp_path: Path) -> None:
+async def test_a_block_that_is_damaged_in_memory_does_not_go_to_disk_and_is_given_to_no_engine_after(
+    tmp_path: Path,
+) -> None:
     tiers = TiersConfig(disk_sightings=2, fill_disk=False)
     async with serving(tmp_path, disk=True, tiers=tiers) as store:
         a, contents = await store.world.attached("a"), chain(1)
@@ -647,7 +649,10 @@ async def test_a_block_that_is_damaged_in_memory_does_not_go_to_disk(tmp_path: P
         await until(
             lambda: store.metric("headrace_kvbm_disk_lost_blocks_total", operation="write", reason="damaged") == 1
         )
-        assert (await store.snapshot())[1]["disk"] == []
+        tiers_of = (await store.snapshot())[1]
+        assert (tiers_of["host"], tiers_of["disk"]) == ([], [])
+        assert await a.load(contents) == (0, 0)
+        assert store.metric("headrace_kvbm_evicted_blocks_total", tier="host", reason="lost") == 1
 
 
 async def test_a_disk_that_goes_takes_its_blocks_and_requests_go_on_until_it_is_back(tmp_path: Path) -> None:
