@@ -89,7 +89,7 @@ class EtcdClient:
     def _connect(self) -> MultiEndpointEtcd3Client:
         client = MultiEndpointEtcd3Client(
             [
-                Endpoint(host, reachable(port, self._opened), secure=False, time_retry=0, opts=_OPTIONS)
+                Endpoint(host, reachable(port, self._opened, in_url=True), secure=False, time_retry=0, opts=_OPTIONS)
                 for host, port in self._endpoints
             ],
             timeout=CALL_TIMEOUT_S,

@@ -277,9 +277,9 @@ async def test_seventy_megabytes_of_junk_hide_no_instance_from_a_listing_or_a_wa
     await registration.close()
 
 
-@pytest.mark.parametrize("length", [10, 120])
-async def test_a_socket_is_an_endpoint_however_long_its_path(tmp_path: Path, length: int) -> None:
-    directory = tmp_path / ("d" * length)
+@pytest.mark.parametrize("name", ["d" * 10, "d" * 120, "c#", "50%41", "a?b", "a,b", "with spaces", "é"])
+async def test_a_socket_is_an_endpoint_however_long_its_path_and_whatever_is_in_it(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
     directory.mkdir()
     with etcd_server(directory, socket=True) as server:
         discovery = EtcdDiscovery((server.endpoint,), TTL_S)
