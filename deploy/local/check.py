@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
@@ -19,13 +20,18 @@ from shared.errors import ConfigError
 
 LIMIT_S = 600.0
 """For all of them, on a busy machine: the vocabulary of a large GGUF file takes a minute of one."""
+TOLD_AFTER_S = 2.0
+"""How long a check takes without a word."""
 BUILT_IN = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 """Policies that routers have; a test compares them."""
 FILES, SETTINGS = "--check", "--check-settings"
 
 
-def check(options: Options, place: Place, *, python: str, model: bool) -> None:
+def check(
+    options: Options, place: Place, *, python: str, model: bool, told: Callable[[str], None] = lambda _: None
+) -> None:
     """Raises ConfigError with a service's own words. `model`: there is one to look at, and it need not be fetched.
+    `told` hears what takes long.
 
     What `up` has set itself needs no check, and costs no time.
     """
@@ -46,7 +52,11 @@ def check(options: Options, place: Place, *, python: str, model: bool) -> None:
                 running.append((service, program))
         until_s = time.monotonic() + LIMIT_S
         for service, program in running:
-            _await(service, program, until_s, aside)
+            files = f"the model {options.model}" if model and service == "worker" else "its files"
+            said = _said(service, program, until_s, partial(told, f"{service}: it checks its settings and {files}"))
+            if program.returncode:
+                wrong = _translated(service, said, aside)
+                raise ConfigError(wrong or f"{service}: its check ended with {program.returncode}")
 
 
 def _asked(options: Options, model: bool) -> Mapping[ServiceName, str]:
@@ -81,13 +91,15 @@ def _started(launch: Launch, place: Place, aside: str, flag: str) -> subprocess.
     )
 
 
-def _await(service: ServiceName, program: subprocess.Popen[str], until_s: float, aside: str) -> None:
+def _said(service: ServiceName, program: subprocess.Popen[str], until_s: float, long: Callable[[], None]) -> str:
+    """What it has said when it has ended. `long` is called where that takes a while. Raises ConfigError."""
+    with suppress(subprocess.TimeoutExpired):
+        return program.communicate(timeout=min(TOLD_AFTER_S, max(0.0, until_s - time.monotonic())))[1]
+    long()
     try:
-        _, said = program.communicate(timeout=max(0.0, until_s - time.monotonic()))
+        return program.communicate(timeout=max(0.0, until_s - time.monotonic()))[1]
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{service}: its settings were not checked in {LIMIT_S:g} s") from None
-    if program.returncode:
-        raise ConfigError(_translated(service, said, aside) or f"{service}: its check ended with {program.returncode}")
 
 
 def _translated(service: ServiceName, said: str, aside: str) -> str:

@@ -126,8 +126,9 @@ def _up(flags: argparse.Namespace, place: Place) -> int:
         )
 
     planned = Store(str(place.run), wanted.pool_bytes, wanted.disk, wanted.disk_bytes) if wanted.pool_bytes else None
-    check(options(planned), place, python=sys.executable, model=given)  # now: the model may take minutes
     terminal = Terminal()
+    # Now: the model may take minutes.
+    check(options(planned), place, python=sys.executable, model=given, told=terminal.notice)
     with alone(place, flags.port), block_store(wanted, terminal.notice) as store:
         if not given:
             model.fetch_default(place.models, terminal.progress)

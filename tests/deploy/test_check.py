@@ -105,6 +105,20 @@ def test_a_model_that_a_worker_would_not_start_with_is_refused_in_its_words(tmp_
     assert said.startswith(f"{model}/config.json: architecture GPT2LMHeadModel is not supported; ")
 
 
+def test_a_check_that_takes_long_is_shown_meanwhile(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/shown ]; do sleep 0.05; done\n")
+    python.chmod(0o755)
+    shown: list[str] = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        (tmp_path / "shown").touch()
+
+    check(DEFAULT, Place(tmp_path / "state"), python=str(python), model=True, told=show)
+    assert shown == ["worker: it checks its settings and the model /to/be/fetched"]
+
+
 def test_a_service_that_cannot_even_be_asked_is_named(tmp_path: Path) -> None:
     options = msgspec.structs.replace(DEFAULT, policy="mine:Policy")
     with pytest.raises(ConfigError, match="router: its check ended with 1"):
