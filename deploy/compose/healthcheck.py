@@ -10,13 +10,16 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Docker gives containers the proxies of its client's settings, and none of them reaches this one."""
+
 
 def main() -> int:
     """Says why on stdout; `docker inspect` shows it."""
     try:
         where = sys.argv[1]
         url = where if where.startswith("http://") else Path(where).read_text(encoding="utf-8").strip()
-        with urllib.request.urlopen(f"{url}/health", timeout=4.0) as answer:  # noqa: S310 the URL is our own service's
+        with DIRECT.open(f"{url}/health", timeout=4.0) as answer:
             print(answer.read(1000).decode(errors="replace"))
             return 0
     except urllib.error.HTTPError as refused:

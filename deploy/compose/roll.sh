@@ -25,7 +25,7 @@ healthy() { # how many containers of a service are
 
 noticed() { # how many frontends the balancer gives requests to; where there is none: as many as there are
     [ -n "$(running balancer 2>/dev/null)" ] || { running frontend | grep -c .; return; }
-    docker compose exec -T balancer wget -q -O - http://127.0.0.1:9100/ready || echo 0
+    docker compose exec -T balancer wget -Y off -q -O - http://127.0.0.1:9100/ready || echo 0
 }
 
 until_all() { # of $2 containers of service $1

@@ -74,6 +74,12 @@ def test_it_says_what_to_do_where_it_may_do_nothing(own_etcd: EtcdServer) -> Non
     assert run(own_etcd)[0] == 1
 
 
+def test_no_proxy_of_the_containers_environment_is_asked_or_hears_the_passwords(own_etcd: EtcdServer) -> None:
+    """Docker gives every container the proxies of its client's settings."""
+    nowhere = "http://127.0.0.1:1"
+    assert run(own_etcd, http_proxy=nowhere, HTTP_PROXY=nowhere, no_proxy="")[0] == 0
+
+
 async def test_services_go_on_after_etcd_has_forgotten_their_logins(own_etcd: EtcdServer) -> None:
     """Its tokens are in memory alone."""
     run(own_etcd)

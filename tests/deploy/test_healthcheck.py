@@ -58,3 +58,11 @@ def test_a_service_that_is_not_ready_is_unhealthy_and_says_why(url: str) -> None
 def test_a_service_that_is_not_there_is_unhealthy(tmp_path: Path) -> None:
     assert check(str(tmp_path / "absent"))[0] == 1
     assert check("http://127.0.0.1:1")[0] == 1
+
+
+def test_no_proxy_of_the_containers_environment_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert check(f"{url}/ready")[0] == 0
