@@ -28,8 +28,9 @@ block each other; one block for each running sequence is left free for it to gro
 
 Numbers that are not finite fail their own sequence, and no other. The cause may be a block that it was given. So all
 its full blocks are forgotten, here and at the kvbm, and it is computed once more from its tokens alone. Where that
-fails, too, it ends with an error. A device or weights that are broken fail everything: the engine ends after
-`MOST_NOT_FINITE` such ends without one token drawn between them.
+fails, too, it ends with an error. A device or weights that are broken fail everything, but so may a client's prompts.
+So after `MOST_NOT_FINITE` such ends without one token drawn between them the next step computes a probe: a single token
+that no client chose, in a block of its own. The engine ends where the probe's numbers are not finite either.
 
 Where two sequences prefill the same prefix, the second takes over the first one's blocks chunk by chunk as they are
 stored. Every attempt that was submitted ends with exactly one Part that has a finish reason.
@@ -42,6 +43,7 @@ held for one that onboards is given back for them.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 
@@ -56,11 +58,13 @@ from services.worker.step_budget import StepBudget
 from shared.blocks import BlockPool, Content
 from shared.errors import ModelError
 from shared.hashing import ContentKey
-from shared.messages import FinishReason, Part
+from shared.messages import FinishReason, Part, Sampling
 
 _NEVER = float("inf")
 MOST_NOT_FINITE = 16
-"""Sequences in a row that end because their numbers are not finite."""
+"""Sequences in a row that end because their numbers are not finite, before a probe is computed."""
+_PROBE_TOKEN = 0
+_PROBED = Sampling(max_tokens=1, temperature=0.0)
 
 
 class Scheduler:
@@ -98,6 +102,8 @@ class Scheduler:
         """Blocks that the kvbm is not to give to others, where there is one."""
         self._earliest_deadline_s = _NEVER
         self._step: list[Sequence] | None = None
+        self._probe: Work | None = None
+        """The last work of the step under way, where that has one."""
         self._stalled = False
         """Nothing could be computed: all wait for the kvbm, or for blocks that copies hold; nothing changed since."""
         self._outcome = Outcome()
@@ -149,19 +155,24 @@ class Scheduler:
         self._look(now_s)
         self._step = []
         self._schedule_decodes()
+        if self._in_doubt:
+            self._schedule_probe()
         self._schedule_prefills()
-        self._stalled = not self._step
-        return [sequence.work for sequence in self._step]
+        works = [sequence.work for sequence in self._step]
+        if self._probe is not None:
+            works.append(self._probe)
+        self._stalled = not works
+        return works
 
     def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
         """The step was computed: one entry of `drawn` per work. Returns all that happened since the last call. Raises
         ModelError where nothing that is computed is finite any more."""
         step, self._step = self._step, None
         assert step is not None
-        assert len(drawn) == len(step)
+        assert len(drawn) == len(step) + (self._probe is not None)
         self._measured(sum([sequence.work.end - sequence.work.start for sequence in step]), len(step), elapsed_s)
         size = self._limits.block_size
-        for sequence, draw in zip(step, drawn, strict=True):
+        for sequence, draw in zip(step, drawn, strict=False):  # a probe is beyond them
             work = sequence.work
             assert (draw is not None) == (work.end == len(sequence.tokens))
             if draw is not None and draw.suspect:
@@ -178,6 +189,8 @@ class Scheduler:
                     self._end(sequence, "stop", embedding=draw.embedding)
                 else:
                     self._take_token(sequence, draw)
+        if self._probe is not None:
+            self._probed(self._probe, drawn[-1])
         self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
         outcome, self._outcome = self._outcome, Outcome()
         return outcome
@@ -271,7 +284,10 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether a step is due: something can be computed, or is still to be told."""
         return bool(
-            self._running or (self._waiting and not self._stalled) or self._outcome.parts or self._outcome.events
+            self._running
+            or ((self._waiting or self._in_doubt) and not self._stalled)
+            or self._outcome.parts
+            or self._outcome.events
         )
 
     @property
@@ -352,16 +368,32 @@ class Scheduler:
         self._allocate(sequence, 1)
         return True
 
+    @property
+    def _in_doubt(self) -> bool:
+        """Whether a probe is due."""
+        return self._not_finite_in_a_row >= MOST_NOT_FINITE
+
+    def _schedule_probe(self) -> None:
+        """It takes a block and a sequence's place for this step, where they are free now; else it waits for a later
+        one."""
+        if self._pool.available and len(self._running) < self._limits.max_running:
+            [slot], evicted = self._pool.allocate(1)
+            self._outcome.events.extend(evicted)
+            self._probe = Work(self._arrivals, array("I", [_PROBE_TOKEN]), 0, 1, [slot], _PROBED, 1)
+            self._arrivals += 1
+
     def _schedule_prefills(self) -> None:
         assert self._step is not None
-        left = max(self._budget.tokens - len(self._step), self._limits.block_size)
+        probes = int(self._probe is not None)
+        places = self._limits.max_running - probes
+        left = max(self._budget.tokens - len(self._step) - probes, self._limits.block_size)
         for sequence in self._prefilling:
             if left <= 0:
                 return
             self._reuse(sequence)
             left -= self._add_work(sequence, left)
         passed = owed = 0
-        while left > 0 and passed < len(self._waiting) and len(self._running) < self._limits.max_running:
+        while left > 0 and passed < len(self._waiting) and len(self._running) < places:
             sequence = self._waiting[passed]
             if blocks := self._onboarding.room_for(sequence):
                 passed, owed = passed + 1, owed + blocks
@@ -450,9 +482,16 @@ class Scheduler:
             return
         self._not_finite += 1
         self._not_finite_in_a_row += 1
-        if self._not_finite_in_a_row == MOST_NOT_FINITE:
-            raise ModelError(f"{error}: {MOST_NOT_FINITE} sequences in a row, and nothing else was drawn")
         self._end(sequence, "error", error)
+
+    def _probed(self, probe: Work, drawn: Drawn | None) -> None:
+        """The probe's block is given back. Where its numbers are finite, the sequences that failed were at fault."""
+        assert drawn is not None
+        self._probe = None
+        self._pool.release(probe.blocks[0])
+        if drawn.suspect and self._in_doubt:  # a token that another one drew in this step says as much as the probe
+            raise ModelError(f"{drawn.error}: {MOST_NOT_FINITE} sequences in a row, and a single token after them, too")
+        self._not_finite_in_a_row = 0
 
     def _take_token(self, sequence: Sequence, drawn: Drawn) -> None:
         tokens, token = sequence.tokens, drawn.token
@@ -601,7 +640,9 @@ class Scheduler:
                 assert known == (index < sequence.stored), f"block {index} of {sequence.name}"
                 assert content is None or content.key == sequence.keys[index]
         assert not (self._stalled and self._running)
-        held.update(self._offloading.holds(), *self._onboarding.holds())
+        held.update(
+            self._offloading.holds(), *self._onboarding.holds(), () if self._probe is None else self._probe.blocks
+        )
         blocks = self._pool.statistics()
         assert len(held) == blocks.held + blocks.loading, "a block is held by nobody"
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -168,24 +169,83 @@ def test_one_that_shares_blocks_with_a_failed_sequence_goes_on_and_its_slots_are
     assert engine.last("a").finish == "length"
 
 
-def test_where_nothing_is_finite_any_more_the_engine_ends_and_a_token_between_keeps_it_going() -> None:
+def overflow(engine: Engine, first: int, last: int) -> None:
+    """Requests, one after the other, of which each ends because its numbers are not finite; a probe's numbers are."""
+    for attempt in range(first, last):
+        engine.submit("overflows", PROMPT, sampling=NO_EOS, attempt=attempt)
+        while engine.scheduler.load().waiting + engine.scheduler.load().running:
+            step_with(engine, lambda work: work.prompt_tokens == len(PROMPT))
+        assert engine.last("overflows", attempt).error.startswith(NOT_FINITE)
+
+
+def test_where_nothing_is_finite_any_more_the_engine_ends() -> None:
     engine = Engine()
     engine.copies = True
-    ends = MOST_NOT_FINITE - 1
-    for attempt in range(ends):
-        engine.submit("a", PROMPT, sampling=NO_EOS, attempt=attempt)
-        while engine.scheduler.busy:
-            step_with(engine, lambda _: True)
-    engine.submit("between", PROMPT, max_tokens=1)
-    engine.run()
-    for attempt in range(ends):
-        engine.submit("b", PROMPT, sampling=NO_EOS, attempt=attempt)
-        while engine.scheduler.busy:
-            step_with(engine, lambda _: True)
-    engine.submit("last", PROMPT)
-    step_with(engine, lambda _: True)
-    with pytest.raises(ModelError, match="16 sequences in a row"):
+    overflow(engine, 0, MOST_NOT_FINITE)
+    with pytest.raises(ModelError, match="16 sequences in a row, and a single token after them"):
         step_with(engine, lambda _: True)
+
+
+def test_requests_that_all_overflow_end_no_engine_whose_other_numbers_are_finite() -> None:
+    engine = Engine()
+    engine.copies = True
+    for rounds in range(3):
+        first = MOST_NOT_FINITE * rounds
+        overflow(engine, first, first + MOST_NOT_FINITE)
+        assert engine.scheduler.busy, "the probe is due though no request is there"
+        [probe] = engine.step()
+        assert (list(probe.tokens), probe.start, probe.end, probe.prompt_tokens, probe.draws) == ([0], 0, 1, 1, True)
+        assert not engine.scheduler.busy
+        assert engine.scheduler.load().held_blocks == 0
+        assert engine.parts.keys() == {("overflows", attempt) for attempt in range(first + MOST_NOT_FINITE)}
+    assert engine.scheduler.load().not_finite == 3 * MOST_NOT_FINITE
+
+
+def test_a_token_drawn_between_failures_makes_a_probe_unnecessary() -> None:
+    engine = Engine()
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE - 1)
+    engine.submit("between", LONG[:2], max_tokens=1)
+    engine.run()
+    overflow(engine, MOST_NOT_FINITE, 2 * MOST_NOT_FINITE - 1)
+    assert not engine.scheduler.busy
+
+
+def test_a_token_drawn_in_the_step_of_a_probe_counts_as_the_probe_does() -> None:
+    engine = Engine()
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE)
+    engine.submit("fine", LONG[:2], sampling=NO_EOS)
+    assert step_with(engine, lambda work: work.prompt_tokens == 1) == 1
+    engine.run()
+    assert engine.last("fine").finish == "length"
+
+
+def test_a_probe_goes_before_new_prompts_and_the_step_computes_no_more_sequences_than_may_run() -> None:
+    engine = Engine(max_running=1)
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE)
+    engine.submit("waits", PROMPT, max_tokens=1)
+    assert [work.prompt_tokens for work in engine.step()] == [1]
+    assert [work.prompt_tokens for work in engine.step()] == [len(PROMPT)]
+    assert engine.last("waits").finish == "length"
+
+
+def test_a_probe_waits_for_a_free_block() -> None:
+    engine = Engine()
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE)
+    pool = engine.scheduler._pool
+    taken, _ = pool.allocate(pool.available)
+    assert engine.scheduler.schedule(engine.now_s) == []
+    engine.scheduler.advance([], 0.0)
+    assert not engine.scheduler.busy, "it waits without a spin"
+    for slot in taken:
+        pool.release(slot)
+    engine.scheduler.let_go([])
+    assert engine.scheduler.busy
+    assert [work.prompt_tokens for work in engine.step()] == [1]
+    assert not engine.scheduler.busy
 
 
 def test_a_repeated_prompt_is_found_but_its_last_token_is_computed() -> None:
@@ -441,6 +501,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engine = Engine(capacity_blocks=10, context_length=24, max_running=3, max_waiting=6, step_tokens=6)
+        self.engine.copies = True  # a block may outlive one that was forgotten
         self.asked: dict[str, tuple[list[int], Sampling]] = {}
 
     @rule(
@@ -473,8 +534,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_that_is_not_finite(self, pick: int) -> None:
         """Of one of its works; each block may outlive another from then on."""
         self.engine.copies = True
-        numbers = iter(range(3))
+        numbers = itertools.count()
         step_with(self.engine, lambda _: next(numbers) == pick)
+
+    @rule(count=st.integers(1, 40))
+    def overflow(self, count: int) -> None:
+        """The numbers of all requests are not finite for some steps; those of a probe are."""
+        self.engine.copies = True
+        for _ in range(count):
+            step_with(self.engine, lambda work: work.history[0] != 0)
 
     @invariant()
     def consistent(self) -> None:

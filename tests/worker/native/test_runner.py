@@ -16,15 +16,18 @@ from tokenizers import Tokenizer
 
 from services.worker.config import Dtype
 from services.worker.copies import Copied, Copy, Mover
-from services.worker.engine import Loading, Runner
+from services.worker.engine import Loading, Runner, Submit
+from services.worker.limits import Limits
 from services.worker.native.config import read_config
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner, load_native
 from services.worker.native.tensor_file import write_tensors
 from services.worker.native.weights import Checkpoint
 from services.worker.native.weights_digest import weights_digest
+from services.worker.scheduler import MOST_NOT_FINITE, Scheduler
 from shared.errors import ModelError
-from shared.messages import KvLayout, Sampling
+from shared.hashing import pack_tokens
+from shared.messages import NOT_FINITE, KvLayout, Part, Sampling
 from shared.pool_map import PoolMap
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import GOLDEN
@@ -206,6 +209,40 @@ def test_weights_that_are_not_numbers_are_an_error(tmp_path: Path) -> None:
     assert drawn is not None
     assert drawn.suspect
     assert "not finite" in drawn.error
+
+
+def test_prompts_that_overflow_end_no_engine_and_weights_that_are_no_numbers_end_it(tmp_path: Path) -> None:
+    overflows, directory = 5, write_tiny_model(tmp_path, tied=False)
+
+    def served(broken: str, prompts: list[list[int]]) -> list[Part]:
+        """The ends of these requests, one after the other, with a NaN in one of the tensors."""
+        checkpoint = Checkpoint(directory, read_config(directory))
+        tensors = {name: checkpoint.floats(name).copy() for name in checkpoint.shapes}
+        tensors[broken][overflows] = np.nan
+        write_tensors(tmp_path / "model.safetensors", checkpoint.shapes, tensors.__getitem__, lambda share: None)
+        runner = NativeRunner(directory, capacity_blocks=4)
+        facts = runner.facts
+        limits = Limits(
+            model="model",
+            context_length=facts.context_length,
+            eos_token_ids=frozenset(),
+            block_size=facts.block_size,
+            capacity_blocks=facts.capacity_blocks,
+        )
+        scheduler, ends = Scheduler(limits), list[Part]()
+        for number, prompt in enumerate(prompts):
+            submit = Submit(f"r{number}", 1, "f", pack_tokens(prompt), len(prompt), Sampling(max_tokens=1), 60.0)
+            scheduler.submit(submit, 0.0)
+            while scheduler.busy:
+                ends += scheduler.advance(runner.step(scheduler.schedule(0.0)), 0.001).notable
+        runner.close()
+        return ends
+
+    *failed, answered = served("model.embed_tokens.weight", [*[[overflows]] * (2 * MOST_NOT_FINITE + 1), [1, 2, 3]])
+    assert all(part.error.startswith(NOT_FINITE) for part in failed)
+    assert (len(failed), answered.finish) == (2 * MOST_NOT_FINITE + 1, "length")
+    with pytest.raises(ModelError, match="a single token after them"):
+        served("model.norm.weight", [[overflows]] * MOST_NOT_FINITE)
 
 
 def test_golden_files_stay_small() -> None:
