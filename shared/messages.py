@@ -450,6 +450,9 @@ class Generate(Struct, frozen=True, tag="generate"):
     lora: str = ""
     salt: str = ""
     priority: int = 0
+    wait_left_s: float | None = None
+    """Seconds within which the worker is to begin to compute it, at most; where it has not, the attempt ends with
+    NOT_BEGUN. None: there is no such limit."""
 
 
 class Accepted(Struct, frozen=True, tag="accepted"):
@@ -515,6 +518,8 @@ UNFOLLOWABLE = "the grammar cannot be followed"
 NOT_FINITE = "the model computes numbers that are not finite"
 """How `Part.error` begins where that is so once more after the worker has computed everything again: others would fail,
 too."""
+NOT_BEGUN = "the request did not begin in time"
+"""How `Part.error` begins where nothing of the attempt was computed within `Generate.wait_left_s`: it had no place."""
 
 
 class Part(Struct, frozen=True, array_like=True):
@@ -532,7 +537,7 @@ class Part(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One for each token, where they were asked for."""
     error: str = ""
-    """Why, where finish is "error"; SHUTTING_DOWN, and what begins with UNFOLLOWABLE or NOT_FINITE,
+    """Why, where finish is "error"; SHUTTING_DOWN, and what begins with UNFOLLOWABLE, NOT_FINITE or NOT_BEGUN,
     frontends know."""
     cached_host_tokens: int = 0
     """Of `cached_tokens`, those that came from the kvbm's host memory …"""

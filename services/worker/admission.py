@@ -39,6 +39,8 @@ def _envelope(generate: Generate) -> str:
         return "frontend: not an instance id"
     if not 0.0 < generate.time_left_s <= _MAX_TIME_LEFT_S:
         return f"time_left_s: {generate.time_left_s:g}"
+    if generate.wait_left_s is not None and not generate.wait_left_s >= 0.0:  # NaN is not either
+        return f"wait_left_s: {generate.wait_left_s:g}"
     if generate.rank != 0:
         return f"rank: {generate.rank}, there is only rank 0"
     if generate.lora:

@@ -39,6 +39,8 @@ class Submit(Struct, frozen=True, tag="submit"):
     priority: int = 0
     number: int = 0
     """The shell's short name for the attempt, in `Stepped.advanced`."""
+    wait_left_s: float | None = None
+    """It ends with NOT_BEGUN where it was in no step by then; None: only `time_left_s` bounds its wait."""
 
 
 class CancelAttempt(Struct, frozen=True, tag="cancel"):

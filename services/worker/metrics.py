@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from services.worker.engine import EngineLoad, Stepped
-from shared.messages import GenerateReply, Part, Refused
+from shared.messages import NOT_BEGUN, GenerateReply, Part, Refused
 from shared.metrics import STEP_SECONDS, counter, gauge, histogram
 
 
@@ -70,7 +70,7 @@ class Metrics:
         """An attempt begins or ends."""
         self._output.inc(len(part.tokens) // 4)
         if part.finish is not None:
-            self._requests.labels(part.finish).inc()
+            self._requests.labels("not_begun" if part.error.startswith(NOT_BEGUN) else part.finish).inc()
             below = part.cached_host_tokens + part.cached_disk_tokens
             self._cached.labels("device").inc(part.cached_tokens - below)
             self._cached.labels("host").inc(part.cached_host_tokens)

@@ -10,12 +10,13 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
             onboarding: passed over until its blocks are loaded, or until it has waited long enough
 
     waiting, onboarding, running ── cancel, deadline, cannot fit ──▶ ended          (a full queue: submit ──▶ ended)
+    waiting, onboarding ── never admitted in the time that its frontend gave ──▶ ended
     running ── advance: numbers that are not finite ──▶ waiting, alone; the second time ──▶ ended
 
 A running sequence prefills while more than one of its tokens is uncomputed, and decodes while one is. One that is asked
 for an embedding ends where others draw their first token; for a mean it takes no blocks from others. Each step:
 
-1. Expired attempts end.
+1. Expired attempts end: those whose deadline has passed, and those that should have been admitted by now.
 2. Every decoding sequence gets its one token. Where a block is missing, the lowest ranked running sequence gives its
    blocks back and waits again (its tokens are kept, its KV is computed anew, its stored blocks stay findable while
    nobody needs their room). Draws are numbered by position, so a seed draws the same tokens after a preemption.
@@ -58,7 +59,7 @@ from services.worker.step_budget import StepBudget
 from shared.blocks import BlockPool, Content
 from shared.errors import ModelError
 from shared.hashing import ContentKey
-from shared.messages import FinishReason, Part, Sampling
+from shared.messages import NOT_BEGUN, FinishReason, Part, Sampling
 
 _NEVER = float("inf")
 MOST_NOT_FINITE = 16
@@ -100,7 +101,8 @@ class Scheduler:
         self._not_finite_in_a_row = 0
         self._discards: list[ContentKey] = []
         """Blocks that the kvbm is not to give to others, where there is one."""
-        self._earliest_deadline_s = _NEVER
+        self._earliest_end_s = _NEVER
+        """Not later than any `ends_by_s`."""
         self._step: list[Sequence] | None = None
         self._probe: Work | None = None
         """The last work of the step under way, where that has one."""
@@ -132,7 +134,7 @@ class Scheduler:
             self._tell(sequence, "length")
         else:
             self._living[sequence.name] = sequence
-            self._earliest_deadline_s = min(self._earliest_deadline_s, sequence.deadline_s)
+            self._earliest_end_s = min(self._earliest_end_s, sequence.ends_by_s)
             self._enqueue(sequence)
             self._look(now_s)
         self._stalled = False
@@ -273,9 +275,9 @@ class Scheduler:
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `schedule` has something to do though no step is due: a deadline, or somebody has waited long enough for
-        the kvbm. None: never."""
-        until_s = min(self._earliest_deadline_s, self._onboarding.until_s) if self._living else _NEVER
+        """When `schedule` has something to do though no step is due: an attempt's time is over, or somebody has waited
+        long enough for the kvbm. None: never."""
+        until_s = min(self._earliest_end_s, self._onboarding.until_s) if self._living else _NEVER
         return None if until_s == _NEVER else until_s
 
     # --- questions
@@ -408,6 +410,7 @@ class Scheduler:
         if self._room(sequence) + owed + len(self._running) > self._pool.available:
             return False
         self._dequeue(sequence)
+        sequence.begin_by_s = _NEVER
         self._reuse(sequence)
         self._allocate(sequence, sequence.blocks_needed - len(sequence.blocks))
         insort(self._running, sequence, key=_rank)
@@ -541,11 +544,14 @@ class Scheduler:
         return ""
 
     def _expire(self, now_s: float) -> None:
-        if now_s < self._earliest_deadline_s:
+        if now_s < self._earliest_end_s:
             return
-        for sequence in [s for s in self._living.values() if s.deadline_s <= now_s]:
-            self._end(sequence, "deadline")
-        self._earliest_deadline_s = min((s.deadline_s for s in self._living.values()), default=_NEVER)
+        for sequence in [s for s in self._living.values() if s.ends_by_s <= now_s]:
+            if sequence.deadline_s <= now_s:
+                self._end(sequence, "deadline")
+            else:
+                self._end(sequence, "error", f"{NOT_BEGUN}: the worker computes {len(self._running)} others")
+        self._earliest_end_s = min((s.ends_by_s for s in self._living.values()), default=_NEVER)
 
     def _end(self, sequence: Sequence, finish: FinishReason, error: str = "", embedding: bytes = b"") -> None:
         self._tell(sequence, finish, error, embedding)
@@ -633,7 +639,8 @@ class Scheduler:
             assert sequence.stored == sequence.computed // self._limits.block_size
             assert sequence.uncomputed >= 1
             assert (sequence.uncomputed > 1) == (sequence in self._prefilling)
-            assert sequence.deadline_s >= self._earliest_deadline_s
+            assert sequence.ends_by_s >= self._earliest_end_s
+            assert sequence.begin_by_s == _NEVER
             for index, slot in enumerate(sequence.blocks):
                 content = self._pool.content(slot)
                 known = content is not None or self._pool.is_forgotten(slot)

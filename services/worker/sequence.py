@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from math import inf
 from sys import intern
 
 from services.worker.engine import Submit, Work
@@ -44,6 +45,8 @@ class Sequence:
     arrival: int
     """Order of arrival."""
     deadline_s: float
+    begin_by_s: float
+    """Until when it may wait to be admitted; infinite: its deadline alone ends its wait, or it was admitted."""
     block_size: int
     root: ContentKey
     keys: list[ContentKey]
@@ -94,6 +97,7 @@ class Sequence:
             submit=submit,
             arrival=arrival,
             deadline_s=now_s + submit.time_left_s,
+            begin_by_s=inf if submit.wait_left_s is None else now_s + submit.wait_left_s,
             block_size=block_size,
             root=root,
             keys=content_keys(root, submit.tokens, block_size),
@@ -108,6 +112,11 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Smaller goes first: the higher priority, then the earlier arrival."""
         return -self.submit.priority, self.arrival
+
+    @property
+    def ends_by_s(self) -> float:
+        """When time ends it, unless it goes on before."""
+        return min(self.deadline_s, self.begin_by_s)
 
     @property
     def computed(self) -> int:

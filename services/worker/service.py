@@ -395,4 +395,5 @@ def _submit(generate: Generate, number: int) -> Submit:
         salt=generate.salt,
         priority=generate.priority,
         number=number,
+        wait_left_s=generate.wait_left_s,
     )

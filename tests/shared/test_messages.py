@@ -78,6 +78,10 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
         ),
     ),
     (messages.GENERATE, messages.Generate("r", 1, "m", "f", b"\1\0\0\0", 1, messages.Sampling(8, seed=2**64 - 1), 9.5)),
+    (
+        messages.GENERATE,
+        messages.Generate("r", 1, "m", "f", b"\1\0\0\0", 1, messages.Sampling(8), 9.5, wait_left_s=4.5),
+    ),
     (messages.GENERATE_REPLY, messages.Accepted("r", 1)),
     (messages.GENERATE_REPLY, messages.Refused("r", 1, "draining", "ends")),
     (messages.CANCEL, messages.Cancel("r", 1)),

@@ -70,6 +70,7 @@ class Engine:
         sampling: Sampling | None = None,
         max_tokens: int = 8,
         time_left_s: float = 1e9,
+        wait_left_s: float | None = None,
         priority: int = 0,
         salt: str = "",
     ) -> None:
@@ -82,6 +83,7 @@ class Engine:
                 prompt_tokens=len(prompt),
                 sampling=sampling or Sampling(max_tokens=max_tokens),
                 time_left_s=time_left_s,
+                wait_left_s=wait_left_s,
                 salt=salt,
                 priority=priority,
             ),

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.worker.offloading import Offload
 from shared.blocks import BlockPool
 from shared.hashing import ContentKey
-from shared.messages import Pooling, Sampling
+from shared.messages import NOT_BEGUN, Pooling, Sampling
 from tests.worker.exchanged import Kvbm
 from tests.worker.fake_runner import continuation, embedding
 from tests.worker.scheduled import Engine
@@ -102,6 +102,22 @@ def test_others_do_not_take_the_room_that_one_who_waits_will_need() -> None:
     assert len(kvbm.engine.step()) == 1
     kvbm.run()
     assert [name for name, _ in kvbm.engine.parts] == ["urgent", "a", "b"]
+
+
+def test_one_that_waits_for_its_blocks_ends_where_it_has_not_begun_in_time() -> None:
+    kvbm = kvbm_with(PROMPT, wait_s=20.0)
+    kvbm.engine.submit("a", PROMPT, wait_left_s=5.0)
+    (wanted,) = kvbm.turn()
+    assert kvbm.engine.step() == []
+    assert not kvbm.engine.scheduler.busy
+    assert kvbm.engine.scheduler.wait_until_s == 5.0
+    kvbm.engine.now_s = 5.0
+    assert kvbm.engine.step() == []
+    assert kvbm.engine.last("a").error.startswith(NOT_BEGUN)
+    kvbm.turn()
+    assert kvbm.fetches[wanted.number].unwanted
+    kvbm.end()
+    assert kvbm.engine.scheduler.load().held_blocks == 0
 
 
 def test_who_has_waited_as_long_as_computing_would_take_is_computed() -> None:

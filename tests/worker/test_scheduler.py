@@ -13,7 +13,7 @@ from services.worker.engine import Drawn, Work
 from services.worker.scheduler import MOST_NOT_FINITE
 from shared.errors import ModelError
 from shared.hashing import content_keys, pack_tokens, root_key
-from shared.messages import NOT_FINITE, Pooling, Sampling
+from shared.messages import NOT_BEGUN, NOT_FINITE, Pooling, Sampling
 from tests.worker.fake_runner import EOS, continuation, embedding
 from tests.worker.scheduled import Engine
 
@@ -396,6 +396,40 @@ def test_an_attempt_ends_at_its_deadline_waiting_or_running() -> None:
     assert engine.output("waiting") == []
 
 
+def test_an_attempt_that_was_in_no_step_in_time_ends_with_an_error_that_frontends_know() -> None:
+    engine = Engine(max_running=1)
+    engine.submit("running", PROMPT, sampling=Sampling(max_tokens=20, ignore_eos=True), wait_left_s=0.05)
+    engine.submit("waits", PROMPT, wait_left_s=0.05)
+    engine.submit("patient", PROMPT, max_tokens=1)
+    while not engine.parts["waits", 1]:
+        assert engine.now_s < 0.07
+        engine.step()
+    assert engine.now_s >= 0.05
+    [end] = engine.parts["waits", 1]
+    assert (end.finish, end.error, end.tokens) == ("error", f"{NOT_BEGUN}: the worker computes 1 others", b"")
+    engine.run()
+    assert len(engine.output("running")) == 20, "it had begun in time"
+    assert engine.last("patient").finish == "length", "its wait has no limit"
+
+
+def test_an_attempt_that_was_preempted_may_wait_again_as_long_as_it_has_to() -> None:
+    engine = Engine(capacity_blocks=8)
+    six = Sampling(max_tokens=6, ignore_eos=True)
+    for name, prompt, priority in (("old", [1, 1], 0), ("young", [2, 2], 0), ("urgent", [3, 3], 1)):
+        engine.submit(name, prompt, sampling=six, priority=priority, wait_left_s=0.001)
+    engine.run()
+    assert engine.scheduler.load().preemptions > 0
+    assert all(engine.last(name).finish == "length" for name in ("old", "young", "urgent"))
+
+
+def test_of_a_deadline_and_a_wait_that_are_over_the_deadline_is_the_reason() -> None:
+    engine = Engine(max_running=1)
+    engine.submit("running", PROMPT, sampling=Sampling(max_tokens=20, ignore_eos=True))
+    engine.submit("waits", PROMPT, time_left_s=0.04, wait_left_s=0.04)
+    engine.run()
+    assert engine.last("waits").finish == "deadline"
+
+
 def test_a_higher_priority_goes_first_and_equals_in_order_of_arrival() -> None:
     engine = Engine(max_running=1)
     for name, priority in (("a", 0), ("b", 0), ("urgent", 5)):
@@ -509,15 +543,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 1),
         time_left_s=st.sampled_from([0.02, 1e9, 1e9, 1e9]),
+        wait_left_s=st.sampled_from([None, None, 0.0, 0.02]),
         salt=st.sampled_from(["", "", "tenant"]),
         pooling=st.sampled_from(["", "", "mean", "last"]),
     )
     def submit(
-        self, prompt: list[int], max_tokens: int, priority: int, time_left_s: float, salt: str, pooling: Pooling
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        time_left_s: float,
+        wait_left_s: float | None,
+        salt: str,
+        pooling: Pooling,
     ) -> None:
         name, sampling = f"r{len(self.asked)}", Sampling(max_tokens=max_tokens, pooling=pooling)
         self.asked[name] = (prompt, sampling)
-        self.engine.submit(name, prompt, sampling=sampling, priority=priority, time_left_s=time_left_s, salt=salt)
+        self.engine.submit(
+            name,
+            prompt,
+            sampling=sampling,
+            priority=priority,
+            time_left_s=time_left_s,
+            wait_left_s=wait_left_s,
+            salt=salt,
+        )
 
     @precondition(lambda self: self.asked)
     @rule(pick=st.integers(0, 100))
@@ -561,6 +611,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert last.finish in ("cancelled", "deadline", "error")
             assert last.finish != "error" or last.error
+            assert not (output and last.error.startswith(NOT_BEGUN))
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

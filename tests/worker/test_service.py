@@ -21,6 +21,7 @@ from shared.messages import (
     GENERATE,
     INSTANCE,
     JSON_HEADER,
+    NOT_BEGUN,
     RESEND_REQUEST,
     RESENT,
     SHUTTING_DOWN,
@@ -216,6 +217,8 @@ async def test_bad_requests_are_refused_by_name(config: WorkerConfig) -> None:
         "tokens: 3 bytes": request("r", [1], tokens=b"abc"),
         "prompt_tokens": request("r", [1], prompt_tokens=2),
         "time_left_s": request("r", [1], time_left_s=float("nan")),
+        "wait_left_s: nan": request("r", [1], wait_left_s=float("nan")),
+        "wait_left_s: -1": request("r", [1], wait_left_s=-1.0),
         "sampling.temperature": request("r", [1], sampling=Sampling(max_tokens=1, temperature=float("inf"))),
         "sampling.max_tokens": request("r", [1], sampling=Sampling(max_tokens=0)),
         "frontend": request("r", [1], frontend="a.>"),
@@ -234,6 +237,19 @@ async def test_bad_requests_are_refused_by_name(config: WorkerConfig) -> None:
         assert reply.code == "wrong_model"
         torn = await shell.peer.ask("generate", b"\xc1 not msgpack")
         assert b"bad_request" in torn.payload
+
+
+async def test_an_attempt_that_could_not_begin_in_time_ends_and_is_counted_as_such(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell:
+        await serving(shell)
+        assert await shell.peer.generate(request("r", PROMPT, wait_left_s=0.0)) == Accepted("r", 1)
+        assert await shell.peer.ended("r") == "error"
+        assert shell.peer.parts("r")[-1].error.startswith(NOT_BEGUN)
+        assert await shell.peer.generate(request("s", PROMPT, wait_left_s=3600.0)) == Accepted("s", 1)
+        assert await shell.peer.ended("s") == "stop"
+        outcomes = shell.runtime.registry.get_sample_value
+        assert outcomes("headrace_requests_total", {"outcome": "not_begun"}) == 1
+        assert outcomes("headrace_requests_total", {"outcome": "error"}) is None
 
 
 async def test_what_cannot_be_read_is_counted_and_told_once_a_subject(
