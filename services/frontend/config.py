@@ -75,7 +75,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """At once, requests over NATS whose clients cannot be asked whether they listen: without `stream` and without the
     header Headrace-Probe. Clients that have gone can keep workers busy by so many."""
     wait_s: Seconds = 60.0
-    """A request for whose first token every worker is predicted to need longer gets 429 too; 0: none."""
+    """A request for whose first token every worker is predicted to need longer gets 429 too, and so does one that has
+    waited so long at workers and was not begun; 0: none."""
     deadline_s: SomeSeconds = 600.0
     """Of a request whose client asks for none, from the moment its body is there to its last token; then 504."""
     deadline_most_s: SomeSeconds = 3600.0

@@ -106,6 +106,7 @@ class Questions:
     async def offer(self, one: Running, offer: Offer) -> None:
         """Will you compute it?"""
         job = one.stream.job
+        now = asyncio.get_running_loop().time()
         if lacking := self._lacking(offer.instance, job):
             self._feed(one, Unreachable(offer.attempt, lacking))
             return
@@ -117,9 +118,10 @@ class Questions:
             tokens=job.prompt + pack_tokens(one.stream.session.tokens),
             prompt_tokens=job.prompt_tokens,
             sampling=job.sampling,
-            time_left_s=max(0.0, one.deadline - asyncio.get_running_loop().time()),
+            time_left_s=max(0.0, one.deadline - now),
             rank=offer.rank,
             salt=job.salt,
+            wait_left_s=max(0.0, one.started + offer.wait_s - now) if offer.wait_s else None,
         )
         subject = subjects.worker(self._runtime.namespace, offer.instance, "generate")
         event: Event

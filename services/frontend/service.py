@@ -146,6 +146,7 @@ class Frontend:
             tries,
             embedding_bytes=4 * job.embedding_size,
             held_by=job.held_by,
+            wait_s=0.0 if job.follows else self.limits.wait_s,
         )
         stream = Stream(job, session, output, reader)
         loop = asyncio.get_running_loop()

@@ -32,6 +32,7 @@ from services.frontend.tries import Loss, Tries
 from shared.errors import HeadraceError, InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import unpack_tokens
 from shared.messages import (
+    NOT_BEGUN,
     NOT_FINITE,
     SHUTTING_DOWN,
     UNFOLLOWABLE,
@@ -45,6 +46,9 @@ from shared.messages import (
     SelectRefused,
     TokenLogprob,
 )
+
+RETRY_MOST_S = 60.0
+"""The longest Retry-After of a request that waited in vain."""
 
 
 class State(Enum):
@@ -151,6 +155,8 @@ class Offer(Struct, frozen=True):
     attempt: int
     instance: str
     rank: int
+    wait_s: float = 0.0
+    """The worker is to begin with it within so long, from the request's start; 0: within the deadline."""
 
 
 class Emit(Struct, frozen=True):
@@ -210,9 +216,12 @@ class Session:
         *,
         embedding_bytes: int = 0,
         held_by: str = "",
+        wait_s: float = 0.0,
     ) -> None:
         """`embedding_bytes`: how long its embedding is to be, where that is the answer, without tokens. `held_by`: the
-        field that its grammar comes from."""
+        field that its grammar comes from. `wait_s`: how long it may wait in workers' queues, while it has lost nothing;
+        0: until its deadline."""
+        self._wait_s = wait_s
         self._held_by = held_by
         self._tries = Tries() if tries is None else tries
         self._embedding_bytes = embedding_bytes
@@ -295,7 +304,8 @@ class Session:
             return [] if live else [Tell(Finished(self.request, choice.attempt))]
         self.state = State.OFFERED
         self.instance = choice.instance
-        return [Offer(self.attempt, choice.instance, choice.rank)]
+        told_at_once = not (self.tokens or self._tries.rescued)
+        return [Offer(self.attempt, choice.instance, choice.rank, self._wait_s if told_at_once else 0.0)]
 
     def _on_answer(self, answer: Answer) -> list[Action]:
         match answer:
@@ -348,6 +358,8 @@ class Session:
                 return actions + self._lose("handed_back", "the worker took this frontend for gone", withdraw=False)
             case "error" if part.error == SHUTTING_DOWN:
                 return actions + self._lose("handed_back", part.error, withdraw=False)
+            case "error" if part.error.startswith(NOT_BEGUN):
+                return actions + self._on_not_begun(part.error)
             case "error" if part.error.startswith(UNFOLLOWABLE):
                 wrong = InvalidRequest(f"{self._held_by}: {part.error}", param=self._held_by)
                 return actions + self._end([Fail(wrong)], withdraw=False)
@@ -357,6 +369,13 @@ class Session:
                 return actions + self._lose("failed", f"the worker failed: {part.error}", withdraw=False)
             case _:
                 assert_never(part.finish)
+
+    def _on_not_begun(self, why: str) -> list[Action]:
+        """Its worker had no place for it in time."""
+        if self.tokens:
+            return self._lose("handed_back", why, withdraw=False)
+        retry_after_s = min(self._wait_s, RETRY_MOST_S)  # the queue was at least as long
+        return self._end([Fail(Overloaded(self._tries.told(why), retry_after_s=retry_after_s))], withdraw=False)
 
     def _is_sound(self, part: Part) -> bool:
         """Whether the part's own numbers agree, and with what was asked for. What passes can be read without fail."""

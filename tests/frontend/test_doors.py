@@ -15,7 +15,7 @@ from services.frontend import readiness
 from services.frontend.config import FrontendConfig, LimitsConfig
 from shared.config import load
 from shared.errors import ConfigError
-from shared.messages import Refused, Select, SelectRefused
+from shared.messages import NOT_BEGUN, Refused, Select, SelectRefused
 from tests.frontend.peers import DEADLINE_S, MODEL, World, clients, instance_entry, world
 
 BODY = {"model": MODEL, "prompt": "x"}
@@ -107,6 +107,34 @@ async def test_the_first_attempt_waits_so_long_at_most_and_an_overloaded_fleet_i
         async with http.post("/v1/completions", json=BODY) as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "18")
         assert [select.wait_limit_s for select in w.router.asked.all] == [7.0]
+
+
+async def test_a_request_may_wait_at_workers_so_long_at_most_and_is_429_after_it(directory: Path) -> None:
+    async with world(directory, limits=LimitsConfig(wait_s=7.0, drain_s=0.0)) as w, clients(w) as (_, http):
+        w.workers[0].output = None
+        for streams in (False, True):
+            asking = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": streams}))
+            generate = (await w.workers[0].generates.at_least(1 + streams))[-1]
+            assert generate.wait_left_s is not None
+            assert 0 < generate.wait_left_s <= 7.0
+            await w.workers[0].send(generate, 0, [], "error", f"{NOT_BEGUN}: the worker computes 64 others")
+            async with await asking as response:
+                assert (response.status, response.headers["Retry-After"]) == (429, "7")
+                assert (await response.json())["error"]["code"] == "overloaded"
+
+
+async def test_without_a_limit_of_the_wait_or_for_a_further_choice_a_worker_is_given_none(directory: Path) -> None:
+    async with world(directory, limits=LimitsConfig(wait_s=0.0, drain_s=0.0)) as w, clients(w) as (_, http):
+        w.say("fine")
+        async with http.post("/v1/completions", json=BODY) as response:
+            assert response.status == 200
+        assert [one.wait_left_s for one in w.workers[0].generates.all] == [None]
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("fine")
+        async with http.post("/v1/completions", json=BODY | {"n": 3}) as response:
+            assert response.status == 200
+        limited = [one.wait_left_s is not None for worker in w.workers for one in worker.generates.all]
+        assert sorted(limited) == [False, False, True]
 
 
 async def test_an_attempt_after_the_first_is_not_refused_for_its_wait(directory: Path) -> None:

@@ -39,6 +39,7 @@ from services.frontend.tries import ATTEMPTS, RESCUE_S, Tries
 from shared.errors import InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages import (
+    NOT_BEGUN,
     NOT_FINITE,
     SHUTTING_DOWN,
     UNFOLLOWABLE,
@@ -445,6 +446,47 @@ def test_a_grammar_that_cannot_be_followed_is_its_request_s_fault_and_tried_nowh
     assert isinstance(end.error, InvalidRequest)
     assert end.error.param == "structured_outputs.regex"
     assert "too large" in str(end.error)
+
+
+def test_a_request_that_waited_for_a_worker_in_vain_is_refused_as_one_that_would_have_to() -> None:
+    session = Session(R, MAX_TOKENS, wait_s=7.5)
+    session.start()
+    assert session.on(selected(1, "w1")) == [Offer(1, "w1", 0, wait_s=7.5)]
+    told, _ = step(session, Refused(R, 1, "overloaded", "full"))[1:]
+    assert told == Tell(Finished(R, 1))
+    assert session.on(selected(2, "w2")) == [Offer(2, "w2", 0, wait_s=7.5)], "it has lost nothing"
+    session.on(Accepted(R, 2))
+    told, end = step(session, Received("w2", Part(R, 2, 0, b"", "error", error=f"{NOT_BEGUN}: it is full")))
+    assert told == Tell(Finished(R, 2))
+    assert isinstance(end, Fail)
+    assert isinstance(end.error, Overloaded)
+    assert (failure_of(end.error).status, failure_of(end.error).retry_after_s) == (429, 8)
+    assert str(end.error).startswith(NOT_BEGUN)
+    session = Session(R, MAX_TOKENS, wait_s=3600.0)
+    session.start()
+    session.on(selected(1, "w1"))
+    _, end = step(session, Received("w1", Part(R, 1, 0, b"", "error", error=NOT_BEGUN)))
+    assert isinstance(end, Fail)
+    assert failure_of(end.error).retry_after_s == 60
+
+
+def test_a_request_that_has_lost_an_attempt_waits_at_workers_until_its_deadline() -> None:
+    session = Session(R, MAX_TOKENS, wait_s=7.5)
+    session.start()
+    session.on(selected(1, "w1"))
+    session.on(InstanceGone("w1"))
+    assert session.on(selected(2, "w2")) == [Offer(2, "w2", 0)]
+
+
+def test_a_stream_goes_on_elsewhere_where_a_worker_did_not_begin_with_it() -> None:
+    session = Session(R, MAX_TOKENS, wait_s=7.5)
+    session.start()
+    session.on(selected(1, "w1"))
+    step(session, Received("w1", part(0, [5])))
+    step(session, Lost(1, "gap", "a part was lost"))
+    assert session.on(selected(2, "w1")) == [Offer(2, "w1", 0)]
+    actions = step(session, Received("w1", Part(R, 2, 1, b"", "error", error=NOT_BEGUN)))
+    assert actions == [Note("handed_back", fruitful=False), Tell(Finished(R, 2)), Ask(3, 1, ("w1",))]
 
 
 def test_numbers_that_are_not_finite_end_their_request_with_an_error_and_are_tried_nowhere_else() -> None:

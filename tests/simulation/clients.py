@@ -21,6 +21,7 @@ from services.frontend.stream import Job, Reader, Stream
 from services.worker.engine import Work
 from shared.errors import HeadraceError, InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
+from shared.messages import NOT_BEGUN
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Request, letter
 from tests.simulation.process import MODEL, facts_of, model_of
 
@@ -185,6 +186,8 @@ def judge(answer: Answer) -> str:
         return f"{request.name} has no end"
     if isinstance(answer.error, InvalidRequest):
         return f"{request.name} was called invalid: {answer.error}"
+    if str(answer.error).startswith(NOT_BEGUN) and answer.choices[0].text:
+        return f"{request.name} began, and was told that it did not"
     for seen, one in zip(answer.choices, due, strict=answer.end == "answered"):
         if wrong := _judge(answer, seen, one):
             return f"{request.name} {wrong}"

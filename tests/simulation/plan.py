@@ -100,6 +100,8 @@ class Sizes(Struct, frozen=True):
     """Of a block, between an engine of speed 1 and the pool."""
     policy: Literal["kv", "round-robin"]
     """The routers'. `kv` sends a prompt to who has its blocks: who has not, and fetches them, is rare then."""
+    wait_s: float
+    """That a request may wait to begin. Under a clear sky it is longer than all deadlines."""
 
 
 class Request(Struct, frozen=True):
@@ -156,12 +158,13 @@ def plan(seed: int) -> Plan:
     draw = Random(f"plan {seed}")
     storm_s = draw.choice((1.0, 2.0, 4.0))
     clear = draw.random() < 0.2
+    wait_s = 60.0 if clear else Random(f"wait {seed}").choice((0.5, 60.0))  # so that the rest is what it was
     return Plan(
         seed=seed,
         frontends=draw.randint(1, 2),
         routers=draw.randint(1, 3),
         workers=draw.randint(2, 3),
-        sizes=_sizes(draw, max_waiting=64 if clear else 4),
+        sizes=_sizes(draw, max_waiting=64 if clear else 4, wait_s=wait_s),
         storm_s=storm_s,
         skies=CLEAR if clear else _skies(draw),
         requests=_requests(draw, STARTED_S if clear else 0.0, storm_s),
@@ -169,7 +172,7 @@ def plan(seed: int) -> Plan:
     )
 
 
-def _sizes(draw: Random, *, max_waiting: int) -> Sizes:
+def _sizes(draw: Random, *, max_waiting: int, wait_s: float) -> Sizes:
     return Sizes(
         capacity_blocks=draw.randint(CONTEXT_LENGTH // BLOCK_SIZE, 48),
         max_waiting=max_waiting,
@@ -181,6 +184,7 @@ def _sizes(draw: Random, *, max_waiting: int) -> Sizes:
         offload=draw.choice(("filled", "evicted")),
         copy_s=draw.choice((0.0001, 0.005, 0.1)),
         policy=draw.choice(("kv", "round-robin")),
+        wait_s=wait_s,
     )
 
 

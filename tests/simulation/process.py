@@ -238,7 +238,8 @@ class Process:
 
     async def _serve_frontend(self, runtime: Runtime) -> None:
         """As services/frontend/serve.py does, without its doors."""
-        frontend = Frontend(runtime, LIMITS, Metrics(runtime.registry))
+        limits = msgspec.structs.replace(LIMITS, wait_s=self._sizes.wait_s)
+        frontend = Frontend(runtime, limits, Metrics(runtime.registry))
         await frontend.start()
         self.frontend = frontend
         registering = runtime.tasks.create_task(self._register(runtime))

@@ -25,7 +25,7 @@ from services.router.speculation import Speculation
 from services.worker.kvbm_client import KvbmClient
 from services.worker.service import Worker
 from shared.kvbm_messages import Settled
-from shared.messages import Part
+from shared.messages import NOT_BEGUN, Part
 from shared.messaging import Message
 from tests.simulation.plan import Plan, plan
 from tests.simulation.seeds import failures
@@ -87,6 +87,12 @@ def test_a_seed_that_breaks_the_simulation_itself_tells_how_to_run_it_again(monk
 def test_under_a_clear_sky_nothing_goes_wrong() -> None:
     skies = clear()
     assert [wrong for _ in range(5) for wrong in run(next(skies))] == []
+
+
+def test_requests_that_wait_at_workers_in_vain_are_among_what_happens() -> None:
+    lines: list[str] = []
+    short = (each for each in stormy() if each.sizes.wait_s < 1)
+    assert any(run(each, lines.append) == [] and any(NOT_BEGUN in line for line in lines) for each in short)
 
 
 def test_a_gap_that_is_not_seen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
