@@ -9,7 +9,8 @@
      ▲                   │ discarded meanwhile    │ discard
      └──── erased ─── erasing ◀───────────────────┘
 
-A record whose block may be wrong is not used again before the disk has erased it: no later start finds it there.
+A record whose block may be wrong is not used again before the disk has tried to erase it. Where the disk cannot, or is
+off by then, a later start finds the block again; the next sequence that it fails has it discarded again.
 
 Where the disk has no space for new records, those that are free are withheld, and blocks go for others; where it has
 none even for these, nothing is written. Both until `space_again`, or until it has gone and come back.
