@@ -242,18 +242,15 @@ def _fleet(flags: argparse.Namespace, place: Place) -> Iterator[FleetConfig]:
             f"no `up` runs with --state {place.home}; `./headrace up` starts one, "
             "and --etcd and --nats name servers that run without it"
         )
-    if not running or flags.nats not in (
-        "",
-        running.get("nats"),
-    ):  # another NATS does not hear the password of this one
+    if running and flags.nats in ("", running.get("nats")):
+        config = settings(namespace=flags.namespace, nats="", etcd=flags.etcd, file=place.fleet)
+    else:  # another NATS does not hear the password of this one
         config = settings(
             namespace=flags.namespace,
             nats=flags.nats,
             etcd=flags.etcd or running.get("etcd", ""),
             path="" if flags.etcd else running.get("discovery", ""),
         )
-    else:
-        config = settings(namespace=flags.namespace, nats="", etcd=flags.etcd, file=place.fleet)
     try:
         yield config
     except DiscoveryDown as wrong:

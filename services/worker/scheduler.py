@@ -264,7 +264,7 @@ class Scheduler:
         self._stalled = False
 
     def discard(self, keys: Seq[ContentKey]) -> None:
-        """The kvbm has these blocks, and they are wrong."""
+        """The kvbm may have these blocks, and they are or may be wrong."""
         if self._onboarding.on:
             self._discards.extend(keys)
 
@@ -475,8 +475,7 @@ class Scheduler:
         keys = sequence.keys[: sequence.stored]
         for key in reversed(keys):
             self._outcome.events.extend(self._pool.forget(key))
-        if self._onboarding.on:
-            self._discards += keys
+        self.discard(keys)
         if not sequence.alone:
             self._recomputed += 1
             sequence.alone = sequence.looked_up = True
