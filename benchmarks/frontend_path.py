@@ -31,13 +31,13 @@ import uvloop
 
 from benchmarks.frontend_load import Client, Frontend, Peers, connect_clients, cpu, rss_bytes, stack
 from benchmarks.report import Goal, report
-from services.frontend.answers import ChatShape
-from services.frontend.detokenize import TokenBytes
-from services.frontend.output import Delta, Output
-from services.frontend.parsed_output import ParsedOutput
-from services.frontend.sessions import Received, Session
-from services.frontend.tools.found import Found
-from services.frontend.tools.parser import Parser, Plan
+from services.frontend.output.detokenize import TokenBytes
+from services.frontend.output.output import Delta, Output
+from services.frontend.output.parsed_output import ParsedOutput
+from services.frontend.protocol.chat_chunks import ChatShape
+from services.frontend.requests.session import Received, Session
+from services.frontend.tool_parsers.parse_result import Found
+from services.frontend.tool_parsers.parser import Parser, Plan
 from shared.hashing import pack_tokens
 from shared.messages import STEP_FRAME, Accepted, Overlap, Part, Selected, StepFrame
 from shared.metrics import STEP_SECONDS, Distribution

@@ -101,9 +101,9 @@ def _held(**fields: Any) -> str:
     """Of a chat that says so."""
     import msgspec
 
-    from services.frontend.held import held
-    from services.frontend.openai import ChatRequest
-    from services.frontend.tools.parser import Plan
+    from services.frontend.protocol.chat import ChatRequest
+    from services.frontend.structured.grammar import held
+    from services.frontend.tool_parsers.parser import Plan
 
     request = msgspec.convert({"messages": [{"role": "user", "content": "?"}], **fields}, ChatRequest)
     found = held(request, Plan("hermes"), {})
@@ -139,7 +139,7 @@ def _decode(what: str, grammar: str, rounds: int) -> list[dict[str, Any]]:
 
 
 async def _compile() -> list[dict[str, Any]]:
-    from services.frontend.grammars import Grammars
+    from services.frontend.structured.compiler import Grammars
 
     grammars, times_s = Grammars(), []
     for grammar in (_grammar(), _grammar().replace("1000", "999"), _grammar()):

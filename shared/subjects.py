@@ -50,7 +50,7 @@ def check(subject: str, *, wildcards: bool = False) -> None:
 
 
 def client(namespace: str, operation: str) -> str:
-    """Where a NATS client asks any frontend, as services/frontend/asking.py names it; or `models`."""
+    """Where a NATS client asks any frontend, as services/frontend/serving/request_context.py names it; or `models`."""
     return f"{ROOT}.{namespace}.frontend.{operation}"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.frontend.app import serve
 from services.frontend.config import FrontendConfig
-from services.frontend.serve import serve
 from shared.lifecycle import Process, run
 
 FORCED_END_S = 10.0

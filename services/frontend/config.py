@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from services.frontend.cors import check_origin
-from services.frontend.tools.formats import FormatName, ReasoningName
+from services.frontend.server.cors import check_origin
+from services.frontend.tool_parsers.formats import FormatName, ReasoningName
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -113,7 +113,7 @@ class AccessConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Who may ask, at both doors."""
 
     keys_file: str = ""
-    """Names of keys, their hashes and limits (keys.py), read again when it changes. Empty: no key is asked for."""
+    """Names of keys, their hashes and limits, read again when it changes. Empty: no key is asked for."""
 
 
 class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.frontend.accounts import Accounts
+from services.frontend.auth.accounts import Accounts
 from shared.metrics import REQUEST_SECONDS, STEP_SECONDS, TOKENS, counter, distribution, gauge, histogram
 
 
@@ -74,7 +74,7 @@ class Metrics:
         self.lost = counter(
             registry,
             "headrace_attempts_lost",
-            "Attempts that were lost, by reason: services/frontend/tries.py explains each",
+            "Attempts that were lost, by reason: services/frontend/requests/retry.py explains each",
             ["reason"],
         )
         self.router_retries = counter(

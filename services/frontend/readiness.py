@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.frontend.models import Models
+from services.frontend.models.registry import Models
 from shared import subjects
 from shared.directory import DirectoryChange, InstanceUp
 from shared.errors import Unavailable

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy.local.model import fetch_default
-from services.frontend.keys import digest
+from services.frontend.auth.api_keys import digest
 from services.worker.native.prepare import prepare
 from tests.integration.fleet import fleet
 from tests.integration.stack import ROOT, eventually

@@ -5,8 +5,8 @@ import base64
 import pytest
 
 from deploy.local import cli
-from services.frontend.accounts import Accounts
-from services.frontend.keys import read_keys
+from services.frontend.auth.accounts import Accounts
+from services.frontend.auth.api_keys import read_keys
 
 
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:

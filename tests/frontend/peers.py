@@ -21,9 +21,9 @@ from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
+from services.frontend.app import frontend
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
-from services.frontend.serve import frontend
-from services.frontend.tools.formats import FormatName
+from services.frontend.tool_parsers.formats import FormatName
 from shared import subjects
 from shared.config import NatsConfig
 from shared.directory import Directory

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from services.frontend.accounts import REASONS, Accounts
+from services.frontend.auth.accounts import REASONS, Accounts
+from services.frontend.auth.api_keys import KeyEntry, read_keys
 from services.frontend.config import AccessConfig, HttpConfig
-from services.frontend.keys import KeyEntry, read_keys
 from services.frontend.metrics import Metrics
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "access.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from services.frontend.config import ResponsesConfig
 from services.frontend.metrics import Metrics
-from services.frontend.response_fields import ResponseRequest
-from services.frontend.response_store import DROPPED
+from services.frontend.protocol.responses_request import ResponseRequest
+from services.frontend.serving.response_store import DROPPED
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "responses.md").read_text(encoding="utf-8")
 

@@ -9,10 +9,10 @@ from typing import get_args
 from prometheus_client import CollectorRegistry
 
 from services.frontend.config import LimitsConfig
-from services.frontend.deadline import FIELD, HEADER
 from services.frontend.metrics import Metrics
-from services.frontend.sessions import State
-from services.frontend.tries import Loss
+from services.frontend.requests.deadline import FIELD, HEADER
+from services.frontend.requests.retry import Loss
+from services.frontend.requests.session import State
 
 TEXT = (Path(__file__).parents[2] / "docs" / "states.md").read_text()
 

@@ -1,4 +1,4 @@
-"""Why a request is refused that fits its schema: what openapi_operations.py says in words instead.
+"""Why a request is refused that fits its schema: what openapi/operations.py says in words instead.
 
 Each is the field, without places in lists, and how the message goes on; so a refusal that a schema could have said is
 not taken for one of these.

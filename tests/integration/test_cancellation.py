@@ -17,7 +17,7 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 
-from services.frontend.nats_api import PROBE_HEADER
+from services.frontend.server.nats_api import PROBE_HEADER
 from shared import subjects
 from shared.config import NatsConfig
 from shared.messages import LOAD_REPORT, LoadReport

@@ -21,7 +21,7 @@ import pytest
 from openai import OpenAI
 
 from deploy.local import servers
-from services.frontend.keys import digest
+from services.frontend.auth.api_keys import digest
 from shared import subjects
 from tests.forge import FORGED
 from tests.integration.stack import ROOT, Up, eventually, running, with_models

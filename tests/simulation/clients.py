@@ -11,13 +11,13 @@ from typing import Literal
 
 import msgspec
 
-from services.frontend.answers import Usage
-from services.frontend.choices import Planned
-from services.frontend.choices import ask as ask_for
-from services.frontend.detokenize import TokenBytes
-from services.frontend.output import Output
-from services.frontend.service import Frontend
-from services.frontend.stream import Job, Reader, Stream
+from services.frontend.output.detokenize import TokenBytes
+from services.frontend.output.output import Output
+from services.frontend.protocol.chat_chunks import Usage
+from services.frontend.requests.service import Frontend
+from services.frontend.requests.stream import Job, Reader, Stream
+from services.frontend.serving.choices import Planned
+from services.frontend.serving.choices import ask as ask_for
 from services.worker.engine import Work
 from shared.errors import HeadraceError, InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes

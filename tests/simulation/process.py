@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
-from services.frontend.service import Frontend
+from services.frontend.requests.service import Frontend
 from services.kvbm.answers import Bounds
 from services.kvbm.config import KvbmConfig, PoolConfig, StatisticsConfig
 from services.kvbm.host_pool import HostPool
@@ -237,7 +237,7 @@ class Process:
             raise _Served
 
     async def _serve_frontend(self, runtime: Runtime) -> None:
-        """As services/frontend/serve.py does, without its doors."""
+        """As services/frontend/app.py does, without its doors."""
         limits = msgspec.structs.replace(LIMITS, wait_s=self._sizes.wait_s)
         frontend = Frontend(runtime, limits, Metrics(runtime.registry))
         await frontend.start()

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.frontend.frames import Frames
-from services.frontend.sessions import Action, Expired, Session
-from services.frontend.tries import Tries
+from services.frontend.requests.frames import Frames
+from services.frontend.requests.retry import Tries
+from services.frontend.requests.session import Action, Expired, Session
 from services.kvbm.event_log import EventLog
 from services.kvbm.layout import Layout
 from services.router.following import Following

@@ -17,16 +17,16 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.frontend.completion_fields import CompletionRequest
-from services.frontend.grammar_fields import StructuredOutputs
-from services.frontend.held import held
-from services.frontend.openai import ChatRequest
-from services.frontend.tools.formats import FORMATS, FormatName
-from services.frontend.tools.parser import Plan
+from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.completions import CompletionRequest
+from services.frontend.protocol.structured import StructuredOutputs
+from services.frontend.structured.grammar import held
+from services.frontend.tool_parsers.formats import FORMATS, FormatName
+from services.frontend.tool_parsers.parser import Plan
 from services.worker.native.runner import NativeRunner
 from shared.messages import Sampling
 from tests import schemas
-from tests.frontend.tools.transcripts import read
+from tests.frontend.tool_parsers.transcripts import read
 from tests.schemas import holds
 from tests.worker.native.works import work
 

@@ -1,0 +1,1 @@
+"""API keys: whose request it is, and how much its account may have."""

@@ -1,0 +1,64 @@
+"""Who may ask: the keys' file, followed, and the account of whoever shows one of its keys. Without it, anyone may."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from services.frontend.auth.accounts import Account, Accounts
+from services.frontend.auth.api_keys import FILE_LIMIT_BYTES, KeyEntry, read_keys
+from services.frontend.auth.file_reload import Followed
+from services.frontend.config import AccessConfig
+from services.frontend.metrics import Metrics
+from shared.errors import InvalidRequest
+
+_log = logging.getLogger(__name__)
+
+HEADER = "Authorization"
+"""At both doors: `Authorization: Bearer KEY`."""
+
+
+class Access:
+    """Of one frontend."""
+
+    def __init__(self, config: AccessConfig, metrics: Metrics) -> None:
+        self._file = Path(config.keys_file) if config.keys_file else None
+        self._metrics = metrics
+        self._accounts = Accounts()
+
+    @property
+    def asks(self) -> bool:
+        """Whether a key is needed."""
+        return self._file is not None
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Read the file, and follow it from now on. Raises ConfigError."""
+        if self._file is None:
+            return
+        self._metrics.show_accounts(self._accounts)
+        followed = Followed(
+            f"access.keys_file {self._file}",
+            [self._file],
+            FILE_LIMIT_BYTES,
+            lambda contents: read_keys(contents[0]),
+            self._use,
+            self._metrics.stale_files.labels("keys"),
+        )
+        await followed.load()
+        tasks.create_task(followed.run(), name="follow the keys' file")
+
+    def account(self, authorization: str | None) -> Account | None:
+        """Whose request it is; None: nobody is asked for a key. Raises InvalidRequest, with 401."""
+        if self._file is None:
+            return None
+        try:
+            return self._accounts.find(authorization)
+        except InvalidRequest as wrong:
+            self._metrics.unauthorized.labels("unknown" if wrong.code else "missing").inc()
+            raise
+
+    def _use(self, entries: dict[str, KeyEntry]) -> None:
+        if not entries:
+            _log.warning("access.keys_file %s names no key: nobody can ask", self._file)
+        self._accounts.replace(entries, asyncio.get_running_loop().time())

@@ -1,0 +1,211 @@
+"""From messages, or a text, to the token ids of a prompt.
+
+Where a tokenizer's words are known exactly (bpe_cache.py), a text is encoded on the event loop, section by section, and
+others have a turn every TURN_CHARACTERS: 0.2 µs a token, against 1.1 in `tokenizers` and the way to a thread and back.
+What is left to `tokenizers` holds Python's lock for its time, unless it runs in a thread: short texts are encoded where
+they come, longer ones in the pool. A template is rendered where it comes as far as INLINE_STEPS go, else in the pool.
+
+Special tokens: a rendered chat is encoded with its special tokens recognised, as vLLM and transformers do, because the
+template writes them as text. So a user who writes `<|im_end|>` in a message can end the turn; whoever serves untrusted
+text beside trusted text within one conversation should filter it. The prompt of a completion may hold them on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from msgspec import Struct
+from tokenizers import Tokenizer
+
+from services.frontend.models.chat_template import STEPS_LIMIT, ChatTemplate, Unfinished
+from services.frontend.models.fim import JOINT
+from services.frontend.models.model import Limits, Model
+from shared.errors import InvalidRequest
+from shared.hashing import pack_tokens, token_array
+
+INLINE_CHARACTERS = 4096
+"""Texts up to this length are encoded by `tokenizers` on the event loop: 1 ms."""
+TURN_CHARACTERS = 8192
+"""Encoded from the table of words before others have a turn: 0.5 ms."""
+INLINE_STEPS = 256
+"""Of a template, on the event loop: 1 ms or so."""
+
+
+class Prompt(Struct, frozen=True):
+    """A prompt that fits."""
+
+    tokens: bytes
+    """Packed u32."""
+    max_tokens: int
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens) // 4
+
+
+async def render_chat(
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    pool: Executor,
+    tools: Sequence[Mapping[str, Any]] = (),
+    more: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    answer_begins: bool = True,
+) -> str:
+    """The text of a conversation, up to where its answer begins, unless `answer_begins` is false; `more` are the
+    template's own names. Raises InvalidRequest."""
+    template = _template(model, messages, with_tools=bool(tools))
+    for name in more:
+        if name not in template.reads or name == "tools":
+            raise _not_read(f"the chat template of {model.name!r} has no {name!r}", f"chat_template_kwargs.{name}")
+    try:
+        return template.render(messages, INLINE_STEPS, tools=tools, more=more, answer_begins=answer_begins)
+    except Unfinished:
+        pass
+    render = partial(template.render, messages, tools=tools, more=more, answer_begins=answer_begins)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, render)
+    except Unfinished:
+        wrong = f"the chat template is not done after {STEPS_LIMIT} steps"
+        raise InvalidRequest(wrong, param="messages") from None
+
+
+def _template(model: Model, messages: Sequence[Mapping[str, Any]], *, with_tools: bool) -> ChatTemplate:
+    """One that has a place for all that is said."""
+    if model.template is None:
+        raise InvalidRequest(f"the model {model.name!r} has no chat template; use /v1/completions", param="model")
+    template = model.template
+    if with_tools:
+        if model.tool_template is None:
+            raise _not_read(f"the chat template of {model.name!r} has no place for tools", "tools")
+        if model.tool_format is None:
+            wrong = f"how {model.name!r} writes calls does not show in its chat template, and no `tool_parser` is set"
+            raise _not_read(wrong, "tools")
+        template = model.tool_template
+    if not template.reads_calls:
+        for at, message in enumerate(messages):
+            if "tool_calls" in message:
+                wrong = f"the chat template of {model.name!r} has no place for calls of tools"
+                raise _not_read(wrong, f"messages[{at}].tool_calls")
+    return template
+
+
+def _not_read(wrong: str, param: str) -> InvalidRequest:
+    return InvalidRequest(wrong, param=param, code="unsupported_parameter")
+
+
+async def encode_chat(model: Model, rendered: str, pool: Executor) -> bytes:
+    """The packed tokens of a rendered conversation. Raises InvalidRequest."""
+    return await encode(model, rendered, pool, special=False, param="messages")
+
+
+async def encode_text(model: Model, text: str, pool: Executor, *, param: str = "prompt") -> bytes:
+    """Packed, with the special tokens that the tokenizer puts around a text (Llama: `<s>`). Raises InvalidRequest."""
+    return await encode(model, text, pool, special=True, param=param)
+
+
+async def encode_between(model: Model, before: str, behind: str, pool: Executor, *, param: str) -> bytes:
+    """The packed tokens of a prompt for the text between the two; `param` names the field of the first. Raises
+    InvalidRequest."""
+    infill = model.infill
+    if infill is None:
+        raise _not_read(f"suffix: {model.name!r} has no marks for a text that is missing", "suffix")
+    prefix = await encode(model, before, pool, special=False, param=param)
+    joined = JOINT + behind if infill.joint else behind
+    suffix = await encode(model, joined, pool, special=False, param="suffix")
+    return infill.prompt(prefix, suffix.removeprefix(infill.joint))
+
+
+async def encode(model: Model, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
+    """The packed tokens of a text; `special`: with those that the tokenizer puts around one. `param` names the field
+    that it came from. Raises InvalidRequest."""
+    words = model.words
+    if words is None:
+        return await _tokenize(model.tokenizer, text, pool, special=special, param=param)
+    before, behind = model.around if special else (b"", b"")
+    packed = [before]
+    left: list[str] = []
+    turn = words.work + TURN_CHARACTERS
+    for piece in words.encode(text):
+        if isinstance(piece, str):
+            left.append(piece)
+        else:
+            if left:
+                packed.append(await _tokenize(model.tokenizer, "".join(left), pool, special=False, param=param))
+                left.clear()
+            packed.append(piece)
+        if words.work > turn:
+            await asyncio.sleep(0)
+            turn = words.work + TURN_CHARACTERS
+    if left:
+        packed.append(await _tokenize(model.tokenizer, "".join(left), pool, special=False, param=param))
+    packed.append(behind)
+    return b"".join(packed)
+
+
+async def _tokenize(tokenizer: Tokenizer, text: str, pool: Executor, *, special: bool, param: str) -> bytes:
+    def tokenize() -> bytes:
+        try:
+            [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        except BaseException as wrong:  # noqa: BLE001  a tokenizer comes with the model, and may even panic
+            raise InvalidRequest(f"the model's tokenizer fails on the text: {wrong}", param=param) from None
+        return pack_tokens(encoding.ids)
+
+    if len(text) <= INLINE_CHARACTERS:
+        return tokenize()
+    return await asyncio.get_running_loop().run_in_executor(pool, tokenize)
+
+
+def check_vocabulary(tokens: Sequence[int], limits: Limits, *, param: str) -> None:
+    """`param` names the field that the tokens came from. Raises InvalidRequest."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= limits.vocab_size):
+        at, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < limits.vocab_size)
+        raise InvalidRequest(
+            f"token id {token} at index {at} is outside the vocabulary of {limits.vocab_size}", param=f"{param}[{at}]"
+        )
+
+
+def check_encoded(model: Model, tokens: bytes, limits: Limits, *, param: str) -> None:
+    """The same for packed tokens that the model's tokenizer made."""
+    if model.largest_token >= limits.vocab_size:
+        check_vocabulary(token_array(tokens), limits, param=param)
+
+
+def fit(
+    tokens: bytes,
+    limits: Limits,
+    *,
+    max_tokens: int | None,
+    default: int | None,
+    param: str,
+    limit_param: str = "max_tokens",
+) -> Prompt:
+    """The packed prompt and how many tokens may follow: `max_tokens`, else `default`, else what the context leaves.
+
+    `param` and `limit_param` name the fields that the prompt and `max_tokens` came from. Raises InvalidRequest.
+    """
+    if not tokens:
+        raise InvalidRequest("the prompt is empty", param=param)
+    count = len(tokens) // 4
+    room = limits.context_length - count
+    context = f"the model's context of {limits.context_length} tokens"
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt has {count} tokens; with at least one to answer it does not fit {context}",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise InvalidRequest(
+            f"the prompt's {count} tokens and {limit_param} of {max_tokens} do not fit {context}",
+            param=limit_param,
+            code="context_length_exceeded",
+        )
+    wanted = room if max_tokens is None and default is None else max_tokens or default
+    assert wanted is not None
+    return Prompt(tokens, min(wanted, room))

@@ -1,0 +1,162 @@
+"""Which models can be asked now: follows the directory's model cards and loads each model's tokenizer.
+
+    card ──▶ loading ──▶ ready          each model by itself: one that fails or loads never stops another
+                │  ▲
+                ▼  │ again after RETRY_S, while there is a card
+              failed(reason)
+
+A model stays known when its last worker goes, so that its clients get 503 and not 404.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.frontend.models.model import BY_TEMPLATE, Limits, Model, Parsers, limits_of, load_model
+from shared.directory import CardDown, CardUp, Directory, DirectoryChange
+from shared.errors import InvalidRequest, ModelError, Unavailable
+from shared.messages import ModelCard
+
+RETRY_S = 5.0
+MODELS_LIMIT = 256
+"""Names kept, living or not; cards of further models are left out, loudly."""
+NAMES_TOLD = 8
+"""Of the models that are there, when one is not."""
+
+_LOADING = "its tokenizer is being loaded"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Entry:
+    cards: dict[str, ModelCard] = field(default_factory=dict)
+    """By instance."""
+    model: Model | None = None
+    reason: str = _LOADING
+    """Why there is no `model`."""
+    loading: bool = False
+
+    def matches(self, card: ModelCard) -> bool:
+        """Whether the loaded model is the card's."""
+        loaded = self.model
+        return loaded is not None and (loaded.tokenizer_digest, loaded.block_size) == (
+            card.tokenizer_digest,
+            card.block_size,
+        )
+
+
+class Models:
+    """The models by name."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        directories: Mapping[str, str],
+        tasks: asyncio.TaskGroup,
+        pool: Executor,
+        parsers: Callable[[str], Parsers] = lambda _name: BY_TEMPLATE,
+    ) -> None:
+        """`directories` say where a model's tokenizer lies, where the cards' path is not valid here; `parsers` how what
+        it writes is taken apart."""
+        self._directories = directories
+        self._parsers = parsers
+        self._tasks = tasks
+        self._pool = pool
+        self._entries: dict[str, _Entry] = {}
+        self._loaded = asyncio.Event()
+        """Set by every attempt to load one."""
+        directory.subscribe(self._on_change)
+
+    async def settled(self) -> None:
+        """Returns once every model that has a worker was loaded, or failed to."""
+        while any(entry.loading and entry.reason == _LOADING for entry in self._entries.values()):
+            self._loaded.clear()
+            await self._loaded.wait()
+
+    def find(self, name: str | None) -> tuple[Model, Limits]:
+        """The model of that name, or the only one there is. Raises InvalidRequest (404) for a name that nobody has
+        served, Unavailable while it cannot be served."""
+        if name is None:
+            name = self._only()
+        entry = self._entries.get(name)
+        if entry is None:
+            if not self._entries or name in self._directories:
+                raise Unavailable(f"no worker serves the model {name!r} yet")
+            known = ", ".join(sorted(self._entries)[:NAMES_TOLD])
+            wrong = f"the model {name!r} does not exist; there is {known}"
+            raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
+        if not entry.cards:
+            raise Unavailable(f"no worker serves the model {name!r} now")
+        if entry.model is None:
+            raise Unavailable(f"the model {name!r} is not ready: {entry.reason}")
+        return entry.model, limits_of(list(entry.cards.values()))
+
+    def _only(self) -> str:
+        names = [name for name, entry in self._entries.items() if entry.cards] or list(self._entries)
+        if not names:
+            raise Unavailable("no worker is there yet")
+        if len(names) > 1:
+            raise InvalidRequest(f"several models are served, name one: {', '.join(sorted(names))}", param="model")
+        return names[0]
+
+    def served(self) -> dict[str, Limits]:
+        """The models that can be asked now."""
+        return {
+            name: limits_of(list(entry.cards.values()))
+            for name, entry in self._entries.items()
+            if entry.cards and entry.model is not None
+        }
+
+    def reasons(self) -> list[str]:
+        """Why models with a worker cannot be asked."""
+        return [
+            f"model {name}: {entry.reason}" for name, entry in self._entries.items() if entry.cards and not entry.model
+        ]
+
+    def _on_change(self, change: DirectoryChange) -> None:
+        if isinstance(change, CardUp):
+            self._add(change.card)
+        elif isinstance(change, CardDown) and change.card.model in self._entries:
+            self._entries[change.card.model].cards.pop(change.card.instance, None)
+
+    def _add(self, card: ModelCard) -> None:
+        if card.model not in self._entries and len(self._entries) >= MODELS_LIMIT:
+            _log.error("model %s is left out: %d models are known already", card.model, MODELS_LIMIT)
+            return
+        entry = self._entries.setdefault(card.model, _Entry())
+        entry.cards[card.instance] = card
+        if not entry.matches(card):
+            entry.model = None  # its tokens would mean something else to the new workers
+            entry.reason = _LOADING
+            if not entry.loading:
+                entry.loading = True
+                self._tasks.create_task(self._load(card.model, entry), name=f"load {card.model}")
+
+    async def _load(self, name: str, entry: _Entry) -> None:
+        """Until the model of the present cards is loaded, or there are no cards."""
+        loop = asyncio.get_running_loop()
+        while entry.cards:
+            card = next(iter(entry.cards.values()))
+            if entry.matches(card):
+                break
+            directory = Path(self._directories.get(name, card.path))
+            try:
+                loaded = await loop.run_in_executor(self._pool, load_model, card, directory, self._parsers(name))
+            except ModelError as wrong:
+                if entry.reason != str(wrong):
+                    _log.error("model %s is not ready: %s", name, wrong)
+                entry.reason = str(wrong)
+                self._loaded.set()
+                await asyncio.sleep(RETRY_S)
+            else:
+                if card in entry.cards.values():  # else they changed meanwhile
+                    entry.model = loaded
+                    _log.info("model %s is ready", name)
+        entry.loading = False
+        self._loaded.set()

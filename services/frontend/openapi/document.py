@@ -1,0 +1,233 @@
+"""The OpenAPI document of what a frontend serves, at /openapi.json. Pure.
+
+openapi/operations.py: what each operation takes and gives ─▶ openapi/schemas.py: its Structs ─▶ this
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from services.frontend.openapi.chunk_structs import Health, Version
+from services.frontend.openapi.operations import DESCRIBED, Described
+from services.frontend.openapi.schemas import Schema, components, ref
+from services.frontend.protocol.errors import ErrorBody
+from services.frontend.protocol.model_list import ModelEntry, ModelList
+from services.frontend.protocol.responses_events import Response, ResponseDeleted
+from services.frontend.serving.request_context import KEPT, KEPT_RESPONSE, PATHS, Operation
+from shared.version import VERSION
+
+PATH = "/openapi.json"
+_ABOUT = """OpenAI's API, and some of vLLM's, served by Headrace. A field that is not named here is refused by name.
+Beside each operation's schema stands what a schema does not say; a request that breaks it is refused with 400 too."""
+_REFUSED = {
+    "400": "The request is wrong; `param` names the field",
+    "401": "No key, or one that nobody knows",
+    "404": "No such model",
+    "408": "The body did not come in time",
+    "413": "The body is over 4 MiB",
+    "415": "The body has a `Content-Encoding`, as gzip; none is read",
+    "417": "`Expect` is something other than 100-continue",
+    "429": "Over a limit of the server, or of the key; before any work was done",
+    "500": "The server has failed",
+    "503": "Something that it takes is away, or every worker refused",
+    "504": "The request's deadline has passed",
+}
+_OF_BODIES = ("400", "404", "408", "413", "415", "417", "429", "500", "503", "504")
+_AGAIN = ("429", "503")
+"""Those that say when to come back."""
+_EXPLAINED_BY = {"401": ("WWW-Authenticate",), "415": ("Accept-Encoding",)}
+
+
+@lru_cache
+def document(*, keys: bool) -> bytes:
+    """JSON. `keys`: they are asked for."""
+    requests = [struct for one in DESCRIBED.values() for struct in (one.request, *one.items)]
+    answers = [struct for one in DESCRIBED.values() for struct in (one.answer, *one.events)]
+    parts: dict[str, Any] = {
+        "schemas": components(requests, [*answers, ResponseDeleted, ModelEntry, ModelList, Health, Version, ErrorBody]),
+        "responses": {f"Refused{status}": _refusal(status, keys=keys) for status in _REFUSED},
+        "headers": _HEADERS,
+        "parameters": _PARAMETERS,
+    }
+    told: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Headrace", "version": VERSION, "description": _ABOUT},
+        "paths": {
+            **{PATHS[operation]: {"post": _operation(operation, one, keys)} for operation, one in DESCRIBED.items()},
+            **_others(keys=keys),
+        },
+        "components": parts,
+    }
+    if keys:
+        parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        told["security"] = [{"key": []}]
+    return msgspec.json.encode(told)
+
+
+_HEADERS: dict[str, Schema] = {
+    "X-Request-Id": {
+        "description": "The request's name: as the client gave it, where it is short and plain, or ours. Only a request"
+        " that was not read has none",
+        "schema": {"type": "string", "pattern": "^[0-9A-Za-z._:-]{1,64}$"},
+    },
+    "Retry-After": {
+        "description": "Seconds until it is worth another try",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    "WWW-Authenticate": {"required": True, "schema": {"const": "Bearer"}},
+    "Accept-Encoding": {"required": True, "schema": {"const": "identity"}},
+    **{
+        f"x-ratelimit-{what}-{of}": {
+            "description": f"Of the key's {of} a minute, where it has such a limit",
+            "schema": {"type": "string"} if what == "reset" else {"type": "integer"},
+        }
+        for of in ("requests", "tokens")
+        for what in ("limit", "remaining", "reset")
+    },
+}
+_PARAMETERS: dict[str, Schema] = {
+    "RequestId": {
+        "name": "X-Request-Id",
+        "in": "header",
+        "description": "A name for the request; it is passed over unless it is 1 to 64 of 0-9, A-Z, a-z and ._:-",
+        "schema": {"type": "string"},
+    },
+    "Deadline": {
+        "name": "Headrace-Deadline-S",
+        "in": "header",
+        "description": "Seconds that the request may take, more than 0; the server has a limit",
+        "schema": {"type": "string", "pattern": "^[0-9]{1,9}(\\.[0-9]{1,9})?$"},
+    },
+}
+
+
+_SHARED: list[Schema] = [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
+
+
+def _operation(operation: Operation, one: Described, keys: bool) -> Schema:
+    rules = "\n".join(f"- {rule}" for rule in one.rules)
+    return {
+        "operationId": operation,
+        "summary": one.summary,
+        "description": rules,
+        "parameters": _SHARED,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": ref(one.request)}}},
+        "responses": {"200": _answer(one, keys=keys), **_refusals(_OF_BODIES, keys=keys)},
+    }
+
+
+def _answer(one: Described, *, keys: bool) -> Schema:
+    content: Schema = {"application/json": {"schema": ref(one.answer)}}
+    said = "The answer"
+    if one.events:
+        content["text/event-stream"] = {"schema": _event(one.events)}
+        said = "The answer; in events with `stream: true`"
+    return {"description": said, "headers": _headers((), keys=keys), "content": content}
+
+
+def _event(held: tuple[type[msgspec.Struct], ...]) -> Schema:
+    """One of a stream, as OpenAPI 3.2 sees it, and its tools in 3.1 too."""
+    names = [one.__struct_config__.tag for one in held if one.__struct_config__.tag is not None]
+    payload = {"anyOf": [ref(one) for one in held] + ([] if names else [ref(ErrorBody)])}
+    data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    if names:
+        return {
+            "type": "object",
+            "properties": {"event": {"enum": names}, "data": data},
+            "required": ["event", "data"],
+        }
+    return {
+        "description": "A failure is the last event; else `[DONE]` is",
+        "type": "object",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }
+
+
+def _others(*, keys: bool) -> dict[str, Schema]:
+    """The paths without a body."""
+    open_: Schema = {"security": []} if keys else {}
+    model: Schema = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    paths = {
+        "/v1/models": _read("models", "The models that are served", _json(ModelList, keys=keys), (), keys=keys),
+        "/v1/models/{model}": {
+            "parameters": [model],
+            **_read("model", "One model", _json(ModelEntry, keys=keys), ("400", "404", "503"), keys=keys),
+        },
+        PATH: _read("openapi", "This document", _json(None, keys=keys), (), keys=keys),
+        "/version": _read("version", "Which version this frontend is", _json(Version, keys=keys), (), keys=keys),
+        "/live": _read("live", "Whether the process lives", _text("text/plain", keys=False), (), keys=False),
+        "/health": _read("health", "Whether a request would be served", _json(Health, keys=False), (), keys=False),
+    }
+    for operation, method in KEPT.items():
+        paths.setdefault(KEPT_RESPONSE, {"parameters": [_RESPONSE_ID]})[method.lower()] = _kept(operation, keys=keys)
+    paths["/health"]["get"]["responses"]["503"] = {**_json(Health, keys=False), "description": "It would not"}
+    for path in ("/live", "/health"):
+        paths[path]["get"] |= open_
+    if not keys:  # else they are not on this port
+        answer = _text("text/plain", keys=False)
+        paths["/metrics"] = _read("metrics", "Prometheus' text", answer, (), keys=False)
+    return paths
+
+
+_RESPONSE_ID: Schema = {
+    "name": "response_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "minLength": 1, "maxLength": 256},
+}
+
+
+def _kept(operation: Operation, *, keys: bool) -> Schema:
+    summary, answer = _OF_KEPT[operation]
+    return {
+        "operationId": operation,
+        "summary": summary,
+        "parameters": _SHARED,
+        "responses": {"200": _json(answer, keys=keys), **_refusals(_OF_BODIES, keys=keys)},
+    }
+
+
+_OF_KEPT: dict[Operation, tuple[str, type[msgspec.Struct]]] = {
+    "retrieve_response": ("A response that is kept", Response),
+    "delete_response": ("Keep a response no longer", ResponseDeleted),
+}
+
+
+def _read(operation: str, summary: str, answer: Schema, refused: tuple[str, ...], *, keys: bool) -> Schema:
+    responses = {"200": answer, **_refusals((*refused, "500"), keys=keys)}
+    return {"get": {"operationId": operation, "summary": summary, "responses": responses}}
+
+
+def _json(struct: type[msgspec.Struct] | None, *, keys: bool) -> Schema:
+    schema: Schema = {"type": "object"} if struct is None else ref(struct)
+    content = {"application/json": {"schema": schema}}
+    return {"description": "The answer", "headers": _headers((), keys=keys), "content": content}
+
+
+def _text(media: str, *, keys: bool) -> Schema:
+    content = {media: {"schema": {"type": "string"}}}
+    return {"description": "The answer", "headers": _headers((), keys=keys), "content": content}
+
+
+def _refusals(statuses: tuple[str, ...], *, keys: bool) -> dict[str, Schema]:
+    answered = sorted({*statuses, "401"} if keys else statuses)
+    return {status: {"$ref": f"#/components/responses/Refused{status}"} for status in answered}
+
+
+def _refusal(status: str, *, keys: bool) -> Schema:
+    names = ("Retry-After",) if status in _AGAIN else _EXPLAINED_BY.get(status, ())
+    return {
+        "description": _REFUSED[status],
+        "headers": _headers(names, keys=keys and status != "401"),
+        "content": {"application/json": {"schema": ref(ErrorBody)}},
+    }
+
+
+def _headers(names: tuple[str, ...], *, keys: bool) -> Schema:
+    limits = [name for name in _HEADERS if name.startswith("x-ratelimit")] if keys else []
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in ("X-Request-Id", *names, *limits)}

@@ -1,0 +1,119 @@
+"""One choice's output: tokens in, text and log-probabilities out. Pure.
+
+    tokens ─▶ Detokenizer ─▶ StopScanner ─▶ Delta(text, entries)
+
+A log-probability entry goes out with the text it belongs to: entries of held-back text wait, entries of text behind a
+stop string are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from services.frontend.output.detokenize import Detokenizer, TokenBytes
+from services.frontend.output.stop import StopScanner
+from services.frontend.tool_parsers.parse_result import CallPiece
+from shared.hashing import unpack_tokens
+from shared.messages import TokenLogprob
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot write; OpenAI uses the same."""
+
+
+class TopEntry(Struct, frozen=True):
+    """One of the likeliest tokens at a position."""
+
+    token: bytes
+    logprob: float
+
+
+class Entry(Struct, frozen=True):
+    """The log-probabilities of one output token."""
+
+    token: bytes
+    logprob: float
+    top: tuple[TopEntry, ...]
+    text_offset: int
+    """Index of its first character in the output."""
+
+
+class Delta(Struct, frozen=True):
+    """What one push added."""
+
+    text: str
+    entries: tuple[Entry, ...] = ()
+    stopped: bool = False
+    """A stop string was found: the output ends here."""
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    """Both only where the text was taken apart, by ParsedOutput."""
+
+
+class Output:
+    """Grows by `push` until it is stopped or finished."""
+
+    calls = thought = 0
+    """Calls of tools, and tokens of thinking: a text as such has none."""
+
+    def __init__(self, tokens: TokenBytes, stops: Sequence[str]) -> None:
+        self._tokens = tokens
+        self._detokenizer = Detokenizer(tokens)
+        self._scanner = StopScanner(stops)
+        self._one_by_one = bool(stops)
+        self._decoded = 0
+        self._emitted = 0
+        self._waiting: deque[Entry] = deque()
+        self.counted = 0
+        """Tokens taken in, up to and with the one that completed a stop string."""
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
+        """`logprobs` has one item a token, where they were asked for."""
+        assert not self._scanner.stopped, "the output has ended"
+        if not self._one_by_one and logprobs is None and not self._waiting:
+            self.counted += len(tokens)
+            text = self._detokenizer.push(tokens)
+            self._emitted += len(text)
+            return Delta(text)
+        text = ""
+        for at, token in enumerate(tokens):
+            self.counted += 1
+            if logprobs is not None:
+                self._waiting.append(self._entry(token, logprobs[at]))
+            piece = self._detokenizer.push((token,))
+            self._decoded += len(piece)
+            text += self._scanner.push(piece)
+            if self._scanner.stopped:
+                break
+        return self._emit(text)
+
+    def finish(self, *, short: bool = False) -> Delta:  # noqa: ARG002  a text as such has no marks
+        """The rest, where the output ends for another reason than a stop string; `short`: it was cut, by a limit."""
+        text = self._scanner.push(self._detokenizer.finish())
+        return self._emit(text if self._scanner.stopped else text + self._scanner.finish(), last=True)
+
+    def _emit(self, text: str, *, last: bool = False) -> Delta:
+        self._emitted += len(text)
+        entries: list[Entry] = []
+        whole = last and not self._scanner.stopped
+        while self._waiting and (whole or self._waiting[0].text_offset < self._emitted):
+            entries.append(self._waiting.popleft())
+        return Delta(text, tuple(entries), self._scanner.stopped)
+
+    def _entry(self, token: int, given: TokenLogprob) -> Entry:
+        top = zip(unpack_tokens(given.top_tokens), given.top_logprobs, strict=True)
+        return Entry(
+            token=self._tokens.name(token),
+            logprob=max(given.logprob, LOWEST_LOGPROB),
+            top=tuple(TopEntry(self._tokens.name(other), max(value, LOWEST_LOGPROB)) for other, value in top),
+            text_offset=self._decoded,
+        )
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        self._scanner.validate()
+        offsets = [entry.text_offset for entry in self._waiting]
+        assert offsets == sorted(offsets)
+        assert all(self._emitted <= offset for offset in offsets)

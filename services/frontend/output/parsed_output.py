@@ -1,0 +1,82 @@
+"""An output whose text is taken apart into thinking, content and calls of tools. Pure.
+
+    tokens ─▶ Output ─▶ text ─▶ tools.Parser ─▶ Delta(text, reasoning, calls)
+
+Only where a model thinks, or a request offers tools; else an Output alone is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from services.frontend.output.output import Delta, Entry, Output
+from services.frontend.tool_parsers.parser import Parser
+from shared.messages import TokenLogprob
+
+
+class ParsedOutput:
+    """As Output. Log-probabilities, of all tokens, go out with the text that came with them, whatever it is."""
+
+    def __init__(self, output: Output, parser: Parser) -> None:
+        self._output = output
+        self._parser = parser
+        self.thought = 0
+        """Tokens up to and with the last one that thinking came from."""
+
+    @property
+    def calls(self) -> int:
+        """Of tools that have begun."""
+        return self._parser.found.calls
+
+    @property
+    def counted(self) -> int:
+        """As Output's; with the tokens that completed the last call, where that ended it."""
+        return self._output.counted
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
+        """As Output's."""
+        found = self._parser.found
+        if len(tokens) > 1 and not (found.content_characters or found.calls):  # else thinking could not be counted
+            return self._one_by_one(tokens, logprobs)
+        delta = self._output.push(tokens, logprobs)
+        self._parse(delta.text)
+        return self._taken(delta, last=delta.stopped)
+
+    def _one_by_one(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Delta:
+        entries: list[Entry] = []
+        delta = Delta("")
+        for at, token in enumerate(tokens):
+            delta = self._output.push((token,), None if logprobs is None else (logprobs[at],))
+            entries += delta.entries
+            self._parse(delta.text)
+            if delta.stopped or self._parser.enough:
+                break
+        return self._taken(replace(delta, entries=tuple(entries)), last=delta.stopped)
+
+    def _parse(self, text: str) -> None:
+        if not text:
+            return
+        before = self._parser.found.thought_characters
+        self._parser.push(text)
+        if self._parser.found.thought_characters > before:
+            self.thought = self._output.counted
+
+    def finish(self, *, short: bool = False) -> Delta:
+        """As Output's."""
+        delta = self._output.finish(short=short)
+        self._parse(delta.text)
+        return self._taken(delta, last=True, short=short and not delta.stopped)
+
+    def _taken(self, delta: Delta, *, last: bool, short: bool = False) -> Delta:
+        parser = self._parser
+        if last and not parser.enough:
+            parser.finish(short=short)
+        content, reasoning, calls = parser.found.take()
+        return Delta(content, delta.entries, delta.stopped or parser.enough, reasoning, calls)
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        self._output.validate()
+        self._parser.validate()

@@ -1,0 +1,328 @@
+"""The body of /v1/responses, typed, and the chat that it asks for; fields are classed as protocol/chat.py says. Pure.
+
+body ─▶ decode_response ─▶ (former messages) ─▶ as_chat ─▶ a ChatRequest, computed and checked as any other
+                                                    └── InvalidRequest ─▶ renamed: as this body names its fields
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from services.frontend.protocol.chat import (
+    MESSAGES_LIMIT,
+    CacheName,
+    ChatMessage,
+    ChatRequest,
+    Label,
+    LogitBias,
+    Metadata,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    ServiceTier,
+    SomeSeconds,
+    StopIds,
+    Stops,
+    StreamOptions,
+    Temperature,
+    TemplateWords,
+    TokenCount,
+    TopK,
+    TopLogprobs,
+    TopP,
+    Unset,
+    check_chat,
+    decode_body,
+    not_supported,
+)
+from services.frontend.protocol.reasoning import Effort, ThinkingBudget
+from services.frontend.protocol.responses_items import (
+    ITEMS_LIMIT,
+    AnyInputItem,
+    InputItem,
+    check_calls,
+    decode_items,
+    messages_of,
+)
+from services.frontend.protocol.structured import (
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    TextFormat,
+)
+from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS, TOOLS_LIMIT, Function, Tool, ToolName
+from shared.errors import InvalidRequest
+
+LOGPROBS = "message.output_text.logprobs"
+Included = Annotated[str, Meta(max_length=512, extra_json_schema={"enum": [LOGPROBS]})]
+ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ResponseTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of `tools`: a function, without chat's second level. The others, that OpenAI itself runs, are not built."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """Exactly this one is called."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class SchemaFormat(JsonSchema, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that holds to a schema; chat's fields (inherited by msgspec), without its second level."""
+
+
+class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the answer's text looks like."""
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Unset = None
+
+
+class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a model thinks."""
+
+    effort: Effort | None = None
+    """As chat's `reasoning_effort`."""
+    summary: Unset = None
+    generate_summary: Unset = None
+    context: Unset = None
+    mode: Unset = None
+
+
+class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/responses."""
+
+    input: str | Annotated[list[AnyInputItem], Meta(min_length=1, max_length=ITEMS_LIMIT)]
+    """A text, or items: protocol/responses_items.py has them."""
+    model: str | None = None
+    """None: the only one that is served."""
+    instructions: str | None = None
+    """Of this response alone: those of a previous one are not carried over."""
+    previous_response_id: ResponseId | None = None
+    store: bool | None = None
+    """False: the response is not kept, and cannot be continued by its id."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    include: Annotated[list[Included], Meta(max_length=16)] | None = None
+    top_logprobs: TopLogprobs | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=TOOLS_LIMIT)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    prompt_cache_key: CacheName | None = None
+    """Requests of one key prefer one worker."""
+    service_tier: ServiceTier | None = None
+    """There is one, whichever is asked for."""
+    # vLLM's
+    seed: Seed | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopIds | None = None
+    logit_bias: LogitBias | None = None
+    ignore_eos: bool | None = None
+    cache_salt: CacheName | None = None
+    chat_template_kwargs: TemplateWords | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    # our own
+    deadline_s: SomeSeconds | None = None
+    # harmless
+    metadata: Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
+    max_tool_calls: TokenCount | None = None
+    """Of tools that OpenAI itself runs: there are none."""
+    # not built
+    background: Unset = None
+    truncation: Unset = None
+    conversation: Unset = None
+    prompt: Unset = None
+    context_management: Unset = None
+    moderation: Unset = None
+    prompt_cache_options: Unset = None
+    prompt_cache_retention: Unset = None
+    access_programs: Unset = None
+    image: Unset = None
+
+
+_NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "truncation": ("disabled",),
+    "conversation": (),
+    "prompt": (),
+    "context_management": ([],),
+    "moderation": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory",),
+    "access_programs": (),
+    "image": (),
+}
+"""Field → the values, beside null, that ask for nothing."""
+_RESPONSE = msgspec.json.Decoder(ResponseRequest)
+
+
+class Asked(Struct, frozen=True):
+    """A body that was found good, and its input's items."""
+
+    request: ResponseRequest
+    items: list[InputItem]
+
+    @property
+    def kept(self) -> bool:
+        """Whether the response is to be kept."""
+        return self.request.store is not False
+
+
+def decode_response(body: bytes) -> Asked:
+    """Raises InvalidRequest, naming the field."""
+    request = decode_body(_RESPONSE, body)
+    for field, harmless in _NOT_BUILT.items():
+        value = getattr(request, field)
+        if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
+            raise not_supported(field)
+    for section in ("text", "reasoning"):
+        for field in ("verbosity", "summary", "generate_summary", "context", "mode"):
+            if getattr(getattr(request, section), field, None) is not None:
+                raise not_supported(f"{section}.{field}")
+    for at, named in enumerate(request.include or ()):
+        if named != LOGPROBS:
+            wrong = f"include[{at}]: {named[:64]!r} is not supported"
+            raise InvalidRequest(wrong, param=f"include[{at}]", code="unsupported_value")
+    if request.top_logprobs and not request.include:
+        raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
+    if request.include and request.tools and request.tool_choice != "none":
+        wrong = f"include: {LOGPROBS!r} is not supported beside tools that may be called"
+        raise InvalidRequest(wrong, param="include", code="unsupported_value")
+    return Asked(request, decode_items(request.input))
+
+
+def as_chat(asked: Asked, before: Sequence[ChatMessage]) -> ChatRequest:
+    """The same as a chat, behind the messages of `before`. Raises InvalidRequest, with this body's names."""
+    request = asked.request
+    check_calls(before, asked.items)
+    conversation = [*before, *messages_of(asked.items)]
+    if len(conversation) > MESSAGES_LIMIT:
+        param = "previous_response_id" if before else "input"
+        raise InvalidRequest(f"{param}: the whole conversation has more than {MESSAGES_LIMIT} messages", param=param)
+    instructions = [] if request.instructions is None else [ChatMessage("system", request.instructions)]
+    chat = ChatRequest(
+        messages=[*instructions, *conversation],
+        model=request.model,
+        stream=request.stream,
+        stream_options=request.stream_options,
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        logprobs=bool(request.include),
+        top_logprobs=request.top_logprobs if request.include else None,
+        response_format=_format(request.text),
+        tools=[Tool("function", _function(tool)) for tool in request.tools or ()] or None,
+        tool_choice=_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        prompt_cache_key=request.prompt_cache_key,
+        **{field: getattr(request, field) for field in _AS_IN_CHAT},
+    )
+    try:
+        check_chat(chat)
+    except InvalidRequest as wrong:
+        raise renamed(wrong) from None
+    return chat
+
+
+_AS_IN_CHAT = (
+    *("seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop"),
+    *("stop_token_ids", "logit_bias", "ignore_eos", "cache_salt", "chat_template_kwargs"),
+    *("thinking_token_budget", "deadline_s"),
+)
+
+
+def _format(text: TextConfig | None) -> ResponseFormat | None:
+    match None if text is None else text.format:
+        case SchemaFormat() as asked:
+            return JsonSchemaFormat(JsonSchema(asked.name, asked.schema, asked.description, asked.strict))
+        case other:
+            return other
+
+
+def _function(tool: ResponseTool) -> Function:
+    return Function(tool.name, tool.description, tool.parameters, tool.strict)
+
+
+def _choice(
+    choice: Literal["none", "auto", "required"] | ChosenFunction | None,
+) -> Literal["none", "auto", "required"] | NamedTool | None:
+    return NamedTool("function", NamedFunction(choice.name)) if isinstance(choice, ChosenFunction) else choice
+
+
+_RENAMED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^max_(completion_)?tokens$", "max_output_tokens"),
+        (r"^response_format(\.json_schema)?", "text.format"),
+        (r"^reasoning_effort$", "reasoning.effort"),
+        (r"^(tools\[\d+\]|tool_choice)\.function", r"\1"),
+        (r"^messages.*$", "input"),
+    )
+)
+
+
+def renamed(wrong: InvalidRequest) -> InvalidRequest:
+    """What was found wrong of a chat, by the names of the body that it was made from."""
+    param = wrong.param or ""
+    for pattern, name in _RENAMED:
+        if pattern.search(param):
+            here = pattern.sub(name, param)
+            message = str(wrong).replace(param, here)
+            return InvalidRequest(message, param=here, code=wrong.code, status=wrong.status)
+    return wrong
+
+
+# --- of a response that is kept
+
+
+class KeptRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """GET and DELETE /v1/responses/{id}; over NATS this is the body."""
+
+    response_id: ResponseId
+    # not built
+    include: Unset = None
+    include_obfuscation: Unset = None
+    starting_after: Unset = None
+    stream: Unset = None
+
+
+_KEPT = msgspec.json.Decoder(KeptRequest)
+
+
+def decode_kept(body: bytes) -> str:
+    """The response's id. Raises InvalidRequest, naming the field."""
+    request = decode_body(_KEPT, body)
+    for field, harmless in (("include", ([],)), ("include_obfuscation", ()), ("starting_after", ()), ("stream", ())):
+        if getattr(request, field) not in (None, False, "false", *harmless):
+            raise not_supported(field)
+    return request.response_id

@@ -1,0 +1,178 @@
+"""Looks after running requests whose workers' messages are missing, who went quiet, or are gone.
+
+step frames ─▶ requests/frames.py ─▶ due, or ResendRequest ─▶ Lost
+load reports, Ping ─▶ requests/liveness.py ─▶ Lost            lost instances ─▶ InstanceGone
+the limits of a first token and of a stall ─▶ Expired, Lost
+
+So that a lost frame, a frozen engine or a dead worker ends no request's progress until its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import assert_never
+
+from services.frontend.config import LimitsConfig
+from services.frontend.metrics import Metrics
+from services.frontend.requests.calls import Feed
+from services.frontend.requests.frames import Ask, Frames, Unheard
+from services.frontend.requests.inflight import Running
+from services.frontend.requests.liveness import Pulses
+from services.frontend.requests.session import Event, Expired, InstanceGone, Lost, State
+from shared import subjects
+from shared.directory import DirectoryChange, InstanceDown
+from shared.errors import NoResponders, ProtocolError, Unavailable
+from shared.lifecycle import Runtime
+from shared.messages import LOAD_REPORT, PING, RESEND_REQUEST, RESENT, Ping, ResendRequest, StepFrame
+from shared.messaging import Message
+
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """Over all requests of `running`; `feed` gets what becomes of them."""
+
+    def __init__(
+        self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics, running: Mapping[str, Running], feed: Feed
+    ) -> None:
+        self._runtime = runtime
+        self._limits = limits
+        self._metrics = metrics
+        self._running = running
+        self._feed = feed
+        self._pulses = Pulses(quiet_s=limits.quiet_s, frozen_s=limits.frozen_s)
+        self._held = 0.0
+        """Nothing could be heard until then."""
+        self._frames = Frames(retry_s=limits.quiet_s / 2, late_s=limits.quiet_s)
+
+    async def start(self) -> None:
+        """Listen for load reports and lost instances."""
+        runtime = self._runtime
+        await runtime.bus.subscribe(subjects.worker(runtime.namespace, "*", "load"), self._on_report)
+        runtime.directory.subscribe(self._on_change)
+        runtime.tasks.create_task(self._look(), name="look after the quiet")
+
+    def due(self, frame: StepFrame) -> bool:
+        """Whether it is its worker's next one, which is to be read, up to `read`; where one is missing, it is asked
+        for."""
+        now = asyncio.get_running_loop().time()
+        verdict = self._frames.on(frame.instance, frame.epoch, frame.sequence, now)
+        if verdict == "due":
+            self._frames.reading = frame.instance
+            return True
+        self._metrics.frames_out_of_turn.labels(verdict).inc()
+        if verdict == "ahead":
+            self._do(self._frames.look(frame.instance, now))
+        return False
+
+    def read(self) -> None:
+        """All parts of the frame that was due are read."""
+        self._frames.reading = ""
+
+    def _do(self, actions: Sequence[Ask | Unheard]) -> None:
+        for action in actions:
+            match action:
+                case Ask():
+                    self._runtime.tasks.create_task(self._ask_again(action), name=f"resend {action.instance}")
+                case Unheard():
+                    for request, attempt in action.attempts:
+                        one = self._running.get(request)
+                        if one is not None and one.stream.session.instance == action.instance:
+                            self._feed(one, Lost(attempt, "unheard", "the end of its stream was lost"))
+                case _:
+                    assert_never(action)
+
+    async def _ask_again(self, ask: Ask) -> None:
+        """For step frames that did not come."""
+        streaming = [
+            (one.stream.session.request, one.stream.session.attempt)
+            for one in self._running.values()
+            if one.stream.session.instance == ask.instance and one.stream.session.state is State.STREAMING
+        ]
+        question = RESEND_REQUEST.encode(ResendRequest(self._runtime.instance, ask.first))
+        subject = subjects.worker(self._runtime.namespace, ask.instance, "resend")
+        try:
+            reply = await self._runtime.bus.request(subject, question, timeout_s=self._limits.quiet_s / 2)
+            resent = RESENT.decode(reply.payload)
+        except (Unavailable, ProtocolError) as why:
+            self._metrics.resends.labels("unanswered").inc()
+            _log.warning("worker %s does not send frames again: %s", ask.instance, why)
+            return
+        self._metrics.resends.labels("resent" if resent.first <= ask.first else "too_old").inc()
+        self._frames.answered(ask, resent, streaming)
+        self._do(self._frames.look(ask.instance, asyncio.get_running_loop().time()))
+
+    def _on_change(self, change: DirectoryChange) -> None:
+        if isinstance(change, InstanceDown):
+            self._pulses.forget(change.instance.instance)
+            self._gone(change.instance.instance)
+
+    def _gone(self, instance: str) -> None:
+        for one in list(self._running.values()):
+            if one.stream.session.instance == instance:
+                self._feed(one, InstanceGone(instance))
+
+    async def _on_report(self, message: Message) -> None:
+        report = LOAD_REPORT.decode(message.payload)
+        if report.instance in self._runtime.directory.instances:
+            now = asyncio.get_running_loop().time()
+            self._pulses.report(report, now)
+            self._frames.reported(report.instance, report.frames.get(self._runtime.instance, -1), now)
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            slept_from = loop.time()
+            await asyncio.sleep(self._limits.quiet_s / 2)
+            stopped = loop.time() - slept_from > self._limits.quiet_s  # this process itself, by a signal or a long task
+            if stopped or not self._runtime.bus.connected:
+                self._held = loop.time()
+                self._pulses.hold(self._held)
+            silent: dict[str, None] = {}
+            for one in list(self._running.values()):
+                overdue = self._overdue(one, loop.time())
+                if overdue is not None:
+                    self._feed(one, overdue)
+                session = one.stream.session
+                if session.state is not State.STREAMING:
+                    continue
+                attempt = (session.request, session.attempt)
+                match self._pulses.judge(session.instance, attempt, one.last_sign, loop.time()):
+                    case "alive":
+                        pass
+                    case "silent":
+                        silent[session.instance] = None
+                    case "ended":
+                        self._frames.doubt(session.instance, attempt)
+                    case "frozen":
+                        self._feed(one, Lost(session.attempt, "frozen", "the worker stands still"))
+            if self._runtime.bus.connected:
+                self._do(self._frames.tick(loop.time()))
+            await asyncio.gather(*map(self._ask_for_life, silent))
+
+    def _overdue(self, one: Running, now: float) -> Event | None:
+        """A token should have come by now."""
+        session, limits = one.stream.session, self._limits
+        if not session.prefilled:
+            return Expired("first_token") if now - one.waiting_since >= limits.first_token_s else None
+        assert one.last_tokens is not None, "an attempt that has brought tokens"
+        if now - max(one.last_tokens, self._held) < limits.stall_s:
+            return None
+        return Lost(session.attempt, "stalled", f"no token came for {limits.stall_s:g} s")
+
+    async def _ask_for_life(self, worker: str) -> None:
+        """A silent worker that nobody answers for is dead, whatever its lease says; one that is slow has `frozen_s`."""
+        subject = subjects.control(self._runtime.namespace, "worker", worker)
+        try:
+            await self._runtime.bus.request(subject, PING.encode(Ping()), timeout_s=self._limits.quiet_s)
+        except NoResponders:
+            _log.warning("worker %s is gone: nobody answers for it", worker)
+            self._gone(worker)
+        except Unavailable as why:
+            _log.warning("worker %s is silent: %s", worker, why)
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        self._frames.validate()

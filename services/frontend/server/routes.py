@@ -1,0 +1,203 @@
+"""The HTTP door: OpenAI's paths, and two of vLLM's, on aiohttp. The port that it is on is server/port.py's.
+
+A handler is cancelled when its client disconnects, which leaves `Exchange.answer` and so cancels the request; and it
+waits in `Body.write` when its client does not read, while what comes meanwhile is put together into fewer chunks.
+
+An error before the first text is an HTTP status with OpenAI's error object; later it is an SSE event, and no [DONE].
+
+Every response names its request in X-Request-Id: as the client did, where that name is short and plain, or as we do.
+Who may ask, and what every answer says beside, is server/middleware.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import HttpVersion11, web
+
+from services.frontend.config import HttpConfig
+from services.frontend.metrics import Metrics
+from services.frontend.openapi import document
+from services.frontend.openapi.chunk_structs import Version
+from services.frontend.protocol.chat import BODY_LIMIT_BYTES, body_too_large
+from services.frontend.protocol.errors import failure, failure_of
+from services.frontend.requests import deadline
+from services.frontend.requests.admission import Place
+from services.frontend.requests.service import Frontend
+from services.frontend.server.middleware import Gate, account_of, failed, named
+from services.frontend.server.port import Port
+from services.frontend.server.sse import Body
+from services.frontend.serving.dispatch import Exchange
+from services.frontend.serving.reply import Reply
+from services.frontend.serving.request_context import KEPT, KEPT_RESPONSE, PATHS, Asking, Operation
+from shared.errors import HeadraceError, InvalidRequest
+from shared.version import VERSION
+
+_JSON = "application/json"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "X-Accel-Buffering": "no",  # nginx would collect chunks
+}
+CLIENT_GONE = 499
+"""nginx's status for a client that went first; nobody receives it, metrics count it."""
+
+
+class HttpDoor:
+    """The application and its handlers."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        frontend: Frontend,
+        metrics: Metrics,
+        config: HttpConfig,
+        port: Port,
+        gate: Gate,
+    ) -> None:
+        self._exchange = exchange
+        self._frontend = frontend
+        self._metrics = metrics
+        self._config = config
+        self._port = port
+        self._gate = gate
+        self.url = ""
+        """Where the application listens, once it does."""
+
+    def app(self, described: bytes) -> web.Application:
+        """The routes; `described`: the document that does so. Bodies over the limit are 413."""
+        middlewares = [self._port.middleware, _openai_errors, self._gate.middleware]
+        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
+        app.on_response_prepare.append(self._port.prepare)
+        app.on_response_prepare.append(self._gate.prepare)
+        for operation, path in PATHS.items():
+            app.router.add_post(path, self._handler(operation), expect_handler=_continue_later)
+        for operation, method in KEPT.items():
+            app.router.add_route(method, KEPT_RESPONSE, self._handler(operation))
+
+        async def describe(_request: web.Request) -> web.Response:
+            return _respond(200, described)
+
+        async def tell_version(_request: web.Request) -> web.Response:
+            return _respond(200, msgspec.json.encode(Version(VERSION)))
+
+        app.router.add_get(document.PATH, describe)
+        app.router.add_get("/version", tell_version)
+        app.router.add_get("/v1/models", self._list_models)
+        app.router.add_get("/v1/models/{model:.+}", self._one_model)
+        return app
+
+    def _handler(self, operation: Operation) -> _Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await self._counted(operation, request)
+
+        return handle
+
+    async def _counted(self, operation: Operation, request: web.Request) -> web.StreamResponse:
+        status = 500  # aiohttp's answer to what nobody expected
+        try:
+            response, status = await self._answer(operation, request)
+        except (asyncio.CancelledError, ConnectionError):
+            status = CLIENT_GONE
+            self._metrics.disconnected.inc()
+            raise
+        finally:
+            self._metrics.requests.labels(operation, str(status)).inc()
+        return response
+
+    async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
+        """The response, and the status that its outcome amounts to."""
+        try:
+            with self._frontend.arriving(account_of(request)) as place:
+                sent = _asked(request) if operation in KEPT else await self._body(request, place)
+                place.begin()
+                begun = asyncio.get_running_loop().time()
+                asking = Asking(named(request), place, begun, request.headers.get(deadline.HEADER))
+                answer = self._exchange.answer(operation, sent, asking)
+                del sent  # the answer drops it too, once it is read
+                async with answer as reply:
+                    if reply.streams:
+                        return await self._stream(request, reply)
+                    return await self._whole(request, await reply.whole()), 200
+        except HeadraceError as error:
+            wrong = failure_of(error)
+            return failed(wrong), wrong.status
+
+    async def _body(self, request: web.Request, place: Place) -> bytes:
+        if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
+            raise body_too_large(request.content_length)
+        if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+            raise InvalidRequest("Expect: only 100-continue is known", status=417)
+        if "Expect" in request.headers and request.version >= HttpVersion11 and request.transport is not None:
+            request.transport.write(_CONTINUE)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                while piece := await request.content.readany():
+                    if len(body) + len(piece) > BODY_LIMIT_BYTES:
+                        raise body_too_large(None)
+                    place.grow(len(piece))
+                    body += piece
+            return bytes(body)
+        except web.RequestPayloadError as wrong:
+            raise InvalidRequest(f"the body cannot be read: {wrong}") from None
+        except TimeoutError:
+            raise InvalidRequest("the body did not come in time", code="request_timeout", status=408) from None
+
+    async def _whole(self, request: web.Request, payload: bytes) -> web.StreamResponse:
+        return await Body(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s).whole(payload)
+
+    async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
+        body = Body(request, _SSE_HEADERS, unread_s=self._config.unread_s, named=reply.named)
+        status, last = 200, None if reply.named else b"[DONE]"
+        try:
+            async for chunk in reply.chunks(body.send):
+                await body.write(chunk.payload, more=chunk.more)
+        except HeadraceError as error:
+            if not body.begun:
+                raise
+            wrong = failure_of(error)
+            status, last = wrong.status, reply.failed(wrong)
+        return await body.end(last), status
+
+    async def _list_models(self, _request: web.Request) -> web.Response:
+        return _respond(200, self._exchange.models())
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        try:
+            return _respond(200, self._exchange.model(request.match_info["model"]))
+        except HeadraceError as error:
+            return failed(failure_of(error))
+
+
+def _asked(request: web.Request) -> bytes:
+    """What the path and the query say, as a body."""
+    return msgspec.json.encode({**request.query, **request.match_info})
+
+
+async def _continue_later(_request: web.Request) -> None:
+    """For `Expect`, which aiohttp would answer at once: a body is asked for when there is a key, and a place."""
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """aiohttp's own refusals in OpenAI's shape."""
+    try:
+        return await handler(request)
+    except web.HTTPException as refusal:
+        if refusal.status < 400:
+            raise
+        message = f"{request.method} {request.path}: {refusal.text or refusal.reason}"
+        response = failed(failure(refusal.status, message, "invalid_request_error"))
+        if "Allow" in refusal.headers:
+            response.headers["Allow"] = refusal.headers["Allow"]
+        return response
+
+
+def _respond(status: int, payload: bytes) -> web.Response:
+    return web.Response(status=status, body=payload, content_type=_JSON)

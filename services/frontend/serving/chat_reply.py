@@ -1,0 +1,76 @@
+"""The answer of a chat or a completion on its way to a door: whole, or in chunks.
+
+Choices ─▶ deltas, each of one choice ─▶ its Shape ─▶ chunks; its next ones go straight from its stream to the door
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from services.frontend.output.output import Delta
+from services.frontend.protocol.chat_chunks import Ended, Shape
+from services.frontend.protocol.errors import Failure
+from services.frontend.requests.stream import join
+from services.frontend.serving.choices import Choices
+from services.frontend.serving.reply import Chunk
+
+
+class Generated:
+    """One request's answer, in the shape of its operation."""
+
+    named = False
+
+    def __init__(
+        self, shapes: Sequence[Shape], choices: Choices, echoes: Sequence[str], *, streams: bool, with_usage: bool
+    ) -> None:
+        """A shape and an echo (a text before the answer, mostly none) for each choice."""
+        self.streams = streams
+        """Whether the client wants chunks."""
+        self._with_usage = with_usage
+        self._shapes = shapes
+        self._choices = choices
+        self._echoes = echoes
+
+    async def whole(self) -> bytes:
+        """The answer as one JSON object. Raises what ended the request."""
+        deltas = [[Delta(echo)] for echo in self._echoes]
+        async for index, delta in self._choices:
+            if delta is not None:
+                deltas[index].append(delta)
+        finishes = self._choices.streams
+        ended = [Ended(index, join(found), finishes[index].finish) for index, found in enumerate(deltas)]
+        return self._shapes[0].whole(ended, self._choices.usage)
+
+    def nothing(self) -> bytes:
+        """A chunk that adds nothing to the answer; it may come at any time before the last one."""
+        [first, *others] = self._shapes
+        return first.nothing() if others else first.chunk(join(()))  # of several, the first may have ended
+
+    def failed(self, wrong: Failure) -> bytes:
+        """As in Reply."""
+        return wrong.payload
+
+    async def chunks(self, send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
+        """The answer in pieces; the first comes with the first text, so that errors before it stay errors.
+
+        Once that of a choice is out, its pieces go to `send`, where there is one; only what it does not take comes
+        here.
+        """
+        choices, opened, left = self._choices, set[int](), len(self._shapes)
+        async for index, delta in choices:
+            shape, stream = self._shapes[index], choices.streams[index]
+            if index not in opened:
+                opened.add(index)
+                if (opening := shape.opening()) is not None:
+                    yield Chunk(opening, more=True)
+                if self._echoes[index]:
+                    yield Chunk(shape.chunk(Delta(self._echoes[index])), more=True)
+            if delta is not None:
+                yield Chunk(shape.chunk(delta))
+                if send is not None:
+                    stream.send_by(shape.chunk, send)
+                continue
+            left -= 1
+            yield Chunk(shape.closing(stream.finish), more=not left, last=not left and not self._with_usage)
+        if self._with_usage:
+            yield Chunk(self._shapes[0].usage(choices.usage), more=True, last=True)

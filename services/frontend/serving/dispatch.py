@@ -1,0 +1,94 @@
+"""One request from its body to its answer, whichever door it came through: HTTP or NATS.
+
+body ─▶ decode ─┬─▶ chat, completions: serving/chat.py
+                ├─▶ responses: serving/responses.py, over serving/chat.py
+                ├─▶ embeddings: serving/embeddings.py
+                └─▶ tokenize, detokenize: serving/tokenize.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from typing import assert_never
+
+import msgspec
+
+from services.frontend.metrics import Metrics
+from services.frontend.models.registry import Models
+from services.frontend.protocol import chat
+from services.frontend.protocol.completions import decode_completion
+from services.frontend.protocol.embeddings import decode_embeddings
+from services.frontend.protocol.model_list import ModelEntry, ModelList
+from services.frontend.requests.service import Frontend
+from services.frontend.serving.chat import Generation
+from services.frontend.serving.embeddings import Embeddings
+from services.frontend.serving.reply import Reply, Whole
+from services.frontend.serving.request_context import Asking, Operation
+from services.frontend.serving.response_directory import ResponseDesk
+from services.frontend.serving.responses import Responses
+from services.frontend.serving.tokenize import Tokens
+from services.frontend.structured.compiler import Grammars
+
+
+class Exchange:
+    """Turns bodies into replies."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        models: Models,
+        pool: Executor,
+        metrics: Metrics,
+        grammars: Grammars,
+        desk: ResponseDesk,
+    ) -> None:
+        self._models = models
+        self._generation = Generation(frontend, models, pool, metrics, grammars)
+        self._responses = Responses(self._generation, models, desk, frontend.limits)
+        self._embeddings = Embeddings(frontend, models, pool)
+        self._tokens = Tokens(models, pool, frontend.limits)
+
+    @asynccontextmanager
+    async def answer(self, operation: Operation, body: bytes, asking: Asking) -> AsyncIterator[Reply]:
+        """Leaving it cancels what is still running, and says what it has cost its key. Raises InvalidRequest,
+        Unavailable and RequestTimeout."""
+        match operation:
+            case "chat" | "completions":
+                request = chat.decode_chat(body) if operation == "chat" else decode_completion(body)
+                generating = self._generation.answer(request, asking)
+                del body, request  # neither is needed while the answer streams
+                async with generating as reply:
+                    yield reply
+            case "responses":
+                responding = self._responses.create(body, asking)
+                del body
+                async with responding as reply:
+                    yield reply
+            case "retrieve_response":
+                yield Whole(await self._responses.retrieve(body, asking))
+            case "delete_response":
+                yield Whole(await self._responses.delete(body, asking))
+            case "embeddings":
+                embedding = self._embeddings.answer(decode_embeddings(body), asking)
+                del body
+                yield Whole(await embedding)
+            case "tokenize" | "detokenize":
+                yield Whole(await self._tokens.answer(operation, body, deadline_header=asking.deadline_header))
+            case _:
+                assert_never(operation)
+
+    def models(self) -> bytes:
+        """The body of /v1/models."""
+        served = self._models.served().items()
+        return msgspec.json.encode(ModelList([ModelEntry(name, _STARTED, one.context_length) for name, one in served]))
+
+    def model(self, name: str) -> bytes:
+        """The body of /v1/models/{name}. Raises InvalidRequest and Unavailable."""
+        _, limits = self._models.find(name)
+        return msgspec.json.encode(ModelEntry(name, _STARTED, limits.context_length))
+
+
+_STARTED = int(time.time())

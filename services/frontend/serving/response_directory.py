@@ -1,0 +1,142 @@
+"""Where responses are kept and found again, whichever frontend keeps them: an id names the one that does.
+
+    resp_{frontend}.{request}     ours ──▶ the store           another's ──▶ Recall, Forget ──▶ its desk ──▶ its store
+
+The same checks hold for both: it must be there, and of the account that asks. A frontend that has ended took what it
+kept with it: then nobody answers for its ids, and they are unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, assert_never
+
+from msgspec import Struct
+
+from services.frontend.config import ResponsesConfig
+from services.frontend.metrics import Metrics
+from services.frontend.serving.response_store import Kept, ResponseStore
+from shared import subjects
+from shared.errors import NoResponders, RequestTimeout, Unavailable
+from shared.lifecycle import Runtime
+from shared.messages import KEPT_QUESTION, RECALLED, Forget, KeptQuestion, Recall, Recalled
+from shared.messaging import LAST_HEADER, Message
+
+PREFIX = "resp_"
+PIECE_BYTES = 512 << 10
+"""Of one message between frontends: half of what a NATS takes that nobody has set."""
+PATIENCE_S = 2.0
+"""For each message of another frontend, and …"""
+LIMIT_S = 10.0
+"""… for all of its answer; never longer than the request's own deadline."""
+EXPIRE_EVERY_S = 30.0
+"""Old ones go, even where nobody asks for any."""
+
+
+class Whose(Struct, frozen=True):
+    """Where one account's response is."""
+
+    id: str
+    account: str
+
+    @property
+    def frontend(self) -> str:
+        """Who keeps it; empty: the id is none of ours."""
+        named, dot, _ = self.id.removeprefix(PREFIX).partition(".")
+        ours = self.id.startswith(PREFIX) and dot and subjects.is_id(named)
+        return named if ours else ""
+
+
+class ResponseDesk:
+    """Of one frontend."""
+
+    def __init__(self, runtime: Runtime, config: ResponsesConfig, metrics: Metrics) -> None:
+        self._runtime = runtime
+        self._metrics = metrics
+        self._store = ResponseStore(
+            config.kept, config.kept_bytes, config.kept_s, lambda why: metrics.dropped_responses.labels(why).inc()
+        )
+
+    async def start(self) -> None:
+        """Answer other frontends, and forget what is old."""
+        runtime = self._runtime
+        await runtime.bus.subscribe(subjects.kept(runtime.namespace, runtime.instance), self._on_question)
+        runtime.tasks.create_task(self._expire(), name="forget old responses")
+
+    def name(self, request: str) -> str:
+        """The id of a request's response."""
+        return f"{PREFIX}{self._runtime.instance}.{request}"
+
+    def keep(self, kept: Kept) -> None:
+        """From now on."""
+        self._store.keep(kept, self._now())
+        self._count()
+
+    async def find(self, whose: Whose, what: Literal["conversation", "response"], deadline: float) -> bytes | None:
+        """JSON; None: it is not kept, or not this account's. `deadline`: on the loop's clock. Raises Unavailable and
+        RequestTimeout."""
+        return await self._ask(whose, Recall(whose.id, whose.account, what), deadline)
+
+    async def forget(self, whose: Whose, deadline: float) -> bool:
+        """Whether it was kept. Raises Unavailable and RequestTimeout."""
+        return await self._ask(whose, Forget(whose.id, whose.account), deadline) is not None
+
+    async def _ask(self, whose: Whose, question: KeptQuestion, deadline: float) -> bytes | None:
+        frontend = whose.frontend
+        if not frontend:
+            return None
+        if frontend == self._runtime.instance:
+            return self._answer(question)
+        subject = subjects.kept(self._runtime.namespace, frontend)
+        asking = self._runtime.bus.stream(subject, KEPT_QUESTION.encode(question), idle_timeout_s=PATIENCE_S)
+        pieces: list[bytes] = []
+        try:
+            async with asyncio.timeout_at(min(deadline, self._now() + LIMIT_S)), asking as messages:
+                async for message in messages:
+                    recalled = RECALLED.decode(message.payload)
+                    if not recalled.found:
+                        return None
+                    pieces.append(recalled.piece)
+        except NoResponders:
+            return None
+        except (RequestTimeout, TimeoutError):
+            if self._now() >= deadline:
+                late = "the request's deadline passed before the frontend that keeps this response answered"
+                raise RequestTimeout(late) from None
+            raise Unavailable("the frontend that keeps this response does not answer") from None
+        return b"".join(pieces)
+
+    def _answer(self, question: KeptQuestion) -> bytes | None:
+        """Out of our own store."""
+        match question:
+            case Recall():
+                kept = self._store.find(question.response, question.account, self._now())
+                found = None if kept is None else getattr(kept, question.what)
+            case Forget():
+                found = b"" if self._store.forget(question.response, question.account, self._now()) else None
+            case _:
+                assert_never(question)
+        self._count()
+        return found
+
+    async def _on_question(self, message: Message) -> None:
+        found = self._answer(KEPT_QUESTION.decode(message.payload))
+        pieces = [b""] if not found else [found[at : at + PIECE_BYTES] for at in range(0, len(found), PIECE_BYTES)]
+        for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
+            headers = {} if left else {LAST_HEADER: "true"}
+            await self._runtime.bus.publish(
+                message.reply, RECALLED.encode(Recalled(found is not None, piece)), headers=headers
+            )
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            self._store.expire(self._now())
+            self._count()
+
+    def _count(self) -> None:
+        self._metrics.kept_responses.set(len(self._store))
+        self._metrics.kept_response_bytes.set(self._store.size_bytes)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,1 @@
+"""Structured output: the grammar that constrains an answer, and its compilation."""

@@ -1,0 +1,99 @@
+"""Which grammars engines could be held to: each is compiled once, before anything of its request is queued.
+
+check ─▶ known ─▶ fine, or InvalidRequest
+   └───▶ in line ─▶ structured/compiler_process.py ─▶ its verdict is known from now on
+                          └── it ended: the grammar takes too much, and the next one gets a new process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from services.frontend.protocol.structured import FormPart
+from services.frontend.structured.compiler_process import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
+from shared.errors import InvalidRequest, Overloaded, Unavailable
+
+KNOWN = 4096
+"""Verdicts kept, the latest used."""
+LINE = 64
+"""Requests that wait for one; further ones are refused."""
+TOLD_CHARACTERS = 300
+"""Of a verdict; the library's may hold all of the grammar."""
+SLOW_PARTS = 4
+"""Of a grammar that takes too much, so many are compiled alone: each may take as much. Where another thing is wrong,
+all parts before it took less together."""
+_TOO_MUCH = f"compiling it takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
+
+
+class Grammars:
+    """Of a frontend. The process starts when it is first needed."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        """Digest of a grammar → what is wrong with it, empty where nothing is."""
+        self._line = asyncio.Lock()
+        self._waiting = 0
+        self._process: Process | None = None
+
+    async def check(self, grammar: str, param: str, parts: Sequence[FormPart] = ()) -> None:
+        """`param` names the field that it came from; where it is no good, so does the first of its `parts` that is no
+        good alone. Raises InvalidRequest, and Overloaded or Unavailable where it cannot be said now."""
+        digest = hashlib.sha256(grammar.encode()).digest()
+        if digest not in self._known:
+            if self._waiting >= LINE:
+                raise Overloaded(f"{LINE} grammars wait to be compiled")
+            self._waiting += 1
+            try:
+                async with self._line:
+                    if digest not in self._known:
+                        self._known[digest] = (await self._compiled(grammar))[:TOLD_CHARACTERS]
+            finally:
+                self._waiting -= 1
+        self._known.move_to_end(digest)
+        wrong = self._known[digest]
+        if len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        if wrong:
+            for part in parts[:SLOW_PARTS] if wrong == _TOO_MUCH else parts:
+                await self.check(msgspec.json.encode({"grammars": [part.piece]}).decode(), part.param)
+            raise InvalidRequest(f"{param}: {wrong}", param=param)
+
+    async def aclose(self) -> None:
+        """The process has ended when this returns."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def _compiled(self, grammar: str) -> str:
+        """What is wrong with it. The caller's cancellation ends the process: nobody would read its answer."""
+        if self._process is None or self._process.returncode is not None:
+            program = (sys.executable, "-m", "services.frontend.structured.compiler_process")
+            try:
+                self._process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            except OSError as wrong:  # no memory, or no files left
+                raise Unavailable(f"no process to compile a grammar in: {wrong.strerror}") from None
+        process, answer = self._process, b""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(msgspec.json.encode(grammar) + b"\n")
+            answer = await process.stdout.readline()
+        finally:
+            if not answer.endswith(b"\n"):
+                await self.aclose()
+        return msgspec.json.decode(answer, type=str) if answer.endswith(b"\n") else _TOO_MUCH
+
+    def validate(self) -> None:
+        """Assert every invariant."""
+        assert len(self._known) <= KNOWN
+        assert 0 <= self._waiting <= LINE
+        assert all(len(verdict) <= TOLD_CHARACTERS for verdict in self._known.values())

@@ -1,0 +1,69 @@
+"""Compiles grammars for a frontend: `python -m services.frontend.structured.compiler_process`, one a line as JSON.
+
+The answer is a line, too: why the grammar is no good, or an empty text. One that takes more than CPU_LIMIT_S or
+MEMORY_LIMIT_BYTES ends the process; some ten lines of schema can, in spite of all of the library's own limits.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+CPU_LIMIT_S = 0.5
+MEMORY_LIMIT_BYTES = 512 << 20
+"""Of address space; Python and the library take 150 MB of it."""
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=300_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=5_000,
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
+"""Half of what engines allow (services/worker/native/grammars.py), so that nobody finds out later."""
+_EOS = 256
+_TOLD_CHARACTERS = 1000
+
+
+class Bytes:
+    """A vocabulary of all bytes and an end: what compiles does not hang on a model's tokens."""
+
+    eos_token_id = _EOS
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(_EOS)), b"<eos>")
+    special_token_ids = (_EOS,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def objection(tokenizer: LLTokenizer, grammar: str) -> str:
+    """Why nothing can be held to it; empty: it can."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        return ""
+    wrong = matcher.get_error()[:_TOLD_CHARACTERS]
+    return "nothing can ever match it" if wrong.startswith("NoExtension") else wrong
+
+
+def main() -> None:
+    """Until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
+        reason = objection(tokenizer, msgspec.json.decode(line, type=str))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(msgspec.json.encode(reason) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What an answer is held to, of all that its request says, as one grammar for an engine. Pure.
+
+    response_format, structured_outputs ─┐
+    tool_choice that forces calls       ─┼▶ the answer's piece ─▶ behind thinking, as long as it may be ─▶ text
+    a tool that is strict               ─┘
+
+The text is llguidance's JSON: a list of grammars, the first one begins and may name others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from services.frontend.protocol.chat import ChatRequest
+from services.frontend.protocol.completions import CompletionRequest
+from services.frontend.protocol.reasoning import AS_IT_IS, ThinkingAsked
+from services.frontend.protocol.structured import (
+    GRAMMAR_LIMIT_CHARACTERS,
+    UNSUPPORTED,
+    Form,
+    FormPart,
+    NamedTool,
+    ToolChoice,
+    form_of_response,
+    form_of_structure,
+    json_piece,
+)
+from services.frontend.protocol.tools import Tool
+from services.frontend.tool_parsers import lark, thinking
+from services.frontend.tool_parsers.formats import FORMATS, FormatName
+from services.frontend.tool_parsers.parser import Plan
+from shared.errors import InvalidRequest
+
+
+class Held(Struct, frozen=True):
+    """What an answer is held to."""
+
+    grammar: str
+    """For the engine."""
+    checked: str
+    """The answer alone, with its marks spelled out: what is compiled first, for a vocabulary that has none. "": there
+    is nothing of the request's in it."""
+    param: str
+    """The field that says so."""
+    parts: Sequence[FormPart] = ()
+    """Of what is checked, where it comes from several fields: one of them may be to blame."""
+
+
+def held(
+    request: ChatRequest | CompletionRequest, plan: Plan, tokens: lark.Tokens, thought: ThinkingAsked = AS_IT_IS
+) -> Held | None:
+    """None: to nothing. `tokens`: the model's. Raises InvalidRequest, naming the field."""
+    form = _form(request, plan, tokens)
+    if form is None and thought.budget is None:
+        return None
+    param = thought.param if form is None else form.param
+    if request.ignore_eos:
+        raise InvalidRequest(f"ignore_eos: {param} says where the answer ends", param="ignore_eos")
+    named = [] if form is None or form.content is None else [{"name": "content", **form.content}]
+    checked = "" if form is None else _text([form.spelled or form.piece, *named], param)
+    if plan.thinks:
+        grammars = _behind_thinking(form, thought, tokens, begun=plan.begun)
+    else:
+        assert form is not None, "only models that think have a budget"
+        grammars = [form.piece]
+    return Held(_text([*grammars, *named], param), checked, param, () if form is None else form.parts)
+
+
+def _text(grammars: Sequence[dict[str, Any]], param: str) -> str:
+    text = msgspec.json.encode({"grammars": grammars}).decode()
+    if len(text) > GRAMMAR_LIMIT_CHARACTERS:
+        raise InvalidRequest(
+            f"{param}: a grammar of {len(text)} characters; {GRAMMAR_LIMIT_CHARACTERS} are the limit", param=param
+        )
+    return text
+
+
+# --- the answer
+
+
+def _form(request: ChatRequest | CompletionRequest, plan: Plan, tokens: lark.Tokens) -> Form | None:
+    """One at most. Raises InvalidRequest."""
+    found = [form_of_structure(request.structured_outputs), form_of_response(request.response_format)]
+    forms = [one for one in found if one is not None]
+    if len(forms) > 1:
+        wrong = "structured_outputs: response_format says already what the answer is held to"
+        raise InvalidRequest(wrong, param="structured_outputs")
+    content = forms[0] if forms else None
+    if not isinstance(request, ChatRequest) or request.tool_choice == "none":
+        return content
+    if content is None or not (request.tools or _forced(request.tool_choice)):
+        return _calls(request, plan.calls, tokens) or content
+    if _forced(request.tool_choice) or request.response_format is None or not _json_apart(plan.calls):
+        wrong = f"{content.param}: not beside tools that may be called: tool_choice can be none"
+        raise InvalidRequest(wrong, param=content.param, code=UNSUPPORTED)
+    return _calls(request, plan.calls, tokens, content)
+
+
+def _json_apart(written: FormatName | None) -> bool:
+    return written is not None and FORMATS[written].json_apart
+
+
+def _forced(choice: ToolChoice | None) -> bool:
+    return choice not in (None, "none", "auto")
+
+
+def _calls(
+    request: ChatRequest, written: FormatName | None, tokens: lark.Tokens, content: Form | None = None
+) -> Form | None:
+    """None, where no tool is strict, none must be called, and any content will do. Raises InvalidRequest."""
+    tools, choice = request.tools or (), request.tool_choice
+    forced = _forced(choice)
+    if not forced and content is None and not any(tool.function.strict for tool in tools):
+        return None
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    callable_ = [tool for tool in tools if named in (None, tool.function.name)]
+    if not callable_:
+        wrong = "there are no tools" if named is None else f"there is no tool {named!r}"
+        raise InvalidRequest(f"tool_choice: {wrong}", param="tool_choice")
+    assert written is not None, "else the request is refused for its tools"
+    how: lark.How = "any" if content is None else "or"
+    if forced:
+        how = "one" if named is not None or request.parallel_tool_calls is False else "some"
+    places = {tool.function.name: f"tools[{at}].function.parameters" for at, tool in enumerate(tools)}
+    calls = [lark.Callable(tool.function.name, _arguments(tool, forced=forced)) for tool in callable_]
+    try:
+        rules, spelled = (FORMATS[written].rules(calls, marks, how) for marks in (tokens, {}))
+    except lark.Unwritable as wrong_:
+        param = f"{places[wrong_.tool]}.{wrong_.word}"
+        raise InvalidRequest(f"{param}: {wrong_}", param=param, code=UNSUPPORTED) from None
+    pieces = [{"lark_grammar": "\n".join(one)} for one in (rules, spelled)]
+    parts = [] if content is None else [FormPart(content.piece, content.param)]
+    parts += [FormPart(json_piece(call.arguments), places[call.name]) for call in calls if call.arguments is not None]
+    return Form(pieces[0], "tools", pieces[1], None if content is None else content.piece, parts)
+
+
+def _arguments(tool: Tool, *, forced: bool) -> dict[str, Any] | None:
+    """What a call's are held to: to the schema where it must come, or is strict."""
+    parameters = tool.function.parameters
+    if not forced and not tool.function.strict:
+        return None
+    return {"type": "object", "properties": {}, **parameters} if parameters else NO_ARGUMENTS
+
+
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+# --- what comes before it
+
+_BYTES = r"(?s-u:[\x00-\xfe]*)"
+"""Any: a budget may end between two bytes of a character. No token of its own: they begin with 0xFF."""
+
+
+def _behind_thinking(
+    form: Form | None, thought: ThinkingAsked, tokens: lark.Tokens, *, begun: bool
+) -> list[dict[str, Any]]:
+    """`form` None: anything may follow; `begun`: the prompt ends within thinking. Raises InvalidRequest."""
+    named = [] if form is None else [{"name": "answer", **form.piece}]
+    if not {thinking.OPEN, thinking.CLOSE} <= tokens.keys():
+        if thought.budget is not None:
+            wrong = f"{thought.param}: the model ends its thinking with several tokens, which cannot be forced"
+            raise InvalidRequest(wrong, param=thought.param, code=UNSUPPORTED)
+        start = "thought white @answer" if begun else '("<think>" thought white)? @answer'
+        rules = [f"start: {start}", "thought[lazy]: /(.|\\n)*<\\/think>/", _WHITE]  # lazy: up to the first tag
+        return [{"lark_grammar": "\n".join(rules)}, *named]
+    opening, closing = f"<[{tokens[thinking.OPEN]}]>", f"<[{tokens[thinking.CLOSE]}]>"
+    limit = "" if thought.budget is None else f"[max_tokens={thought.budget}]"
+    thinks = f"{opening}? " if begun else f"{opening} "
+    thinks += closing if thought.budget == 0 else f"thought {closing}"
+    if form is not None:
+        start = f"{thinks} white @answer" if begun else f"({thinks} white)? @answer"
+    else:  # thinking that begins later would not be seen
+        start = f"{thinks} <[*]>*" if begun else f"{thinks} <[*]>* | <[^{tokens[thinking.OPEN]}]>*"
+    rules = [
+        '%llguidance {"allow_invalid_utf8": true}',
+        f"start: {start}",
+        f"thought{limit}: THOUGHT",
+        f"THOUGHT: /{_BYTES}/ & ~/{_BYTES}<\\/think>{_BYTES}/",
+        _WHITE,
+    ]
+    return [{"lark_grammar": "\n".join(rules)}, *named]
+
+
+_WHITE = "white: /[ \\n]{0,4}/"

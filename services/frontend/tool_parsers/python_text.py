@@ -1,0 +1,106 @@
+"""Python's literals as a grammar that passes them on as JSON. Pure.
+
+Texts in either quotes, numbers as JSON has them, True, False, None (and JSON's words for them), lists, and dicts whose
+keys are texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from services.frontend.tool_parsers.json_text import DEPTH_LIMIT, SCALAR_LIMIT_CHARACTERS
+from services.frontend.tool_parsers.reader import Malformed, Reading, Source
+
+_PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
+_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
+_ESCAPES |= {one: one for one in "\\'\""}
+_HEX = re.compile(r"[0-9A-Fa-f]+")
+_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+Out = Callable[[str], None]
+
+
+def value(source: Source, out: Out, depth: int = 0) -> Reading[None]:
+    """Any literal, without the white space around it. Raises Malformed behind what was passed on."""
+    first = yield from source.peek()
+    if first in _PLAIN:
+        yield from _text(source, out)
+    elif first in ("[", "{"):
+        yield from _members(source, out, depth, "]" if first == "[" else "}")
+    else:
+        word = yield from source.word(_WORD, SCALAR_LIMIT_CHARACTERS)
+        if word not in _NAMES and _NUMBER.fullmatch(word) is None:
+            raise Malformed("malformed")
+        out(_NAMES.get(word, word))
+
+
+def _members(source: Source, out: Out, depth: int, close: str) -> Reading[None]:
+    """Of a list or a dict; a comma may come behind the last."""
+    if depth == DEPTH_LIMIT:
+        raise Malformed("malformed")
+    out(source.take())
+    yield from source.white()
+    separator = ""
+    while (yield from source.peek()) != close:
+        out(separator)
+        separator = ", "
+        if close == "}":
+            if (yield from source.peek()) not in _PLAIN:
+                raise Malformed("malformed")
+            yield from _text(source, out)
+            yield from source.white()
+            yield from source.expect(":")
+            out(": ")
+            yield from source.white()
+        yield from value(source, out, depth + 1)
+        yield from source.white()
+        if not (yield from source.optional(",")):
+            break
+        yield from source.white()
+    yield from source.expect(close)
+    out(close)
+
+
+def _text(source: Source, out: Out) -> Reading[None]:
+    quote = source.take()
+    out('"')
+    while True:
+        first = yield from source.peek()
+        if plain := source.span(_PLAIN[quote]):
+            out(_quoted(plain))
+        elif first == "\\":
+            out((yield from _escape(source)))
+        elif first == quote:
+            source.take()
+            out('"')
+            return
+        else:
+            raise Malformed("malformed")
+
+
+def _escape(source: Source) -> Reading[str]:
+    """As JSON writes it; an escape that Python does not know stands for itself."""
+    source.take()
+    kind = yield from source.peek()
+    source.take()
+    if kind not in _DIGITS:
+        return _quoted(_ESCAPES.get(kind, "\\" + kind))
+    digits = ""
+    for _ in range(_DIGITS[kind]):
+        digits += yield from source.peek()
+        source.take()
+    code = int(digits, 16) if _HEX.fullmatch(digits) else -1
+    if not 0 <= code <= 0x10FFFF:
+        raise Malformed("malformed")
+    if code > 0xFFFF:
+        return chr(code)
+    return f"\\u{code:04x}"  # perhaps half a surrogate pair, which only JSON's own escape can say
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from services.frontend.models import chat_template
+from services.frontend.models.chat_template import ChatTemplate, Unfinished, pick_templates
+from shared.errors import InvalidRequest, ModelError
+
+HELLO = [{"role": "user", "content": "<hello> & 'you'"}]
+
+
+def test_blocks_leave_no_lines_behind_as_in_transformers() -> None:
+    source = "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
+    assert ChatTemplate(source, {}).render(HELLO) == "<hello> & 'you'\n"
+
+
+def test_special_tokens_the_date_and_json_are_there() -> None:
+    source = "{{ bos_token }}{{ strftime_now('%d %b %Y') }}{{ messages | tojson }}{{ add_generation_prompt }}"
+    rendered = ChatTemplate(source, {"bos_token": "<s>"}, lambda: datetime(2026, 1, 31)).render(HELLO)
+    assert rendered == '<s>31 Jan 2026[{"role": "user", "content": "<hello> & \'you\'"}]True'
+
+
+def test_a_template_that_refuses_is_the_requests_error() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate") as refusal:
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(HELLO)
+    assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[5].content.x }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_or_leaves_the_sandbox_is_the_requests_error(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source, {}).render(HELLO)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100) %}{% endfor %}",
+        "{% for i in range(20) %}{% for j in range(20) %}{% set x = i * j %}{% endfor %}{% endfor %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(30) }}",
+        "{% macro m() %}{{ caller() }}{% endmacro %}{% for i in range(40) %}{% call m() %}x{% endcall %}{% endfor %}",
+    ],
+)
+def test_a_templates_steps_are_counted(source: str) -> None:
+    with pytest.raises(Unfinished):
+        ChatTemplate(source, {}).render(HELLO, 99)
+
+
+LOOPS = "{% for i in range(40) %}{% for j in range(40) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["_step", chat_template._STEP, "step"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{%% set %s = dict %%}" + LOOPS,
+        "{%% macro m(%s) %%}" + LOOPS + "{%% endmacro %%}{{ m(dict) }}",
+        "{%% macro m() %%}" + LOOPS + "{%% endmacro %%}{{ m(**{'%s': dict}) }}",
+        "{%% for %s in [dict] %%}" + LOOPS + "{%% endfor %%}",
+        "{%% with %s = dict %%}" + LOOPS + "{%% endwith %%}",
+        "{%% block %s scoped %%}" + LOOPS + "{%% endblock %%}",
+    ],
+)
+def test_no_name_in_a_template_switches_the_counting_off(name: str, written: str) -> None:
+    try:
+        one = ChatTemplate(written.replace("%%", "%").replace("%s", name), {})
+    except ModelError:
+        return  # the name cannot be written there
+    with pytest.raises((Unfinished, InvalidRequest)) as ended:
+        one.render(HELLO, 99)
+    assert ended.type is Unfinished or "takes no keyword argument" in str(ended.value)
+
+
+def test_steps_are_counted_for_each_rendering_and_leave_no_trace_in_the_text() -> None:
+    counting = ChatTemplate("{% for i in range(50) %}{{ loop.index }}{% endfor %}", {})
+    for _ in range(3):
+        assert counting.render(HELLO, 50) == "".join(map(str, range(1, 51)))
+
+
+def test_the_rendered_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDERED_LIMIT_CHARACTERS", 1000)
+    with pytest.raises(InvalidRequest, match="longer than"):
+        ChatTemplate("{% for i in range(2000) %}x{% endfor %}", {}).render(HELLO)
+
+
+def test_a_template_that_does_not_parse_names_its_line() -> None:
+    with pytest.raises(ModelError, match="line 2"):
+        ChatTemplate("fine\n{% if %}", {})
+
+
+def test_of_named_templates_the_default_is_taken_and_one_for_tools_where_there_is_one() -> None:
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert pick_templates(named, "file") == ("d", "t")
+    assert pick_templates(named[1:], "file") == ("d", "d")
+    assert pick_templates("text", "file") == ("text", "text")
+    assert pick_templates(None, "file") == ("", "")
+    for wrong in (7, [], [{"name": "tool_use", "template": "t"}]):
+        with pytest.raises(ModelError, match="file"):
+            pick_templates(wrong, "file")
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for a in b %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 5000 + "1" + ")" * 5000]
+)
+def test_a_template_that_does_not_compile_is_the_models_error(source: str) -> None:
+    with pytest.raises(ModelError, match="the chat template"):
+        ChatTemplate(source, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "reads", "reads_calls"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].tool_calls }}", {"tools"}, True),
+        ("{%- if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", {"tools"}, False),
+        ("{% set tools = [] %}{{ tools }} tools", set(), False),
+        ("{% for message in messages if message['tool_calls'] %}{{ loop.index }}{% endfor %}", set(), True),
+        ("{% macro m(x) %}{{ x }}{{ enable_thinking }}{% endmacro %}{{ m(bos_token) }}", {"enable_thinking"}, False),
+        ("{% set ns = namespace(a=1) %}{% for i in range(ns.a) %}{% set ns.a = i %}{% endfor %}", set(), False),
+        ("{{ raise_exception(strftime_now('%d')) if add_generation_prompt }}", set(), False),
+    ],
+)
+def test_a_template_tells_what_it_reads(source: str, reads: set[str], reads_calls: bool) -> None:
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert (template.reads, template.reads_calls) == (reads, reads_calls)
+
+
+def test_names_of_its_own_are_given_to_a_template() -> None:
+    template = ChatTemplate("{{ 'off' if enable_thinking is false else 'on' }}", {})
+    assert template.render(HELLO) == "on"
+    assert template.render(HELLO, more={"enable_thinking": False}) == "off"
+
+
+def test_tools_are_none_where_there_are_none() -> None:
+    template = ChatTemplate("{{ tools is none }} {{ tools | tojson }}", {})
+    assert template.render(HELLO) == "True null"
+    assert template.render(HELLO, tools=[{"type": "function"}]) == 'False [{"type": "function"}]'

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.frontend.models.chat_template import ChatTemplate
+from services.frontend.models.model import Limits, Model, load_model
+from services.frontend.models.preprocess import (
+    INLINE_CHARACTERS,
+    INLINE_STEPS,
+    TURN_CHARACTERS,
+    check_encoded,
+    check_vocabulary,
+    encode_chat,
+    encode_text,
+    fit,
+    render_chat,
+)
+from shared.errors import InvalidRequest
+from shared.hashing import pack_tokens
+from tests.frontend.cards import HERMES, card_of, with_template
+
+LIMITS = Limits(context_length=100, vocab_size=320, grammars=False, biases=False)
+
+
+def fitted(count: int, max_tokens: int | None = None, default: int | None = None) -> int:
+    return fit(pack_tokens([5] * count), LIMITS, max_tokens=max_tokens, default=default, param="prompt").max_tokens
+
+
+def test_what_may_follow_is_asked_for_or_the_default_or_all_that_is_left() -> None:
+    assert fitted(90) == 10
+    assert fitted(90, max_tokens=3) == 3
+    assert fitted(90, max_tokens=10) == 10
+    assert fitted(50, default=16) == 16
+    assert fitted(90, default=16) == 10
+
+
+def test_a_prompt_without_room_for_one_token_is_too_long() -> None:
+    assert fitted(99) == 1
+    for count, limit in ((100, None), (101, None), (90, 11)):
+        with pytest.raises(InvalidRequest) as refusal:
+            fitted(count, max_tokens=limit)
+        assert refusal.value.code == "context_length_exceeded"
+
+
+def by_tokenizer(model: Model, text: str, *, special: bool) -> bytes:
+    return pack_tokens(model.tokenizer.encode(text, add_special_tokens=special).ids)
+
+
+@pytest.mark.parametrize("with_words", [True, False])
+async def test_texts_of_any_length_and_script_are_encoded_as_the_tokenizer_does(
+    directory: Path, with_words: bool
+) -> None:
+    model = load_model(card_of(directory), directory)
+    assert model.words is not None
+    if not with_words:
+        model = msgspec.structs.replace(model, words=None)
+    texts = ["", "water ", "water is wet. ", "水", "<|im_end|>water", "water 水 " * 2, "eau \u0301 "]
+    with ThreadPoolExecutor(1) as pool:
+        for text in [*texts, *(text * INLINE_CHARACTERS for text in texts)]:
+            assert await encode_text(model, text, pool) == by_tokenizer(model, text, special=True)
+            rendered = await render_chat(model, [{"role": "user", "content": text}], pool)
+            assert await encode_chat(model, rendered, pool) == by_tokenizer(model, rendered, special=False)
+
+
+async def test_special_tokens_that_the_tokenizer_puts_around_a_text_are_there(copy: Path) -> None:
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    file["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            token: {"id": token, "ids": [number], "tokens": [token]}
+            for number, token in ((0, "<|endoftext|>"), (2, "<|im_end|>"))
+        },
+    }
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    model = load_model(card_of(copy), copy)
+    assert model.around == (pack_tokens([0]), pack_tokens([2]))
+    with ThreadPoolExecutor(1) as pool:
+        assert await encode_text(model, "water", pool) == by_tokenizer(model, "water", special=True)
+
+
+@pytest.mark.parametrize("single", [["A", "A"], ["A", None, "A"], [None]])
+async def test_a_tokenizer_that_does_more_than_to_put_tokens_around_a_text_is_asked_for_each(
+    copy: Path, single: list[str | None]
+) -> None:
+    token = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    file["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": name, "type_id": 0}} if name else token for name in single],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
+    }
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    model = load_model(card_of(copy), copy)
+    assert model.words is None
+    with ThreadPoolExecutor(1) as pool:
+        assert await encode_text(model, "water", pool) == by_tokenizer(model, "water", special=True)
+
+
+async def test_only_long_texts_that_are_left_to_the_tokenizer_go_to_the_pool(directory: Path) -> None:
+    model = load_model(card_of(directory), directory)
+    used: list[bool] = []
+    with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
+        await encode_text(model, "water " * INLINE_CHARACTERS, pool)
+        await encode_text(model, "水", pool)
+        assert not used
+        await encode_text(model, "水" * (INLINE_CHARACTERS + 1), pool)
+        assert used
+
+
+async def test_a_long_text_lets_others_have_their_turns(directory: Path) -> None:
+    model = load_model(card_of(directory), directory)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    text = "water " * TURN_CHARACTERS
+    with ThreadPoolExecutor(1) as pool:
+        await encode_text(model, text, pool)
+    beside.cancel()
+    assert turns >= len(text) // (2 * TURN_CHARACTERS)
+
+
+async def test_a_template_that_takes_many_steps_goes_to_the_pool_and_ends_there(directory: Path) -> None:
+    model = load_model(card_of(directory), directory)
+    messages = [{"role": "user", "content": "water"}]
+    used: list[bool] = []
+    with ThreadPoolExecutor(1, initializer=used.append, initargs=(True,)) as pool:
+        await render_chat(model, messages * INLINE_STEPS, pool)
+        assert not used
+        await render_chat(model, messages * (INLINE_STEPS + 1), pool)
+        assert used
+        for_ever = "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
+        looping = msgspec.structs.replace(model, template=ChatTemplate(for_ever, {}))
+        with pytest.raises(InvalidRequest, match="not done after") as refusal:
+            await render_chat(looping, messages, pool)
+        assert refusal.value.param == "messages"
+
+
+def test_token_ids_outside_the_vocabulary_are_named(directory: Path) -> None:
+    check_vocabulary([0, 319], LIMITS, param="prompt")
+    check_vocabulary([], LIMITS, param="prompt")
+    for token in (320, -1):
+        with pytest.raises(InvalidRequest, match=f"token id {token} at index 1") as refusal:
+            check_vocabulary([5, token, token], LIMITS, param="prompt")
+        assert refusal.value.param == "prompt[1]"
+    model = load_model(card_of(directory), directory)
+    check_encoded(model, pack_tokens([5, 319]), LIMITS, param="messages")
+    with pytest.raises(InvalidRequest, match="token id 319 at index 1"):
+        check_encoded(model, pack_tokens([5, 319]), Limits(100, 319, grammars=False, biases=False), param="messages")
+
+
+async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Path) -> None:
+    file = msgspec.json.decode((copy / "tokenizer.json").read_bytes())
+    file["model"]["unk_token"] = "not in the vocabulary"
+    file["pre_tokenizer"] = None
+    (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
+    model = load_model(card_of(copy), copy)
+    with ThreadPoolExecutor(1) as pool:
+        assert await encode_text(model, "water", pool)
+        with pytest.raises(InvalidRequest, match="tokenizer fails on the text") as refusal:
+            await encode_text(model, "水", pool)
+        assert refusal.value.param == "prompt"
+        with pytest.raises(InvalidRequest) as refusal:
+            await encode_chat(model, "水", pool)
+        assert refusal.value.param == "messages"
+
+
+async def test_a_model_without_a_template_has_no_chat(copy: Path) -> None:
+    (copy / "tokenizer_config.json").unlink()
+    model = load_model(card_of(copy), copy)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InvalidRequest, match="no chat template"):
+        await render_chat(model, [{"role": "user", "content": "x"}], pool)
+
+
+async def test_a_template_of_its_own_for_tools_is_used_for_them(copy: Path) -> None:
+    named = [{"name": "default", "template": "chat"}, {"name": "tool_use", "template": HERMES}]
+    model = load_model(card_of(copy), with_template(copy, named))
+    assert model.tool_format == "hermes"
+    with ThreadPoolExecutor(1) as pool:
+        assert await render_chat(model, [{"role": "user", "content": "x"}], pool) == "chat"
+        assert "<tool_call>" in await render_chat(
+            model, [{"role": "user", "content": "x"}], pool, [{"type": "function"}]
+        )
+
+
+async def test_only_names_that_the_template_reads_are_taken(copy: Path) -> None:
+    model = load_model(card_of(copy), with_template(copy, "{{ enable_thinking }} {{ tools }}"))
+    hello = [{"role": "user", "content": "x"}]
+    with ThreadPoolExecutor(1) as pool:
+        assert await render_chat(model, hello, pool, more={"enable_thinking": False}) == "False None"
+        for name in ("enable_thoughts", "tools", "messages", "add_generation_prompt", "raise_exception", "_step"):
+            with pytest.raises(InvalidRequest) as refusal:
+                await render_chat(model, hello, pool, more={name: 1})
+            assert refusal.value.param == f"chat_template_kwargs.{name}"
+
+
+async def test_what_the_template_has_no_place_for_is_refused_by_name(copy: Path) -> None:
+    hello: dict[str, Any] = {"role": "user", "content": "x"}
+    called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    silent = load_model(card_of(copy), with_template(copy, "{{ messages[0].content }}"))
+    unclear = load_model(card_of(copy), with_template(copy, "{{ tools }}"))
+    with ThreadPoolExecutor(1) as pool:
+        for model, messages, tools, param in (
+            (silent, [hello], 1, "tools"),
+            (unclear, [hello], 1, "tools"),
+            (silent, [hello, called], 0, "messages[1].tool_calls"),
+        ):
+            with pytest.raises(InvalidRequest) as refusal:
+                await render_chat(model, messages, pool, [{"type": "function"}] * tools)
+            assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from services.frontend.app import INFORMED_LIMIT_S
+from services.frontend.config import LimitsConfig
+from tests.frontend.peers import MODEL, card_entry, clients, world
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_and_stops_no_other(directory: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(directory, tmp_path / "broken"))
+    entry = card_entry("w3", broken, "broken")
+    (broken / "tokenizer.json").write_text("{}")
+    async with world(directory) as w, clients(w) as (client, http):
+        await w.announce("w3", entry)
+        await w.until("/v1/models/broken", lambda answer: "SHA-256" in answer["error"]["message"])
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError) as error:
+                await client.completions.create(model="broken", prompt="x")
+            assert error.value.status_code == 503
+            assert "not ready" in error.value.message
+        w.say("fine")
+        assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "fine"
+        async with http.get("/health") as response:
+            assert response.status == 200
+        assert [model.id for model in (await client.models.list()).data] == [MODEL]
+
+
+async def test_the_doors_open_when_the_models_that_are_there_are_loaded(directory: Path) -> None:
+    async with world(directory, ready=False) as w, clients(w) as (client, _):
+        w.say("at once")
+        assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "at once"
+
+
+async def test_a_model_that_cannot_be_loaded_does_not_keep_the_doors_shut(directory: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(directory, tmp_path / "broken"))
+    entry = card_entry("w3", broken, "broken")
+    (broken / "tokenizer.json").write_text("{}")
+    async with (
+        asyncio.timeout(INFORMED_LIMIT_S),
+        world(directory, ready=False, more=entry) as w,
+        clients(w) as (_, http),
+        http.get("/v1/models/broken") as response,
+    ):
+        assert "SHA-256" in (await response.json())["error"]["message"]
+
+
+async def test_the_only_model_need_not_be_named_and_one_of_several_must(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (_, http):
+        w.say("fine")
+        async with http.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert (await response.json())["model"] == MODEL
+        await w.announce("w3", card_entry("w3", directory, "second"))
+        await w.ready("second")
+        async with http.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "model"
+
+
+async def test_a_new_tokenizer_is_loaded_before_its_workers_are_used(directory: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(directory, tmp_path / "changed"))
+    with (changed / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    async with world(directory) as w, clients(w) as (client, _):
+        w.say("fine")
+        await client.completions.create(model=MODEL, prompt="x")
+        for instance in ("w1", "w2"):
+            await w.leave(instance)
+        await w.until("/health", lambda health: not health["models"])
+        await w.announce("w1", card_entry("w1", changed))
+        await w.ready()
+        assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "fine"
+
+
+async def test_a_template_that_takes_too_long_meets_the_deadline(directory: Path, tmp_path: Path) -> None:
+    slow = Path(shutil.copytree(directory, tmp_path / "slow"))
+    (slow / "chat_template.jinja").write_text(
+        "{% for a in range(2000) %}{% for b in range(5000) %}{% endfor %}{% endfor %}"
+    )
+    async with world(directory, limits=LimitsConfig(deadline_s=0.05, drain_s=0.0)) as w, clients(w) as (client, _):
+        await w.announce("w3", card_entry("w3", slow, "slow"))
+        await w.ready("slow")
+        messages: Any = [{"role": "user", "content": "x" * 2000}]
+        with pytest.raises(openai.InternalServerError, match="before its prompt was tokenised") as error:
+            await client.chat.completions.create(model="slow", messages=messages)
+        assert error.value.status_code == 504
+        assert w.router.asked.all == []

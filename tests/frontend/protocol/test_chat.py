@@ -1,0 +1,176 @@
+"""What is accepted, and as what; every refusal is in `bad_bodies.py`."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.frontend.protocol import chat as chats
+from shared.errors import InvalidRequest
+from shared.messages import Sampling
+
+
+def chat(**fields: Any) -> chats.ChatRequest:
+    return chats.decode_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+
+
+def test_defaults_are_openais() -> None:
+    assert chats.sampling(chat(), 5, 77) == Sampling(5, seed=77)
+    assert chats.token_limit(chat()) == (None, "max_tokens")
+
+
+def test_every_not_built_field_is_a_field_and_its_harmless_values_pass() -> None:
+    for field, harmless in chats._NOT_BUILT.items():
+        for value in (None, *harmless):
+            chat(**{field: value})
+        with pytest.raises(InvalidRequest) as refusal:
+            chat(**{field: {"another": "value"}})
+        assert refusal.value.param == field
+
+
+def test_what_clients_leave_beside_a_message_is_not_decoded() -> None:
+    left = {"parsed": [[]] * 3, "provider_specific_fields": {"a": {}}}
+    [message] = chat(messages=[{"role": "assistant", "content": "x", **left}]).messages
+    assert isinstance(message.parsed, msgspec.Raw)
+    assert isinstance(message.provider_specific_fields, msgspec.Raw)
+    assert json.loads(msgspec.json.encode(message)) == {"role": "assistant", "content": "x", **left}
+
+
+@pytest.mark.parametrize("body", [b"[" * chats.LARGE_BODY_BYTES, b'{"messages":[]}' + b" " * chats.LARGE_BODY_BYTES])
+def test_the_collector_works_again_after_a_large_body(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        chats.decode_chat(body)
+    assert gc.isenabled()
+
+
+def test_every_field_is_read_or_refused() -> None:
+    """A field that is neither would be silently ignored."""
+    harmless = {"user", "metadata", "safety_identifier"}
+    read = {
+        *("model", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "logprobs", "n"),
+        *("top_logprobs", "prompt_cache_key", "cache_salt", "messages", "temperature", "top_p", "top_k"),
+        *("min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
+        *("stop_token_ids", "deadline_s", "tools", "parallel_tool_calls", "chat_template_kwargs"),
+        *("tool_choice", "response_format", "structured_outputs", "logit_bias", "service_tier"),
+        *("reasoning_effort", "thinking_token_budget"),
+    }
+    assert {*chats.ChatRequest.__struct_fields__} == read | harmless | chats._NOT_BUILT.keys()
+
+
+def test_harmless_fields_are_bounded_as_openais_are() -> None:
+    pairs = {f"{at:064}": "x" * 512 for at in range(16)}
+    assert chat(metadata=pairs, safety_identifier="x" * 64, user="x" * 512).metadata == pairs
+    assert [chat(service_tier=tier).service_tier for tier in ("auto", "priority", None)] == ["auto", "priority", None]
+
+
+def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
+    assert chats.sampling(chat(top_k=-1), 1, 0).top_k == 0
+
+
+def test_a_bias_is_of_a_token_id() -> None:
+    assert chats.sampling(chat(logit_bias={"5": -100, "0": 0.5}), 1, 0).logit_bias == ((5, -100.0), (0, 0.5))
+    assert chats.sampling(chat(logit_bias={}), 1, 0).logit_bias == ()
+
+
+def test_seeds_are_64_bits_and_zero_is_one() -> None:
+    assert chats.sampling(chat(seed=0), 1, 77).seed == 0
+    assert chats.sampling(chat(seed=-1), 1, 77).seed == (1 << 64) - 1
+
+
+def test_a_stop_is_one_string_or_several() -> None:
+    assert chats.stops(chat(stop="a")) == ("a",)
+    assert chats.stops(chat(stop=["a", "b"])) == ("a", "b")
+    assert chats.stops(chat(stop=[])) == chats.stops(chat()) == ()
+
+
+def test_logprobs_become_one_number() -> None:
+    assert [chats.logprobs(chat(logprobs=flag)) for flag in (None, False, True)] == [-1, -1, 0]
+    assert chats.logprobs(chat(logprobs=True, top_logprobs=4)) == 4
+
+
+def test_text_parts_are_joined_and_names_are_kept() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "user", "name": "eve", "content": parts}, {"role": "assistant", "content": ""}])
+    assert chats.turns(request.messages) == [
+        {"role": "user", "name": "eve", "content": "ab"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+def test_an_answer_can_be_sent_back_with_its_empty_fields() -> None:
+    answer: Any = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
+    chat(messages=[answer])
+
+
+def test_calls_are_rendered_with_their_arguments_as_objects() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"b": [1.5], "a": "ä"}'}}
+    bare = {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}}
+    request = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call, bare], "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "7"}]},
+            {"role": "assistant", "content": None, "reasoning_content": "hm"},
+        ]
+    )
+    called, answered, thought = chats.turns(request.messages)
+    assert called == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"b": [1.5], "a": "ä"}}},
+            {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {}}},
+        ],
+    }
+    assert list(called["tool_calls"][0]["function"]["arguments"]) == ["b", "a"]
+    assert answered == {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "7"}
+    assert thought == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+
+
+def test_tools_are_rendered_as_they_were_given_and_not_at_all_with_tool_choice_none() -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": [1, None]}}, "required": ["a"]}
+    full = {"type": "function", "function": {"name": "f", "description": "does", "parameters": schema}}
+    bare = {"type": "function", "function": {"name": "g-2_X", "strict": False}}
+    request = chat(tools=[full, bare], tool_choice="auto", parallel_tool_calls=False)
+    empty = {"type": "object", "properties": {}}
+    assert chats.offered(request) == [
+        full,
+        {"type": "function", "function": {"name": "g-2_X", "parameters": empty}},
+    ]
+    assert json.dumps(chats.offered(request)[0]) == json.dumps(full), "in the order of its keys"
+    assert chats.offered(chat(tools=[full], tool_choice="none")) == chats.offered(chat()) == []
+
+
+@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+def test_no_bytes_raise_anything_but_an_invalid_request(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        chats.decode_chat(body)
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=5)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+RELATED = {"stream_options": "stream", "top_logprobs": "logprobs", "max_tokens": "max_completion_tokens"}
+"""What may be named instead, because the two contradict each other."""
+
+
+@given(st.sampled_from(chats.ChatRequest.__struct_fields__), JSON)
+def test_any_value_of_any_field_is_accepted_or_refused_by_name(field: str, value: object) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], field: value}
+    named = field
+    try:
+        chats.decode_chat(json.dumps(body).encode())
+    except InvalidRequest as refusal:
+        named = refusal.param or "nothing"
+    assert named.startswith((field, RELATED.get(field, field)))

@@ -1,0 +1,100 @@
+"""Items of a conversation, as the messages that templates read; every refusal is in `bad_bodies.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.frontend.protocol.chat import ChatMessage, check_message, turns
+from services.frontend.protocol.responses_items import (
+    InputItem,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputThought,
+    ThoughtText,
+    check_calls,
+    decode_items,
+    messages_of,
+)
+from shared.errors import InvalidRequest
+
+
+def items(*given: dict[str, Any]) -> list[InputItem]:
+    return decode_items([msgspec.Raw(json.dumps(one).encode()) for one in given])
+
+
+def call(name: str, /) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": name, "name": "look", "arguments": '{"at": "it"}'}
+
+
+def output(name: str, /, **more: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": name, "output": "seen", **more}
+
+
+THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+SAID = {"role": "assistant", "content": "I look."}
+
+
+def test_what_the_assistant_does_at_once_is_one_message() -> None:
+    found = messages_of(items({"role": "user", "content": "hi"}, THOUGHT, SAID, call("a"), call("b"), output("a")))
+    assert [message.role for message in found] == ["user", "assistant", "tool"]
+    assert (found[1].reasoning_content, found[1].content) == ("hm", "I look.")
+    assert [one.id for one in found[1].tool_calls or ()] == ["a", "b"]
+    assert found[2].tool_call_id == "a"
+
+
+def test_a_message_behind_a_call_is_another_one_and_so_is_thinking_behind_a_message() -> None:
+    found = messages_of(items(call("a"), SAID, THOUGHT, THOUGHT))
+    assert [(one.content, one.reasoning_content, bool(one.tool_calls)) for one in found] == [
+        *((None, None, True), ("I look.", None, False), (None, "hmhm", False)),
+    ]
+
+
+def test_parts_are_one_text_and_what_comes_back_of_an_answer_is_not_looked_at() -> None:
+    texts: list[dict[str, Any]] = [
+        {"type": "output_text", "text": text, "annotations": [], "logprobs": [], "parsed": None} for text in "ab"
+    ]
+    more = {"id": "msg_1", "status": "completed", "type": "message"}
+    [found] = messages_of(items({"role": "assistant", "content": texts, **more}))
+    assert found == ChatMessage("assistant", "ab")
+
+
+def test_a_tools_name_goes_with_its_output() -> None:
+    [_, found] = messages_of(items(call("a"), output("a", name="look")))
+    assert found.name == "look"
+
+
+def test_calls_and_outputs_are_paired_with_those_of_the_former_conversation() -> None:
+    former = messages_of(items(call("a"), call("b"), output("a")))
+    check_calls(former, items(output("b"), call("c"), output("c")))
+    for wrong in (output("a"), call("b"), output("d")):
+        with pytest.raises(InvalidRequest) as refused:
+            check_calls(former, items({"role": "user", "content": "x"}, wrong))
+        assert refused.value.param == "input[1].call_id"
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(OutputThought, st.just("rs"), st.lists(st.builds(ThoughtText, st.text())), st.just("completed")),
+            st.builds(OutputMessage, st.just("msg"), st.lists(st.builds(OutputText, st.text())), st.just("completed")),
+            st.builds(OutputCall, *map(st.just, ("fc", "call", "look", "{}", "completed"))),
+        ),
+        max_size=6,
+    )
+)
+def test_whatever_an_answer_was_can_be_kept_and_rendered(answer: list[OutputItem]) -> None:
+    found = messages_of(answer)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=list[ChatMessage]) == found
+    for at, message in enumerate(found):
+        check_message(message, f"messages[{at}]")
+    assert len(turns(found)) == len(found)
+    calls = [one for message in found for one in message.tool_calls or ()]
+    assert len(calls) == sum(isinstance(item, OutputCall) for item in answer)

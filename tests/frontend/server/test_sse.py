@@ -1,0 +1,224 @@
+"""Streamed bodies as they are on the wire, and clients that do not read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+import uvloop
+from aiohttp import web
+
+from services.frontend.config import HttpConfig
+from services.frontend.server.sse import CHUNK_BYTES, UNSENT_BYTES, Body
+from shared.hashing import pack_tokens
+from shared.messages import TokenLogprob
+from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, World, world
+from tests.servers import free_port
+
+BODY = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "max_tokens": CONTEXT - 100}).encode()
+MANY = CONTEXT - 200
+LARGE = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": CONTEXT - 100, "logprobs": 5}
+"""Log-probabilities make several megabytes of MANY tokens."""
+
+
+def post(body: bytes, version: str = "1.1", path: str = "completions") -> bytes:
+    head = f"POST /v1/{path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@asynccontextmanager
+async def connected(w: World) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A client that reads as slowly as the test does."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        url = urlsplit(w.url)
+        await asyncio.get_running_loop().sock_connect(client, (url.hostname, url.port))
+        reader, writer = await asyncio.open_connection(sock=client, limit=4096)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                yield reader, writer
+        finally:
+            writer.close()
+
+
+async def head(reader: asyncio.StreamReader) -> str:
+    return (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+
+
+async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Of the body, up to its end."""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        yield await reader.readexactly(size)
+        assert await reader.readexactly(2) == b"\r\n"
+    assert await reader.readexactly(2) == b"\r\n"
+
+
+def texts(events: bytes) -> list[str]:
+    """Of a whole completion's events."""
+    *shown, done, rest = events.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in shown]
+
+
+async def test_every_part_is_a_chunk_and_so_is_the_end_and_the_connection_serves_on(directory: Path) -> None:
+    async with world(directory) as w, connected(w) as (reader, writer):
+        worker = w.workers[0]
+        worker.output = None
+        for number in (1, 2):
+            writer.write(post(BODY))
+            generate = (await worker.generates.at_least(number))[-1]
+            got, body = [], chunks(reader)
+            for at, token in enumerate(token for letter in "abcd" for token in w.ids(letter)):
+                await worker.send(generate, at, [token])
+                if at == 0:
+                    assert "transfer-encoding: chunked" in await head(reader)
+                got.append(await anext(body))
+            await worker.send(generate, 4, [2], "stop")
+            got += [chunk async for chunk in body]
+            assert texts(b"".join(got)) == ["a", "b", "c", "d", ""]
+            assert len(got) == 5
+
+
+async def test_a_client_of_http_1_0_gets_events_without_chunks_and_then_the_end(directory: Path) -> None:
+    async with world(directory) as w, connected(w) as (reader, writer):
+        w.say("abc")
+        writer.write(post(BODY, "1.0"))
+        assert "transfer-encoding" not in await head(reader)
+        assert "".join(texts(await reader.read())) == "abc"
+
+
+async def test_what_a_client_left_unread_comes_in_order_and_in_fewer_chunks(directory: Path) -> None:
+    async with world(directory) as w, connected(w) as (reader, writer):
+        said = stream_much(w)
+        writer.write(post(json.dumps(LARGE).encode()))
+        assert await others_are_served(w) == "others"
+        assert w.metric("headrace_inflight_requests") == 1
+        await head(reader)
+        got = [chunk async for chunk in chunks(reader)]
+        assert len(got) < MANY / 2
+        assert "".join(texts(b"".join(got))) == said
+
+
+async def test_a_client_that_does_not_read_is_ended_and_others_are_not(directory: Path) -> None:
+    async with world(directory, http=HttpConfig(unread_s=0.2)) as w, connected(w) as (_, writer):
+        stream_much(w)
+        writer.write(post(json.dumps(LARGE).encode()))
+        assert await others_are_served(w) == "others"
+        await w.counted("headrace_disconnected_clients_total", 1)
+        assert w.metric("headrace_inflight_requests") == 0
+
+
+WHOLE = json.dumps(
+    {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": CONTEXT - 100,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+).encode()
+
+
+async def test_a_client_that_does_not_read_a_large_whole_answer_is_ended_too_and_fills_no_log(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(directory, http=HttpConfig(unread_s=0.2)) as w, connected(w) as (_, writer):
+        stream_much(w)
+        writer.write(post(WHOLE, path="chat/completions"))
+        await w.counted("headrace_disconnected_clients_total", 1)
+        await w.counted("headrace_open_connections", 1)  # that of who asks for it
+        assert w.metric("headrace_inflight_requests") == 0
+        assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_client_that_reads_a_large_whole_answer_slowly_gets_all_of_it_and_keeps_its_place_for_so_long(
+    directory: Path,
+) -> None:
+    async with world(directory, http=HttpConfig(unread_s=5.0)) as w, connected(w) as (reader, writer):
+        said = stream_much(w)
+        for _ in range(2):  # and its connection serves on
+            writer.write(post(WHOLE, path="chat/completions"))
+            shown = await head(reader)
+            length = int(re.findall(r"content-length: (\d+)", shown)[0])
+            assert length > 4 * CHUNK_BYTES
+            assert "content-type: application/json" in shown
+            assert w.metric("headrace_inflight_requests") == 1
+            assert json.loads(await reader.readexactly(length))["choices"][0]["message"]["content"] == said
+            await w.counted("headrace_inflight_requests", 0)
+
+
+async def test_a_large_last_event_is_cut_like_any_other_and_none_says_done(directory: Path) -> None:
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    asked = {"model": MODEL, "input": "x", "stream": True, "max_output_tokens": CONTEXT - 100, **include}
+    async with world(directory) as w, connected(w) as (reader, writer):
+        said = stream_much(w)
+        writer.write(post(json.dumps(asked).encode(), path="responses"))
+        await head(reader)
+        pieces = [piece async for piece in chunks(reader)]
+        assert max(map(len, pieces)) == CHUNK_BYTES
+        last = b"".join(pieces).decode().split("\n\n")[-2]
+        name, _, content = last.partition("\ndata: ")
+        assert name == "event: response.incomplete"
+        assert json.loads(content)["response"]["output"][0]["content"][0]["text"] == said
+
+
+def stream_much(w: World) -> str:
+    """The workers answer with much; what."""
+    tokens = w.ids("the water finds the wheel ")
+    output = (tokens * MANY)[:MANY]
+    for worker in w.workers:
+        worker.output = output
+        worker.logprobs = [TokenLogprob(-1.0, pack_tokens([0] * 20), (-1.2345678901234567,) * 20)] * MANY
+        worker.finish = "length"
+    return w.tokenizer.decode(output)
+
+
+async def others_are_served(w: World) -> str:
+    """The answer to another client, once the workers have sent the much."""
+    await w.workers[0].generates.at_least(1)
+    w.say("others")
+    async with connected(w) as (reader, writer):
+        writer.write(post(BODY))
+        await head(reader)
+        return "".join(texts(b"".join([chunk async for chunk in chunks(reader)])))
+
+
+@pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_no_chunk_waits_for_the_clients_acknowledgement(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Nagle's algorithm would hold chunks back for 40 ms; and the kernel takes no more than it can send."""
+    options = {}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = Body(request, {}, unread_s=DEADLINE_S)
+        await body.write(b"first")
+        assert body.send(b"second")
+        connection = request.get_extra_info("socket")
+        for option in (socket.TCP_NODELAY, socket.TCP_NOTSENT_LOWAT):
+            options[option] = connection.getsockopt(socket.IPPROTO_TCP, option)
+        return await body.end(b"third")
+
+    async def ask() -> bytes:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", free_port())
+            await site.start()
+            async with aiohttp.ClientSession() as client, client.get(site.name) as response:
+                return await response.read()
+        finally:
+            await runner.cleanup()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(ask()) == b"data: first\n\ndata: second\n\ndata: third\n\n"
+    assert options == {socket.TCP_NODELAY: 1, socket.TCP_NOTSENT_LOWAT: UNSENT_BYTES}

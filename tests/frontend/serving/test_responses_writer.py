@@ -1,0 +1,198 @@
+"""Events, added up as a client does, are the response; and how the text was cut into deltas changes nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from services.frontend.output.output import Delta, Entry, TopEntry
+from services.frontend.protocol.chat_chunks import usage_of
+from services.frontend.protocol.responses_events import Response, ResponseError, ResponseEvent, begun
+from services.frontend.protocol.responses_request import decode_response
+from services.frontend.requests.stream import join
+from services.frontend.serving.responses_writer import ResponseWriter
+from services.frontend.tool_parsers.formats import FormatName
+from services.frontend.tool_parsers.parse_result import Found
+from services.frontend.tool_parsers.parser import Parser, Plan
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+OURS = msgspec.json.Decoder(ResponseEvent)
+USAGE = usage_of(7, 5, 3)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🚰"}}\n</tool_call>'
+ANSWERS = [
+    "",
+    "hello, Mühle 🚰",
+    "<think>\nwhy not\n</think>\n\nhello",
+    "<think>never ends",
+    CALL,
+    f"<think>hm</think>I look.\n{CALL}\n{CALL}",
+    f"I look.\n{CALL}\nand again, behind it {CALL} and behind that",
+    '<tool_call>{"name": "weather", "arguments": {"city": "cut o',
+    '<tool_call>{"name": "weather", "arguments": {"city": ]}} broken <tool_call>{"name": "unknown"}',
+]
+
+
+def response() -> Response:
+    asked = decode_response(b'{"input": "hi", "model": "tiny", "metadata": {"a": "b"}, "instructions": "be kind"}')
+    return begun(asked, "resp_f1.abc", 1, "tiny")
+
+
+def parsed(text: str, cuts: Iterable[int], plan: Plan) -> list[Delta]:
+    """What a stream makes of a text that comes in pieces."""
+    ids = iter("abcdefgh")
+    found = Found(frozenset({"weather"}), lambda: f"call_{next(ids)}")
+    parser = Parser(plan, found)
+    deltas: list[Delta] = []
+
+    def take() -> None:
+        content, reasoning, calls = found.take()
+        if content or reasoning or calls:
+            deltas.append(Delta(content, (), False, reasoning, calls))
+
+    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    for start, end in pairwise(edges):
+        parser.push(text[start:end])
+        take()
+    parser.finish()
+    take()
+    return deltas
+
+
+def written(
+    deltas: Sequence[Delta], finish: str = "stop", directly: Callable[[], bool] = lambda: True
+) -> tuple[Response, list[bytes]]:
+    """The response, and its events; `directly`: whether a delta may take the fast path, as a client that reads."""
+    writer = ResponseWriter(response(), "abc")
+    events = writer.opening()
+    for delta in deltas:
+        event = writer.single(delta)
+        assert writer.single(delta) == event, "nothing has changed"
+        if event is not None and directly():
+            writer.took(delta)
+            events.append(event)
+        else:
+            pushed = writer.push(delta)
+            assert event is None or pushed == [event]
+            events += pushed
+        writer.validate()
+    events += writer.finish(finish, USAGE, 2, now=9)
+    writer.validate()
+    return writer.response, events
+
+
+def folded(events: Sequence[bytes]) -> dict[str, Any]:
+    """The response that a client adds up, and then is told at the end."""
+    items: list[dict[str, Any]] = []
+    for number, raw in enumerate(events):
+        event = msgspec.json.decode(raw)
+        assert event["sequence_number"] == number
+        assert EVENT.validate_json(raw).type == event["type"], "OpenAI's types know it"
+        assert msgspec.json.decode(msgspec.json.encode(OURS.decode(raw))) == event, "as ours do"
+        match event["type"]:
+            case "response.output_item.added":
+                assert event["output_index"] == len(items)
+                assert event["item"]["status"] == "in_progress"
+                assert all(item["status"] != "in_progress" for item in items), "one is open at a time"
+                items.append(event["item"])
+            case "response.content_part.added":
+                items[event["output_index"]]["content"].append(event["part"])
+            case "response.output_text.delta":
+                part = items[event["output_index"]]["content"][event["content_index"]]
+                part["text"] += event["delta"]
+                part["logprobs"] += event["logprobs"]
+            case "response.reasoning_text.delta":
+                items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+            case "response.function_call_arguments.delta":
+                items[event["output_index"]]["arguments"] += event["delta"]
+            case "response.output_text.done" | "response.reasoning_text.done":
+                part = items[event["output_index"]]["content"][event["content_index"]]
+                assert part["text"] == event["text"]
+            case "response.content_part.done":
+                assert items[event["output_index"]]["content"][event["content_index"]] == event["part"]
+            case "response.function_call_arguments.done":
+                assert items[event["output_index"]]["arguments"] == event["arguments"]
+            case "response.output_item.done":
+                item = items[event["output_index"]]
+                item["status"] = event["item"]["status"]
+                assert item == event["item"]
+    first, second, last = (msgspec.json.decode(events[at]) for at in (0, 1, -1))
+    assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
+    assert first["response"] == second["response"]
+    assert first["response"]["status"] == "in_progress"
+    assert last["type"] == f"response.{last['response']['status']}"
+    assert last["response"]["output"] == items
+    return dict(last["response"])
+
+
+@given(
+    st.sampled_from(ANSWERS),
+    st.lists(st.integers(0, 300), max_size=12),
+    st.booleans(),
+    st.sampled_from(["hermes", None]),
+    st.sampled_from(["stop", "length", "tool_calls"]),
+    st.randoms(use_true_random=False),
+)
+def test_events_add_up_to_the_whole_answer_wherever_it_is_cut(
+    text: str, cuts: list[int], thinks: bool, calls: FormatName | None, finish: str, draw: Random
+) -> None:
+    plan = Plan(calls, thinks)
+    deltas = parsed(text, cuts, plan)
+    whole, _ = written([join(parsed(text, (), plan))], finish)
+    streamed, events = written(deltas, finish, lambda: draw.random() < 0.5)
+    assert streamed == whole
+    told = folded(events)
+    assert told == msgspec.json.decode(msgspec.json.encode(whole))
+    assert OpenAIResponse.model_validate(told).status == ("incomplete" if finish == "length" else "completed")
+    joined, _ = written([join(deltas)], finish)
+    assert joined == whole, "a client that reads slowly gets the same"
+
+
+def test_items_are_where_the_model_wrote_them() -> None:
+    deltas = parsed(f"<think>hm</think>I look.\n{CALL} then {CALL}", (), Plan("hermes", True))
+    whole, events = written(deltas)
+    assert [type(item).__name__ for item in whole.output] == [
+        *("OutputThought", "OutputMessage", "OutputCall", "OutputMessage", "OutputCall"),
+    ]
+    assert OpenAIResponse.model_validate(folded(events)).output_text == "I look.\nthen "
+    assert len({item.id for item in whole.output}) == 5
+
+
+def test_an_answer_that_is_cut_off_is_incomplete_and_so_is_its_last_item() -> None:
+    whole, _ = written(parsed(f"hi {CALL[:50]}", (), Plan("hermes")), "length")
+    assert whole.status == "incomplete"
+    assert whole.completed_at is None
+    assert whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in whole.output] == ["completed", "incomplete"]
+
+
+def test_log_probabilities_go_with_their_text() -> None:
+    entries = [Entry(text.encode(), -0.5, (TopEntry(b"x", -1.0),), at) for at, text in enumerate("abc")]
+    deltas = [Delta("a", (entries[0],)), Delta("bc", (entries[1], entries[2]))]
+    whole, events = written(deltas)
+    assert written([join(deltas)])[0] == whole
+    [item] = folded(events)["output"]
+    assert [one["token"] for one in item["content"][0]["logprobs"]] == ["a", "b", "c"]
+    assert item["content"][0]["logprobs"][0]["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [120]}]
+
+
+def test_one_that_fails_says_so_last_with_what_there_was() -> None:
+    writer = ResponseWriter(response(), "abc")
+    writer.opening()
+    writer.push(Delta("half of it"))
+    last = EVENT.validate_json(writer.fail(ResponseError("server_error", "the worker is gone")))
+    writer.validate()
+    assert last.type == "response.failed"
+    assert last.response.status == "failed"
+    assert last.response.error.message == "the worker is gone"
+    assert last.response.output_text == "half of it"
+    assert last.response.output[0].status == "incomplete"

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.frontend.tool_parsers.formats import FORMATS, FormatName
+from services.frontend.tool_parsers.json_text import DEPTH_LIMIT
+from services.frontend.tool_parsers.parser import Plan
+from services.frontend.tool_parsers.reader import HELD_LIMIT_CHARACTERS
+from tests.frontend.tool_parsers.transcripts import NAMES, Answer, every_cut, read, text
+
+ATOMS = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    ATOMS | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+)
+KEYWORDS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(KEYWORDS, VALUES, max_size=3)), max_size=3)
+FORMAT_NAMES: list[FormatName] = sorted(FORMATS)
+PIECES = st.lists(
+    st.sampled_from(
+        (
+            *(
+                "<tool_call>",
+                "</tool_call>",
+                "<|python_tag|>",
+                "[TOOL_CALLS]",
+                "[ARGS]",
+                "[CALL_ID]",
+                "<think>",
+                "</think>",
+            ),
+            *(
+                "{",
+                "}",
+                "[",
+                "]",
+                "(",
+                ")",
+                '"',
+                "'",
+                ",",
+                ":",
+                ";",
+                "=",
+                "\\",
+                "\\u00",
+                " ",
+                "\n",
+                "1",
+                "tru",
+                "ü",
+                "x",
+            ),
+            *('"name":', '"arguments":', '"parameters":', '"weather"', "weather", "get_time(", '{"name": "weather", '),
+        )
+    ),
+    max_size=25,
+).map("".join)
+
+
+def spell(name: FormatName, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """As a model would write them."""
+    plain = json.dumps
+    match name:
+        case "hermes":
+            bodies = [f'{{"name": "{called}", "arguments": {plain(given)}}}' for called, given in calls]
+            return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+        case "llama3_json":
+            return "; ".join(f'{{"name": "{called}", "parameters": {plain(given)}}}' for called, given in calls)
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{called}[ARGS]{plain(given)}" for called, given in calls)
+        case "pythonic":
+            bodies = [
+                f"{called}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for called, given in calls
+            ]
+            return f"[{', '.join(bodies)}]" if bodies else ""  # fmt: skip
+
+
+@given(st.sampled_from(FORMAT_NAMES), CALLS, st.lists(st.integers(0, 500), max_size=6))
+@settings(max_examples=200)
+def test_any_call_comes_back_as_it_was_written(
+    name: FormatName, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
+) -> None:
+    written = spell(name, calls)
+    answer = read(Plan(name), cut(written, cuts))
+    assert [(called, json.loads(arguments)) for called, arguments in answer.calls] == calls
+    assert answer.content.strip() == ""
+    assert answer.outcomes == ["complete"] * len(calls)
+
+
+@given(st.sampled_from([*FORMAT_NAMES, None]), st.booleans(), st.booleans(), PIECES, st.lists(st.integers(0, 99)))
+@settings(max_examples=500)
+def test_any_text_says_the_same_however_it_is_cut(
+    name: FormatName | None, thinks: bool, begun: bool, written: str, cuts: list[int]
+) -> None:
+    plan = Plan(name, thinks, begun)
+    whole = read(plan, [written])
+    assert read(plan, cut(written, cuts)) == whole
+    assert read(plan, list(written)) == whole
+    if not whole.calls and not thinks:
+        assert whole.content == written, "what is no call is text to the letter"
+
+
+def cut(written: str, cuts: list[int]) -> list[str]:
+    at = sorted(min(one, len(written)) for one in cuts)
+    return [written[start:end] for start, end in zip([0, *at], [*at, len(written)], strict=True)]
+
+
+@pytest.mark.parametrize("size", [HELD_LIMIT_CHARACTERS - 100, HELD_LIMIT_CHARACTERS, 3 * HELD_LIMIT_CHARACTERS])
+def test_arguments_that_wait_for_their_name_are_bounded(size: int) -> None:
+    written = '<tool_call>{"arguments": {"a": "' + "x" * size + '"}, "name": "weather"}</tool_call>'
+    waited = size < HELD_LIMIT_CHARACTERS - 50
+    for pieces in ([written], cut(written, list(range(0, len(written), 997)))):
+        answer = read(Plan("hermes"), pieces)
+        assert answer.outcomes == (["complete"] if waited else ["too_long"])
+        assert answer.content == ("" if waited else written)
+
+
+def test_arguments_behind_their_name_may_be_long_and_are_not_kept() -> None:
+    arguments = '{"a": "' + "x" * (3 * HELD_LIMIT_CHARACTERS) + '"}'
+    written = '<tool_call>{"name": "weather", "arguments": ' + arguments + "}</tool_call>"
+    assert read(Plan("hermes"), [written]).calls == [("weather", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("depth", "outcome"), [(DEPTH_LIMIT - 1, "complete"), (DEPTH_LIMIT, "broken"), (9999, "broken")]
+)
+def test_nesting_is_bounded(depth: int, outcome: str) -> None:
+    nested = "[" * depth + "]" * depth
+    assert read(Plan("mistral"), ['[TOOL_CALLS]weather[ARGS]{"a":' + nested + "}"]).outcomes == [outcome]
+    assert read(Plan("pythonic"), [f"[weather(a={nested})]"]).outcomes in ([outcome], ["complete"])
+
+
+def test_without_parallel_calls_the_answer_ends_with_its_first() -> None:
+    two = '<tool_call>{"name": "weather", "arguments": {}}</tool_call><tool_call>{"name": "get_time", "arguments": {}}'
+    for pieces in ([two], list(two)):
+        answer = read(Plan("hermes"), pieces, parallel=False)
+        assert answer == Answer("", "", [("weather", "{}")], ["complete"])
+
+
+def test_white_space_before_a_call_is_dropped_unless_there_is_much_of_it() -> None:
+    call = "<tool_call>" + '{"name": "weather", "arguments": {}}'
+    assert read(Plan("hermes"), [" " * 64 + call]).content == ""
+    assert read(Plan("hermes"), [" " * 65 + call]).content == " " * 65
+    assert read(Plan("hermes"), [*" " * 65, call]).content == " " * 65
+    assert read(Plan("hermes"), [" ", "\n"]) == text(" \n")
+
+
+# --- an answer that max_tokens cuts
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_wherever_an_answer_is_cut_short_no_piece_of_a_mark_is_content(name: FormatName) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("weather", {"city": "Rome", "days": 12}), ("get_time", {})]
+    begun = {"hermes": "Well. ", "mistral": "Well. "}.get(name, "")
+    written = begun + spell(name, calls)
+    marked = {"pythonic": "<|python_start|>" + written + "<|python_end|>", "llama3_json": "<|python_tag|>" + written}
+    written = marked.get(name, written)
+    for end in range(len(written)):
+        answer = read(Plan(name), [written[:end]], short=True)
+        single = answer.content.removeprefix(begun) in ("<", "[") and not answer.calls
+        assert begun.startswith(answer.content) or single, written[:end]
+        assert [called for called, _ in answer.calls] == [called for called, _ in calls][: len(answer.calls)]
+        for (_, arguments), (_, meant) in zip(answer.calls, calls, strict=False):
+            assert json.dumps(meant).startswith(arguments)
+
+
+@pytest.mark.parametrize(
+    ("plan", "written", "content"),
+    [
+        (Plan("hermes"), "if a <", "if a <"),
+        (Plan("hermes"), "see [TOOL", "see [TOOL"),
+        (Plan("hermes"), 'say {"name": "wea', 'say {"name": "wea'),
+        (Plan("llama3_json"), '{"name": "wea', '{"name": "wea'),
+        (Plan("pythonic"), "[weath", "[weath"),
+        (Plan("mistral"), "a list [", "a list ["),
+        (Plan("hermes"), "<tool_call>weather(3)</tool_call> and", "<tool_call>weather(3)</tool_call> and"),
+        (Plan(), "<tool_ca", "<tool_ca"),
+        (Plan("hermes", thinks=True), "</thi", "</thi"),
+    ],
+)
+def test_what_may_be_a_users_text_stays_where_an_answer_is_cut_short(plan: Plan, written: str, content: str) -> None:
+    assert every_cut(plan, written, short=True).content == content
+
+
+def test_thinking_that_is_cut_short_ends_without_a_piece_of_its_tag() -> None:
+    plan = Plan("hermes", thinks=True)
+    assert every_cut(plan, "<thi", short=True) == Answer()
+    assert every_cut(plan, "<think>\nhm </thi", short=True) == Answer("", "hm ")
+    assert every_cut(plan, "<think>a <", short=True) == Answer("", "a <")
+
+
+def test_a_call_that_is_cut_short_counts_as_unfinished() -> None:
+    for written in ("<tool_call>", '<tool_call>{"name": "wea', '<tool_call>{"name": "weather", "arguments": {"a": 1'):
+        assert read(Plan("hermes"), [written], short=True).outcomes == ["unfinished"]

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from services.frontend.tool_parsers.parser import Plan
+from services.frontend.tool_parsers.thinking import begun
+from tests.frontend.tool_parsers.transcripts import Answer, every_cut
+
+OUTSIDE, INSIDE = Plan(thinks=True), Plan(thinks=True, begun=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "written", "answer"),
+    [
+        (OUTSIDE, "<think>\nHm — ü.\n</think>\n\nYes.", Answer("Yes.", "Hm — ü.\n")),
+        (OUTSIDE, "\n<think></think>Yes.", Answer("\nYes.")),
+        (OUTSIDE, "Yes. <think>no</think>", Answer("Yes. <think>no</think>")),
+        (OUTSIDE, "<thin", Answer("<thin")),
+        (OUTSIDE, "<think>never done </thi", Answer("", "never done </thi")),
+        (OUTSIDE, "  ", Answer("  ")),
+        (OUTSIDE, "", Answer()),
+        (INSIDE, "Hm.</think>\n\nYes. </think>", Answer("Yes. </think>", "Hm.")),
+        (INSIDE, "\n<think>\nHm.</think>Yes.", Answer("Yes.", "Hm.")),
+        (INSIDE, "never done", Answer("", "never done")),
+        (
+            Plan("hermes", thinks=True),
+            '<think>I could <tool_call>.</think>\n\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>',
+            Answer("", "I could <tool_call>.", [("get_time", "{}")], ["complete"]),
+        ),
+        (
+            Plan("pythonic", thinks=True, begun=True),
+            "Hm.</think>[get_time()]",
+            Answer("", "Hm.", [("get_time", "{}")], ["complete"]),
+        ),
+    ],
+)
+def test_thinking_is_told_from_the_answer_wherever_the_text_is_cut(plan: Plan, written: str, answer: Answer) -> None:
+    assert every_cut(plan, written) == answer
+
+
+def test_a_prompt_shows_whether_it_ends_within_thinking() -> None:
+    assert begun("<|assistant|><think>\n")
+    assert not begun("<|assistant|><think>\n\n</think>\n\n")
+    assert not begun("think")

@@ -1,0 +1,88 @@
+"""What models write when they call tools, and what it says; and how tests read it in pieces."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from services.frontend.tool_parsers.formats import FormatName
+from services.frontend.tool_parsers.parse_result import CallPiece, Found, join_pieces
+from services.frontend.tool_parsers.parser import Parser, Plan
+
+NAMES = frozenset({"weather", "get_time", "run-sql"})
+
+
+class Answer(Struct):
+    """What an answer's pieces add up to."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = []
+    """Name and arguments."""
+    outcomes: list[str] = []
+
+
+class Transcript(Struct, frozen=True):
+    """A model's text, and what is in it."""
+
+    format: FormatName
+    text: str
+    answer: Answer
+
+
+def read(plan: Plan, pieces: Iterable[str], *, parallel: bool = True, short: bool = False) -> Answer:
+    """Checks on the way that pieces of calls are as OpenAI's clients expect them."""
+    answer, taken = Answer(), list[CallPiece]()
+    numbers = iter(range(1000))
+    found = Found(NAMES, lambda: f"id{next(numbers)}", count=answer.outcomes.append, parallel=parallel)
+    parser = Parser(plan, found)
+
+    def take() -> None:
+        parser.validate()
+        content, reasoning, calls = found.take()
+        answer.content += content
+        answer.reasoning += reasoning
+        taken.extend(calls)
+
+    for piece in pieces:
+        if not parser.enough:
+            parser.push(piece)
+            take()
+    if not parser.enough:
+        parser.finish(short=short)
+        take()
+    begun = [piece for piece in taken if piece.name]
+    assert [piece.index for piece in begun] == list(range(found.calls)), "a call's first piece is its only named one"
+    assert [piece.id for piece in begun] == [f"id{number}" for number in range(found.calls)]
+    assert [piece.index for piece in taken] == sorted(piece.index for piece in taken)
+    answer.calls = [(piece.name, piece.arguments) for piece in join_pieces(taken)]
+    return answer
+
+
+def bytewise(content: bytes, *cuts: int) -> Iterator[str]:
+    """The text of `content`, which comes cut at these bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start, end in zip((0, *cuts), (*cuts, len(content)), strict=True):
+        yield decoder.decode(content[start:end])
+
+
+def every_cut(plan: Plan, text: str, *, short: bool = False) -> Answer:
+    """What it says; the same wherever it is cut in two, and byte by byte."""
+    whole = read(plan, [text], short=short)
+    content = text.encode()
+    for cut in range(len(content) + 1):
+        assert read(plan, bytewise(content, cut), short=short) == whole, f"cut at byte {cut}"
+    assert read(plan, bytewise(content, *range(1, len(content))), short=short) == whole, "byte by byte"
+    return whole
+
+
+def one(name: str, arguments: str, content: str = "") -> Answer:
+    """One complete call."""
+    return Answer(content, "", [(name, arguments)], ["complete"])
+
+
+def text(content: str, *outcomes: str) -> Answer:
+    """No call."""
+    return Answer(content, "", [], list(outcomes))
