@@ -29,12 +29,12 @@ from services.router.config import RouterConfig
 from services.router.events import decode
 from services.router.model_router import ModelRouter
 from services.router.policy import load_policy
-from services.worker.core import EngineCore
-from services.worker.engine import Drawn, EngineOrder, KvbmAsk, KvbmUp, Stepped, Submit, Work
-from services.worker.exchange import Exchange
+from services.worker.engine.core import EngineCore
+from services.worker.kv_connector.connector import Exchange
 from services.worker.limits import Limits
-from services.worker.scheduler import Scheduler
-from services.worker.simulated_mover import SimulatedMover
+from services.worker.messages import Drawn, EngineOrder, KvbmAsk, KvbmUp, Stepped, Submit, Work
+from services.worker.scheduler.scheduler import Scheduler
+from services.worker.simulated.mover import SimulatedMover
 from shared.hashing import self_test
 from shared.kvbm_messages import StoreLayout
 from shared.messages import (

@@ -26,7 +26,7 @@ from services.kvbm.packing import pack_slots, to_contents, unpack_keys, unpack_s
 from services.kvbm.policies import named
 from services.kvbm.tickets import Tickets
 from services.kvbm.tiers import Tiers
-from services.worker.engine import KvbmAsk, KvbmReply
+from services.worker.messages import KvbmAsk, KvbmReply
 from shared import kvbm_messages as wire
 from shared.hashing import pack_hashes
 from shared.kv_events import to_kv_events

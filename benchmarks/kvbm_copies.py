@@ -35,7 +35,7 @@ import msgspec
 
 from benchmarks.report import Goal, report
 from services.kvbm.host_pool import HostPool
-from services.worker.copies import Copy, Mover
+from services.worker.mover import Copy, Mover
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.pool_format import Arena

@@ -30,7 +30,7 @@ from benchmarks.report import Goal, report
 from benchmarks.trace import Row, capacity, default_timing, line, run_open
 from services.router.policy import BUILT_IN
 from services.worker.config import SimulatedConfig
-from services.worker.timing import Timing
+from services.worker.simulated.timing import Timing
 
 WORKERS = 4
 SLOW = 3.0

@@ -34,7 +34,7 @@ from benchmarks.fleet import Fleet
 from benchmarks.loads import Load, read_trace
 from benchmarks.report import Goal, report
 from benchmarks.trace import WORKER_BLOCKS, default_timing
-from services.worker.engine import Snapshot, TakeSnapshot
+from services.worker.messages import Snapshot, TakeSnapshot
 
 WORKERS = 4
 MINUTE_S = 60.0

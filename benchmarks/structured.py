@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.report import Goal, report
 
 if TYPE_CHECKING:  # NumPy reads the number of BLAS threads when it is first imported
-    from services.worker.engine import Work
+    from services.worker.messages import Work
     from services.worker.native.runner import NativeRunner
 
 MODELS = Path(__file__).resolve().parents[1] / ".headrace" / "models"
@@ -161,7 +161,7 @@ def _runner() -> NativeRunner:
 
 
 def _work(sequence: int, grammar: str) -> Work:
-    from services.worker.engine import Work
+    from services.worker.messages import Work
     from shared.messages import Sampling
 
     prompt = [(7 * sequence + 11 * position) % 1000 + 100 for position in range(32)]

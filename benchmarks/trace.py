@@ -12,11 +12,12 @@ hit rate    cached prompt tokens over prompt tokens; `of ideal` divides by what 
 imbalance   prompt tokens computed in a window of 60 s, the busiest worker's over the mean; p90 over the windows.
 ttft        from arrival to the first token; requests that wait at the end are waited for.
 
-What could mislead: time is a model's (an 8B model on one H200, `services/worker/timing.py`), without jitter; engines
-are equal; the trace's output lengths are kept, but outputs never reappear in prompts, as the trace does not say which
-tokens they were, so real conversations hit more. The trace is one hour of one service. Where a policy is given more
-than it can serve (random from 0.8 on), all workers are always busy, and so evenly loaded: its imbalance says nothing,
-its time to the first token grows with the length of the trace. Any change in the order of things moves hits by 0.2 %.
+What could mislead: time is a model's (an 8B model on one H200, `services/worker/simulated/timing.py`), without jitter;
+engines are equal; the trace's output lengths are kept, but outputs never reappear in prompts, as the trace does not say
+which tokens they were, so real conversations hit more. The trace is one hour of one service. Where a policy is given
+more than it can serve (random from 0.8 on), all workers are always busy, and so evenly loaded: its imbalance says
+nothing, its time to the first token grows with the length of the trace. Any change in the order of things moves hits by
+0.2 %.
 
     python -m benchmarks.trace --trace conversation_trace.jsonl [--quick] [--json] [--plot FILE] [--jobs N]
 """
@@ -37,7 +38,7 @@ from benchmarks.loads import Ideal, Load, ideal, read_trace
 from benchmarks.report import Goal, report
 from services.router.policy import BUILT_IN
 from services.worker.config import SimulatedConfig
-from services.worker.timing import Timing
+from services.worker.simulated.timing import Timing
 
 FLEETS: tuple[int, ...] = (4, 8, 16)
 LOADS: tuple[float, ...] = (0.5, 0.8, 0.95)

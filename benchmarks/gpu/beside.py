@@ -28,7 +28,7 @@ from msgspec import Struct
 from benchmarks.gpu import llama, part
 from benchmarks.gpu.moving import Asked, arena, pool, scattered
 from services.worker.config import CudaConfig
-from services.worker.copies import Copy
+from services.worker.mover import Copy
 
 if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from benchmarks.gpu import llama, part
 from benchmarks.gpu.llama import CONTEXT
 from services.worker.config import CudaConfig
-from services.worker.engine import Work
+from services.worker.messages import Work
 from services.worker.native.config import ModelConfig
 from shared.messages import Pooling, Sampling
 

@@ -23,9 +23,9 @@ from msgspec import Struct
 
 from benchmarks.gpu.table import percentile
 from services.worker.config import CudaConfig, Device, EngineConfig, WorkerConfig
-from services.worker.core import EngineCore
-from services.worker.engine import Runner, Stepped, Submit
-from services.worker.engine_process import _load
+from services.worker.engine.core import EngineCore
+from services.worker.engine_main import _load
+from services.worker.messages import Runner, Stepped, Submit
 from shared.hashing import pack_tokens
 from shared.messages import Sampling
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.gpu.model import LLAMA_8B, random_tile
-from services.worker.engine import Drawn, Work
+from services.worker.messages import Drawn, Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from shared.messages import Sampling

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.copies import Copy, Mover
+from services.worker.mover import Copy, Mover
 from shared.pool_format import Geometry
 from shared.pool_map import ArenaMap, PoolMap, touch
 

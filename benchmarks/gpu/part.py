@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from benchmarks.gpu.table import goals, lines, unknown
 from benchmarks.report import report
-from services.worker.engine_process import SWITCH_INTERVAL_S
+from services.worker.engine_main import SWITCH_INTERVAL_S
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _VERSION = re.compile(r"[0-9]+\.[0-9]+(\.[0-9]+)?")

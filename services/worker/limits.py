@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.offloading import Offload
+from services.worker.scheduler.kv_offloading import Offload
 
 MAX_STEP_TOKENS = 8192
 """That a step computes at most, whatever the time: runners have room for as many."""

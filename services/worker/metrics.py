@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.engine import EngineLoad, Stepped
+from services.worker.messages import EngineLoad, Stepped
 from shared.messages import NOT_BEGUN, GenerateReply, Part, Refused
 from shared.metrics import STEP_SECONDS, counter, gauge, histogram
 

@@ -23,7 +23,7 @@ def check_files(config: WorkerConfig) -> None:
     if source.is_dir():
         _check_directory(source, config)
     if config.simulated.table:
-        from services.worker.simulated_runner import read_times
+        from services.worker.simulated.runner import read_times
 
         read_times(config.simulated)
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.worker.config import Natural, Positive
-from services.worker.engine import Ready
+from services.worker.messages import Ready
 from shared.errors import ModelError
 from shared.messages import KvLayout
 from shared.model_file import CONFIG_LIMIT_BYTES, read_model_file

@@ -23,17 +23,17 @@ from pathlib import Path
 import msgspec
 
 from services.worker.announcement import CardAnnouncement
-from services.worker.attempts import Attempts
-from services.worker.card import card_of, name_of
 from services.worker.config import WorkerConfig
-from services.worker.engine import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
-from services.worker.engine_client import EngineClient
-from services.worker.engine_host import EngineHost, StartEngine
-from services.worker.frame_log import FrameLog
-from services.worker.frame_sender import FrameSender
-from services.worker.kvbm_client import KvbmClient
-from services.worker.kvbm_metrics import KvbmMetrics
+from services.worker.engine.process import EngineClient
+from services.worker.engine.supervisor import EngineHost, StartEngine
+from services.worker.kv_connector.client import KvbmClient
+from services.worker.kv_connector.metrics import KvbmMetrics
+from services.worker.messages import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.metrics import Metrics
+from services.worker.model_card import card_of, name_of
+from services.worker.requests.attempts import Attempts
+from services.worker.requests.frame_log import FrameLog
+from services.worker.requests.frame_sender import FrameSender
 from shared import subjects
 from shared.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, Unavailable

@@ -6,7 +6,7 @@ from random import Random
 from benchmarks.fleet import Fleet
 from benchmarks.fleet_store import StoreSizes
 from benchmarks.loads import Load, chats, ideal
-from services.worker.engine import Snapshot, TakeSnapshot, Work
+from services.worker.messages import Snapshot, TakeSnapshot, Work
 
 REQUESTS = 150
 

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from services.worker import engine_process
+from services.worker import engine_main
 from services.worker.config import EngineConfig
-from services.worker.copies import Mover
-from services.worker.engine import Drawn, Loading, Ready, Runner, Work
+from services.worker.messages import Drawn, Loading, Ready, Runner, Work
+from services.worker.mover import Mover
 
 STEP_S = 0.012
 
@@ -41,7 +41,7 @@ class Paced:
         self._runner.close()
 
 
-_load = engine_process._load
+_load = engine_main._load
 
 
 def _load_paced(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
@@ -49,5 +49,5 @@ def _load_paced(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner
 
 
 if __name__ == "__main__":
-    engine_process._load = _load_paced
-    sys.exit(engine_process.main(sys.argv[1:]))
+    engine_main._load = _load_paced
+    sys.exit(engine_main.main(sys.argv[1:]))

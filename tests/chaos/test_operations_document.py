@@ -16,7 +16,7 @@ from services.kvbm.metrics import Metrics as StoreMetrics
 from services.router.config import RouterConfig
 from services.router.metrics import Metrics as RouterMetrics
 from services.worker.config import WorkerConfig
-from services.worker.kvbm_metrics import KvbmMetrics
+from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import Metrics as WorkerMetrics
 from shared.directory import Directory
 from shared.etcd_discovery import EtcdDiscovery

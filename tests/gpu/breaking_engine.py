@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from services.worker import engine_process
+from services.worker import engine_main
 from services.worker.config import EngineConfig
-from services.worker.copies import Mover
-from services.worker.engine import Drawn, Loading, Ready, Runner, Work
+from services.worker.messages import Drawn, Loading, Ready, Runner, Work
+from services.worker.mover import Mover
 
 FATAL = [7, 77, 7, 77]
 
@@ -45,7 +45,7 @@ class Breaking:
         self._runner.close()
 
 
-_load = engine_process._load
+_load = engine_main._load
 
 
 def _load_breaking(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
@@ -53,5 +53,5 @@ def _load_breaking(config: EngineConfig, tell: Callable[[Loading], None]) -> Run
 
 
 if __name__ == "__main__":
-    engine_process._load = _load_breaking
-    sys.exit(engine_process.main(sys.argv[1:]))
+    engine_main._load = _load_breaking
+    sys.exit(engine_main.main(sys.argv[1:]))

@@ -6,7 +6,7 @@ from functools import partial
 
 from services.worker.__main__ import _process
 from services.worker.config import WorkerConfig
-from services.worker.engine_client import EngineClient
+from services.worker.engine.process import EngineClient
 from services.worker.service import Worker
 from shared.lifecycle import Runtime, run
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from services.worker.config import CopyPath
-from services.worker.copies import Copy
+from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from services.worker.transfer.fallbacks import MOST_IN_A_ROW
@@ -291,7 +291,7 @@ def test_without_room_for_both_staging_rings_blocks_go_without_them(
 
 LOST = """
 import cupy, time
-from services.worker.copies import Copy
+from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import group_blocks
 from services.worker.transfer.cuda_copier import Direction, InFlight

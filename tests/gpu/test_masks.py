@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.config import CudaConfig
-from services.worker.engine import Runner
+from services.worker.messages import Runner
 from services.worker.native.config import read_config
 from services.worker.native.grammars import Grammars
 from services.worker.native.runner import NativeRunner

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from services.worker.config import CudaConfig
-from services.worker.engine import Drawn, Work
+from services.worker.messages import Drawn, Work
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from services.worker.config import CudaConfig
-from services.worker.engine import Drawn, Runner, Work
+from services.worker.messages import Drawn, Runner, Work
 from services.worker.native.runner import NativeRunner
 from shared.messages import Pooling, Sampling
 from tests.gpu.device import cupy_on_a_device

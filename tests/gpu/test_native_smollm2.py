@@ -13,7 +13,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from services.worker.config import CudaConfig
-from services.worker.engine import Runner
+from services.worker.messages import Runner
 from services.worker.native.runner import NativeRunner
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model

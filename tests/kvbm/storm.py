@@ -30,7 +30,7 @@ from services.kvbm.answers import Bounds
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
 from services.kvbm.packing import pack_slots, unpack_slots
 from services.kvbm.segments import Segments
-from services.worker import exchange, storing
+from services.worker.kv_connector import connector, stores
 from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.errors import Unavailable
@@ -371,9 +371,9 @@ async def storms(first: int, count: int) -> Counter[str]:
     try:
         with pytest.MonkeyPatch.context() as faster:
             faster.setattr(service, "REPORT_INTERVAL_S", TICK_S)
-            faster.setattr(storing, "COLLECT_S", TICK_S / 2)
-            faster.setattr(exchange, "BACK_OFF_FIRST_S", TICK_S)
-            faster.setattr(exchange, "BACK_OFF_MOST_S", 8 * TICK_S)
+            faster.setattr(stores, "COLLECT_S", TICK_S / 2)
+            faster.setattr(connector, "BACK_OFF_FIRST_S", TICK_S)
+            faster.setattr(connector, "BACK_OFF_MOST_S", 8 * TICK_S)
             for name in ("read", "write"):
                 faster.setattr(Segments, name, _bad(getattr(Segments, name)))
             seen: Counter[str] = Counter()

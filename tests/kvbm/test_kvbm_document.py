@@ -18,8 +18,8 @@ from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, StatisticsC
 from services.kvbm.host_slots import SlotState
 from services.kvbm.policies import BUILT_IN, GuardedPolicy, named
 from services.kvbm.refusals import RefusalCode
-from services.worker import exchange
 from services.worker.config import KvbmConfig as OfWorker
+from services.worker.kv_connector import connector
 from shared.hashing import ContentKey
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE
 from tests.kvbm.test_main import kvbm_process, there
@@ -114,9 +114,9 @@ async def test_the_engine_in_it_stores_a_block_and_reads_it_again(nats_url: str,
 def test_every_state_of_a_block_and_of_the_link_is_drawn() -> None:
     assert set(get_args(SlotState)) <= set(re.findall(r"\w+", STATES.partition("# A ticket's states")[0]))
     _, _, link = STATES.partition("# The states of an engine's link")
-    (states,) = re.findall(r"self\._state: Literal\[(.*?)\]", Path(exchange.__file__).read_text(encoding="utf-8"))
+    (states,) = re.findall(r"self\._state: Literal\[(.*?)\]", Path(connector.__file__).read_text(encoding="utf-8"))
     assert re.findall(r'"(\w+)"', states) == list(
         dict.fromkeys(re.findall(r"detached|quieting|attaching|attached", link))
     )
-    back_off = f"{exchange.BACK_OFF_FIRST_S:g} s, doubling to {exchange.BACK_OFF_MOST_S:g} s"
+    back_off = f"{connector.BACK_OFF_FIRST_S:g} s, doubling to {connector.BACK_OFF_MOST_S:g} s"
     assert f"The back-off is {back_off}" in link

@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 
 from services.kvbm.service import Kvbm
-from services.worker.engine import KvbmDown, KvbmReply, KvbmUp
-from services.worker.kvbm_client import KvbmClient
-from services.worker.kvbm_metrics import KvbmMetrics
+from services.worker.kv_connector.client import KvbmClient
+from services.worker.kv_connector.metrics import KvbmMetrics
+from services.worker.messages import KvbmDown, KvbmReply, KvbmUp
 from shared.lifecycle import Runtime
 from shared.memory_bus import MemoryBus
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE

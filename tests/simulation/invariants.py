@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from services.router.attached import store
 from services.router.model_router import ModelRouter
-from services.worker.scheduler import Scheduler
+from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import ContentKey, block_hash, event_hash, next_sequence_hash, seed_of
 from shared.messages import Overlap
 from tests.simulation.process import MODEL, Process

@@ -33,16 +33,16 @@ from services.kvbm.host_pool import HostPool
 from services.kvbm.service import Kvbm, kvbm
 from services.router.config import IndexConfig, LoadConfig, RouterConfig, SourceConfig
 from services.router.service import Router, router
-from services.worker.attachment import PoolAttachment
 from services.worker.config import EngineConfig, SimulatedConfig, WorkerConfig
 from services.worker.config import KvbmConfig as ExchangeConfig
-from services.worker.core import EngineCore
-from services.worker.engine import Ready
-from services.worker.scheduler import Scheduler
+from services.worker.engine.core import EngineCore
+from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.messages import Ready
+from services.worker.scheduler.scheduler import Scheduler
 from services.worker.service import Worker
-from services.worker.simulated import SimulatedModel
-from services.worker.simulated_engine import SimulatedEngine
-from services.worker.timing import Timing
+from services.worker.simulated.engine import SimulatedEngine
+from services.worker.simulated.model import SimulatedModel
+from services.worker.simulated.timing import Timing
 from shared import subjects
 from shared.directory import Directory
 from shared.discovery import Registration

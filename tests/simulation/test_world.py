@@ -22,7 +22,7 @@ from services.router.index import CandidateId
 from services.router.load import Load
 from services.router.sources import Source
 from services.router.speculation import Speculation
-from services.worker.kvbm_client import KvbmClient
+from services.worker.kv_connector.client import KvbmClient
 from services.worker.service import Worker
 from shared.kvbm_messages import Settled
 from shared.messages import NOT_BEGUN, Part

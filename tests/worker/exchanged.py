@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.onboarding import Wanted
+from services.worker.scheduler.kv_onboarding import Wanted
 from shared.blocks import Content
 from shared.hashing import ContentKey
 from tests.worker.scheduled import Engine

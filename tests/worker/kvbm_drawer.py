@@ -18,7 +18,7 @@ from services.kvbm.refusals import Refusal, UnknownOwner
 from services.kvbm.slot_checksums import SlotChecksums
 from services.kvbm.tickets import Tickets
 from services.kvbm.tiers import Tiers
-from services.worker.engine import KvbmAsk
+from services.worker.messages import KvbmAsk
 from shared import kvbm_messages as wire
 from shared.blocks import Content, Stored
 from shared.hashing import ContentKey, pack_hashes

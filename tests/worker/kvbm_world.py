@@ -9,9 +9,11 @@ from pathlib import Path
 from random import Random
 
 from services.kvbm.answers import Bounds
-from services.worker.attachment import PoolAttachment
-from services.worker.core import EngineCore
-from services.worker.engine import (
+from services.worker.engine.core import EngineCore
+from services.worker.kv_connector.connector import Exchange
+from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.limits import Limits
+from services.worker.messages import (
     CancelAttempt,
     Exchanged,
     KvbmAsk,
@@ -22,10 +24,8 @@ from services.worker.engine import (
     Stepped,
     Submit,
 )
-from services.worker.exchange import Exchange
-from services.worker.limits import Limits
-from services.worker.offloading import Offload
-from services.worker.scheduler import Scheduler
+from services.worker.scheduler.kv_offloading import Offload
+from services.worker.scheduler.scheduler import Scheduler
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpack_tokens
 from shared.kvbm_messages import StoreLayout

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.worker.copies import Copied, Copy, Slots
-from services.worker.engine import Drawn, Ready, Work
+from services.worker.messages import Drawn, Ready, Work
+from services.worker.mover import Copied, Copy, Slots
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.worker.engine import Submit, Work
 from services.worker.limits import Limits
-from services.worker.offloading import Offload
-from services.worker.outcome import Outcome
-from services.worker.scheduler import Scheduler
+from services.worker.messages import Submit, Work
+from services.worker.scheduler.kv_offloading import Offload
+from services.worker.scheduler.outcome import Outcome
+from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.kv_events import to_kv_events, to_snapshot
 from shared.messages import BlockRemoved, BlockStored, Part, Sampling

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from services.worker.channel import PeerGone
 from services.worker.config import WorkerConfig
-from services.worker.engine import EngineOrder, EngineReport, Ready, Submit
+from services.worker.engine.channel import PeerGone
+from services.worker.messages import EngineOrder, EngineReport, Ready, Submit
 from shared.messages import KvLayout
 
 FACTS = Ready(

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from services.worker.config import WorkerConfig
-from services.worker.engine_client import EngineClient
-from services.worker.engine_host import StartEngine
+from services.worker.engine.process import EngineClient
+from services.worker.engine.supervisor import StartEngine
 from services.worker.service import Worker
 from shared import subjects
 from shared.hashing import pack_tokens, unpack_tokens

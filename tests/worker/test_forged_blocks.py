@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.worker.engine import Submit
 from services.worker.limits import Limits
-from services.worker.scheduler import Scheduler
+from services.worker.messages import Submit
+from services.worker.scheduler.scheduler import Scheduler
 from shared.blocks import BlockPool, Content
 from shared.hashing import block_hash, content_key, event_hash, pack_tokens, root_key, sequence_hashes
 from shared.messages import Sampling

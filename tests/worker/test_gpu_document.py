@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from deploy.local.block_store import DEFAULTS
 from deploy.local.usage import GPU_MEMORY_SHARE
 from services.worker.config import CopyPath, CudaConfig, WorkerConfig
-from services.worker.kvbm_metrics import KvbmMetrics
+from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engine import Ready
+from services.worker.messages import Ready
 from services.worker.model_facts import facts_of
 from shared.errors import ModelError
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.card import card_of
+from services.worker.model_card import card_of
 from services.worker.model_facts import facts_of
 from services.worker.pooling_file import read_pooling
 from shared.errors import ModelError

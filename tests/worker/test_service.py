@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.worker.config import KvbmConfig, WorkerConfig
-from services.worker.engine import KvbmAsk, KvbmLink, KvbmReply, KvbmUp
+from services.worker.messages import KvbmAsk, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
 from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens

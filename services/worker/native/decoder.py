@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.engine import Work
+from services.worker.messages import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, Linear

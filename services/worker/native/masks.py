@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from services.worker.engine import Work
+from services.worker.messages import Work
 from services.worker.native.grammars import Grammars
 from shared.messages import UNFOLLOWABLE
 

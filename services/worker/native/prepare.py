@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.worker.engine import Loading
+from services.worker.messages import Loading
 from services.worker.native.config import read_config
 from services.worker.native.gguf_file import GgufFile, is_gguf
 from services.worker.native.gguf_tokenizer import as_json

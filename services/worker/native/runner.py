@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from services.worker.config import Dtype
-from services.worker.engine import Drawn, Loading, LoadRunner, Ready, Work
+from services.worker.messages import Drawn, Loading, LoadRunner, Ready, Work
 from services.worker.native.calibration import calibrated
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder

@@ -22,7 +22,7 @@ from types import ModuleType
 
 import numpy as np
 
-from services.worker.engine import Drawn, Work
+from services.worker.messages import Drawn, Work
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.philox import uniform

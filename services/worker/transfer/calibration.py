@@ -12,7 +12,7 @@ from statistics import median
 
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.copies import Copy
+from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import group_blocks
 from services.worker.transfer.cuda import Event, end_event, our_errors, stream

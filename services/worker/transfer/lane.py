@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.worker.copies import Copied, Copy, Slots
+from services.worker.mover import Copied, Copy, Slots
 from services.worker.transfer.batch import Batch, Landed
 from services.worker.transfer.copier import Copier, Pending
 from shared.pool_format import PoolUnfit

@@ -20,7 +20,7 @@ import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 from msgspec import Struct
 
-from services.worker.copies import Copy
+from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import group_blocks
 from services.worker.transfer.cuda import ANYWHERE, Stream

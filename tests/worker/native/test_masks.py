@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from services.worker.engine import Work
+from services.worker.messages import Work
 from services.worker.native.grammars import Grammars
 from services.worker.native.masks import NO_MASKS, Masks, MaskThread
 from shared.messages import Sampling

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.worker.engine import Drawn, Work
+from services.worker.messages import Drawn, Work
 from services.worker.native.config import read_config
 from services.worker.native.pooling import RowSpan, answered, spans_of
 from services.worker.native.prepare import prepare

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from services.worker.engine import Drawn, Work
+from services.worker.messages import Drawn, Work
 from services.worker.native.masks import Masks
 from services.worker.native.sampler import is_plain, sample
 from shared.hashing import unpack_tokens

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engine import Work
+from services.worker.messages import Work
 from services.worker.native.step import lay_out
 from tests.worker.native.works import work
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from services.worker.copies import Copied
+from services.worker.mover import Copied
 from services.worker.transfer.mover import TransferMover
 from shared.pool_format import Geometry
 from shared.pool_map import PoolMap

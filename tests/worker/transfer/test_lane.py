@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.copies import Copied, Copy
+from services.worker.mover import Copied, Copy
 from services.worker.transfer.host_copier import Done, HostCopier
 from tests.worker.transfer.devices import BLOCK_BYTES, HostDevice
 from tests.worker.transfer.mover_rig import Rig, rigged

@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import CudaConfig
-from services.worker.engine import Drawn, Work
+from services.worker.messages import Drawn, Work
 from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.cuda.pinned import address, pinned
 from services.worker.native.linear import Array

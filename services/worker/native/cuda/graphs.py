@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.engine import Work
+from services.worker.messages import Work
 from services.worker.native.cuda.buffers import Buffers
 from services.worker.native.cuda.decoder import CudaDecoder
 from services.worker.native.cuda.layout import Counts

@@ -9,8 +9,8 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import EngineConfig
-from services.worker.engine import Loading, LoadRunner
 from services.worker.limits import MAX_STEP_TOKENS
+from services.worker.messages import Loading, LoadRunner
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
 from services.worker.native.cuda.faults import naming_no_room

@@ -17,8 +17,8 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from services.worker.config import CudaConfig
-from services.worker.engine import Drawn, Ready, Work
 from services.worker.limits import MAX_STEP_TOKENS
+from services.worker.messages import Drawn, Ready, Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers

@@ -1,0 +1,1 @@
+"""The engine process: its core, its loop, and the channel to the worker's shell, which starts and supervises it."""

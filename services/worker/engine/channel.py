@@ -1,0 +1,174 @@
+"""Both ends of the channel between shell and engine: frames on a socket pair.
+
+    | length u32 little-endian | msgpack |
+
+A socket pair has no name that anybody else could connect to, nothing to remove afterwards, and each end sees at once
+that the other process has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+from collections import deque
+from math import ceil
+from typing import cast
+
+from services.worker.messages import EngineCommand, EngineReport
+from shared.errors import HeadraceError
+from shared.messages import Codec
+
+COMMANDS: Codec[EngineCommand] = Codec(EngineCommand, "engine command")
+REPORTS: Codec[EngineReport] = Codec(EngineReport, "engine report")
+
+_PREFIX_BYTES = 4
+_READ_BYTES = 1 << 18
+_MOST_UNREAD_REPORTS = 16
+"""Beyond, the shell stops reading; the engine's `send` waits then."""
+
+
+class PeerGone(HeadraceError):
+    """The process at the other end has ended."""
+
+
+class EngineEnd:
+    """The engine's end: blocking, for a plain loop."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._connection.setblocking(True)
+        self._awake = select.poll()
+        self._awake.register(connection, select.POLLIN)
+        self._buffer = bytearray()
+
+    def send(self, report: EngineReport) -> None:
+        """Waits while the shell does not read, so that what is on its way stays bounded. Raises PeerGone."""
+        try:
+            self._connection.sendall(_frame(REPORTS.encode(report)))
+        except OSError as wrong:
+            raise PeerGone(f"shell: {wrong}") from wrong
+
+    def watch(self, descriptor: int) -> None:
+        """`receive` waits no longer when this is readable."""
+        self._awake.register(descriptor, select.POLLIN)
+
+    def receive(self, limit_s: float | None) -> list[EngineCommand]:
+        """All commands that have come. Where there is none, waits for one, but no longer than this (None: without a
+        limit), nor where a watched descriptor is readable; may return without one. Raises PeerGone."""
+        if limit_s is None or limit_s > 0:
+            self._awake.poll(None if limit_s is None else ceil(1000 * limit_s))
+        return self._read()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _read(self) -> list[EngineCommand]:
+        """What is there already."""
+        commands: list[EngineCommand] = []
+        while True:
+            try:
+                chunk = self._connection.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return commands
+            except OSError as wrong:
+                raise PeerGone(f"shell: {wrong}") from wrong
+            if not chunk:
+                raise PeerGone("the shell has ended")
+            self._buffer += chunk
+            commands.extend(COMMANDS.decode(frame) for frame in _whole_frames(self._buffer))
+
+
+class ShellEnd(asyncio.Protocol):
+    """The shell's end, on the event loop; made by `open`.
+
+    A protocol of its own instead of asyncio's streams: a report costs one call and at most one wake-up.
+    """
+
+    def __init__(self, unread_bytes: int) -> None:
+        self._unread_bytes = unread_bytes
+        self._buffer = bytearray()
+        self._reports: deque[bytes] = deque()
+        """Whole ones; bounded, because the engine is not read while there are many."""
+        self._dropping = False
+        loop = asyncio.get_running_loop()
+        self._called: asyncio.Future[None] = loop.create_future()
+        """Done when something has come, or nothing will."""
+        self._gone: asyncio.Future[None] = loop.create_future()
+
+    @staticmethod
+    async def open(connection: socket.socket, *, unread_bytes: int = 64 << 20) -> ShellEnd:
+        """`unread_bytes` bounds what waits here while the engine does not read."""
+        loop = asyncio.get_running_loop()
+        _, end = await loop.create_unix_connection(lambda: ShellEnd(unread_bytes), sock=connection)
+        return end
+
+    def send(self, command: EngineCommand) -> None:
+        """Nothing is sent to an engine that has ended. What waits here is bounded by those who look at `full`."""
+        if not self._transport.is_closing():
+            self._transport.write(_frame(COMMANDS.encode(command)))
+
+    @property
+    def full(self) -> bool:
+        """Whether the engine has left more unread than it should; new work waits or is refused then."""
+        return self._transport.get_write_buffer_size() > self._unread_bytes
+
+    async def receive(self) -> EngineReport:
+        """The next report; one receiver at a time. Raises PeerGone."""
+        while not self._reports:
+            if self._gone.done():
+                raise PeerGone("the engine has ended")
+            self._called = asyncio.get_running_loop().create_future()
+            await self._called
+        if len(self._reports) == _MOST_UNREAD_REPORTS and not self._transport.is_closing():
+            self._transport.resume_reading()
+        return REPORTS.decode(self._reports.popleft())
+
+    async def ended(self) -> None:
+        """Reads on and drops it, until the other end is closed."""
+        self._dropping = True
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+        await asyncio.shield(self._gone)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    # --- what the loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+
+    def data_received(self, data: bytes) -> None:
+        if self._dropping:
+            return
+        self._buffer += data
+        self._reports.extend(_whole_frames(self._buffer))
+        if len(self._reports) >= _MOST_UNREAD_REPORTS:
+            self._transport.pause_reading()
+        if self._reports and not self._called.done():
+            self._called.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        for waiting in (self._called, self._gone):
+            if not waiting.done():
+                waiting.set_result(None)
+
+
+def _whole_frames(buffer: bytearray) -> list[bytes]:
+    """Takes them out of the buffer."""
+    frames: list[bytes] = []
+    start = 0
+    while len(buffer) - start >= _PREFIX_BYTES:
+        body = start + _PREFIX_BYTES
+        end = body + int.from_bytes(buffer[start:body], "little")
+        if len(buffer) < end:
+            break
+        frames.append(bytes(buffer[body:end]))
+        start = end
+    del buffer[:start]
+    return frames
+
+
+def _frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(_PREFIX_BYTES, "little") + payload

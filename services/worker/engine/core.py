@@ -1,0 +1,244 @@
+"""EngineCore: one engine's life without the channel, the clock and the arithmetic (pure).
+
+    opening ─▶ ┌─▶ obey a command …  ─▶ begin ── works ──▶ (somebody computes them) ──▶ finish ─┐
+               └──────────────◀──────────┘ None: nothing to do                  ◀────────────────┘
+
+    outcome of a step ─▶ told at once, or held ─▶ told with later ones, or before what may take longer
+
+What the engine exchanges with its kvbm goes on beside: between `begin` and the step there is `asks`.
+
+Numbers the steps and the KV event batches. Batch 0 of every engine, its opening, says that its cache is empty.
+The engine process drives it with a runner and a real clock, simulated engines with a model of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from services.worker.config import EngineConfig
+from services.worker.kv_connector.connector import Attachment, Exchange
+from services.worker.limits import Limits
+from services.worker.messages import (
+    KV_EVENTS,
+    PARTS,
+    CancelAttempt,
+    Drawn,
+    EngineOrder,
+    KvbmAsk,
+    KvbmDown,
+    KvbmLink,
+    KvbmReply,
+    KvbmUp,
+    Ready,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeSnapshot,
+    Work,
+)
+from services.worker.mover import Mover
+from services.worker.scheduler.outcome import Outcome
+from services.worker.scheduler.scheduler import Scheduler
+from shared.kv_events import to_kv_events, to_snapshot
+from shared.kvbm_messages import StoreLayout
+from shared.messages import AllBlocksCleared, KvEvent
+
+TOLD_EVERY_S = 0.002
+"""Steps that follow one another faster share a report, and so a frame: each costs the shell, NATS and the frontend some
+0.2 ms together, whatever is in it. A step of a large model takes longer than this."""
+MOST_EMBEDDED_BYTES = 256 << 10
+"""Of embeddings in one report, so that no frame nears the least payload limit of a NATS server, 1 MB. One is at most a
+fraction of it."""
+MOST_HELD = 512
+"""Parts that wait for later ones; whatever came so far is then told."""
+
+
+class EngineCore:
+    """Between `begin` and `finish` a step is under way; commands come outside of it."""
+
+    def __init__(self, scheduler: Scheduler, block_size: int, exchange: Exchange | None = None) -> None:
+        self._scheduler = scheduler
+        self._exchange = exchange
+        self._block_size = block_size
+        self._progress = 0
+        self._event_sequence = -1
+        self._step_tokens = 0
+        """Of the step under way."""
+        self._begun_s = 0.0
+        self._told_s = float("-inf")
+        self._held = Outcome()
+        self._digest = scheduler.digest
+        """As of the last step: what has happened to blocks since is told with the next one."""
+        self._held_steps = 0
+        self._held_tokens = 0
+        self._held_s = 0.0
+
+    @staticmethod
+    def of(
+        config: EngineConfig, facts: Ready, mover: Mover | None = None, attachment: Attachment | None = None
+    ) -> EngineCore:
+        """With the bounds that the settings give; with mover and attachment it exchanges blocks with a kvbm."""
+        limits = Limits(
+            model=config.model_name,
+            context_length=facts.context_length,
+            eos_token_ids=frozenset(facts.eos_token_ids),
+            block_size=facts.block_size,
+            capacity_blocks=facts.capacity_blocks,
+            max_running=config.max_running,
+            max_waiting=config.max_running + config.max_waiting,  # none is running yet when a burst arrives
+            max_waiting_tokens=config.max_waiting_tokens,
+            offload=config.kvbm.offload,
+            wait_s=config.kvbm.wait_s,
+        )
+        scheduler = Scheduler(limits)
+        if mover is None or attachment is None:
+            return EngineCore(scheduler, facts.block_size)
+        exchange = Exchange(
+            scheduler,
+            mover,
+            attachment,
+            StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout),
+            worker=config.instance,
+            timeout_s=config.kvbm.timeout_s,
+            most_blocks=min(config.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
+            checks=config.kvbm.checksums,
+        )
+        return EngineCore(scheduler, facts.block_size, exchange)
+
+    def opening(self) -> Stepped:
+        """The first thing to report, once."""
+        assert self._event_sequence == -1
+        return self._stepped(Outcome(), [AllBlocksCleared()])
+
+    @property
+    def busy(self) -> bool:
+        """Whether `begin` would give a step now."""
+        return self._scheduler.busy
+
+    def obey(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot]:
+        """Take a command. A snapshot is there at once, and before it what it has beyond what was told."""
+        match command:
+            case Submit():
+                self._scheduler.submit(command, now_s)
+            case CancelAttempt(request, attempt):
+                self._scheduler.cancel(request, attempt)
+            case TakeSnapshot(ticket):
+                told = self._tell_all()
+                blocks = to_snapshot(self._scheduler.snapshot())
+                return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
+            case KvbmUp() | KvbmDown() | KvbmReply():
+                if self._exchange is not None:
+                    self._exchange.obey(command, now_s)
+            case _:
+                assert_never(command)
+        return []
+
+    def begin(self, now_s: float) -> tuple[list[Stepped], list[Work] | None]:
+        """What to tell first, and what to compute now: empty where there is only something to tell, None where there is
+        nothing to do."""
+        if self._exchange is not None:
+            self._exchange.collect(now_s)
+        if not self._scheduler.busy:
+            due_s = self._scheduler.wait_until_s
+            if due_s is None or now_s < due_s:
+                return self._rest(), None
+        works = self._scheduler.schedule(now_s)
+        self._begun_s = now_s
+        self._step_tokens = sum([work.end - work.start for work in works])
+        decodes = self._step_tokens == len(works)
+        return ([] if decodes else self._tell()), works
+
+    def asks(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
+        """What to say to the kvbm, before the step is computed: it goes on meanwhile. Once after each `begin`; the
+        engine may be `busy` then though `begin` gave nothing to do."""
+        return [] if self._exchange is None else self._exchange.turn(now_s)
+
+    @property
+    def wait_until_s(self) -> float | None:
+        """When there is something to do though no command comes, where the engine is not `busy`."""
+        due_s = [self._scheduler.wait_until_s, None if self._exchange is None else self._exchange.wait_until_s]
+        return min([one_s for one_s in due_s if one_s is not None], default=None)
+
+    def close(self) -> None:
+        """No copy begins any more, and kvbm's pool is left alone when this returns."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> list[Stepped]:
+        """The step was computed: one entry of `drawn` per work. Returns what to tell."""
+        outcome = self._scheduler.advance(drawn, elapsed_s)
+        self._digest = self._scheduler.digest
+        self._progress += 1
+        self._held_steps += 1
+        self._held_tokens += self._step_tokens
+        self._held_s += elapsed_s
+        self._held.add(outcome)
+        now_s = self._begun_s + elapsed_s
+        if (
+            now_s - self._told_s < TOLD_EVERY_S
+            and not outcome.notable
+            and self._scheduler.busy
+            and len(self._held.advanced) < MOST_HELD
+        ):
+            return []
+        self._told_s = now_s
+        return self._tell()
+
+    def _tell_all(self) -> list[Stepped]:
+        """All that has happened: since the last step attempts may have ended, and blocks left for those that load."""
+        outcome = self._scheduler.untold()
+        if outcome.parts or outcome.events:
+            self._held.add(outcome)
+            self._held_steps += 1
+            self._progress += 1
+            self._digest = self._scheduler.digest
+        return self._tell()
+
+    def _tell(self) -> list[Stepped]:
+        """All that is held, in one report, or several where it would be too large."""
+        if not self._held_steps:
+            return []
+        held, self._held = self._held, Outcome()
+        events = to_kv_events(held.events, self._block_size)
+        first, *others = held.apart(MOST_EMBEDDED_BYTES)
+        stepped = self._stepped(first, events, self._held_steps, self._held_tokens, self._held_s)
+        self._held_steps = self._held_tokens = 0
+        self._held_s = 0.0
+        return [stepped, *(self._stepped(other, []) for other in others)]
+
+    def _rest(self) -> list[Stepped]:
+        """Nothing is to be done: all that is held, and what was exchanged."""
+        if self._exchange is not None and self._exchange.changed and not self._held_steps:
+            return [self._stepped(Outcome(), [])]
+        return self._tell()
+
+    def _stepped(
+        self, outcome: Outcome, events: list[KvEvent], steps: int = 0, tokens: int = 0, elapsed_s: float = 0.0
+    ) -> Stepped:
+        if events:
+            self._event_sequence += 1
+        return Stepped(
+            progress=self._progress,
+            frames={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
+            notable=outcome.notable,
+            advanced=outcome.advanced,
+            event_batch=KV_EVENTS.encode(events) if events else b"",
+            event_sequence=self._event_sequence,
+            digest=self._digest,
+            load=self._scheduler.load(),
+            steps=steps,
+            tokens=tokens,
+            elapsed_s=elapsed_s,
+            exchanged=None if self._exchange is None else self._exchange.news(),
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError where the engine contradicts itself. O(everything); call it between steps."""
+        self._scheduler.validate()
+        assert self._progress >= self._held_steps >= 0
+        assert not self._held_steps or self._scheduler.busy, "what is held would never be told"
+        assert self._held_steps or not self._held.parts
+        assert self._event_sequence >= -1
+        if self._exchange is not None:
+            self._exchange.validate()

@@ -1,0 +1,67 @@
+"""The engine's loop: commands in, one step, reports out. It sleeps while there is nothing to do: until a command comes,
+a copy ends, or it is time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from services.worker.engine.core import EngineCore
+from services.worker.messages import EngineCommand, EngineReport, Runner, Shutdown
+
+
+class Channel(Protocol):
+    """What the loop needs of its end of the channel."""
+
+    def send(self, report: EngineReport) -> None: ...
+
+    def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
+        """All commands that have come. Where there is none, waits for one, but no longer than this, and not where a
+        copy ends; None: without a limit."""
+        ...
+
+
+class EngineLoop:
+    """Drives a core with a runner and a clock."""
+
+    def __init__(self, channel: Channel, core: EngineCore, runner: Runner, clock: Callable[[], float]) -> None:
+        self._channel = channel
+        self._core = core
+        self._runner = runner
+        self._clock = clock
+        self._idle = False
+        """There was nothing to do the last time."""
+
+    def run(self) -> None:
+        """Returns on Shutdown. Whatever the runner raises comes out of here."""
+        self._channel.send(self._core.opening())
+        while self._obey():
+            self._step()
+
+    def _obey(self) -> bool:
+        """Takes the commands that have come; False: the last one was Shutdown."""
+        for command in self._channel.receive(self._limit_s()):
+            if isinstance(command, Shutdown):
+                return False
+            for answer in self._core.obey(command, self._clock()):
+                self._channel.send(answer)
+        return True
+
+    def _limit_s(self) -> float | None:
+        """How long to wait for commands."""
+        if not self._idle:
+            return 0.0
+        until_s = self._core.wait_until_s
+        return None if until_s is None else max(0.0, until_s - self._clock())
+
+    def _step(self) -> None:
+        now_s = self._clock()
+        told, works = self._core.begin(now_s)
+        for report in (*told, *self._core.asks(now_s)):
+            self._channel.send(report)
+        self._idle = works is None and not self._core.busy
+        if works is not None:
+            begun_s = self._clock()
+            drawn = self._runner.step(works) if works else []
+            for report in self._core.finish(drawn, self._clock() - begun_s):
+                self._channel.send(report)

@@ -1,0 +1,202 @@
+"""Keeps one engine going: starts it, follows its reports, starts it again.
+
+                 Ready
+    starting ──────────▶ serving          `epoch` counts the starts; `facts` are there while it serves
+       ▲                    │
+       │ after a back-off   │ Failed, the process died, or it stood still and was killed
+       └────── lost ◀───────┘ (told once; from starting too)
+
+An engine that says that the model cannot be served is not started again: `run` raises ModelError. Where one of before
+has served it, it is: what is wrong then, such as a GPU that is lost or taken, may pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import assert_never
+
+from services.worker.config import WorkerConfig
+from services.worker.engine.channel import PeerGone
+from services.worker.messages import (
+    CancelAttempt,
+    Engine,
+    Failed,
+    KvbmAsk,
+    KvbmDown,
+    KvbmLink,
+    KvbmReply,
+    KvbmUp,
+    Loading,
+    Ready,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeSnapshot,
+)
+from shared.errors import ModelError, ProtocolError, Unavailable
+
+BACK_OFF_FIRST_S = 0.25
+BACK_OFF_MOST_S = 10.0
+STABLE_AFTER_S = 60.0
+"""An engine that lived this long starts the back-off anew."""
+END_LIMIT_S = 2.0
+
+StartEngine = Callable[[WorkerConfig, str, str], Awaitable[Engine]]
+"""From the settings, the model's name and the worker's instance id; the engine tells Loading and Ready by itself."""
+
+_log = logging.getLogger(__name__)
+
+
+class EngineHost:
+    """One engine at a time. The callbacks run in the task of `run`, one after another."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model_name: str,
+        instance: str,
+        start: StartEngine,
+        *,
+        loading: Callable[[Loading], None],
+        ready: Callable[[Ready], None],
+        stepped: Callable[[Stepped], None],
+        lost: Callable[[str], None],
+        busy: Callable[[], bool],
+        exchanged: Callable[[KvbmAsk | KvbmLink], None],
+    ) -> None:
+        """`busy` tells whether attempts wait for the engine; `exchanged` hears what it has to say to its kvbm."""
+        self._config = config
+        self._model_name = model_name
+        self._instance = instance
+        self._start = start
+        self._loading = loading
+        self._ready = ready
+        self._stepped = stepped
+        self._lost = lost
+        self._busy = busy
+        self._exchanged = exchanged
+        self._heard = 0
+        """Reports of all engines so far."""
+        self._engine: Engine | None = None
+        self._served = False
+        """Whether any engine got ready."""
+        self._tickets = 0
+        self._snapshots: dict[int, asyncio.Future[Snapshot]] = {}
+        self.facts: Ready | None = None
+        self.epoch = 1
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process, while there is one."""
+        return None if self._engine is None else self._engine.pid
+
+    async def run(self) -> None:
+        """Until cancelled; the engine has ended when this returns. Raises ModelError."""
+        loop = asyncio.get_running_loop()
+        delay_s = BACK_OFF_FIRST_S
+        while True:
+            began_s = loop.time()
+            failed = await self._live()
+            if failed.model and not self._served:
+                raise ModelError(failed.reason)
+            if loop.time() - began_s >= STABLE_AFTER_S:
+                delay_s = BACK_OFF_FIRST_S
+            _log.error("the engine is lost (%s); starting another in %g s", failed.reason, delay_s)
+            self.epoch += 1
+            self._lost(failed.reason)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, BACK_OFF_MOST_S)
+
+    def submit(self, submit: Submit) -> bool:
+        """False: there is no engine, or it does not read."""
+        return self.facts is not None and self._engine is not None and self._engine.submit(submit)
+
+    def cancel(self, request: str, attempt: int) -> None:
+        if self._engine is not None:
+            self._engine.send(CancelAttempt(request, attempt))
+
+    def exchange(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
+        """What its kvbm has to say; nobody hears it while there is no engine."""
+        if self._engine is not None and self.facts is not None:
+            self._engine.send(command)
+
+    async def snapshot(self, limit_s: float) -> Snapshot:
+        """Raises Unavailable without an engine, or where it does not answer in time."""
+        if self._engine is None or self.facts is None:
+            raise Unavailable("the engine is starting")
+        self._tickets += 1
+        ticket = self._tickets
+        self._snapshots[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._engine.send(TakeSnapshot(ticket))
+            async with asyncio.timeout(limit_s):
+                return await self._snapshots[ticket]
+        except TimeoutError:
+            raise Unavailable(f"no snapshot in {limit_s:g} s") from None
+        finally:
+            del self._snapshots[ticket]
+
+    async def _live(self) -> Failed:
+        """One engine's life; why it ended."""
+        starting = asyncio.ensure_future(self._start(self._config, self._model_name, self._instance))
+        try:
+            engine = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await (await starting).end(0.0)
+            raise
+        self._engine = engine
+        _log.info("engine %d started, process %d", self.epoch, engine.pid)
+        watch = asyncio.ensure_future(self._kill_if_it_stands_still(engine))
+        try:
+            return await self._follow(engine)
+        finally:
+            watch.cancel()
+            # An engine that is still loading does not hear a Shutdown.
+            limit_s = 0.0 if self.facts is None else END_LIMIT_S
+            self._engine, self.facts = None, None
+            for waiting in self._snapshots.values():
+                if not waiting.done():
+                    waiting.set_exception(Unavailable("the engine is lost"))
+            await engine.end(limit_s)
+
+    async def _follow(self, engine: Engine) -> Failed:
+        while True:
+            try:
+                report = await engine.receive()
+            except (PeerGone, ProtocolError) as wrong:
+                return Failed(reason=str(wrong))
+            self._heard += 1
+            match report:
+                case Loading():
+                    self._loading(report)
+                case Ready():
+                    self.facts = report
+                    self._served = True
+                    self._ready(report)
+                case Stepped():
+                    self._stepped(report)
+                case Snapshot(ticket):
+                    waiting = self._snapshots.get(ticket)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(report)
+                case KvbmAsk() | KvbmLink():
+                    self._exchanged(report)
+                case Failed():
+                    return report
+                case _:
+                    assert_never(report)
+
+    async def _kill_if_it_stands_still(self, engine: Engine) -> None:
+        """At two looks in a row attempts waited, and between them nothing was heard. Loading may take as long as it
+        takes. What follows is what follows any engine's death."""
+        waited_at: int | None = None
+        while True:
+            await asyncio.sleep(self._config.stall_s / 2)
+            waits = self.facts is not None and self._busy()
+            if waits and waited_at == self._heard:
+                _log.error("the engine has made no step in %g s while requests wait: killed", self._config.stall_s / 2)
+                engine.kill()
+                return
+            waited_at = self._heard if waits else None

@@ -1,0 +1,165 @@
+"""The engine's process: `python -m services.worker.engine_main CONFIG_JSON SOCKET_FD`.
+
+Started by the shell with an environment that bounds its arithmetic threads before NumPy is imported (hence the imports
+inside functions here). It ends on Shutdown, when the runner fails, and with the shell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+
+from services.worker.config import EngineConfig
+from services.worker.engine.channel import EngineEnd, PeerGone
+from services.worker.engine.core import EngineCore
+from services.worker.engine.loop import EngineLoop
+from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.messages import Failed, Loading, Ready, Runner
+from services.worker.model_facts import facts_of
+from shared.errors import ConfigError, ModelError
+
+_PR_SET_PDEATHSIG = 1
+CPU_CAPACITY_BYTES = 512 << 20
+"""Of KV on a CPU, where no setting says."""
+SWITCH_INTERVAL_S = 1e-4
+"""After which a thread that copies gets the interpreter though the loop goes on: with a core at hand it began 0.22 ms
+after it was told to, and not when the loop was through, as with Python's 5 ms. A step beside copies without a pause
+both ways took 2 to 4 % longer for it on an H200, none on a CPU; 0.02 ms gained nothing more."""
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0 after Shutdown or when the shell is gone, 1 after Failed."""
+    config = msgspec.json.decode(arguments[0], type=EngineConfig)
+    _die_with(config.parent_pid)
+    # A signal to the whole process group (Ctrl-C) is the shell's to answer: it drains, then says Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with closing(EngineEnd(socket.socket(fileno=int(arguments[1])))) as channel, suppress(PeerGone):
+        failed = _run(config, channel)
+        if failed is not None:
+            channel.send(failed)
+            return 1
+    return 0
+
+
+def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
+    """The engine's life; why it failed, or None after Shutdown. Raises PeerGone."""
+    attachment = None
+    if config.kvbm.pool:  # before CUDA opens its files: `shared.pool_lock` says why
+        number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        attachment = PoolAttachment(Path(config.kvbm.pool), config.instance, number)
+    try:
+        runner = _load(config, channel.send)
+    except (ModelError, ConfigError) as wrong:
+        return Failed(reason=str(wrong), model=True)
+    except PeerGone:
+        raise
+    except Exception as wrong:  # noqa: BLE001 - the engine's edge, as below
+        traceback.print_exc()
+        return Failed(reason=f"{type(wrong).__name__}: {wrong}")
+    with closing(runner):
+        try:
+            _serve(config, channel, runner, attachment)
+        except PeerGone:
+            raise
+        except ConfigError as wrong:
+            return Failed(reason=str(wrong), model=True)
+        except Exception as wrong:  # noqa: BLE001 - the engine's edge: however a runner fails, the shell hears it
+            traceback.print_exc()
+            first = _first(wrong)
+            return Failed(reason=f"{type(first).__name__}: {first}")
+    return None
+
+
+def _first(wrong: BaseException) -> BaseException:
+    """What the runner failed of, where ending then failed as well: of a GPU that is lost no copy can be waited for."""
+    before: BaseException | None = wrong
+    while before is not None and not isinstance(before, ModelError):
+        before = before.__context__
+    return before or wrong
+
+
+def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
+    """Raises ModelError, ConfigError."""
+    match config.engine:
+        case "echo":
+            from services.worker.simulated.echo import EchoRunner
+
+            return EchoRunner(_facts(config, tell))
+        case "simulated":
+            from services.worker.simulated.runner import SimulatedRunner, simulated_model
+
+            return SimulatedRunner(simulated_model(_facts(config, tell), config.simulated))
+        case "native" if config.device == "cuda":
+            return _load_cuda(config, tell)
+        case "native":
+            from services.worker.native.runner import load_native
+
+            load = load_native(
+                Path(config.model),
+                Path(config.cache),
+                capacity_bytes=config.capacity_bytes or CPU_CAPACITY_BYTES,
+                capacity_blocks=config.capacity_blocks,
+                block_size=config.block_size,
+                kv_dtype=config.kv_dtype,
+                verify=config.kvbm.verify,
+            )
+            return load(tell)
+        case _:
+            assert_never(config.engine)
+
+
+def _load_cuda(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
+    """Raises ModelError, ConfigError."""
+    try:
+        from services.worker.native.cuda.load import load_cuda
+    except ImportError as wrong:
+        raise ConfigError(f"device is cuda, which needs CuPy: ./headrace install-gpu ({wrong})") from None
+    return load_cuda(config)(tell)
+
+
+def _facts(config: EngineConfig, tell: Callable[[Loading], None]) -> Ready:
+    """Of a model that is not computed. Raises ModelError."""
+    source = Path(config.model)
+    if not source.is_dir():
+        from services.worker.native.prepare import prepare
+
+        source = prepare(source, Path(config.cache), tell)
+    return facts_of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
+
+
+def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
+    """Raises ConfigError, and what the runner raises."""
+    mover = None
+    if attachment is not None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        mover = runner.mover(time.monotonic)
+        if mover.fileno() >= 0:
+            channel.watch(mover.fileno())
+    with closing(EngineCore.of(config, runner.facts, mover, attachment)) as core:
+        channel.send(runner.facts)
+        EngineLoop(channel, core, runner, time.monotonic).run()
+
+
+def _die_with(parent_pid: int) -> None:
+    """The kernel kills this process when the shell dies, even in the middle of a long step (Linux; elsewhere the end of
+    the channel is seen at the next report)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

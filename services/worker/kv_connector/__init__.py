@@ -1,0 +1,1 @@
+"""Blocks to and from the machine's kvbm: what is stored, fetched and given back."""

@@ -1,0 +1,225 @@
+"""Keeps the engine in touch with the machine's block store: finds it, carries what they say, looks at none of it.
+
+    the pool's directory: whose name is in the lock?  ──▶  discovery: is it there?
+
+    none ──it is──▶ up: KvbmUp is said, and again to each engine that starts
+      ▲              │
+      └──────────────┘ KvbmDown: it left discovery, or the lock names another
+
+    KvbmAsk ──▶ a request to that kvbm ──▶ KvbmReply: one, of a fetch several, exactly one of them the last
+
+No trouble with a kvbm is the worker's: it is told in the log, and the engine computes what it does not get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+from services.worker.kv_connector.metrics import KvbmMetrics
+from services.worker.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
+from shared import subjects
+from shared.complaint import Complaint
+from shared.directory import DirectoryChange, InstanceDown, InstanceUp
+from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout, Unavailable
+from shared.lifecycle import Runtime
+from shared.messaging import LAST_HEADER
+from shared.pool_format import PoolUnfit
+from shared.pool_lock import check_directory, kvbm_of
+
+LOOK_INTERVAL_S = 1.0
+TOLD_AFTER_S = 5.0
+"""What keeps a kvbm from being found is logged when it has lasted so long: what is started first does not matter."""
+LINGER_S = 2.0
+"""A broken link is shown to routers when it has lasted so long: an engine that attaches anew is soon there again."""
+ASKS_LIMIT = 256
+"""Under way at once; an engine has fewer. Beyond, they fail at once."""
+
+_log = logging.getLogger(__name__)
+
+
+class KvbmClient:
+    """One worker's. With an empty `pool` it finds none, ever."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pool: str,
+        metrics: KvbmMetrics,
+        *,
+        tell: Callable[[KvbmUp | KvbmDown | KvbmReply], None],
+        link_changed: Callable[[], None],
+    ) -> None:
+        """`tell` reaches the engine that runs, if one does; `link_changed` hears that `shown` is another."""
+        self._runtime = runtime
+        self._pool = Path(pool) if pool else None
+        self._metrics = metrics
+        self._tell = tell
+        self._link_changed = link_changed
+        self._kvbm = ""
+        """The one that is up."""
+        self._trouble = ""
+        """Why none is."""
+        self._trouble_s = 0.0
+        """Since when."""
+        self._trouble_told = False
+        self._link = KvbmLink(kvbm="")
+        """As the engine told it last."""
+        self._unlinked_s = 0.0
+        """Since when it has no link."""
+        self._unlinked = Complaint("no blocks are exchanged")
+        self._tasks: asyncio.TaskGroup | None = None
+        self._asks: set[asyncio.Task[None]] = set()
+        """Of the engine that runs."""
+        self.shown = self._link
+        """The link that the model card tells of."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        if self._pool is None:
+            return
+        self._runtime.directory.subscribe(self._directory_changed)
+        async with asyncio.TaskGroup() as self._tasks:
+            try:
+                while True:
+                    self._look()
+                    await asyncio.sleep(LOOK_INTERVAL_S)
+            finally:
+                self._tasks = None
+
+    def engine_ready(self) -> None:
+        """An engine has started, and knows of no kvbm."""
+        if self._kvbm:
+            self._tell(KvbmUp(self._kvbm))
+
+    def engine_lost(self) -> None:
+        """Nobody waits for the answers any more; the next engine counts its questions anew."""
+        for ask in self._asks:
+            ask.cancel()
+        self._asks.clear()
+        if self._link.kvbm:
+            self._link = KvbmLink(kvbm="", reason="the engine was lost")
+            self._metrics.attached.set(0)
+        self._show(self._link)
+
+    def take(self, report: KvbmAsk | KvbmLink) -> None:
+        """What the engine has to say."""
+        if isinstance(report, KvbmLink):
+            self._take_link(report)
+        elif self._tasks is None or not self._kvbm:
+            self._fail(report, "away", "there is no kvbm")
+        elif len(self._asks) >= ASKS_LIMIT:
+            self._fail(report, "too_many", f"{ASKS_LIMIT} questions are under way")
+        else:
+            ask = self._tasks.create_task(self._put(report, self._kvbm))
+            self._asks.add(ask)
+            ask.add_done_callback(self._asks.discard)
+
+    # --- which kvbm
+
+    def _directory_changed(self, change: DirectoryChange) -> None:
+        if isinstance(change, InstanceUp | InstanceDown) and change.instance.service == "kvbm":
+            self._look()
+
+    def _look(self) -> None:
+        found, trouble = self._find()
+        if found != self._kvbm:
+            if self._kvbm:
+                self._tell(KvbmDown(trouble or f"kvbm {found} has taken its place"))
+            if found:
+                _log.info("kvbm %s serves %s", found, self._pool)
+                self._tell(KvbmUp(found))
+            self._kvbm = found
+        now_s = asyncio.get_running_loop().time()
+        if trouble != self._trouble:
+            self._trouble, self._trouble_s, self._trouble_told = trouble, now_s, False
+        if trouble and not self._trouble_told and now_s - self._trouble_s >= TOLD_AFTER_S:
+            self._trouble_told = True
+            _log.warning("no blocks are exchanged: %s", trouble)
+        if not self._link.kvbm and now_s - self._unlinked_s >= LINGER_S:
+            self._show(self._link)
+
+    def _find(self) -> tuple[str, str]:
+        """The kvbm that is up, or why none is. A lock that cannot be read for once does not change who is."""
+        assert self._pool is not None
+        holder = kvbm_of(self._pool) or self._kvbm
+        if not holder:
+            return "", _why_no_name(self._pool)
+        known = self._runtime.directory.instances.get(holder)
+        if known is None or known.service != "kvbm":
+            return "", (
+                f"kvbm {holder}, the last one in {self._pool}, is not in namespace {self._runtime.namespace}: "
+                "it has ended, has not registered yet, or serves another namespace"
+            )
+        return holder, ""
+
+    # --- the link
+
+    def _take_link(self, link: KvbmLink) -> None:
+        was, self._link = self._link, link
+        self._metrics.attached.set(1 if link.kvbm else 0)
+        if link.kvbm:
+            if link != was:
+                _log.info("blocks are exchanged with kvbm %s, layout %s", link.kvbm, link.layout)
+            self._show(link)
+        else:
+            if was.kvbm:
+                self._unlinked_s = asyncio.get_running_loop().time()
+            if link.reason and self._kvbm:  # else it only repeats why there is none
+                self._unlinked.add(link.reason)
+
+    def _show(self, link: KvbmLink) -> None:
+        before, self.shown = self.shown, link
+        if (before.kvbm, before.layout) != (link.kvbm, link.layout):
+            self._link_changed()
+
+    # --- questions
+
+    async def _put(self, ask: KvbmAsk, kvbm: str) -> None:
+        subject = subjects.kvbm(self._runtime.namespace, kvbm, ask.operation)
+        began_s = perf_counter()
+        try:
+            if ask.operation == "fetch":
+                await self._fetch(ask, subject)
+            else:
+                answer = await self._runtime.bus.request(subject, ask.payload, timeout_s=ask.timeout_s)
+                self._tell(KvbmReply(ask.number, answer.payload))
+        except (Unavailable, ProtocolError) as wrong:
+            self._fail(ask, _outcome(wrong), str(wrong))
+        else:
+            self._metrics.answered(ask.operation, perf_counter() - began_s)
+
+    async def _fetch(self, ask: KvbmAsk, subject: str) -> None:
+        stream = self._runtime.bus.stream(subject, ask.payload, idle_timeout_s=ask.timeout_s)
+        async with stream as answers:
+            async for answer in answers:
+                last = answer.headers.get(LAST_HEADER) == "true"
+                self._tell(KvbmReply(ask.number, answer.payload, last=last))
+
+    def _fail(self, ask: KvbmAsk, outcome: str, why: str) -> None:
+        self._metrics.failed(ask.operation, outcome)
+        self._tell(KvbmReply(ask.number, b"", failed=why))
+
+
+def _why_no_name(pool: Path) -> str:
+    """Nothing in the pool's directory names a kvbm."""
+    try:
+        check_directory(pool)
+    except PoolUnfit as wrong:
+        return str(wrong)
+    except OSError as wrong:
+        return f"{pool}: {wrong.strerror}"
+    return f"no kvbm has run in {pool} yet, or this user may not read who does"
+
+
+def _outcome(wrong: Unavailable | ProtocolError) -> str:
+    match wrong:
+        case NoResponders() | BusDown():
+            return "away"
+        case RequestTimeout():
+            return "late"
+        case _:
+            return "failed"

@@ -1,0 +1,129 @@
+"""What a worker counts of its exchange with kvbm."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from services.worker.kv_connector.stats import told_apart
+from services.worker.messages import EngineLoad, Exchanged, Stepped
+from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram
+
+
+class KvbmMetrics:
+    """One worker's; labels are few and bounded. What its engine counts is shown with each load report."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.attached = gauge(registry, "headrace_kvbm_attached", "1 while blocks are exchanged with a kvbm, else 0")
+        self._asks = counter(
+            registry,
+            "headrace_kvbm_asks",
+            "Questions to kvbm by outcome: answered, away (no kvbm, no NATS), late, too_many, failed",
+            ["operation", "outcome"],
+        )
+        self._ask_s = histogram(
+            registry,
+            "headrace_kvbm_ask_seconds",
+            "Until kvbm's answer, of a fetch its last one",
+            ROUND_TRIP_SECONDS,
+            ["operation"],
+        )
+        self._onboarding = gauge(registry, "headrace_onboarding_requests", "Attempts that wait for blocks of kvbm")
+        self._late = counter(registry, "headrace_late_onboardings", "Attempts that waited for kvbm's blocks too long")
+        self._offers = counter(
+            registry,
+            "headrace_kvbm_offered_blocks",
+            "Blocks offered to kvbm, and dropped because too many waited to be",
+            ["outcome"],
+        )
+        self._blocks = counter(
+            registry,
+            "headrace_kvbm_copied_blocks",
+            "Blocks copied to kvbm's pool and committed (saved), copied from it (loaded), and copies that came to "
+            "nothing (bad)",
+            ["outcome"],
+        )
+        self._bytes = counter(registry, "headrace_kvbm_copied_bytes", "Copied to and from kvbm's pool", ["direction"])
+        self._copy_s = counter(registry, "headrace_kvbm_copy_seconds", "Spent copying", ["direction"])
+        self._by_path = counter(
+            registry, "headrace_kvbm_path_blocks", "Blocks copied, by the way they took", ["direction", "path"]
+        )
+        self._fallbacks = counter(
+            registry,
+            "headrace_kvbm_copy_fallbacks",
+            "Blocks copied after a better way had failed, by its name and the reason",
+            ["reason"],
+        )
+        self._reasons: set[str] = set()
+        """Of all engines, one after the other: each of them bounds its own."""
+        self._differing = counter(
+            registry,
+            "headrace_kvbm_differing_blocks",
+            "Blocks that were loaded and are not what the pool has: a fault, looked for where kvbm.verify is set",
+        )
+        self._discarded = counter(
+            registry,
+            "headrace_kvbm_discarded_blocks",
+            "Blocks that kvbm was asked to discard: damaged, or numbers computed with them were not finite",
+        )
+        self._damaged = counter(
+            registry,
+            "headrace_kvbm_damaged_blocks",
+            "Blocks in kvbm's memory that had not their checksum when they were loaded, where kvbm.checksums is set",
+        )
+        self._load = self._shown_load = EngineLoad()
+        """The engine's counts since it started, and those of them that are shown."""
+        self._exchanged = self._shown_exchanged = Exchanged()
+
+    def answered(self, operation: str, took_s: float) -> None:
+        self._asks.labels(operation, "answered").inc()
+        self._ask_s.labels(operation).observe(took_s)
+
+    def failed(self, operation: str, outcome: str) -> None:
+        """A question got no answer, or not its last one."""
+        self._asks.labels(operation, outcome).inc()
+
+    def stepped(self, step: Stepped) -> None:
+        """The engine made a step."""
+        self._load = step.load
+        if step.exchanged is not None:
+            self._exchanged = step.exchanged
+
+    def engine_lost(self) -> None:
+        """The next one counts anew."""
+        self.show()
+        self._load = self._shown_load = EngineLoad()
+        self._exchanged = self._shown_exchanged = Exchanged()
+        self._onboarding.set(0)
+
+    def show(self) -> None:
+        """What has come since the last time."""
+        load, before = self._load, self._shown_load
+        if load is not before:
+            self._onboarding.set(load.onboarding)
+            self._late.inc(load.late_onboardings - before.late_onboardings)
+            self._offers.labels("offered").inc(load.offered_blocks - before.offered_blocks)
+            self._offers.labels("dropped").inc(load.dropped_offers - before.dropped_offers)
+            self._shown_load = load
+        if self._exchanged is not self._shown_exchanged:
+            self._show_exchanged(self._exchanged, self._shown_exchanged)
+            self._shown_exchanged = self._exchanged
+
+    def _show_exchanged(self, now: Exchanged, before: Exchanged) -> None:
+        self._blocks.labels("saved").inc(now.saved_blocks - before.saved_blocks)
+        self._blocks.labels("loaded").inc(now.loaded_blocks - before.loaded_blocks)
+        self._blocks.labels("bad").inc(now.bad_blocks - before.bad_blocks)
+        self._bytes.labels("save").inc(now.saved_bytes - before.saved_bytes)
+        self._bytes.labels("load").inc(now.loaded_bytes - before.loaded_bytes)
+        self._copy_s.labels("save").inc(now.save_s - before.save_s)
+        self._copy_s.labels("load").inc(now.load_s - before.load_s)
+        for path, blocks in now.saved_by.items():
+            self._by_path.labels("save", path).inc(blocks - before.saved_by.get(path, 0))
+        for path, blocks in now.loaded_by.items():
+            self._by_path.labels("load", path).inc(blocks - before.loaded_by.get(path, 0))
+        for reason, blocks in now.fallbacks.items():
+            shown = told_apart(reason, self._reasons)
+            self._reasons.add(shown)
+            self._fallbacks.labels(shown).inc(blocks - before.fallbacks.get(reason, 0))
+        self._differing.inc(now.differing_blocks - before.differing_blocks)
+        self._damaged.inc(now.damaged_blocks - before.damaged_blocks)
+        self._discarded.inc(now.discarded_blocks - before.discarded_blocks)

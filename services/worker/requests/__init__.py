@@ -1,0 +1,1 @@
+"""The requests of a worker: validation, attempts, and the step frames that go back to frontends."""

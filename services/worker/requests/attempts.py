@@ -1,0 +1,168 @@
+"""The shell's account of the attempts it has taken (pure).
+
+              admit                       a part with a finish reason
+    unknown ────────▶ living ──────────────────────────────────────────▶ ended (remembered for a while)
+                        │  cancel ▲
+                        ▼         │ (told to the engine once)
+                     cancelled ───┘ ends by the engine's part, as the others do
+
+Living attempts are bounded in number, and in tokens that wait for their first part: beyond, new ones are refused as
+overloaded. Ended ones are remembered, the latest few thousand, so that a repeated Generate is accepted again and
+computed once; so are cancelled ones that were unknown, so that a Generate which its Cancel overtook computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.worker.messages import Ready
+from services.worker.requests.validation import objection
+from shared.messages import Accepted, Generate, GenerateReply, Part, Refused, StreamState
+
+Name = tuple[str, int]
+"""(request, attempt)."""
+
+
+@dataclass(slots=True)
+class _Living:
+    number: int
+    """Short name between shell and engine, never used twice."""
+    frontend: str
+    unbegun_tokens: int
+    """Its tokens, until its first part has come."""
+    cancelled: bool = False
+
+
+class Attempts:
+    """One decision per Generate, one finish per attempt."""
+
+    def __init__(self, *, model: str, most_living: int, most_waiting_tokens: int, most_remembered: int = 4096) -> None:
+        self._model = model
+        self._most_waiting_tokens = most_waiting_tokens
+        self._most_living = most_living
+        self._most_remembered = most_remembered
+        self._living: dict[Name, _Living] = {}
+        self._produced: Counter[int] = Counter()
+        """Number of a living attempt → length of its request's whole output so far."""
+        self._admitted = 0
+        self._waiting_tokens = 0
+        """Of the attempts whose first part has not come."""
+        self._ended: OrderedDict[Name, None] = OrderedDict()
+        self.draining = False
+        """New attempts are refused."""
+
+    def admit(self, generate: Generate, facts: Ready | None) -> tuple[GenerateReply, int]:
+        """The answer, and, where the attempt is new and has to be computed, its number; else 0. `facts` is None without
+        an engine."""
+        name = (generate.request, generate.attempt)
+        living = self._living.get(name)
+        if living is not None and living.frontend != generate.frontend:
+            return Refused(*name, "bad_request", f"request: {generate.request} is computed for another frontend"), 0
+        if living is not None or name in self._ended:
+            return Accepted(*name), 0
+        refused = self._refusal(generate, facts)
+        if refused is not None:
+            return refused, 0
+        count = len(generate.tokens) // 4
+        self._admitted += 1
+        self._living[name] = _Living(self._admitted, generate.frontend, count)
+        self._produced[self._admitted] = count - generate.prompt_tokens
+        self._waiting_tokens += count
+        return Accepted(*name), self._admitted
+
+    def forget(self, name: Name) -> None:
+        """It was admitted but could not be handed to the engine; its Generate is refused after all."""
+        self._drop(name)
+
+    def cancel(self, name: Name) -> bool:
+        """Whether the engine has to be told."""
+        living = self._living.get(name)
+        if living is None:
+            self._remember(name)  # where it overtook its Generate, that one starts nothing
+            return False
+        if living.cancelled:
+            return False
+        living.cancelled = True
+        return True
+
+    def advance(self, numbers: Iterable[int]) -> None:
+        """Each of these living attempts has one token more. Counted in C: 0.03 µs a token."""
+        self._produced.update(numbers)
+
+    def tell(self, part: Part) -> None:
+        """The first or the last part of a living attempt, from the engine."""
+        name = (part.request, part.attempt)
+        living = self._living[name]
+        self._produced[living.number] = part.first + len(part.tokens) // 4
+        self._waiting_tokens -= living.unbegun_tokens
+        living.unbegun_tokens = 0
+        if part.finish is not None:
+            self._end(name)
+
+    def fail_all(self, reason: str) -> dict[str, list[Part]]:
+        """Every living attempt ends with an error: frontend → parts."""
+        parts: dict[str, list[Part]] = {}
+        for name, living in list(self._living.items()):
+            failed = Part(*name, first=self._produced[living.number], tokens=b"", finish="error", error=reason)
+            parts.setdefault(living.frontend, []).append(failed)
+            self._end(name)
+        return parts
+
+    @property
+    def names(self) -> list[Name]:
+        """All that live."""
+        return list(self._living)
+
+    def __len__(self) -> int:
+        """How many live."""
+        return len(self._living)
+
+    def of(self, frontend: str) -> list[StreamState]:
+        """How far each of a frontend's living attempts is."""
+        return [
+            StreamState(*name, produced=self._produced[living.number])
+            for name, living in self._living.items()
+            if living.frontend == frontend
+        ]
+
+    def _refusal(self, generate: Generate, facts: Ready | None) -> Refused | None:
+        name = (generate.request, generate.attempt)
+        if self.draining:
+            return Refused(*name, "draining", "this worker is shutting down")
+        if facts is None:
+            return Refused(*name, "not_ready", "the engine is starting")
+        if generate.model != self._model:
+            return Refused(*name, "wrong_model", f"this worker serves {self._model}")
+        wrong = objection(generate, facts)
+        if wrong:
+            return Refused(*name, "bad_request", wrong)
+        if len(self._living) >= self._most_living:
+            return Refused(*name, "overloaded", f"{len(self._living)} attempts are waiting or running")
+        if self._waiting_tokens and self._waiting_tokens + len(generate.tokens) // 4 > self._most_waiting_tokens:
+            return Refused(*name, "overloaded", f"{self._waiting_tokens} tokens are waiting")
+        return None
+
+    def _drop(self, name: Name) -> None:
+        living = self._living.pop(name)
+        del self._produced[living.number]
+        self._waiting_tokens -= living.unbegun_tokens
+
+    def _end(self, name: Name) -> None:
+        self._drop(name)
+        self._remember(name)
+
+    def _remember(self, name: Name) -> None:
+        self._ended[name] = None
+        if len(self._ended) > self._most_remembered:
+            self._ended.popitem(last=False)
+
+    def validate(self) -> None:
+        """Raises AssertionError where the account contradicts itself."""
+        assert len(self._living) <= self._most_living
+        assert len(self._ended) <= self._most_remembered
+        assert self._living.keys().isdisjoint(self._ended)
+        assert self._waiting_tokens == sum(living.unbegun_tokens for living in self._living.values())
+        assert self._produced.keys() == {living.number for living in self._living.values()}
+        assert all(produced >= 0 for produced in self._produced.values())

@@ -1,0 +1,110 @@
+"""What may come in: checks of a Generate against what is served (pure).
+
+The frontend validates for the client's sake; this is the worker's own border, since anybody who may publish to NATS can
+send bytes here.
+"""
+
+from __future__ import annotations
+
+import math
+
+from services.worker.messages import Ready
+from shared import subjects
+from shared.hashing import token_array
+from shared.messages import Generate, Sampling
+
+_MAX_REQUEST_CHARACTERS = 256
+_MAX_SALT_CHARACTERS = 256
+_MAX_TIME_LEFT_S = 7 * 24 * 3600.0
+_MAX_STOP_TOKENS = 256
+_MAX_TOP_LOGPROBS = 20
+_MAX_BIASES = 300
+_MAX_BIAS = 100.0
+_MAX_REPETITION_PENALTY = 100.0
+_MAX_PRIORITY = 1 << 31
+_MAX_GRAMMAR_CHARACTERS = 1 << 18
+
+
+def objection(generate: Generate, facts: Ready) -> str:
+    """Why this cannot be computed here, naming the field; empty: it can."""
+    return _envelope(generate) or _tokens(generate, facts) or _sampling(generate.sampling, facts)
+
+
+def _envelope(generate: Generate) -> str:
+    if not 0 < len(generate.request) <= _MAX_REQUEST_CHARACTERS:
+        return f"request: an id of {len(generate.request)} characters"
+    if generate.attempt < 0:
+        return f"attempt: {generate.attempt}"
+    if not subjects.is_id(generate.frontend):
+        return "frontend: not an instance id"
+    if not 0.0 < generate.time_left_s <= _MAX_TIME_LEFT_S:
+        return f"time_left_s: {generate.time_left_s:g}"
+    if generate.wait_left_s is not None and not generate.wait_left_s >= 0.0:  # NaN is not either
+        return f"wait_left_s: {generate.wait_left_s:g}"
+    if generate.rank != 0:
+        return f"rank: {generate.rank}, there is only rank 0"
+    if generate.lora:
+        return "lora: none is served"
+    if len(generate.salt) > _MAX_SALT_CHARACTERS:
+        return f"salt: {len(generate.salt)} characters"
+    if abs(generate.priority) > _MAX_PRIORITY:
+        return f"priority: {generate.priority}"
+    return ""
+
+
+def _tokens(generate: Generate, facts: Ready) -> str:
+    if not generate.tokens or len(generate.tokens) % 4:
+        return f"tokens: {len(generate.tokens)} bytes are not packed u32 ids"
+    count = len(generate.tokens) // 4
+    if count >= facts.context_length + bool(generate.sampling.pooling):
+        return f"tokens: {count} leave no room in a context of {facts.context_length}"
+    if -(-count // facts.block_size) > facts.capacity_blocks:
+        return f"tokens: {count} do not fit into {facts.capacity_blocks} blocks of {facts.block_size}"
+    largest = max(token_array(generate.tokens))
+    if largest >= facts.vocab_size:
+        return f"tokens: id {largest} is outside the vocabulary of {facts.vocab_size}"
+    if not 0 < generate.prompt_tokens <= count:
+        return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens"
+    if generate.sampling.pooling and generate.prompt_tokens < count:
+        return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens, but what is embedded has no output"
+    return ""
+
+
+def _sampling(sampling: Sampling, facts: Ready) -> str:
+    checks = (
+        ("max_tokens", sampling.max_tokens >= 1),
+        ("temperature", 0.0 <= sampling.temperature <= 2.0),
+        ("top_p", 0.0 < sampling.top_p <= 1.0),
+        ("top_k", sampling.top_k >= 0),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0),
+        ("seed", 0 <= sampling.seed < 1 << 64),
+        ("presence_penalty", -2.0 <= sampling.presence_penalty <= 2.0),
+        ("frequency_penalty", -2.0 <= sampling.frequency_penalty <= 2.0),
+        ("repetition_penalty", 0.0 < sampling.repetition_penalty <= _MAX_REPETITION_PENALTY),
+        ("logprobs", -1 <= sampling.logprobs <= _MAX_TOP_LOGPROBS),
+        ("stop_token_ids", len(sampling.stop_token_ids) <= _MAX_STOP_TOKENS),
+        ("stop_token_ids", all(0 <= token < facts.vocab_size for token in sampling.stop_token_ids)),
+        ("logit_bias", len({token for token, _ in sampling.logit_bias}) == len(sampling.logit_bias) <= _MAX_BIASES),
+        ("logit_bias", all(0 <= token < facts.vocab_size for token, _ in sampling.logit_bias)),
+        ("logit_bias", all(-_MAX_BIAS <= bias <= _MAX_BIAS for _, bias in sampling.logit_bias)),
+    )
+    for name, fine in checks:
+        if not fine:  # NaN fails every comparison
+            value = getattr(sampling, name)
+            shown = f"{len(value)} ids" if isinstance(value, tuple) else value
+            return f"sampling.{name}: {shown if not isinstance(shown, float) or math.isfinite(shown) else 'not finite'}"
+    if sampling.logit_bias and not facts.biases:
+        return "sampling.logit_bias: this engine adds none"
+    if sampling.pooling and not facts.embedding_size:
+        return "sampling.pooling: this engine embeds nothing"
+    return _grammar(sampling, facts) if sampling.grammar else ""
+
+
+def _grammar(sampling: Sampling, facts: Ready) -> str:
+    if not facts.grammars:
+        return "sampling.grammar: this engine cannot be held to one"
+    if len(sampling.grammar) > _MAX_GRAMMAR_CHARACTERS:
+        return f"sampling.grammar: {len(sampling.grammar)} characters"
+    if sampling.ignore_eos:
+        return "sampling.ignore_eos: output that is held to a grammar ends where that ends"
+    return ""

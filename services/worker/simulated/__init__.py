@@ -1,0 +1,1 @@
+"""The simulated engine: a step takes its time but computes nothing."""

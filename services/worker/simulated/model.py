@@ -1,0 +1,84 @@
+"""SimulatedModel: takes a model's time and says something, without its arithmetic (pure).
+
+The output says the prompt's tokens again, from the first to the last and then from the start, without ends of sequence.
+So it is text where the prompt is, and a continuation elsewhere draws the same tokens. An answer ends by itself at a
+length that follows from the end of its prompt. An embedding follows from all of the prompt's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import hypot
+from struct import pack
+from zlib import crc32
+
+from services.worker.messages import Drawn, Ready, Work
+from services.worker.simulated.mover import SimulatedMover
+from services.worker.simulated.timing import Timing
+from shared.hashing import pack_tokens
+from shared.messages import TokenLogprob
+
+_TELLING_TOKENS = 64
+"""Of the prompt's end: they decide how long the answer is. Templates end all prompts alike, but not with so many."""
+_PATTERN_NUMBERS = 16
+
+
+def embedding_of(checksum: int, size: int) -> bytes:
+    """As in Part: some numbers that look random, again and again."""
+    pattern = [crc32(bytes((number,)), checksum) - (1 << 31) + 0.5 for number in range(_PATTERN_NUMBERS)]
+    numbers = (pattern * -(-size // _PATTERN_NUMBERS))[:size]
+    length = hypot(*numbers)
+    return pack(f"<{size}f", *(number / length for number in numbers))
+
+
+class SimulatedModel:
+    """What the scheduler's works become."""
+
+    def __init__(self, facts: Ready, timing: Timing, *, output_tokens: int) -> None:
+        """`output_tokens`: an answer's mean length; 0: it ends only at its limits."""
+        self.facts = facts
+        self._timing = timing
+        self._output_tokens = output_tokens
+        self._eos = frozenset(facts.eos_token_ids)
+        self._plain = next(token for token in range(facts.vocab_size + 1) if token not in self._eos)
+
+    def step_s(self, works: Sequence[Work]) -> float:
+        """What a step of these works takes."""
+        return self._timing.step_s(works)
+
+    def mover(self, clock: Callable[[], float]) -> SimulatedMover:
+        """Copies that take their time by that clock."""
+        return self._timing.mover(self.facts.block_size, clock)
+
+    def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
+        """One entry per work, None for those that do not end."""
+        return [
+            self._embed(work) if work.sampling.pooling else self._draw(work) if work.ends else None for work in works
+        ]
+
+    def _draw(self, work: Work) -> Drawn:
+        sampling = work.sampling
+        token = work.history[(work.end - work.prompt_tokens) % work.prompt_tokens]
+        if token in self._eos:
+            token = self._plain
+        if self._output_tokens and not sampling.ignore_eos and self._eos and self._ends(work):
+            token = self.facts.eos_token_ids[0]
+        return Drawn(token) if sampling.logprobs < 0 else Drawn(token, TokenLogprob(0.0))
+
+    def _embed(self, work: Work) -> Drawn | None:
+        """Of a checksum of all tokens: a mean's is carried on from chunk to chunk, as an engine's sum is."""
+        if work.sampling.pooling == "mean":
+            carried = work.kept if work.start else 0
+            assert isinstance(carried, int), "a mean begins where its prompt does"
+            checksum = work.kept = crc32(pack_tokens(work.tokens), carried)
+        else:
+            checksum = crc32(pack_tokens(work.history))
+        return Drawn(0, embedding=embedding_of(checksum, self.facts.embedding_size)) if work.ends else None
+
+    def _ends(self, work: Work) -> bool:
+        """Whether the answer is as long as it should be."""
+        least = self._output_tokens // 2
+        if work.draw_index < least:
+            return False
+        end = pack_tokens(work.history[max(0, work.prompt_tokens - _TELLING_TOKENS) : work.prompt_tokens])
+        return work.draw_index >= least + crc32(end) % (self._output_tokens + 1)

@@ -1,0 +1,161 @@
+"""Timing: how long a simulated engine's step takes (pure).
+
+By formula, in the terms of a roofline:
+
+    step = fixed + max(weights + row x rows, token x rows)      the matmuls: reading weights, or arithmetic
+                 + pair x Σ query-key pairs of prefills         attention, quadratic in the prompt
+                 + kv_token x Σ tokens that decodes attend to   reading their KV
+
+where `rows` are all tokens computed in the step. The defaults are an 8B Llama shape (32 layers, hidden 4096, 8 KV heads
+of 128, 15 GB of bf16 weights) on one H200. Measured there: the matmuls of a step take 3.92 ms for 1 to 8 rows, 4.08 for
+32, 4.18 for 64 and 4.57 for 128, and run at 609 to 621 TFLOP/s from 256 rows on; memory is read at 4.63 TB/s. Derived:
+24.4 µs a row of arithmetic (2 x 7.5e9 FLOP), 28 ns a KV token (131,072 bytes). Assumed, not measured: attention at
+400 TFLOP/s (4 x 4096 x 32 FLOP a pair), and 0.5 ms beside the model.
+
+Or by a table of measured times. A step's prefills are looked up as one of all their tokens at their mean context, its
+decodes as their number at their mean context, and the two are added; so mixed steps come out somewhat too long.
+
+Copies of blocks to and from a kvbm's pool run beside the steps and slow none. Measured on that GPU: 51 to 54 GB/s a
+direction, by DMA; steps beside it took 1 to 9 % longer, which is left out here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from services.worker.config import SimulatedConfig
+from services.worker.messages import Work
+from services.worker.simulated.mover import SimulatedMover
+from shared.errors import ConfigError
+
+Point = tuple[float, float, float]
+
+
+class Timing:
+    """Seconds of steps."""
+
+    def __init__(self, config: SimulatedConfig, table: Table | None = None) -> None:
+        """Where there is a table, the formula's terms are not used. `config.speed` divides in both cases."""
+        self._config = config
+        self._table = table
+
+    def step_s(self, works: Sequence[Work]) -> float:
+        """0 where nothing is computed."""
+        if not works:
+            return 0.0
+        step = _Totals(works)
+        seconds = self._formula_s(step) if self._table is None else self._table.step_s(step)
+        return seconds / self._config.speed
+
+    def mover(self, block_size: int, clock: Callable[[], float]) -> SimulatedMover:
+        """Takes the time of copying blocks of so many tokens to and from a kvbm's pool."""
+        config = self._config
+        return SimulatedMover(block_size * config.kv_token_bytes, config.copy_bytes_per_s * config.speed, clock)
+
+    def _formula_s(self, step: _Totals) -> float:
+        config, rows = self._config, step.prefilled + step.decodes
+        matmuls_s = max(config.weights_s + config.row_s * rows, config.token_s * rows)
+        attention_s = config.pair_s * step.pairs + config.kv_token_s * step.attended
+        return config.fixed_s + matmuls_s + attention_s
+
+
+class _Totals:
+    """What a step's works come to."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.prefilled = 0
+        self.before = 0
+        """Sum over prefilled tokens of the context before their chunk."""
+        self.pairs = 0
+        """Of a query and a key, in prefills: each token attends to all before it and to itself."""
+        self.decodes = 0
+        self.attended = 0
+        """Sum over decodes of the tokens attended to."""
+        for work in works:
+            count = work.end - work.start
+            if count == 1:
+                self.decodes += 1
+                self.attended += work.start + 1
+            else:
+                self.prefilled += count
+                self.before += count * work.start
+                self.pairs += count * work.start + count * (count + 1) // 2
+
+
+class Table:
+    """Measured seconds on two grids: prefills by (tokens, context before them), decodes by (batch, context of each).
+
+    In TOML, every combination of the values that occur:
+
+        prefill = [[16, 0, 0.005], [8192, 0, 0.25], [16, 8192, 0.005], [8192, 8192, 0.35]]
+        decode = [[1, 0, 0.004], [64, 0, 0.0045], [1, 4096, 0.0045], [64, 4096, 0.012]]
+    """
+
+    def __init__(self, prefill: _Grid, decode: _Grid) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    @staticmethod
+    def parse(toml: bytes, name: str) -> Table:
+        """Raises ConfigError, beginning with `name`."""
+        try:
+            points = msgspec.toml.decode(toml, type=_TableFile)
+            return Table(_Grid(points.prefill, "prefill"), _Grid(points.decode, "decode"))
+        except ValueError as wrong:  # msgspec's and UTF-8's too
+            raise ConfigError(f"{name}: {wrong}") from None
+
+    def step_s(self, step: _Totals) -> float:
+        """See the module."""
+        seconds = 0.0
+        if step.prefilled:
+            seconds += self._prefill.at(step.prefilled, step.before / step.prefilled)
+        if step.decodes:
+            seconds += self._decode.at(step.decodes, step.attended / step.decodes)
+        return seconds
+
+
+class _TableFile(Struct, forbid_unknown_fields=True):
+    prefill: list[Point]
+    decode: list[Point]
+
+
+class _Grid:
+    """Interpolates linearly in both directions; below the grid its edge holds, above it the last slope goes on."""
+
+    def __init__(self, points: Sequence[Point], name: str) -> None:
+        """Raises ValueError."""
+        self._seconds = {(x, y): seconds for x, y, seconds in points}
+        self._xs = sorted({x for x, _, _ in points})
+        self._ys = sorted({y for _, y, _ in points})
+        if not points:
+            raise ValueError(f"{name}: no times")
+        if len(self._seconds) < len(points):
+            raise ValueError(f"{name}: two times for the same values")
+        missing = next(((x, y) for x in self._xs for y in self._ys if (x, y) not in self._seconds), None)
+        if missing is not None:
+            raise ValueError(f"{name}: no time for {missing[0]:g}, {missing[1]:g}; all combinations are needed")
+        for (x, y), seconds in self._seconds.items():
+            if not (0 <= x < float("inf") and 0 <= y < float("inf") and 0 < seconds < float("inf")):
+                raise ValueError(f"{name}: [{x:g}, {y:g}, {seconds:g}] is out of range")
+
+    def at(self, x: float, y: float) -> float:
+        """Seconds; never below the shortest of the times around, should they fall beyond the grid."""
+        x0, x1, across = _between(self._xs, x)
+        y0, y1, along = _between(self._ys, y)
+        s = self._seconds
+        low = s[x0, y0] + along * (s[x0, y1] - s[x0, y0])
+        high = s[x1, y0] + along * (s[x1, y1] - s[x1, y0])
+        return max(low + across * (high - low), min(s[x0, y0], s[x0, y1], s[x1, y0], s[x1, y1]))
+
+
+def _between(marks: Sequence[float], value: float) -> tuple[float, float, float]:
+    """The two marks around `value` (above the last: the last two), and where it lies between them, from 0 on."""
+    if len(marks) == 1 or value <= marks[0]:
+        return marks[0], marks[0], 0.0
+    index = min(bisect_right(marks, value), len(marks) - 1)
+    below, above = marks[index - 1], marks[index]
+    return below, above, (value - below) / (above - below)

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from functools import reduce
+from operator import xor
+
+import pytest
+
+from services.worker.engine.core import MOST_HELD, TOLD_EVERY_S, EngineCore
+from services.worker.limits import Limits
+from services.worker.messages import CancelAttempt, Snapshot, Stepped, Submit, TakeSnapshot
+from services.worker.scheduler.scheduler import Scheduler
+from shared.hashing import pack_tokens, unpack_tokens
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Pooling, Sampling
+from tests.worker.fake_runner import EOS, FakeRunner, continuation
+
+CONTEXT = 32
+
+
+class Engine:
+    """A core driven by hand, all steps equally long; what it told is kept, and what it says of its cache is checked."""
+
+    def __init__(self, capacity_blocks: int = 8, step_s: float = 1.0) -> None:
+        self.step_s = step_s
+        self.steps = 0
+        self.computed = 0
+        self.runner = FakeRunner(block_size=2, capacity_blocks=capacity_blocks, context_length=CONTEXT)
+        limits = Limits(
+            model="model",
+            context_length=CONTEXT,
+            eos_token_ids=frozenset((EOS,)),
+            block_size=2,
+            capacity_blocks=capacity_blocks,
+        )
+        self.core = EngineCore(Scheduler(limits), 2)
+        self.now_s = 0.0
+        self.cached: set[int] = set()
+        self.told: list[Stepped] = []
+        self.take(self.core.opening())
+
+    def submit(
+        self,
+        request: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        time_left_s: float = 60.0,
+        pooling: Pooling = "",
+    ) -> None:
+        submit = Submit(
+            request=request,
+            attempt=1,
+            frontend="f",
+            tokens=pack_tokens(prompt),
+            prompt_tokens=len(prompt),
+            sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, pooling=pooling),
+            time_left_s=time_left_s,
+        )
+        assert not self.core.obey(submit, self.now_s)
+
+    def step(self) -> bool:
+        """Whether there was something to do."""
+        told, works = self.core.begin(self.now_s)
+        for report in told:
+            self.take(report)
+        if works is None:
+            return False
+        self.now_s += self.step_s
+        self.steps += 1
+        self.computed += sum(len(work.tokens) for work in works)
+        for report in self.core.finish(self.runner.step(works), self.step_s):
+            self.take(report)
+        self.core.validate()
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def snapshot(self) -> Snapshot:
+        *told, taken = self.core.obey(TakeSnapshot(ticket=7), self.now_s)
+        for report in told:
+            assert isinstance(report, Stepped)
+            self.take(report)
+        assert isinstance(taken, Snapshot)
+        assert taken.ticket == 7
+        return taken
+
+    def take(self, step: Stepped) -> None:
+        self.core.validate()
+        assert step.progress == self.steps
+        assert step.steps == self.steps - sum(each.steps for each in self.told)
+        assert step.tokens == self.computed - sum(each.tokens for each in self.told)
+        before = self.told[-1].event_sequence if self.told else -1
+        assert step.event_sequence == before + bool(step.events)
+        self.told.append(step)
+        for event in step.events:
+            match event:
+                case AllBlocksCleared():
+                    self.cached.clear()
+                case BlockStored(block_hashes=hashes):
+                    self.cached.update(map(int, hashes))
+                case BlockRemoved(block_hashes=hashes):
+                    self.cached.difference_update(map(int, hashes))
+        assert step.digest == reduce(xor, self.cached, 0), "of what was told, not of what has happened since"
+
+    def tokens(self, request: str) -> list[int]:
+        parts = [part for step in self.told for part in step.parts.get("f", []) if part.request == request]
+        return [token for part in parts for token in unpack_tokens(part.tokens)]
+
+
+def test_its_opening_says_that_the_cache_is_empty() -> None:
+    engine = Engine()
+    (opening,) = engine.told
+    assert (opening.event_sequence, opening.progress, opening.digest) == (0, 0, 0)
+    assert opening.events == [AllBlocksCleared()]
+
+
+def test_without_attempts_there_is_nothing_to_do() -> None:
+    engine = Engine()
+    assert not engine.core.busy
+    assert engine.core.begin(0.0) == ([], None)
+
+
+def test_an_attempt_is_computed_step_by_step_and_every_step_is_numbered() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3])
+    assert engine.core.busy
+    engine.run()
+    assert engine.tokens("r")[:1] == continuation([1, 2, 3], 1, CONTEXT)
+    assert len(engine.tokens("r")) == 4
+    assert engine.told[-1].load.running == 0
+
+
+def test_what_is_only_to_be_told_is_a_step_without_work() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3])
+    assert not engine.core.obey(CancelAttempt("r", 1), 0.0)
+    assert engine.step()
+    (part,) = engine.told[-1].parts["f"]
+    assert part.finish == "cancelled"
+    assert engine.told[-1].tokens == 0
+
+
+def test_a_snapshot_is_what_the_events_up_to_its_sequence_say() -> None:
+    engine = Engine(capacity_blocks=6)  # fewer than the three prompts need: blocks are evicted too
+    for number in range(3):
+        engine.submit(f"r{number}", [number, 1, 2, 3, 4])
+        engine.run()
+        taken = engine.snapshot()
+        assert {block.hash for block in taken.blocks} == engine.cached
+        assert taken.event_sequence == engine.told[-1].event_sequence
+    assert any(isinstance(event, BlockRemoved) for step in engine.told for event in step.events)
+
+
+@pytest.mark.parametrize("step_s", [1.0, TOLD_EVERY_S / 4, 0.0])
+def test_however_short_the_steps_are_the_same_is_told(step_s: float) -> None:
+    engine = Engine(capacity_blocks=64, step_s=step_s)
+    prompts = {"a": [1, 2, 3], "b": [7, 8], "c": [9, 1, 1]}
+    for name, prompt in prompts.items():
+        engine.submit(name, prompt, max_tokens=12)
+    engine.run()
+    for name, prompt in prompts.items():
+        expected = continuation(prompt, 12, CONTEXT)
+        assert engine.tokens(name)[: len(expected)] == expected
+        assert len(engine.tokens(name)) == 12
+    assert sum(step.steps for step in engine.told) == engine.steps
+    assert (len(engine.told) < engine.steps) == (step_s < TOLD_EVERY_S)
+
+
+def test_short_steps_share_a_report_until_its_time_has_come() -> None:
+    engine = Engine(capacity_blocks=64, step_s=TOLD_EVERY_S / 4)
+    engine.submit("r", [1, 2, 3], max_tokens=14)
+    engine.run()
+    assert [step.steps for step in engine.told] == [0, 1, 4, 4, 4, 1]
+    assert all(len(step.advanced) == 4 for step in engine.told[2:-1])
+
+
+def test_first_and_last_tokens_are_told_at_once() -> None:
+    engine = Engine(capacity_blocks=64, step_s=TOLD_EVERY_S / 100)
+    engine.submit("long", [1, 2, 3], max_tokens=20)
+    for _ in range(3):
+        engine.step()
+    engine.submit("short", [7, 8], max_tokens=2)
+    engine.step()
+    assert engine.told[-1].parts["f"][-1].request == "short"
+    engine.step()
+    assert engine.told[-1].parts["f"][-1].finish == "length"
+
+
+def test_what_is_held_goes_out_before_a_prefill() -> None:
+    engine = Engine(capacity_blocks=64, step_s=TOLD_EVERY_S / 100)
+    engine.submit("r", [1, 2, 3], max_tokens=20)
+    for _ in range(4):
+        engine.step()
+    assert engine.tokens("r") == continuation([1, 2, 3], 1, CONTEXT)
+    engine.submit("late", [7, 8])
+    told, works = engine.core.begin(engine.now_s)
+    assert works is not None
+    assert [len(report.parts["f"]) for report in told] == [3]
+
+
+def test_a_digest_is_that_of_the_blocks_told_of_though_others_have_left_for_the_prefill_behind() -> None:
+    engine = Engine(step_s=TOLD_EVERY_S / 8)
+    engine.submit("before", [1, 2, 3, 4, 5, 6], max_tokens=2)
+    engine.run()
+    engine.submit("decodes", [3, 1], max_tokens=12)
+    for _ in range(4):
+        engine.step()
+    engine.submit("evicts", [4, 3, 2, 1, 2, 3, 4, 1])
+    engine.run()
+
+
+def test_embeddings_of_one_step_are_told_in_reports_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.engine.core.MOST_EMBEDDED_BYTES", 8)
+    engine = Engine(capacity_blocks=64)
+    engine.submit("text", [1, 2, 3], max_tokens=2)
+    for number in range(5):
+        engine.submit(f"r{number}", [1, number % 5, 3], pooling="mean")
+    engine.step()
+    told = engine.told[1:]
+    assert [[part.request for part in step.parts["f"]] for step in told] == [["text", "r0", "r1"], ["r2", "r3"], ["r4"]]
+    assert [[part.request for part in step.notable] for step in told] == [["text", "r0", "r1"], ["r2", "r3"], ["r4"]]
+    assert [(step.steps, bool(step.event_batch)) for step in told] == [(1, True), (0, False), (0, False)]
+    assert all(len(part.embedding) == 4 for step in told for part in step.notable if part.request != "text")
+
+
+def test_what_is_held_is_bounded() -> None:
+    engine = Engine(capacity_blocks=4096, step_s=0.0)
+    for number in range(40):
+        engine.submit(f"r{number}", [1 + number % 7, 2, 3], max_tokens=25)
+    engine.run()
+    assert max(len(step.advanced) for step in engine.told) in range(MOST_HELD, MOST_HELD + 40)
+
+
+def test_deadlines_are_read_against_the_time_that_steps_begin() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3], max_tokens=20, time_left_s=2.5)
+    engine.run()
+    assert engine.told[-1].parts["f"][-1].finish == "deadline"
+    assert len(engine.tokens("r")) == 3

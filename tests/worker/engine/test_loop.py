@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from services.worker.engine.core import EngineCore
+from services.worker.engine.loop import EngineLoop
+from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, Exchange
+from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.limits import Limits
+from services.worker.messages import (
+    CancelAttempt,
+    Drawn,
+    EngineCommand,
+    EngineReport,
+    KvbmUp,
+    Shutdown,
+    Snapshot,
+    Stepped,
+    Submit,
+    TakeSnapshot,
+    Work,
+)
+from services.worker.scheduler.scheduler import Scheduler
+from shared.hashing import pack_tokens, unpack_tokens
+from shared.kvbm_messages import StoreLayout
+from shared.messages import AllBlocksCleared, BlockStored, Sampling
+from tests.worker.fake_runner import FakeRunner, continuation
+from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner
+
+PROMPT = [1, 2, 3, 4, 1]
+
+
+def submit(request: str) -> Submit:
+    return Submit(
+        request=request,
+        attempt=1,
+        frontend="f",
+        tokens=pack_tokens(PROMPT),
+        prompt_tokens=len(PROMPT),
+        sampling=Sampling(max_tokens=4, ignore_eos=True),
+        time_left_s=60.0,
+    )
+
+
+class Script:
+    """A channel that says what the script says: one line each time the loop asks, then Shutdown once it is idle."""
+
+    def __init__(self, *lines: Sequence[EngineCommand]) -> None:
+        self._lines = list(lines)
+        self.reports: list[EngineReport] = []
+
+    def send(self, report: EngineReport) -> None:
+        self.reports.append(report)
+
+    def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
+        if self._lines:
+            return self._lines.pop(0)
+        return [Shutdown()] if limit_s is None else []
+
+    @property
+    def steps(self) -> list[Stepped]:
+        return [report for report in self.reports if isinstance(report, Stepped)]
+
+
+def run(*lines: Sequence[EngineCommand], runner: FakeRunner | None = None) -> Script:
+    runner = runner or FakeRunner(block_size=2, capacity_blocks=16, context_length=32)
+    scheduler = Scheduler(
+        Limits(
+            model="model",
+            context_length=32,
+            eos_token_ids=frozenset((0,)),
+            block_size=2,
+            capacity_blocks=16,
+        )
+    )
+    script = Script(*lines)
+    ticks = iter(range(1_000_000))
+    EngineLoop(script, EngineCore(scheduler, 2), runner, lambda: next(ticks) / 1000).run()
+    return script
+
+
+def test_an_attempt_is_drawn_to_its_end_and_reported_step_by_step() -> None:
+    script = run([submit("r")])
+    tokens = [
+        token for step in script.steps for part in step.parts.get("f", []) for token in unpack_tokens(part.tokens)
+    ]
+    assert tokens[:1] == continuation(PROMPT, 1, 32)
+    assert len(tokens) == 4
+    assert [step.progress for step in script.steps] == list(range(len(script.steps)))
+    assert script.steps[-1].load.running == 0
+
+
+def test_the_first_batch_says_that_the_cache_is_empty_and_batches_are_numbered_without_gaps() -> None:
+    script = run([submit("r")])
+    assert script.steps[0].events == [AllBlocksCleared()]
+    sequences = [step.event_sequence for step in script.steps if step.events]
+    assert sequences == list(range(len(sequences)))
+    assert all(step.event_sequence >= 0 for step in script.steps)
+
+
+def test_a_snapshot_stands_at_the_sequence_it_names() -> None:
+    script = run([submit("r")], [], [TakeSnapshot(7)])
+    at = next(index for index, report in enumerate(script.reports) if isinstance(report, Snapshot))
+    taken = script.reports[at]
+    assert isinstance(taken, Snapshot)
+    assert taken.ticket == 7
+    told = [step for step in script.reports[:at] if isinstance(step, Stepped)]
+    stored = [
+        block
+        for step in told
+        for event in step.events
+        if isinstance(event, BlockStored)
+        for block in event.block_hashes
+    ]
+    assert [block.hash for block in taken.blocks] == stored
+    assert taken.event_sequence == told[-1].event_sequence
+
+
+def test_a_cancelled_attempt_is_told_even_where_nothing_is_computed() -> None:
+    script = run([submit("r"), CancelAttempt("r", 1)])
+    (part,) = [part for step in script.steps for part in step.parts.get("f", [])]
+    assert part.finish == "cancelled"
+
+
+class Sleeper:
+    """A channel on which one command comes, then time passes as the loop sleeps, then Shutdown."""
+
+    def __init__(self, command: EngineCommand, sleeps: int) -> None:
+        self._commands: list[EngineCommand] = [command]
+        self._sleeps = sleeps
+        self.now_s = 0.0
+        self.slept_s: list[float | None] = []
+
+    def send(self, report: EngineReport) -> None:
+        pass
+
+    def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
+        if limit_s != 0.0:
+            self.slept_s.append(limit_s)
+            self.now_s += limit_s or 0.0
+        if len(self.slept_s) > self._sleeps:
+            return [Shutdown()]
+        commands, self._commands = self._commands, []
+        return commands
+
+
+def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float | None]:
+    """How long the loop of an engine with a kvbm's pool wanted to sleep each time."""
+    runner = PoolRunner(16, 32)
+    limits = Limits(
+        model="model", context_length=32, eos_token_ids=frozenset((0,)), block_size=BLOCK_SIZE, capacity_blocks=16
+    )
+    scheduler = Scheduler(limits)
+    sleeper = Sleeper(command, sleeps)
+    exchange = Exchange(
+        scheduler,
+        HandMover(runner.memory, lambda: sleeper.now_s),
+        PoolAttachment(pool, "w1"),
+        StoreLayout(model="model", weights="", kv=LAYOUT),
+        worker="w1",
+        timeout_s=1.0,
+        most_blocks=64,
+    )
+    EngineLoop(sleeper, EngineCore(scheduler, BLOCK_SIZE, exchange), runner, lambda: sleeper.now_s).run()
+    return sleeper.slept_s
+
+
+def test_the_loop_sleeps_without_a_limit_where_nothing_is_due(tmp_path: Path) -> None:
+    assert sleep_through(submit("r"), 0, tmp_path) == [None]
+
+
+def test_the_loop_sleeps_until_something_is_due(tmp_path: Path) -> None:
+    slept_s = sleep_through(KvbmUp("k1"), 3, tmp_path / "nowhere")
+    assert slept_s == [BACK_OFF_FIRST_S, 2 * BACK_OFF_FIRST_S, 4 * BACK_OFF_FIRST_S, 8 * BACK_OFF_FIRST_S]
+
+
+class BrokenRunner(FakeRunner):
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        raise ZeroDivisionError("the device is gone")
+
+
+def test_what_the_runner_raises_comes_out() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run([submit("r")], runner=BrokenRunner(block_size=2, capacity_blocks=16, context_length=32))

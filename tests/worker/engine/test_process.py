@@ -1,0 +1,29 @@
+"""worker/engine/process.py: what an engine's process is started with; the rest is in test_engine_process.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.worker.config import WorkerConfig
+from services.worker.engine.process import engine_environment
+
+CUDA = WorkerConfig(model="m", device="cuda", cache="/var/models")
+
+
+def test_an_engine_is_told_its_threads_and_hears_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_NATS_PASSWORD", "secret")
+    told = engine_environment(WorkerConfig(model="m", threads=3))
+    assert told["OMP_NUM_THREADS"] == told["OPENBLAS_NUM_THREADS"] == "3"
+    assert not any(name.startswith("HEADRACE_") for name in told)
+    assert "CUPY_CACHE_DIR" not in told
+
+
+def test_compiled_kernels_are_kept_beside_the_weights_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    assert engine_environment(CUDA)["CUPY_CACHE_DIR"] == "/var/models/cupy"
+    relative = WorkerConfig(model="m", device="cuda", cache="models")
+    assert engine_environment(relative)["CUPY_CACHE_DIR"] == str(Path.cwd() / "models" / "cupy")
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/elsewhere")
+    assert engine_environment(CUDA)["CUPY_CACHE_DIR"] == "/elsewhere"

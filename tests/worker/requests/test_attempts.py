@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import msgspec
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.worker.messages import Ready
+from services.worker.requests.attempts import Attempts
+from shared.hashing import pack_tokens
+from shared.messages import Accepted, FinishReason, Generate, KvLayout, Part, Refused, Sampling
+
+FACTS = Ready(
+    context_length=64,
+    vocab_size=100,
+    eos_token_ids=(0,),
+    block_size=4,
+    capacity_blocks=16,
+    kv_layout=KvLayout("float32", 1, 1, 1, 4),
+)
+
+
+def generate(request: str, *, tokens: int = 4, prompt: int = 4, frontend: str = "f", model: str = "model") -> Generate:
+    return Generate(
+        request=request,
+        attempt=1,
+        model=model,
+        frontend=frontend,
+        tokens=pack_tokens(range(tokens)),
+        prompt_tokens=prompt,
+        sampling=Sampling(max_tokens=8),
+        time_left_s=1.0,
+    )
+
+
+def part(request: str, *, first: int = 0, finish: FinishReason | None = None) -> Part:
+    return Part(request=request, attempt=1, first=first, tokens=pack_tokens([7]), finish=finish)
+
+
+def attempts(*, most_living: int = 4, most_waiting_tokens: int = 100) -> Attempts:
+    return Attempts(model="model", most_living=most_living, most_waiting_tokens=most_waiting_tokens, most_remembered=4)
+
+
+def code(account: Attempts, asked: Generate, facts: Ready | None = FACTS) -> str:
+    reply, _ = account.admit(asked, facts)
+    return reply.code if isinstance(reply, Refused) else "accepted"
+
+
+def test_a_repeated_attempt_is_accepted_once_also_after_its_end() -> None:
+    account = attempts()
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 1)
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 0)
+    account.tell(part("r", finish="stop"))
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 0)
+
+
+def test_a_living_attempt_is_not_accepted_for_a_second_frontend_that_would_hear_nothing_of_it() -> None:
+    account = attempts()
+    assert code(account, generate("r", frontend="f")) == "accepted"
+    assert code(account, generate("r", frontend="g")) == "bad_request"
+    assert [stream.request for stream in account.of("f")] == ["r"]
+
+
+def test_a_generate_that_its_cancel_overtook_computes_nothing() -> None:
+    account = attempts()
+    assert not account.cancel(("r", 1)), "the engine does not know it"
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), False)
+    assert account.names == []
+    for number in range(10):
+        account.cancel((f"r{number}", 1))
+        account.validate()
+
+
+def test_numbers_are_never_used_twice() -> None:
+    account = attempts()
+    numbers = [account.admit(generate(request), FACTS)[1] for request in "ab"]
+    account.forget(("b", 1))
+    account.tell(part("a", finish="stop"))
+    numbers += [account.admit(generate(request), FACTS)[1] for request in "cb"]
+    assert numbers == [1, 2, 3, 4]
+
+
+def test_each_refusal_has_its_code() -> None:
+    account = attempts(most_living=1)
+    assert code(account, generate("a"), None) == "not_ready"
+    assert code(account, generate("a", model="other")) == "wrong_model"
+    assert code(account, generate("a", tokens=200)) == "bad_request"
+    assert code(account, generate("a")) == "accepted"
+    assert code(account, generate("b")) == "overloaded"
+    account.draining = True
+    assert code(account, generate("c")) == "draining"
+
+
+def test_a_grammar_is_refused_by_name_where_it_would_be_passed_over() -> None:
+    asked = generate("a")
+    held = msgspec.structs.replace(asked, sampling=Sampling(max_tokens=8, grammar='start: "a"'))
+    reply, _ = attempts().admit(held, FACTS)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.grammar: this engine cannot be held to one")
+    able = msgspec.structs.replace(FACTS, grammars=True)
+    assert code(attempts(), held, able) == "accepted"
+    for wrong in ({"ignore_eos": True}, {"grammar": "x" * 300_000}):
+        sampling = msgspec.structs.replace(held.sampling, **wrong)
+        assert code(attempts(), msgspec.structs.replace(asked, sampling=sampling), able) == "bad_request"
+
+
+def test_what_is_embedded_is_a_prompt_alone_which_may_fill_the_context() -> None:
+    def asked(tokens: int, prompt: int) -> Generate:
+        sampling = Sampling(max_tokens=1, pooling="mean")
+        return msgspec.structs.replace(generate("a", tokens=tokens, prompt=prompt), sampling=sampling)
+
+    able = msgspec.structs.replace(FACTS, embedding_size=8)
+    reply, _ = attempts().admit(asked(4, 4), FACTS)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.pooling: this engine embeds nothing")
+    assert code(attempts(), asked(FACTS.context_length, FACTS.context_length), able) == "accepted"
+    assert code(attempts(), asked(FACTS.context_length + 1, FACTS.context_length + 1), able) == "bad_request"
+    reply, _ = attempts().admit(asked(5, 4), able)
+    assert isinstance(reply, Refused)
+    assert reply.reason == "prompt_tokens: 4 of 5 tokens, but what is embedded has no output"
+
+
+def test_a_bias_is_refused_by_name_where_it_would_be_passed_over_or_is_none() -> None:
+    asked = generate("a")
+
+    def biased(*biases: tuple[int, float]) -> Generate:
+        return msgspec.structs.replace(asked, sampling=Sampling(max_tokens=8, logit_bias=biases))
+
+    reply, _ = attempts().admit(biased((5, 1.0)), FACTS)
+    assert isinstance(reply, Refused)
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.logit_bias: this engine adds none")
+    able = msgspec.structs.replace(FACTS, biases=True)
+    assert code(attempts(), biased((5, 100.0), (6, -100.0)), able) == "accepted"
+    many = [(token, 1.0) for token in range(301)]
+    for wrong in ([(5, 1.0), (5, 1.0)], [(5, 100.5)], [(5, math.nan)], [(-1, 1.0)], [(FACTS.vocab_size, 1.0)], many):
+        reply, _ = attempts().admit(biased(*wrong), able)
+        assert isinstance(reply, Refused)
+        assert reply.reason.startswith("sampling.logit_bias: "), wrong
+
+
+def test_tokens_that_wait_are_bounded_until_their_first_part() -> None:
+    account = attempts(most_waiting_tokens=10)
+    assert code(account, generate("a", tokens=8)) == "accepted"
+    assert code(account, generate("b", tokens=8)) == "overloaded"
+    account.tell(part("a"))
+    assert code(account, generate("b", tokens=8)) == "accepted"
+
+
+def test_an_attempt_is_cancelled_once() -> None:
+    account = attempts()
+    account.admit(generate("r"), FACTS)
+    assert account.cancel(("r", 1))
+    assert not account.cancel(("r", 1))
+    assert not account.cancel(("stranger", 1))
+
+
+def test_an_attempt_that_the_engine_did_not_take_may_come_again() -> None:
+    account = attempts()
+    account.admit(generate("r"), FACTS)
+    account.forget(("r", 1))
+    account.validate()
+    assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 2)
+
+
+def test_when_the_engine_is_lost_every_attempt_ends_where_it_was() -> None:
+    account = attempts()
+    account.admit(generate("a", frontend="f"), FACTS)
+    account.admit(generate("b", tokens=6, frontend="g"), FACTS)
+    account.tell(part("a"))
+    ended = account.fail_all("gone")
+    assert [(p.request, p.first, p.finish, p.error) for p in ended["f"]] == [("a", 1, "error", "gone")]
+    assert [(p.request, p.first) for p in ended["g"]] == [("b", 2)]
+    assert account.names == []
+
+
+def test_a_frontends_streams_say_how_far_they_are() -> None:
+    account = attempts()
+    account.admit(generate("a"), FACTS)
+    account.admit(generate("b", frontend="g"), FACTS)
+    account.tell(part("a"))
+    assert [(stream.request, stream.produced) for stream in account.of("f")] == [("a", 1)]
+    account.advance([1, 2])
+    account.advance([1])
+    assert [(stream.request, stream.produced) for stream in account.of("f")] == [("a", 3)]
+    assert [(stream.request, stream.produced) for stream in account.of("g")] == [("b", 1)]
+
+
+class AttemptsMachine(RuleBasedStateMachine):
+    """No attempt is computed twice while it is remembered, and each that was accepted ends once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.account = attempts(most_living=3, most_waiting_tokens=20)
+        self.living: dict[str, int] = {}
+        """Request → length of its output."""
+        self.numbers: dict[str, int] = {}
+
+    @rule(number=st.integers(0, 6), tokens=st.integers(1, 12))
+    def admit(self, number: int, tokens: int) -> None:
+        reply, new = self.account.admit(generate(f"r{number}", tokens=tokens, prompt=1), FACTS)
+        assert not new or (isinstance(reply, Accepted) and f"r{number}" not in self.living)
+        if new:
+            self.living[f"r{number}"] = tokens - 1
+            self.numbers[f"r{number}"] = new
+
+    @precondition(lambda self: self.living)
+    @rule(choice=st.integers(0, 6), finish=st.sampled_from([None, "stop", "length"]))
+    def tell(self, choice: int, finish: FinishReason | None) -> None:
+        name = sorted(self.living)[choice % len(self.living)]
+        self.account.tell(part(name, first=self.living[name], finish=finish))
+        self.living[name] += 1
+        if finish is not None:
+            del self.living[name]
+
+    @rule()
+    def advance(self) -> None:
+        self.account.advance([self.numbers[name] for name in self.living])
+        self.living = {name: produced + 1 for name, produced in self.living.items()}
+
+    @rule()
+    def lose_the_engine(self) -> None:
+        ended = {p.request: p.first for p in self.account.fail_all("lost").get("f", [])}
+        assert ended == self.living
+        self.living.clear()
+
+    @invariant()
+    def consistent(self) -> None:
+        self.account.validate()
+        assert {stream.request: stream.produced for stream in self.account.of("f")} == self.living
+
+
+TestAttemptsMachine = AttemptsMachine.TestCase
+TestAttemptsMachine.settings = settings(max_examples=40, stateful_step_count=25)

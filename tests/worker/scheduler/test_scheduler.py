@@ -1,0 +1,618 @@
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.worker.messages import Drawn, Work
+from services.worker.scheduler.scheduler import MOST_NOT_FINITE
+from shared.errors import ModelError
+from shared.hashing import content_keys, pack_tokens, root_key
+from shared.messages import NOT_BEGUN, NOT_FINITE, Pooling, Sampling
+from tests.worker.fake_runner import EOS, continuation, embedding
+from tests.worker.scheduled import Engine
+
+PROMPT = [1, 2, 3, 4, 1, 2]
+LONG = [1 + position % 4 for position in range(40)]
+NO_EOS = Sampling(max_tokens=8, ignore_eos=True)
+MEAN, LAST = Sampling(max_tokens=1, pooling="mean"), Sampling(max_tokens=1, pooling="last")
+
+
+def test_a_prompt_is_continued_until_its_last_token() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.run()
+    assert len(engine.output("a")) == 8
+    assert engine.last("a").finish == "length"
+
+
+def test_an_end_token_stops_and_is_the_last_of_its_part() -> None:
+    engine = Engine()
+    prompt = next([1, 2, n, m] for n in range(5) for m in range(5) if continuation([1, 2, n, m], 8, 64)[-1] == EOS)
+    engine.submit("a", prompt)
+    engine.run()
+    assert engine.last("a").finish == "stop"
+    assert engine.output("a")[-1] == EOS
+
+
+def test_a_stop_token_stops_even_where_eos_is_ignored() -> None:
+    engine = Engine()
+    stop = continuation(PROMPT, 1, 64)[0]
+    engine.submit("a", PROMPT, sampling=Sampling(max_tokens=8, ignore_eos=True, stop_token_ids=(stop,)))
+    engine.run()
+    assert engine.output("a") == [stop]
+    assert engine.last("a").finish == "stop"
+
+
+def test_the_context_length_ends_a_sequence() -> None:
+    engine = Engine(context_length=10)
+    engine.submit("a", PROMPT, sampling=Sampling(max_tokens=100, ignore_eos=True))
+    engine.run()
+    assert len(engine.output("a")) == 4
+    assert engine.last("a").finish == "length"
+
+
+def test_a_prompt_that_fills_the_context_is_an_error() -> None:
+    engine = Engine(context_length=6)
+    engine.submit("a", PROMPT)
+    engine.run()
+    assert engine.last("a").finish == "error"
+    assert "context of 6" in engine.last("a").error
+
+
+def test_a_prompt_larger_than_the_cache_is_an_error_at_once() -> None:
+    engine = Engine(capacity_blocks=2)
+    engine.submit("a", PROMPT)
+    engine.run()
+    assert engine.last("a").finish == "error"
+    assert "do not fit" in engine.last("a").error
+
+
+def test_a_sequence_that_outgrows_the_whole_cache_ends_with_an_error_and_keeps_its_tokens() -> None:
+    engine = Engine(capacity_blocks=4)
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.run()
+    assert engine.last("a").finish == "error"
+    assert "KV cache" in engine.last("a").error
+    assert len(engine.output("a")) == 3
+
+
+def test_a_draw_that_failed_ends_its_sequence_with_the_error_and_no_other() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.submit("b", LONG[:4], sampling=NO_EOS)
+    works = engine.scheduler.schedule(0.0)
+    assert [work.draws for work in works] == [True, False], "a's prompt is 6 of the step's 8 tokens"
+    outcome = engine.scheduler.advance([Drawn(0, error="nothing can follow"), None], 0.001)
+    engine.scheduler.validate()
+    [failed] = outcome.notable
+    assert (failed.request, failed.finish, failed.error, failed.tokens) == ("a", "error", "nothing can follow", b"")
+    assert engine.scheduler.load().running == 1
+
+
+NOT_FINITE_ROW = Drawn(0, error=f"{NOT_FINITE}: its logits", suspect=True)
+
+
+def step_with(engine: Engine, failing: Callable[[Work], bool]) -> int:
+    """A step in which the numbers of some works are not finite; returns of how many."""
+    works = engine.scheduler.schedule(engine.now_s)
+    drawn = engine.runner.step(works)
+    failed = [work.ends and failing(work) for work in works]
+    rows = [NOT_FINITE_ROW if is_failed else one for one, is_failed in zip(drawn, failed, strict=True)]
+    engine.take(engine.scheduler.advance(rows, 0.01))
+    engine.check()
+    return sum(failed)
+
+
+def test_numbers_that_are_not_finite_fail_their_sequence_only_and_it_is_computed_again_from_its_tokens() -> None:
+    engine = Engine()
+    engine.copies = True  # a block may outlive one that was forgotten
+    engine.submit("first", PROMPT, max_tokens=1)
+    engine.run()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.submit("b", [4, 4, 4], sampling=NO_EOS)
+    for _ in range(3):
+        engine.step()
+    assert engine.last("a").cached_tokens == 4
+    produced = len(engine.output("a"))
+    computed = engine.runner.computed_tokens
+    assert step_with(engine, lambda work: work.history[0] == PROMPT[0]) == 1
+    assert len(engine.output("a")) == produced
+    assert len(engine.output("b")) == 4
+    cached = {content.key for content in engine.scheduler.snapshot()}
+    assert cached.isdisjoint(content_keys(root_key("model"), pack_tokens(PROMPT), 2)), "they have left the cache"
+    assert cached, "those of others have not"
+    engine.run()
+    assert engine.last("a").finish == engine.last("b").finish == "length"
+    assert engine.runner.computed_tokens - computed > len(PROMPT) + produced, "nothing was taken from the cache"
+    assert (engine.scheduler.load().recomputed, engine.scheduler.load().not_finite) == (1, 0)
+    untroubled = Engine()
+    untroubled.submit("a", PROMPT, sampling=NO_EOS)
+    untroubled.submit("b", [4, 4, 4], sampling=NO_EOS)
+    untroubled.run()
+    assert (engine.output("a"), engine.output("b")) == (untroubled.output("a"), untroubled.output("b"))
+
+
+def test_numbers_that_are_not_finite_twice_end_the_sequence_with_an_error_and_no_other() -> None:
+    engine = Engine()
+    engine.copies = True
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.submit("b", [4, 4, 4], sampling=NO_EOS)
+    while engine.scheduler.busy:
+        step_with(engine, lambda work: work.history[0] == PROMPT[0])
+    assert engine.last("a").finish == "error"
+    assert engine.last("a").error.startswith(NOT_FINITE)
+    assert engine.last("b").finish == "length"
+    assert (engine.scheduler.load().recomputed, engine.scheduler.load().not_finite) == (1, 1)
+    assert engine.scheduler.load().held_blocks == 0
+
+
+def test_one_that_shares_blocks_with_a_failed_sequence_goes_on_and_its_slots_are_free_in_the_end() -> None:
+    engine = Engine()
+    engine.copies = True
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.step()
+    engine.submit("b", [*PROMPT, 3], sampling=NO_EOS)
+    engine.step()
+    assert step_with(engine, lambda work: work.prompt_tokens == len(PROMPT)) == 1
+    assert engine.scheduler.load().running == 1, "the other one"
+    engine.run()
+    alone = Engine()
+    alone.submit("b", [*PROMPT, 3], sampling=NO_EOS)
+    alone.run()
+    assert engine.output("b") == alone.output("b")
+    assert engine.last("a").finish == "length"
+
+
+def overflow(engine: Engine, first: int, last: int) -> None:
+    """Requests, one after the other, of which each ends because its numbers are not finite; a probe's numbers are."""
+    for attempt in range(first, last):
+        engine.submit("overflows", PROMPT, sampling=NO_EOS, attempt=attempt)
+        while engine.scheduler.load().waiting + engine.scheduler.load().running:
+            step_with(engine, lambda work: work.prompt_tokens == len(PROMPT))
+        assert engine.last("overflows", attempt).error.startswith(NOT_FINITE)
+
+
+def test_where_nothing_is_finite_any_more_the_engine_ends() -> None:
+    engine = Engine()
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE)
+    with pytest.raises(ModelError, match="16 sequences in a row, and a single token after them"):
+        step_with(engine, lambda _: True)
+
+
+def test_requests_that_all_overflow_end_no_engine_whose_other_numbers_are_finite() -> None:
+    engine = Engine()
+    engine.copies = True
+    for rounds in range(3):
+        first = MOST_NOT_FINITE * rounds
+        overflow(engine, first, first + MOST_NOT_FINITE)
+        assert engine.scheduler.busy, "the probe is due though no request is there"
+        [probe] = engine.step()
+        assert (list(probe.tokens), probe.start, probe.end, probe.prompt_tokens, probe.draws) == ([0], 0, 1, 1, True)
+        assert not engine.scheduler.busy
+        assert engine.scheduler.load().held_blocks == 0
+        assert engine.parts.keys() == {("overflows", attempt) for attempt in range(first + MOST_NOT_FINITE)}
+    assert engine.scheduler.load().not_finite == 3 * MOST_NOT_FINITE
+
+
+def test_a_token_drawn_between_failures_makes_a_probe_unnecessary() -> None:
+    engine = Engine()
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE - 1)
+    engine.submit("between", LONG[:2], max_tokens=1)
+    engine.run()
+    overflow(engine, MOST_NOT_FINITE, 2 * MOST_NOT_FINITE - 1)
+    assert not engine.scheduler.busy
+
+
+def test_a_token_drawn_in_the_step_of_a_probe_counts_as_the_probe_does() -> None:
+    engine = Engine()
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE)
+    engine.submit("fine", LONG[:2], sampling=NO_EOS)
+    assert step_with(engine, lambda work: work.prompt_tokens == 1) == 1
+    engine.run()
+    assert engine.last("fine").finish == "length"
+
+
+def test_a_probe_goes_before_new_prompts_and_the_step_computes_no_more_sequences_than_may_run() -> None:
+    engine = Engine(max_running=1)
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE)
+    engine.submit("waits", PROMPT, max_tokens=1)
+    assert [work.prompt_tokens for work in engine.step()] == [1]
+    assert [work.prompt_tokens for work in engine.step()] == [len(PROMPT)]
+    assert engine.last("waits").finish == "length"
+
+
+def test_a_probe_waits_for_a_free_block() -> None:
+    engine = Engine()
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE)
+    pool = engine.scheduler._pool
+    taken, _ = pool.allocate(pool.available)
+    assert engine.scheduler.schedule(engine.now_s) == []
+    engine.scheduler.advance([], 0.0)
+    assert not engine.scheduler.busy, "it waits without a spin"
+    for slot in taken:
+        pool.release(slot)
+    engine.scheduler.let_go([])
+    assert engine.scheduler.busy
+    assert [work.prompt_tokens for work in engine.step()] == [1]
+    assert not engine.scheduler.busy
+
+
+def test_a_repeated_prompt_is_found_but_its_last_token_is_computed() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, max_tokens=1)
+    engine.run()
+    computed = engine.runner.computed_tokens
+    engine.submit("b", PROMPT, max_tokens=1)
+    engine.run()
+    assert engine.last("b").cached_tokens == 4
+    assert engine.runner.computed_tokens == computed + 2
+    assert engine.output("a") == engine.output("b")
+
+
+def test_output_is_found_by_the_next_turn() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.run()
+    engine.submit("b", [*PROMPT, *engine.output("a"), 1])
+    engine.run()
+    assert engine.last("b").cached_tokens == 12
+
+
+def test_tenants_with_different_salts_share_nothing() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, salt="one")
+    engine.run()
+    engine.submit("b", PROMPT, salt="two")
+    engine.run()
+    assert engine.last("b").cached_tokens == 0
+    engine.submit("c", PROMPT, salt="one")
+    engine.run()
+    assert engine.last("c").cached_tokens == 4
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
+    engine = Engine(capacity_blocks=64)
+    engine.submit("decoding", PROMPT, sampling=Sampling(max_tokens=20, ignore_eos=True))
+    engine.step()
+    engine.submit("long", LONG, max_tokens=1)
+    steps = 0
+    while not engine.parts["long", 1]:
+        works = engine.step()
+        steps += 1
+        assert sum(len(work.tokens) for work in works) <= 8
+        assert len(works[0].tokens) == 1, "the decode goes first"
+    assert steps >= len(LONG) // 8
+    assert len(engine.output("decoding")) == 1 + steps
+
+
+def test_decodes_beyond_the_budget_do_not_starve_a_prefill() -> None:
+    engine = Engine(capacity_blocks=64, max_running=8, step_tokens=2)
+    for number in range(6):
+        engine.submit(f"decoding {number}", [number % 4 + 1], sampling=Sampling(max_tokens=40, ignore_eos=True))
+    for _ in range(6):
+        engine.step()
+    engine.submit("late", PROMPT, max_tokens=1)
+    for _ in range(3):
+        engine.step()
+    assert engine.last("late").finish is not None
+
+
+def test_siblings_that_arrive_together_share_what_the_first_computed() -> None:
+    engine = Engine(capacity_blocks=64)
+    engine.submit("a", [*LONG, 1], max_tokens=1)
+    engine.submit("b", [*LONG, 2], max_tokens=1)
+    engine.run()
+    assert engine.last("a").cached_tokens == 0
+    assert engine.last("b").cached_tokens >= 32
+    assert engine.runner.computed_tokens <= len(LONG) + 12
+
+
+def test_the_youngest_of_the_lowest_priority_gives_its_blocks_back() -> None:
+    engine = Engine(capacity_blocks=8)
+    six = Sampling(max_tokens=6, ignore_eos=True)
+    engine.submit("old", [1, 1], sampling=six)
+    engine.submit("young", [2, 2], sampling=six)
+    engine.submit("urgent", [3, 3], sampling=six, priority=1)
+    engine.run()
+    assert engine.scheduler.load().preemptions > 0
+    for name, prompt in (("old", [1, 1]), ("young", [2, 2]), ("urgent", [3, 3])):
+        assert len(engine.output(name)) == 6, name
+        tokens = [*prompt, *engine.output(name)]
+        assert [continuation(tokens[:end], 1, 64)[0] for end in range(2, 8)] == tokens[2:]
+
+
+def test_draws_are_numbered_by_position_also_after_a_preemption() -> None:
+    engine = Engine(capacity_blocks=5)
+    six = Sampling(max_tokens=6, ignore_eos=True)
+    engine.submit("a", [1, 1], sampling=six)
+    engine.submit("b", [2, 2], sampling=six)
+    drawn: dict[int, list[int]] = defaultdict(list)
+    while engine.scheduler.busy:
+        for work in engine.step():
+            if work.draws:
+                drawn[work.sequence].append(work.draw_index)
+    assert engine.scheduler.load().preemptions > 0
+    assert list(drawn.values()) == [list(range(6)), list(range(6))]
+
+
+def test_a_continuation_counts_from_the_original_prompt() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.run()
+    whole = engine.output("a")
+    fresh = Engine()
+    fresh.submit("a", PROMPT, attempt=2, produced=whole[:3], sampling=NO_EOS)
+    fresh.run()
+    assert fresh.parts["a", 2][0].first == 3
+    assert fresh.output("a", 2) == whole[3:]
+    assert fresh.last("a", 2).finish == "length"
+
+
+def test_a_continuation_with_nothing_left_ends_at_once() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, produced=[1, 2, 3], max_tokens=3)
+    engine.run()
+    assert engine.last("a").finish == "length"
+    assert engine.output("a") == []
+
+
+def test_cancelling_frees_the_blocks_in_the_middle_of_a_prefill() -> None:
+    engine = Engine(capacity_blocks=64)
+    engine.submit("a", LONG)
+    engine.step()
+    assert engine.scheduler.load().held_blocks > 0
+    engine.scheduler.cancel("a", 1)
+    engine.step()
+    assert engine.last("a").finish == "cancelled"
+    assert engine.scheduler.load().held_blocks == 0
+
+
+def test_cancelling_another_attempt_changes_nothing() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT)
+    engine.scheduler.cancel("a", 2)
+    engine.run()
+    assert engine.last("a").finish in ("length", "stop")
+
+
+def test_an_attempt_ends_at_its_deadline_waiting_or_running() -> None:
+    engine = Engine(max_running=1)
+    engine.submit("running", PROMPT, sampling=Sampling(max_tokens=50, ignore_eos=True), time_left_s=0.05)
+    engine.submit("waiting", PROMPT, time_left_s=0.04)
+    engine.run()
+    assert engine.last("running").finish == "deadline"
+    assert engine.last("waiting").finish == "deadline"
+    assert engine.output("waiting") == []
+
+
+def test_an_attempt_that_was_in_no_step_in_time_ends_with_an_error_that_frontends_know() -> None:
+    engine = Engine(max_running=1)
+    engine.submit("running", PROMPT, sampling=Sampling(max_tokens=20, ignore_eos=True), wait_left_s=0.05)
+    engine.submit("waits", PROMPT, wait_left_s=0.05)
+    engine.submit("patient", PROMPT, max_tokens=1)
+    while not engine.parts["waits", 1]:
+        assert engine.now_s < 0.07
+        engine.step()
+    assert engine.now_s >= 0.05
+    [end] = engine.parts["waits", 1]
+    assert (end.finish, end.error, end.tokens) == ("error", f"{NOT_BEGUN}: the worker computes 1 others", b"")
+    engine.run()
+    assert len(engine.output("running")) == 20, "it had begun in time"
+    assert engine.last("patient").finish == "length", "its wait has no limit"
+
+
+def test_an_attempt_that_was_preempted_may_wait_again_as_long_as_it_has_to() -> None:
+    engine = Engine(capacity_blocks=8)
+    six = Sampling(max_tokens=6, ignore_eos=True)
+    for name, prompt, priority in (("old", [1, 1], 0), ("young", [2, 2], 0), ("urgent", [3, 3], 1)):
+        engine.submit(name, prompt, sampling=six, priority=priority, wait_left_s=0.001)
+    engine.run()
+    assert engine.scheduler.load().preemptions > 0
+    assert all(engine.last(name).finish == "length" for name in ("old", "young", "urgent"))
+
+
+def test_of_a_deadline_and_a_wait_that_are_over_the_deadline_is_the_reason() -> None:
+    engine = Engine(max_running=1)
+    engine.submit("running", PROMPT, sampling=Sampling(max_tokens=20, ignore_eos=True))
+    engine.submit("waits", PROMPT, time_left_s=0.04, wait_left_s=0.04)
+    engine.run()
+    assert engine.last("waits").finish == "deadline"
+
+
+def test_a_higher_priority_goes_first_and_equals_in_order_of_arrival() -> None:
+    engine = Engine(max_running=1)
+    for name, priority in (("a", 0), ("b", 0), ("urgent", 5)):
+        engine.submit(name, PROMPT, max_tokens=1, priority=priority)
+    engine.run()
+    assert [name for name, _ in engine.parts] == ["urgent", "a", "b"]
+
+
+def test_a_full_queue_refuses_by_count_and_by_tokens() -> None:
+    engine = Engine(max_running=1, max_waiting=2)
+    for name in ("a", "b", "c"):
+        engine.submit(name, PROMPT)
+    engine.step()
+    assert "2 attempts wait" in engine.last("c").error
+    engine = Engine(max_running=1, max_waiting_tokens=10)
+    engine.submit("a", PROMPT)
+    engine.submit("b", PROMPT)
+    engine.step()
+    assert "tokens wait" in engine.last("b").error
+
+
+def test_the_same_attempt_is_taken_once() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT)
+    engine.submit("a", PROMPT)
+    engine.run()
+    assert sum(part.finish is not None for part in engine.parts["a", 1]) == 1
+
+
+def test_logprobs_come_where_they_were_asked_for() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, sampling=Sampling(max_tokens=2, ignore_eos=True, logprobs=0))
+    engine.submit("b", PROMPT, sampling=Sampling(max_tokens=2, ignore_eos=True))
+    engine.run()
+    assert all(part.logprobs is not None and len(part.logprobs) == 1 for part in engine.parts["a", 1])
+    assert all(part.logprobs is None for part in engine.parts["b", 1])
+
+
+def test_load_tells_what_a_step_that_only_decodes_takes_lately() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3, 4], sampling=Sampling(max_tokens=50, ignore_eos=True))
+    assert engine.step(elapsed_s=5.0)[0].tokens
+    assert engine.scheduler.load().step_s == 0.0, "that was a prefill"
+    engine.step(elapsed_s=0.1)
+    assert engine.scheduler.load().step_s == 0.1
+    engine.step(elapsed_s=0.2)
+    assert 0.1 < engine.scheduler.load().step_s < 0.15
+    for _ in range(40):
+        engine.step(elapsed_s=0.2)
+    assert 0.18 < engine.scheduler.load().step_s < 0.2
+
+
+def test_an_embedding_is_all_that_comes_of_its_prompt() -> None:
+    engine = Engine(capacity_blocks=64)
+    for name, prompt, sampling in (("a", LONG, MEAN), ("b", LONG, LAST), ("c", [EOS], MEAN), ("d", [3], LAST)):
+        engine.submit(name, prompt, sampling=sampling)
+    engine.run()
+    for name, prompt in (("a", LONG), ("b", LONG), ("c", [EOS]), ("d", [3])):
+        [part] = engine.parts[name, 1]
+        assert (part.first, part.tokens, part.finish, part.embedding) == (0, b"", "stop", embedding(prompt))
+
+
+def test_what_is_embedded_may_fill_the_context() -> None:
+    engine = Engine(context_length=6)
+    engine.submit("fits", PROMPT, sampling=MEAN)
+    engine.submit("too long", [*PROMPT, 1], sampling=MEAN)
+    engine.run()
+    assert engine.last("fits").finish == "stop"
+    assert "context of 6" in engine.last("too long").error
+
+
+def test_a_mean_takes_no_block_from_others_but_leaves_them_its_own() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, max_tokens=1)
+    engine.run()
+    computed = engine.runner.computed_tokens
+    engine.submit("mean", PROMPT, sampling=MEAN)
+    engine.run()
+    assert engine.last("mean").cached_tokens == 0
+    assert engine.runner.computed_tokens == computed + len(PROMPT)
+    engine = Engine()
+    engine.submit("mean", PROMPT, sampling=MEAN)
+    engine.run()
+    for name, sampling in (("last", LAST), ("a", NO_EOS)):
+        engine.submit(name, PROMPT, sampling=sampling)
+        engine.run()
+        assert engine.last(name).cached_tokens == 4
+
+
+def test_a_mean_that_was_preempted_in_its_midst_begins_anew() -> None:
+    engine = Engine(capacity_blocks=23, step_tokens=4)
+    engine.submit("decoding", [1, 1], sampling=Sampling(max_tokens=12, ignore_eos=True), priority=1)
+    engine.step()
+    engine.submit("mean", LONG, sampling=MEAN)
+    engine.run()
+    assert engine.scheduler.load().preemptions > 0
+    assert engine.last("mean").embedding == embedding(LONG)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Whatever is asked for beside it, each prompt gets exactly its own continuation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = Engine(capacity_blocks=10, context_length=24, max_running=3, max_waiting=6, step_tokens=6)
+        self.engine.copies = True  # a block may outlive one that was forgotten
+        self.asked: dict[str, tuple[list[int], Sampling]] = {}
+
+    @rule(
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=26),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 1),
+        time_left_s=st.sampled_from([0.02, 1e9, 1e9, 1e9]),
+        wait_left_s=st.sampled_from([None, None, 0.0, 0.02]),
+        salt=st.sampled_from(["", "", "tenant"]),
+        pooling=st.sampled_from(["", "", "mean", "last"]),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        time_left_s: float,
+        wait_left_s: float | None,
+        salt: str,
+        pooling: Pooling,
+    ) -> None:
+        name, sampling = f"r{len(self.asked)}", Sampling(max_tokens=max_tokens, pooling=pooling)
+        self.asked[name] = (prompt, sampling)
+        self.engine.submit(
+            name,
+            prompt,
+            sampling=sampling,
+            priority=priority,
+            time_left_s=time_left_s,
+            wait_left_s=wait_left_s,
+            salt=salt,
+        )
+
+    @precondition(lambda self: self.asked)
+    @rule(pick=st.integers(0, 100))
+    def cancel(self, pick: int) -> None:
+        self.engine.scheduler.cancel(f"r{pick % len(self.asked)}", 1)
+
+    @rule(count=st.integers(1, 6), elapsed_s=st.sampled_from([0.001, 0.01, 0.5]))
+    def step(self, count: int, elapsed_s: float) -> None:
+        for _ in range(count):
+            works = self.engine.step(elapsed_s)
+            assert works or not self.engine.scheduler.load().waiting, "attempts wait and nothing is computed"
+
+    @rule(pick=st.integers(0, 2))
+    def step_that_is_not_finite(self, pick: int) -> None:
+        """Of one of its works, but for a probe; each block may outlive another from then on."""
+        self.engine.copies = True
+        numbers = itertools.count()
+        step_with(self.engine, lambda work: work.history[0] != 0 and next(numbers) == pick)
+
+    @rule(count=st.integers(1, 40))
+    def overflow(self, count: int) -> None:
+        """The numbers of all requests are not finite for some steps; those of a probe are."""
+        self.engine.copies = True
+        for _ in range(count):
+            step_with(self.engine, lambda work: work.history[0] != 0)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.engine.scheduler.validate()
+
+    def teardown(self) -> None:
+        self.engine.run()
+        for name, (prompt, sampling) in self.asked.items():
+            expected = [] if sampling.pooling else continuation(prompt, sampling.max_tokens, 24)
+            output, last = self.engine.output(name), self.engine.last(name)
+            assert last.embedding == (embedding(prompt) if sampling.pooling and last.finish == "stop" else b"")
+            assert sum(part.finish is not None for part in self.engine.parts[name, 1]) == 1
+            assert output == expected[: len(output)]
+            if last.finish in ("stop", "length"):
+                assert output == expected
+            else:
+                assert last.finish in ("cancelled", "deadline", "error")
+            assert last.finish != "error" or last.error
+            assert not (output and last.error.startswith(NOT_BEGUN))
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=25)

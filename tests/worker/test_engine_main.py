@@ -1,0 +1,356 @@
+"""The engine as a real process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.kvbm.answers import Bounds
+from services.worker.config import Dtype, EngineConfig, KvbmConfig, SimulatedConfig, WorkerConfig
+from services.worker.engine.channel import PeerGone
+from services.worker.engine.process import EngineClient
+from services.worker.engine_main import _first, _load
+from services.worker.messages import (
+    EngineReport,
+    Exchanged,
+    Failed,
+    KvbmAsk,
+    KvbmLink,
+    KvbmReply,
+    KvbmUp,
+    Loading,
+    Ready,
+    Stepped,
+    Submit,
+)
+from services.worker.mover import Copy
+from services.worker.transfer.errors import DeviceFailed
+from services.worker.transfer.host_copier import HostCopier
+from shared.blocks import Content
+from shared.errors import ModelError
+from shared.hashing import ContentKey, pack_tokens, unpack_tokens
+from shared.kvbm_messages import StoreLayout
+from shared.messages import Part, Sampling
+from shared.pool_map import PoolMap
+from tests.tiny_model import write_tiny_model
+from tests.worker.kvbm_drawer import Drawer
+from tests.worker.pool_file import make_pool
+from tests.worker.shell import LIMIT_S, write_model
+
+
+def echo(tmp_path: Path) -> WorkerConfig:
+    return WorkerConfig(model=str(write_model(tmp_path / "model")), engine="echo", capacity_blocks=64)
+
+
+def simulated(tmp_path: Path, **times: float | str) -> WorkerConfig:
+    model = str(write_model(tmp_path / "model"))
+    settings = msgspec.convert(times, SimulatedConfig)
+    return WorkerConfig(model=model, engine="simulated", capacity_blocks=64, simulated=settings)
+
+
+async def ready(engine: EngineClient) -> Ready:
+    async with asyncio.timeout(LIMIT_S):
+        report: EngineReport = Loading("", 0.0)
+        while isinstance(report, Loading):
+            report = await engine.receive()
+    assert isinstance(report, Ready), report
+    return report
+
+
+async def answer(
+    engine: EngineClient,
+    prompt: list[int],
+    max_tokens: int,
+    steps: list[Stepped] | None = None,
+    store: Store | None = None,
+) -> list[Part]:
+    submit = Submit(
+        request="r",
+        attempt=1,
+        frontend="f",
+        tokens=pack_tokens(prompt),
+        prompt_tokens=len(prompt),
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        time_left_s=60.0,
+    )
+    assert engine.submit(submit)
+    parts: list[Part] = []
+    async with asyncio.timeout(LIMIT_S):
+        while not parts or parts[-1].finish is None:
+            report = await engine.receive()
+            if isinstance(report, KvbmAsk):
+                assert store is not None
+                store.answer(engine, report)
+                continue
+            assert isinstance(report, Stepped), report
+            parts += report.parts.get("f", [])
+            if store is not None:
+                store.exchanged = report.exchanged or store.exchanged
+            if steps is not None:
+                steps.append(report)
+    return parts
+
+
+class Store:
+    """A kvbm in a drawer, and the shells that carry what the engines say to it and hear."""
+
+    def __init__(self, directory: Path, facts: Ready) -> None:
+        self._directory = directory
+        self._layout = StoreLayout(model="tiny", weights=facts.weights, kv=facts.kv_layout)
+        self._disk: dict[ContentKey, tuple[Content, bytes]] = {}
+        self._kvbms = 0
+        self.exchanged = Exchanged()
+        """As an engine told last."""
+        self.drawer = self._open()
+
+    def _open(self) -> Drawer:
+        self._kvbms += 1
+        return Drawer(
+            self._directory, f"k{self._kvbms}", self._layout, Bounds(), self._disk, pool_bytes=self._pool_bytes
+        )
+
+    @property
+    def _pool_bytes(self) -> int:
+        return 64 * max(self._layout.kv.block_bytes, 1 << 14)
+
+    def restart(self) -> None:
+        """What is in memory is lost, all of it was written to disk."""
+        self.drawer.spill(999)
+        self.drawer.close()
+        self.drawer = self._open()
+
+    def answer(self, engine: EngineClient, ask: KvbmAsk) -> None:
+        now_s = asyncio.get_running_loop().time()
+        replies, ticket = self.drawer.answer(ask, now_s)
+        while self.drawer.reads:
+            self.drawer.read("ok", now_s)
+        replies += [reply for reply in self.drawer.advanced.pop(ticket, []) if reply]
+        for index, reply in enumerate(replies, 1):
+            engine.send(KvbmReply(ask.number, reply, last=index == len(replies)))
+
+    async def linked(self, engine: EngineClient) -> None:
+        engine.send(KvbmUp(self.drawer.name))
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                match await engine.receive():
+                    case KvbmAsk() as ask:
+                        self.answer(engine, ask)
+                    case KvbmLink(kvbm) if kvbm == self.drawer.name:
+                        return
+                    case _:
+                        pass
+
+    async def saved(self, engine: EngineClient, blocks: int) -> None:
+        """Until the engine has told that so many of its blocks are stored, perhaps while it answered."""
+        async with asyncio.timeout(LIMIT_S):
+            while self.exchanged.saved_blocks < blocks:
+                match await engine.receive():
+                    case KvbmAsk() as ask:
+                        self.answer(engine, ask)
+                    case Stepped(exchanged=Exchanged() as exchanged):
+                        self.exchanged = exchanged
+                    case _:
+                        pass
+
+
+async def test_it_gets_ready_answers_and_ends_on_shutdown(tmp_path: Path) -> None:
+    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
+    facts = await ready(engine)
+    assert facts.capacity_blocks == 64
+    assert facts.path == str(tmp_path / "model")
+    parts = await answer(engine, [5, 6, 7], 3)
+    assert [token for part in parts for token in unpack_tokens(part.tokens)] == [5, 6, 7]
+    assert await engine.end(LIMIT_S) == 0
+
+
+async def test_a_simulated_engine_takes_its_time_and_says_the_prompt(tmp_path: Path) -> None:
+    engine = await EngineClient.start(simulated(tmp_path, weights_s=0.01, context_length=100), "model", "w1")
+    assert (await ready(engine)).context_length == 100
+    steps: list[Stepped] = []
+    parts = await answer(engine, [5, 6, 7], 4, steps)
+    assert [token for part in parts for token in unpack_tokens(part.tokens)] == [5, 6, 7, 5]
+    assert all(step.elapsed_s >= 0.01 for step in steps if step.tokens)
+    assert await engine.end(LIMIT_S) == 0
+
+
+async def test_a_bad_table_of_times_is_named(tmp_path: Path) -> None:
+    table = tmp_path / "times.toml"
+    table.write_text("decode = []", encoding="utf-8")
+    engine = await EngineClient.start(simulated(tmp_path, table=str(table)), "model", "w1")
+    report = await engine.receive()
+    assert isinstance(report, Failed)
+    assert report.model
+    assert "times.toml" in report.reason
+    assert await engine.end(LIMIT_S) == 1
+
+
+async def test_a_stopped_engine_is_killed_at_the_limit(tmp_path: Path) -> None:
+    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
+    await ready(engine)
+    os.kill(engine.pid, signal.SIGSTOP)
+    assert await engine.end(0.05) == -signal.SIGKILL
+
+
+async def test_interrupts_meant_for_the_shell_do_not_end_it(tmp_path: Path) -> None:
+    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
+    await ready(engine)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(engine.pid, number)
+    assert len(await answer(engine, [5, 6, 7], 2)) == 2
+    assert await engine.end(LIMIT_S) == 0
+
+
+async def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(echo(tmp_path), model=str(tmp_path))
+    engine = await EngineClient.start(config, "model", "w1")
+    report = await engine.receive()
+    assert isinstance(report, Failed)
+    assert report.model
+    assert "config.json" in report.reason
+    with pytest.raises(PeerGone):
+        await engine.receive()
+    assert await engine.end(LIMIT_S) == 1
+
+
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    config = msgspec.json.encode(echo(tmp_path)).decode()
+    program = (
+        "import asyncio, sys, msgspec\n"
+        "from services.worker.config import WorkerConfig\n"
+        "from services.worker.engine.process import EngineClient\n"
+        "async def main():\n"
+        "    engine = await EngineClient.start(msgspec.json.decode(sys.argv[1], type=WorkerConfig), 'model', 'w1')\n"
+        "    await engine.receive()\n"
+        "    print(engine.pid, flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, config], stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None
+        pid = int(shell.stdout.readline())
+        handle = os.pidfd_open(pid)
+        shell.kill()
+        ended, _, _ = select.select([handle], [], [], LIMIT_S)
+        os.close(handle)
+        assert ended
+
+
+async def test_the_native_engine_repeats_itself_from_its_cache(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    config = WorkerConfig(
+        model=str(model), cache=str(tmp_path / "cache"), engine="native", capacity_blocks=64, threads=1
+    )
+    engine = await EngineClient.start(config, "tiny", "w1")
+    facts = await ready(engine)
+    assert facts.vocab_size == 320
+    prompt = [position * 7 % 320 for position in range(100)]
+    first = await answer(engine, prompt, 8)
+    second = await answer(engine, prompt, 8)
+    assert [part.tokens for part in first] == [part.tokens for part in second]
+    assert first[-1].cached_tokens == 0
+    assert second[-1].cached_tokens == 96
+    assert await engine.end(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+async def test_a_prompt_that_one_engine_computed_is_loaded_by_another_and_answered_the_same(
+    tmp_path: Path, kv_dtype: Dtype
+) -> None:
+    config = WorkerConfig(
+        model=str(write_tiny_model(tmp_path / "tiny")),
+        cache=str(tmp_path / "cache"),
+        capacity_blocks=64,
+        threads=1,
+        kv_dtype=kv_dtype,
+        kvbm=KvbmConfig(pool=str(tmp_path / "pool"), wait_s=LIMIT_S),
+    )
+    prompt = [position * 7 % 320 for position in range(100)]
+    first = await EngineClient.start(config, "tiny", "w1")
+    store = Store(tmp_path / "pool", await ready(first))
+    await store.linked(first)
+    computed = await answer(first, prompt, 8, store=store)
+    await store.saved(first, 6)
+    first.kill()
+    second = await EngineClient.start(config, "tiny", "w2")
+    await ready(second)
+    await store.linked(second)
+    loaded = await answer(second, prompt, 8, store=store)
+    assert [part.tokens for part in loaded] == [part.tokens for part in computed]
+    assert (loaded[-1].cached_tokens, loaded[-1].cached_host_tokens) == (96, 96)
+    second.kill()
+    await first.end(LIMIT_S)
+    await second.end(LIMIT_S)
+
+    store.restart()
+    third = await EngineClient.start(config, "tiny", "w3")
+    await ready(third)
+    await store.linked(third)
+    from_disk = await answer(third, prompt, 8, store=store)
+    assert [part.tokens for part in from_disk] == [part.tokens for part in computed]
+    assert (from_disk[-1].cached_tokens, from_disk[-1].cached_disk_tokens) == (96, 96)
+    assert await third.end(LIMIT_S) == 0
+    store.drawer.close()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_blocks_are_compared_where_the_settings_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    monkeypatch.setattr(HostCopier, "differs", lambda _copier, copies: [True for _ in copies])  # the worst machine
+    config = WorkerConfig(
+        model=str(write_tiny_model(tmp_path / "tiny")),
+        cache=str(tmp_path / "cache"),
+        capacity_blocks=8,
+        kvbm=KvbmConfig(verify=verify),
+    )
+    runner = _load(EngineConfig.of(config, "tiny", "w1", parent_pid=os.getpid()), lambda _progress: None)
+    geometry = make_pool(tmp_path / "pool", 1 << 20)
+    slots = PoolMap(tmp_path / "pool").arena(geometry.arena(0, 1, runner.facts.kv_layout.block_bytes))
+    mover = runner.mover(time.monotonic)
+    mover.attach(slots)
+    mover.load(1, [Copy(0, 0), Copy(1, 1)])
+    assert select.select([mover], [], [], LIMIT_S)[0]
+    [copied] = mover.ended()
+    assert (copied.good, copied.differing) == (([False, False], 2) if verify else ([True, True], 0))
+    mover.close()
+    runner.close()
+
+
+async def test_an_engine_without_kv_to_exchange_says_so(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(echo(tmp_path), kvbm=KvbmConfig(pool=str(tmp_path)))
+    engine = await EngineClient.start(config, "model", "w1")
+    report = await engine.receive()
+    assert isinstance(report, Failed)
+    assert report.model
+    assert "kvbm" in report.reason
+    assert await engine.end(LIMIT_S) == 1
+
+
+class Lost:
+    """An engine that cannot be closed."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_wrong: object) -> None:
+        try:
+            raise RuntimeError("an illegal address")
+        except RuntimeError as wrong:
+            raise DeviceFailed("copies cannot be waited for") from wrong
+
+
+def test_a_runners_failure_is_told_where_the_end_of_its_copies_fails_of_it() -> None:
+    with pytest.raises(DeviceFailed) as caught, Lost():
+        raise ModelError("the GPU failed: an illegal address")
+    assert str(_first(caught.value)) == "the GPU failed: an illegal address"
+    with pytest.raises(DeviceFailed) as caught, Lost():
+        pass
+    assert _first(caught.value) is caught.value
