@@ -32,9 +32,9 @@ import msgspec
 import uvloop
 
 from benchmarks.report import ROOT, Goal, report
-from services.router.chains import Chains
-from services.router.events import decode
-from services.router.index import Index
+from services.router.index.chains import Chains
+from services.router.index.index import Index
+from services.router.index.kv_events import decode
 from shared.messages import EVENT_BATCH, BlockStored, EventBatch, EventSource
 from shared.zmq_events import ZmqEvents
 

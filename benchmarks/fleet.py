@@ -24,11 +24,11 @@ from random import Random
 
 from benchmarks.fleet_store import KVBM, BlockStore, PoolPlace, StoreSizes
 from benchmarks.loads import VOCABULARY, Load, Prompts, Request
-from services.router.attached import store
 from services.router.config import RouterConfig
-from services.router.events import decode
-from services.router.model_router import ModelRouter
-from services.router.policy import load_policy
+from services.router.index.kv_events import decode
+from services.router.index.store_ids import store
+from services.router.selection.model_router import ModelRouter
+from services.router.selection.policy import load_policy
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import Exchange
 from services.worker.limits import Limits

@@ -47,9 +47,9 @@ import msgspec
 from benchmarks import index_workload as workload
 from benchmarks.index_workload import INSTANCES, Chain, draw_hashes
 from benchmarks.report import ROOT, Goal, report
-from services.router.chains import Chains
-from services.router.events import Stored, decode
-from services.router.index import Index, Slot
+from services.router.index.chains import Chains
+from services.router.index.index import Index, Slot
+from services.router.index.kv_events import Stored, decode
 from shared.messages import EVENT_BATCH, BlockStored, EventBatch
 
 UNLIMITED = 1 << 40

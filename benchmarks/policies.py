@@ -28,7 +28,7 @@ from benchmarks.fleet import StepTime
 from benchmarks.loads import Load, agents, chats, unshared
 from benchmarks.report import Goal, report
 from benchmarks.trace import Row, capacity, default_timing, line, run_open
-from services.router.policy import BUILT_IN
+from services.router.selection.policy import BUILT_IN
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.timing import Timing
 

@@ -35,8 +35,8 @@ import msgspec
 
 from benchmarks.report import ROOT, Goal, report
 from services.router.config import RouterConfig
-from services.router.model_router import ModelRouter
-from services.router.policies.kv import KvPolicy
+from services.router.selection.model_router import ModelRouter
+from services.router.selection.policies.kv import KvPolicy
 from shared import subjects
 from shared.config import NatsConfig, environment
 from shared.errors import Unavailable

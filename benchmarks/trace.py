@@ -36,7 +36,7 @@ from msgspec import Struct
 from benchmarks.fleet import WINDOW_S, Fleet, StepTime
 from benchmarks.loads import Ideal, Load, ideal, read_trace
 from benchmarks.report import Goal, report
-from services.router.policy import BUILT_IN
+from services.router.selection.policy import BUILT_IN
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.timing import Timing
 

@@ -355,7 +355,7 @@ class SourceState(Struct, frozen=True):
     instance: str
     """A worker's id, or KVBM/LAYOUT."""
     state: str
-    """live, syncing, …: services/router/sources.py draws them; refused."""
+    """live, syncing, …: services/router/sync/source.py draws them; refused."""
     reason: str = ""
     """Why it is refused."""
     partial: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.router.config import RouterConfig
-from services.router.policy import load_policy
+from services.router.selection.policy import load_policy
 from services.router.service import serve
 from shared.lifecycle import Process, run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.router.index import IndexStatistics
-from services.router.load import LoadStatistics
+from services.router.index.index import IndexStatistics
+from services.router.selection.load import LoadStatistics
 from shared.messages import SelectRefused, SelectReply, SourceState
 from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram
 

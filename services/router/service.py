@@ -3,9 +3,9 @@
     select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer; Reserved, if there are others,
                                                                             into the outbox
     load events, load reports, kvbms' reports      ─▶ ModelRouter, Feed
-    explain, state                                 ─▶ people: desk.py
-    reservations                                   ─▶ those living, to a router that starts: joining.py
-    directory changes                              ─▶ models and feeds: following.py
+    explain, state                                 ─▶ people: queries.py
+    reservations                                   ─▶ those living, to a router that starts: replica_sync.py
+    directory changes                              ─▶ models and feeds: follower.py
 
 A model is answered for once its load events are heard and another router has told what was reserved before.
 Whatever cannot be read is counted, logged once a minute, and answered where there is someone to answer.
@@ -22,15 +22,15 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
 
-from services.router import joining
-from services.router.attached import store
-from services.router.chooser import Trouble
+from services.router import replica_sync
 from services.router.config import RouterConfig
-from services.router.desk import Desk
-from services.router.following import Following
+from services.router.index.store_ids import store
 from services.router.metrics import Metrics
-from services.router.model_router import ModelRouter
-from services.router.seldom import Seldom
+from services.router.queries import Desk
+from services.router.rate_limited_log import Seldom
+from services.router.selection.model_router import ModelRouter
+from services.router.selection.policy_guard import Trouble
+from services.router.sync.follower import Following
 from shared import subjects
 from shared.discovery import Registration
 from shared.errors import BusDown, ProtocolError
@@ -189,7 +189,7 @@ class Router:
                 except BusDown:
                     await asyncio.sleep(_TICK_S)
             if len(answering) == 1:  # it hears what is reserved and ended from now on
-                await joining.join(self._runtime, self.models[model], self._metrics)
+                await replica_sync.join(self._runtime, self.models[model], self._metrics)
 
     async def _answer_no_more(self, answering: list[Subscription]) -> None:
         for subscription in answering:
@@ -253,7 +253,7 @@ class Router:
             name = RESERVATIONS_REQUEST.decode(message.payload, message.headers).model
             self._joined_by_s = self._now() + JOINS_WITHIN_S
             if message.reply:
-                await joining.tell(self._runtime, message, self.models.get(name), name)
+                await replica_sync.tell(self._runtime, message, self.models.get(name), name)
         except ProtocolError as wrong:
             self._malformed("reservations", wrong)
         except BusDown as wrong:

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.local.check import BUILT_IN, check
 from deploy.local.stack import Options, Place, Store
-from services.router import policy
+from services.router.selection import policy
 from shared.errors import ConfigError
 from tests.tiny_model import write_tiny_model
 
@@ -38,7 +38,7 @@ def test_what_up_has_set_itself_is_not_asked_about(tmp_path: Path) -> None:
 
 
 def test_a_policys_module_is_loaded_as_routers_do(tmp_path: Path) -> None:
-    checked(tmp_path, msgspec.structs.replace(DEFAULT, policy="services.router.policies.kv:KvPolicy"))
+    checked(tmp_path, msgspec.structs.replace(DEFAULT, policy="services.router.selection.policies.kv:KvPolicy"))
 
 
 @pytest.mark.parametrize(

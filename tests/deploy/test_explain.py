@@ -13,7 +13,7 @@ import pytest
 
 from deploy.local import cli, fleet
 from deploy.local.stack import toml
-from services.router.explaining import asked_for
+from services.router.explain import asked_for
 from shared import subjects
 from shared.config import NatsConfig
 from shared.file_discovery import FileDiscovery

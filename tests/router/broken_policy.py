@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from services.router.question import Facts, Question, Scored, best
+from services.router.selection.candidates import Facts, Question, Scored, best
 
 
 class BrokenPolicy:

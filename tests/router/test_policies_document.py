@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.router.policy import BUILT_IN
+from services.router.selection.policy import BUILT_IN
 from shared.messages import Reserved
 from tests.router.fleet import MODEL, NO_SPECULATION, fleet, tokens_of, until
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from services.router import desk
+from services.router import queries
 from services.router.config import RouterConfig
 from shared import subjects
 from shared.memory_bus import MemoryBus
@@ -249,7 +249,7 @@ async def test_without_a_request_the_latest_choices_are_told() -> None:
 async def test_a_request_that_nobody_knows_is_answered_with_none_also_when_many_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(desk, "PAUSES_LIMIT", 3)
+    monkeypatch.setattr(queries, "PAUSES_LIMIT", 3)
     async with two() as (first, _):
         subject = subjects.explain(NAMESPACE, MODEL)
         told = await asyncio.gather(*(explained(first, subject, "unheard of") for _ in range(10)))

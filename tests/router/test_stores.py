@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router import following
+from services.router.sync import follower
 from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes
 from shared.kvbm_messages import KVBM_REPORT, KvbmReport, LayoutReport
@@ -212,7 +212,7 @@ async def test_a_layout_that_nobody_names_is_not_followed_and_one_that_its_kvbm_
 
 
 async def test_of_one_kvbm_a_bounded_number_of_layouts_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "STORES_LIMIT", 1)
+    monkeypatch.setattr(follower, "STORES_LIMIT", 1)
     async with fleet() as world:
         await kvbm(world, layouts=["l", "m"])
         first = await world.worker("a", kvbm="k", kvbm_layout="l")

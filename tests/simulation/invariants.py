@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from services.router.attached import store
-from services.router.model_router import ModelRouter
+from services.router.index.store_ids import store
+from services.router.selection.model_router import ModelRouter
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import ContentKey, block_hash, event_hash, next_sequence_hash, seed_of
 from shared.messages import Overlap

@@ -17,11 +17,11 @@ from services.frontend.requests.retry import Tries
 from services.frontend.requests.session import Action, Expired, Session
 from services.kvbm.event_log import EventLog
 from services.kvbm.layout import Layout
-from services.router.following import Following
-from services.router.index import CandidateId
-from services.router.load import Load
-from services.router.sources import Source
-from services.router.speculation import Speculation
+from services.router.index.index import CandidateId
+from services.router.selection.load import Load
+from services.router.selection.speculation import Speculation
+from services.router.sync.follower import Following
+from services.router.sync.source import Source
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.service import Worker
 from shared.kvbm_messages import Settled

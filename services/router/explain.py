@@ -1,0 +1,77 @@
+"""What a router tells people: why it chose as it did and what came of it, and how it is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from services.router.index.index import IndexStatistics
+from services.router.selection.decision_log import Decision
+from services.router.selection.model_router import ModelRouter
+from shared.messages import Explanation, Explanations, ModelState
+
+AT_ONCE = 20
+"""Decisions in one answer: the latest."""
+
+
+def asked_for(payload: bytes) -> str:
+    """The request that a question names, as an answer's `id` has it or bare; empty: the latest ones."""
+    request = payload.decode("utf-8", "replace").strip().strip('"')
+    if request.startswith("resp_"):  # …and the frontend that keeps it
+        return request.partition(".")[2] or request
+    return request.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("embd-") or request
+
+
+def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:
+    """The decisions kept of a request, or of all requests where it is empty."""
+    found = [(decision.at_s, model.model, decision) for model in models for decision in model.explain(request, AT_ONCE)]
+    found.sort(key=lambda each: each[0])
+    return Explanations(router, [_explained(name, decision, now_s) for _, name, decision in found[-AT_ONCE:]])
+
+
+def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
+    selected = decision.selected
+    return Explanation(
+        model=model,
+        router=selected.router,
+        request=selected.request,
+        attempt=selected.attempt,
+        age_s=round(now_s - decision.at_s, 6),
+        instance=selected.instance,
+        rank=selected.rank,
+        reason=selected.reason,
+        candidates=selected.candidates,
+        prompt_tokens=decision.prompt_tokens,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        actual_cached_tokens=decision.actual_cached_tokens,
+        first_token_s=_rounded(decision.first_token_s),
+        ended_s=_rounded(decision.ended_s),
+    )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """To microseconds."""
+    return None if seconds is None else round(seconds, 6)
+
+
+def policy_trouble(models: Iterable[ModelRouter]) -> str:
+    """Why not all choices are the policy's, at the worst of the models; empty: they are."""
+    choosers = [model.chooser for model in models]
+    if any(chooser.off for chooser in choosers):
+        return "off: kv chooses"
+    failures = sum(chooser.failures for chooser in choosers)
+    return f"failed: kv made {failures} of its choices" if failures else ""
+
+
+def model_states(models: Mapping[str, ModelRouter]) -> list[ModelState]:
+    """The sizes of what is known of each model."""
+    return [_model_state(model, model.index.statistics()) for model in models.values()]
+
+
+def _model_state(model: ModelRouter, index: IndexStatistics) -> ModelState:
+    return ModelState(
+        model=model.model,
+        instances=len(model.cards),
+        reservations=model.load.statistics().reservations,
+        index_blocks=index.blocks,
+        index_bytes=index.bytes,
+    )

@@ -1,0 +1,1 @@
+"""Which candidates cache which blocks: KV events in, overlaps of a prompt out."""

@@ -1,0 +1,222 @@
+"""Payloads of the KV event stream, in every shape engines have used, as one small set of records. Pure.
+
+    vLLM from 0.32     [ts, [{type: BlockStored, block_hashes: …, …}, …], rank]     maps
+    before             [ts, [["BlockStored", hashes, parent, tokens, …], …]]        arrays, tails of any length
+    SGLang             both, by version; a salt is a field of its own: `cache_salt` in maps, in arrays a map
+                       {cache_salt: …} where vLLM has the LoRA's name; hashes may be negative
+
+Both are decoded by typed decoders, once. What is checked here: size, types, the number of tokens, their range. What
+needs the model card (block size, vocabulary) is checked in `services.router.index.chains`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import ProtocolError
+from shared.hashing import pack_tokens
+from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventHash
+
+EngineHash = int | bytes
+"""An engine's own name for a block: opaque, compared and nothing else."""
+
+PAYLOAD_LIMIT_BYTES = 8 << 20
+BATCH_LIMIT_BLOCKS = 65_536
+"""Of all events of a batch, of which each counts as one at least. A larger one is refused: no engine's step makes it,
+and it would stall the loop."""
+
+_TIERS = {
+    0: ("gpu", "device", "cuda", "hbm"),
+    1: ("cpu", "host", "host_pinned", "cpu_pinned", "cpu_tier1", "dram"),
+    2: ("disk", "ssd", "nvme", "cpu_tier2"),
+}
+_MEDIA = {medium: tier for tier, media in _TIERS.items() for medium in media}
+
+_WINDOWED = ("sliding_window", "chunked_local_attention", "mamba", "linear_attention", "short_conv")
+"""Kinds of KV cache that keep only the end of a prefix, or a state: they do not say how much of it is reusable."""
+
+
+class Stored(Struct, frozen=True):
+    """A run of blocks behind `parent`, each of `block_size` tokens."""
+
+    hashes: list[EngineHash]
+    parent: EngineHash | None
+    tokens: bytes
+    """Packed u32."""
+    block_size: int
+    tier: int
+    group: int | None
+    windowed: bool
+    """The group's kind keeps no whole prefixes."""
+    lora: str
+    salt: str
+    """Of the chain; known where the run begins the chain."""
+    routable: int
+    """Leading blocks that depend on their tokens, LoRA and salt alone. The rest also hold images or embeddings, which
+    routing hashes cannot name."""
+
+
+class Removed(Struct, frozen=True):
+    """Blocks are gone from a tier."""
+
+    hashes: list[EngineHash]
+    tier: int
+    group: int | None
+
+
+class Cleared(Struct, frozen=True):
+    """All blocks of all tiers are gone."""
+
+
+CacheEvent = Stored | Removed | Cleared
+
+
+class Batch(Struct, frozen=True):
+    """One payload."""
+
+    time_s: float
+    """The engine's clock; only compared with itself."""
+    rank: int
+    events: list[CacheEvent]
+    ignored: int
+    """Events of tiers that we do not know."""
+
+
+class _StoredMap(BlockStored, frozen=True, tag_field="type", tag="BlockStored"):
+    cache_salt: str | None = None
+
+
+class _MapBatch(Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[_StoredMap | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class _Metadata(Struct, frozen=True):
+    cache_salt: str = ""
+
+
+class _StoredArray(Struct, frozen=True, array_like=True, tag="BlockStored"):
+    block_hashes: list[EventHash]
+    parent_block_hash: EventHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | _Metadata | None = None
+    extra_keys: list[list[object] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _RemovedArray(Struct, frozen=True, array_like=True, tag="BlockRemoved"):
+    block_hashes: list[EventHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedArray(Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _ArrayBatch(Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    data_parallel_rank: int | None = None
+
+
+_MAPS: msgspec.msgpack.Decoder[_MapBatch] = msgspec.msgpack.Decoder(_MapBatch)
+_ARRAYS: msgspec.msgpack.Decoder[_ArrayBatch] = msgspec.msgpack.Decoder(_ArrayBatch)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def decode(payload: bytes) -> Batch:
+    """One payload. Raises ProtocolError on anything that is not an event batch, and on counts that contradict."""
+    raw = _read(payload)
+    rank = raw.data_parallel_rank
+    if rank is not None and rank < 0:
+        raise ProtocolError(f"event batch: rank {rank}")
+    events: list[CacheEvent] = []
+    blocks = ignored = 0
+    for event in raw.events:
+        blocks += 1 if isinstance(event, AllBlocksCleared | _ClearedArray) else max(len(event.block_hashes), 1)
+        if blocks > BATCH_LIMIT_BLOCKS:
+            raise ProtocolError(f"event batch of more than {BATCH_LIMIT_BLOCKS} blocks")
+        if isinstance(event, AllBlocksCleared | _ClearedArray):
+            events.append(Cleared())
+            continue
+        tier = 0 if event.medium is None else _MEDIA.get(event.medium.lower())
+        if tier is None:
+            ignored += 1
+        elif isinstance(event, BlockRemoved | _RemovedArray):
+            events.append(Removed(event.block_hashes, tier, event.group_idx))
+        else:
+            events.append(_stored(event, tier))
+    return Batch(raw.ts, rank or 0, events, ignored)
+
+
+def _read(payload: bytes) -> _MapBatch | _ArrayBatch:
+    if len(payload) > PAYLOAD_LIMIT_BYTES:
+        raise ProtocolError(f"event batch of {len(payload)} bytes, {PAYLOAD_LIMIT_BYTES} at most")
+    try:
+        return _MAPS.decode(payload)
+    except _UNREADABLE as wrong:
+        try:
+            return _ARRAYS.decode(payload)
+        except _UNREADABLE:
+            raise ProtocolError(f"event batch: {wrong}") from None
+
+
+def _stored(event: _StoredMap | _StoredArray, tier: int) -> Stored:
+    blocks = len(event.block_hashes)
+    if event.block_size <= 0 or len(event.token_ids) != blocks * event.block_size:
+        raise ProtocolError(
+            f"BlockStored: {len(event.token_ids)} token ids for {blocks} blocks of {event.block_size} tokens"
+        )
+    try:
+        tokens = pack_tokens(event.token_ids)
+    except OverflowError:
+        raise ProtocolError("BlockStored: a token id is not a u32") from None
+    lora = event.lora_name if isinstance(event.lora_name, str) else ""
+    salt, routable = _read_keys(event, lora)
+    return Stored(
+        hashes=event.block_hashes,
+        parent=event.parent_block_hash,
+        tokens=tokens,
+        block_size=event.block_size,
+        tier=tier,
+        group=event.group_idx,
+        windowed=event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind.startswith(_WINDOWED),
+        lora=lora,
+        salt=salt or _own_salt(event),
+        routable=routable,
+    )
+
+
+def _own_salt(event: _StoredMap | _StoredArray) -> str:
+    """The salt where it is a field of its own."""
+    if isinstance(event, _StoredMap):
+        return event.cache_salt or ""
+    return event.lora_name.cache_salt if isinstance(event.lora_name, _Metadata) else ""
+
+
+def _read_keys(event: _StoredMap | _StoredArray, lora: str) -> tuple[str, int]:
+    """(tenant salt, leading blocks that tokens, LoRA and salt alone decide).
+
+    vLLM's extra keys of a block: the LoRA's name, then what else its content depends on; a chain's first block ends
+    with the salt.
+    """
+    if event.lora_id is not None and not lora:
+        return "", 0  # a LoRA whose name we are not told
+    salt = ""
+    for number, keys in enumerate(event.extra_keys or ()):
+        foreign = [key for key in keys or () if key != lora or not lora]
+        if number == 0 and event.parent_block_hash is None and foreign:
+            last = foreign[-1]
+            if isinstance(last, str):
+                salt = last
+                foreign.pop()
+        if foreign:
+            return salt, number
+    return salt, len(event.block_hashes)

@@ -1,1 +1,0 @@
-"""The built-in routing policies, one a file; `services.router.policy` holds their interface."""

@@ -1,0 +1,97 @@
+"""Where people ask a router: why did you choose so, and how are you? Answers are JSON.
+
+explain, by the model   every router hears it: one that does not know the request waits, so that another is first
+explain, by its id      at once, of all its models
+state                   what it knows of each model, and how it follows each event source
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import assert_never
+
+from services.router.config import RouterConfig
+from services.router.explain import asked_for, explain, model_states, policy_trouble
+from services.router.rate_limited_log import Seldom
+from services.router.selection.model_router import ModelRouter
+from services.router.sync.feed import Feed
+from shared.errors import BusDown, ProtocolError
+from shared.lifecycle import Runtime
+from shared.messages import EXPLANATIONS, JSON_HEADER, ROUTER_STATE, Explanations, RouterState
+from shared.messaging import Message
+
+UNKNOWN_PAUSE_S = 0.3
+PAUSES_LIMIT = 64
+"""Beyond, the answer comes at once."""
+
+
+class Desk:
+    """Answers until closed."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: RouterConfig,
+        models: Mapping[str, ModelRouter],
+        feeds: Mapping[str, Feed],
+        seldom: Seldom,
+    ) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._models = models
+        self._feeds = feeds
+        self._seldom = seldom
+        self._pausing: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        """Who still waits is not answered."""
+        for task in self._pausing:
+            task.cancel()
+
+    async def explain(self, message: Message) -> None:
+        """The payload is a request id, or empty for the latest choices."""
+        await self._answer("explain", message, self._found(self._models, message))
+
+    async def explain_of(self, model: str, message: Message) -> None:
+        """The same of one model, to everyone who routes it."""
+        found = self._found([model], message)
+        if found.decisions or len(self._pausing) >= PAUSES_LIMIT:
+            await self._answer("explain", message, found)
+            return
+        task = self._runtime.tasks.create_task(self._answer_later(message, found))
+        self._pausing.add(task)
+        task.add_done_callback(self._pausing.discard)
+
+    async def tell_state(self, message: Message) -> None:
+        """The payload is ignored."""
+        sources = [feed.status() for _, feed in sorted(self._feeds.items())]
+        state = RouterState(
+            *(self._runtime.instance, self._config.policy, model_states(self._models), sources),
+            policy_trouble=policy_trouble(self._models.values()),
+        )
+        await self._answer("state", message, state)
+
+    def _found(self, names: Iterable[str], message: Message) -> Explanations:
+        models = [self._models[name] for name in names if name in self._models]
+        now_s = asyncio.get_running_loop().time()
+        return explain(self._runtime.instance, models, asked_for(message.payload), now_s)
+
+    async def _answer_later(self, message: Message, found: Explanations) -> None:
+        await asyncio.sleep(UNKNOWN_PAUSE_S)
+        await self._answer("explain", message, found)
+
+    async def _answer(self, channel: str, message: Message, answer: Explanations | RouterState) -> None:
+        if not message.reply:
+            return
+        match answer:
+            case Explanations():
+                payload = EXPLANATIONS.encode(answer, JSON_HEADER)
+            case RouterState():
+                payload = ROUTER_STATE.encode(answer, JSON_HEADER)
+            case _:
+                assert_never(answer)
+        try:
+            await self._runtime.bus.publish(message.reply, payload, headers=JSON_HEADER)
+        except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
+            self._seldom.warn(channel, wrong)

@@ -1,0 +1,1 @@
+"""Which candidate gets a request: load, eligibility, policies, and a log of the decisions."""

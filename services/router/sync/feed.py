@@ -1,0 +1,374 @@
+"""One source's KV events on their way into the index: carries out what `Source` decides.
+
+    ZMQ batch ─▶ decode ─▶ Source ─▶ Clear, Apply ─▶ Chains ─▶ Index
+    its report ───────────▶  │                          │
+         │                   └─▶ TakeSnapshot, Replay ─▶ a task each, which tells the Source how it went
+         └─▶ DigestCheck ◀──────────────────────────────┘
+
+A source is a worker, whose ranks share one stream, or one layout of a kvbm.
+
+Actions are carried out in order and in slices, so that a replay of ten thousand batches does not stall a choice.
+While as many wait as may, batches that come are dropped: a gap later, which heals as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import assert_never
+
+from msgspec import Struct
+
+from services.router.config import SourceConfig
+from services.router.index import kv_events
+from services.router.index.chains import Chains, Clearing, Mismatch
+from services.router.index.kv_events import Batch, Removed, Stored
+from services.router.metrics import Metrics
+from services.router.rate_limited_log import Seldom
+from services.router.sync.digest_check import DigestCheck, Digests, Verdict
+from services.router.sync.silence import Silence
+from services.router.sync.snapshots import slices
+from services.router.sync.source import Action, Apply, Clear, Replay, Source, TakeSnapshot
+from shared.errors import ProtocolError, Unavailable
+from shared.kvbm_messages import LayoutReport
+from shared.lifecycle import Runtime
+from shared.messages import EventSource, KvState, SnapshotRequest, SourceState
+
+_SLICE_BLOCKS = 2048
+_BATCH_COST_BLOCKS = 32
+"""What a batch costs beside its blocks, in blocks."""
+_DECODED_AT_ONCE = 64
+"""Batches of a replay."""
+
+_log = logging.getLogger(__name__)
+
+
+class Origin(Struct, frozen=True):
+    """Whose events they are."""
+
+    name: str
+    """What people call it: a worker's instance id, or KVBM/LAYOUT."""
+    snapshots: str
+    """The subject where everything is asked for."""
+    layout: str = ""
+    """The digest to name there; empty: a worker."""
+    tiers: tuple[int, ...] = (0,)
+    """Those that it keeps digests of: indices into TIERS."""
+
+
+class Feed:
+    """Follows one source's event stream until closed. All ranks share the stream and its sequence.
+
+    `trust(usable)` is told when what the source holds can no longer be known from its events, and when it can again.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        origin: Origin,
+        stream: EventSource,
+        chains: Mapping[int, Chains],
+        config: SourceConfig,
+        metrics: Metrics,
+        seldom: Seldom,
+        *,
+        clear_later: Callable[[Clearing], None],
+        trust: Callable[[bool], None],
+        snapshot_turns: asyncio.Semaphore,
+    ) -> None:
+        self._runtime = runtime
+        self._origin = origin
+        self._name = origin.name
+        self._chains = chains
+        self._config = config
+        self._metrics = metrics
+        self._seldom = seldom
+        self._clear_later = clear_later
+        self._trust = trust
+        self._snapshot_turns = snapshot_turns
+        self._now_s = asyncio.get_running_loop().time
+        self.stream = stream
+        self.source = Source(
+            snapshots=stream.snapshot,
+            replays=bool(stream.replay),
+            epochs=stream.epoch,
+            held_limit_batches=config.held_limit_batches,
+        )
+        self.refused = ""
+        """Why nothing of this source is used; empty: it is."""
+        self.usable = True
+        """What the source holds is known from its events."""
+        digest_s = config.digest_s if stream.digest and stream.epoch else 0.0
+        self._checks = {rank: DigestCheck(every_s=digest_s) for rank in chains}
+        self._digests: dict[str, int] = {"agreed": 0, "differed": 0, "exempt": 0}
+        self._silence = Silence(limit_s=config.silence_s)
+        self._gaps = self._rejected = self._dropped = 0
+        self._actions: deque[Action] = deque()
+        self._again: asyncio.Handle | None = None
+        self._closed = False
+        self._asking: asyncio.Task[None] | None = None
+        self._subscription = runtime.events.subscribe(stream, self._receive)
+        self._perform(self.source.start())
+
+    def reported(self, kv: list[KvState]) -> None:
+        """A worker's load report; it tells how far its events are."""
+        if self._closed or not kv:
+            return
+        self._perform(self.source.reported(max(kv, key=lambda state: (state.epoch, state.sequence))))
+        for state in kv:
+            self._claimed(state, (state.digest,))
+        self._compare()
+
+    def layout_reported(self, report: LayoutReport) -> None:
+        """The same of a kvbm, which starts anew under another id: its events have one epoch."""
+        if self._closed:
+            return
+        state = KvState(0, 1, report.sequence)
+        self._perform(self.source.reported(state))
+        self._claimed(state, (report.host_digest, report.disk_digest))
+        self._compare()
+
+    def worked(self, since_s: float) -> None:
+        """A request reserved at `since_s` has computed new blocks there, and has its first token now."""
+        if self._closed:
+            return
+        self._silence.worked(since_s, self._now_s())
+        if self._silence.silent:
+            problem = f"no KV events for {self._config.silence_s:g} s, though requests compute new blocks"
+            self._seldom.warn(f"KV events of {self._name}", problem)
+        self._judge_use()
+
+    def status(self) -> SourceState:
+        """How it is now, for people."""
+        heard_s = self._silence.heard_s
+        return SourceState(
+            instance=self._name,
+            state="refused" if self.refused else self.source.state,
+            reason=self.refused,
+            partial=self.source.partial,
+            exact=all(chains.exact for chains in self._chains.values()),
+            silent=self._silence.silent,
+            epoch=self.source.epoch,
+            applied=self.source.applied,
+            gaps=self.source.gaps,
+            resyncs=self.source.resyncs,
+            rejected=self._rejected,
+            torn=self._subscription.malformed,
+            dropped=self._dropped,
+            digests=dict(self._digests),
+            heard_s_ago=None if heard_s is None else self._now_s() - heard_s,
+        )
+
+    def close(self) -> None:
+        """The instance is gone, or refused. What its chains hold is the caller's. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._actions.clear()
+        if self._again is not None:
+            self._again.cancel()
+        self._subscription.close()
+        if self._asking is not None:
+            self._asking.cancel()
+
+    # --- batches
+
+    def _receive(self, sequence: int, payload: bytes) -> None:
+        if self._closed:
+            return
+        self._silence.heard(self._now_s())
+        self._judge_use()
+        if len(self._actions) >= self._config.held_limit_batches:
+            self._dropped += 1
+            self._metrics.events.labels("dropped").inc()
+            self._seldom.warn(f"flood of {self._name}", f"{len(self._actions)} batches wait, new ones are dropped")
+            return
+        self._perform(self.source.heard(sequence, self._decode(payload)))
+
+    def _decode(self, payload: bytes) -> Batch | None:
+        try:
+            return kv_events.decode(payload)
+        except ProtocolError as wrong:
+            self._rejected += 1
+            self._metrics.events.labels("rejected").inc()
+            self._seldom.warn(f"KV events of {self._name}", wrong)
+            return None
+
+    # --- actions
+
+    def _perform(self, actions: list[Action]) -> None:
+        if self.source.gaps != self._gaps:
+            self._metrics.gaps.inc(self.source.gaps - self._gaps)
+            self._gaps = self.source.gaps
+        clears = any(isinstance(action, Clear) for action in actions)
+        if clears:
+            self._actions.clear()  # what waits is for chains that are to be cleared
+        self._actions.extend(actions)
+        if clears or self._again is None:
+            self._work()
+
+    def _work(self) -> None:
+        """A slice of the actions; the rest in the loop's next turn."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        left = _SLICE_BLOCKS
+        while self._actions and left > 0:
+            action = self._actions.popleft()
+            left -= _cost_blocks(action)
+            self._act(action)
+        if self._actions:
+            self._again = asyncio.get_running_loop().call_soon(self._work)
+        else:
+            self._compare()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Clear():
+                for rank, chains in self._chains.items():
+                    self._clear_later(chains.clear())
+                    self._checks[rank].cleared()
+            case Apply(batch):
+                self._apply(batch)
+            case TakeSnapshot():
+                self._ask(self._take_snapshot(action))
+            case Replay():
+                self._ask(self._replay(action))
+            case _:
+                assert_never(action)
+
+    def _apply(self, batch: Batch) -> None:
+        chains = self._chains.get(batch.rank)
+        (self._metrics.ignored_events if chains is None or batch.ignored else self._metrics.applied_events).inc()
+        if chains is None:
+            return
+        try:
+            for event in batch.events:
+                clearing = chains.apply(event)
+                if clearing is not None:
+                    self._clear_later(clearing)
+        except Mismatch as wrong:
+            self._refuse(wrong)
+
+    def _refuse(self, wrong: Mismatch) -> None:
+        """Nothing this source says can be used: it is left alone until its card or address changes."""
+        self.refused = str(wrong)
+        self._metrics.refused_sources.inc()
+        _log.error("KV events of %s are refused: %s", self._name, wrong)
+        for chains in self._chains.values():
+            self._clear_later(chains.clear())
+        self.close()
+        self._judge_use()
+
+    def _judge_use(self) -> None:
+        usable = not (self.refused or self._silence.silent)
+        if usable != self.usable:
+            self.usable = usable
+            self._trust(usable)
+
+    # --- digests
+
+    def _claimed(self, state: KvState, digests: Digests) -> None:
+        check = self._checks.get(state.rank)
+        if check is not None:
+            self._judge(state.rank, check.claimed(state.epoch, state.sequence, digests, self._now_s()))
+
+    def _compare(self) -> None:
+        """Show the chains to the checks that are open. Only while no action waits: then they are as the source says."""
+        if self._actions or self._closed:
+            return
+        for rank, check in self._checks.items():
+            as_of = self.source.as_of(rank) if check.open else None
+            if as_of is not None:
+                chains = self._chains[rank]
+                complete = chains.exact and not self.source.partial
+                digests = tuple(map(chains.digest, self._origin.tiers)) if complete else None
+                self._judge(rank, check.applied(self.source.epoch, as_of, digests))
+
+    def _judge(self, rank: int, verdict: Verdict | None) -> None:
+        if verdict is None:
+            return
+        self._digests[verdict] += 1
+        self._metrics.digests.labels(verdict).inc()
+        if verdict == "differed":
+            _log.error("KV events of %s, rank %d: the digests differ, asking for everything", self._name, rank)
+            self._perform(self.source.distrusted())
+
+    # --- questions
+
+    def _ask(self, question: Coroutine[None, None, None]) -> None:
+        if self._asking is not None:
+            self._asking.cancel()  # the answer to an older question does not count
+        self._asking = self._runtime.tasks.create_task(question)
+
+    async def _take_snapshot(self, action: TakeSnapshot) -> None:
+        await asyncio.sleep(action.after_s)
+        try:
+            async with self._snapshot_turns:
+                taken = await self._restore(action.ticket)
+        except Mismatch as wrong:
+            self._refuse(wrong)
+            return
+        except (Unavailable, ProtocolError) as wrong:
+            self._metrics.snapshots.labels("failed").inc()
+            self._seldom.warn(f"snapshot of {self._name}", wrong)
+            self._perform(self.source.failed(action.ticket))
+            return
+        if taken is not None:
+            self._metrics.snapshots.labels("taken").inc()
+            epoch, sequences = taken
+            self._perform(self.source.snapshot_taken(action.ticket, epoch, sequences))
+
+    async def _restore(self, ticket: int) -> tuple[int, dict[int, int]] | None:
+        """The blocks of every rank into its chains; the epoch and each rank's sequence, None if it is not wanted any
+        more."""
+        epoch: int | None = None
+        sequences: dict[int, int] = {}
+        for rank, chains in self._chains.items():
+            asked = SnapshotRequest(rank, self._origin.layout)
+            answer = slices(
+                self._runtime.bus,
+                self._origin.snapshots,
+                asked,
+                idle_timeout_s=self._config.snapshot_idle_timeout_s,
+            )
+            async with aclosing(answer) as parts:
+                async for part in parts:
+                    if not self.source.awaits(ticket):
+                        return None
+                    if epoch is None:
+                        self._perform(self.source.snapshot_begins(ticket))
+                        epoch = part.epoch
+                    if part.epoch != epoch:
+                        raise ProtocolError("the engine began anew between the snapshots of two ranks")
+                    chains.restore(part.blocks, part.tier)
+                    sequences[rank] = part.sequence
+        return (epoch, sequences) if epoch is not None and self.source.awaits(ticket) else None
+
+    async def _replay(self, action: Replay) -> None:
+        await asyncio.sleep(action.after_s)
+        try:
+            raw = await self._subscription.replay(action.first, timeout_s=self._config.replay_timeout_s)
+        except (Unavailable, ProtocolError) as wrong:
+            self._metrics.replays.labels("failed").inc()
+            self._seldom.warn(f"replay of {self._name}", wrong)
+            self._perform(self.source.failed(action.ticket))
+            return
+        batches: list[tuple[int, Batch | None]] = []
+        for sequence, payload in raw:
+            batches.append((sequence, self._decode(payload)))
+            if len(batches) % _DECODED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        self._metrics.replays.labels("done").inc()
+        self._perform(self.source.replayed(action.ticket, batches))
+
+
+def _cost_blocks(action: Action) -> int:
+    """What an action costs the loop, in blocks."""
+    if not isinstance(action, Apply):
+        return _BATCH_COST_BLOCKS
+    changes = (event for event in action.batch.events if isinstance(event, Stored | Removed))
+    return _BATCH_COST_BLOCKS + sum(len(event.hashes) for event in changes)

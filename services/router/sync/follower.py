@@ -1,0 +1,261 @@
+"""What the directory says, carried out: one ModelRouter a model, one Feed a worker that sends events and one a store
+that a card names.
+
+    card and address up ─▶ the model's candidates ─▶ a feed of the worker's events
+    card or address gone, or changed ─▶ cleared, in slices; followed anew
+    a card names a kvbm's layout, the kvbm's address has it ─▶ a feed of what it holds, once for all who name it
+
+Names of models are kept when nobody serves them any more, to answer that there are no instances. At MODELS_LIMIT those
+that nobody has served for FORGOTTEN_S make room; where there is none, cards of new models are left out, loudly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from services.router.config import RouterConfig
+from services.router.index.chains import Chains, Clearing
+from services.router.index.store_ids import Store, kvbm_of, layout_of, same_worker
+from services.router.metrics import Metrics
+from services.router.rate_limited_log import Seldom
+from services.router.selection.model_router import ModelRouter
+from services.router.selection.policy import BUILT_IN, load_policy
+from services.router.sync.feed import Feed, Origin
+from shared import subjects
+from shared.directory import DirectoryChange, InstanceDown, InstanceUp
+from shared.errors import ProtocolError
+from shared.lifecycle import Runtime
+from shared.messages import EventSource, Instance, ModelCard
+
+MODELS_LIMIT = 256
+"""Names kept, served or not: each has an index."""
+FORGOTTEN_S = 3600.0
+SNAPSHOTS_AT_ONCE = 4
+"""A router that starts asks all workers. Beyond 64 MB unread by a client, NATS closes its connection."""
+STORES_LIMIT = 16
+"""Layouts followed of one kvbm: models served from it, times their weights and shards."""
+_SLICE_BLOCKS = 1024
+_STORE_TIERS = 1, 2
+
+
+class Following:
+    """Owns the models and the feeds of one router."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: RouterConfig,
+        metrics: Metrics,
+        seldom: Seldom,
+        *,
+        appeared: Callable[[str], None],
+        forgotten: Callable[[str], None],
+    ) -> None:
+        """`appeared` and `forgotten` hear models' names. Raises ConfigError where the policy is not one."""
+        self._runtime = runtime
+        self._config = config
+        self._metrics = metrics
+        self._seldom = seldom
+        self._appeared = appeared
+        self._forgotten = forgotten
+        self._make_policy = load_policy(config.policy)
+        self._draw = runtime.draw
+        self.models: dict[str, ModelRouter] = {}
+        self.feeds: dict[str, Feed] = {}
+        """By instance, and by store; each feeds the chains of one model."""
+        self._fed: dict[str, str] = {}
+        """The name of each feed → that model: the first that it served."""
+        self.others: set[str] = set()
+        """The ids of the other routers."""
+        self._unserved: dict[str, float] = {}
+        """Models without instances → since when; longest first."""
+        self._clearings: deque[Clearing] = deque()
+        self._snapshot_turns = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
+
+    def start(self) -> None:
+        """Take on what is there, and what comes."""
+        self._runtime.directory.subscribe(self._changed)
+
+    def close(self) -> None:
+        for feed in self.feeds.values():
+            feed.close()
+
+    async def tidy(self) -> None:
+        """Clear what is due, in slices, so that no choice waits for it; and what time alone changes."""
+        while self._clearings:
+            if not self._clearings[0].step(_SLICE_BLOCKS):
+                self._clearings.popleft()
+            await asyncio.sleep(0)
+        for model in list(self.models.values()):
+            before = model.seats.standing_still
+            model.tick(asyncio.get_running_loop().time(), listening=self._runtime.bus.connected)
+            for worker in sorted(model.seats.standing_still - before):
+                self._seldom.warn(f"worker {worker}", f"stands still; passed over for {model.model}")
+            await asyncio.sleep(0)
+
+    # --- the directory
+
+    def _changed(self, change: DirectoryChange) -> None:
+        if isinstance(change, InstanceUp | InstanceDown):
+            instance = change.instance
+            if instance.service == "worker":
+                self._refresh(instance.instance)
+            elif instance.service == "kvbm":
+                self._refresh_stores(instance.instance)
+            elif instance.service == "router" and instance.instance != self._runtime.instance:
+                (self.others.add if isinstance(change, InstanceUp) else self.others.discard)(instance.instance)
+            elif instance.service == "frontend" and isinstance(change, InstanceDown):
+                for model in self.models.values():
+                    model.frontend_gone(instance.instance)
+        else:
+            self._refresh(change.card.instance)
+
+    def _refresh(self, worker: str) -> None:
+        """Make what we route to agree with the directory, for one worker: it needs an address and a card."""
+        directory = self._runtime.directory
+        address = directory.instances.get(worker)
+        cards = {
+            model: card
+            for (model, instance), card in directory.cards.items()
+            if instance == worker and address is not None
+        }
+        self._leave_out(cards)
+        changed = False
+        kvbms = {card.kvbm for card in cards.values()}
+        for name, model in self.models.items():
+            before, after = model.cards.get(worker), cards.get(name)
+            if before is not None:
+                kvbms.add(before.kvbm)
+            if before is not None and (after is None or not same_worker(before, after)):
+                changed = True
+                self._clear_later(model.card_down(worker))
+                if not model.cards:
+                    self._unserved[name] = asyncio.get_running_loop().time()
+        for name, card in cards.items():
+            self._model(name).card_up(card, asyncio.get_running_loop().time())
+            self._unserved.pop(name, None)
+        stream = address.events if address is not None and cards else None
+        feed = self.feeds.get(worker)
+        if feed is not None and (changed or feed.stream != stream):
+            feed.close()
+            del self.feeds[worker], self._fed[worker]
+            for name in cards:
+                # A stream that begins anew: what the old one told is not kept under the new one.
+                self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
+        if stream is not None and worker not in self.feeds:
+            self._follow_worker(worker, stream, min(cards))
+        feed = self.feeds.get(worker)
+        for name in cards:
+            self.models[name].sends_events(worker, feed is not None and feed.usable and name == self._fed[worker])
+        for kvbm in kvbms - {""}:
+            self._refresh_stores(kvbm)
+
+    def _leave_out(self, cards: dict[str, ModelCard]) -> None:
+        """Takes those out of `cards` that are of models for which there is no room."""
+        for name in [name for name in cards if name not in self.models]:
+            if len(self.models) >= MODELS_LIMIT and not self._forget_one():
+                del cards[name]
+                self._seldom.warn("models", f"{name} is left out: {MODELS_LIMIT} are known already")
+            else:
+                self._model(name)
+
+    def _forget_one(self) -> bool:
+        """Drop the model that was unserved longest, if that is long enough; whether it was."""
+        for name, since_s in self._unserved.items():
+            if asyncio.get_running_loop().time() - since_s < FORGOTTEN_S:
+                return False
+            del self._unserved[name]
+            del self.models[name]
+            self._forgotten(name)
+            return True
+        return False
+
+    def _model(self, name: str) -> ModelRouter:
+        if name not in self.models:
+            clock = None if self._config.policy in BUILT_IN else time.perf_counter
+            self.models[name] = ModelRouter(
+                name, self._runtime.instance, self._config, self._make_policy(), self._draw, clock
+            )
+            self._appeared(name)
+        return self.models[name]
+
+    # --- events
+
+    def _follow_worker(self, worker: str, stream: EventSource, model: str) -> None:
+        origin = Origin(worker, subjects.worker(self._runtime.namespace, worker, "snapshot"))
+        self._follow(
+            *(origin, stream, model, self._chains(model, worker)),
+            trust=lambda usable: self.models[model].sends_events(worker, usable),
+        )
+
+    def _follow(
+        self,
+        origin: Origin,
+        stream: EventSource,
+        model: str,
+        chains: dict[int, Chains],
+        *,
+        trust: Callable[[bool], None],
+    ) -> bool:
+        """Whether the address was one that can be followed."""
+        try:
+            self.feeds[origin.name] = Feed(
+                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._seldom),
+                clear_later=lambda clearing: self._clear_later([clearing]),
+                trust=trust,
+                snapshot_turns=self._snapshot_turns,
+            )
+        except ProtocolError as wrong:
+            self._metrics.malformed.labels("event source").inc()
+            self._seldom.warn("event source", wrong)
+            return False
+        self._fed[origin.name] = model
+        return True
+
+    def _chains(self, model: str, worker: str) -> dict[int, Chains]:
+        chains = self.models[model].chains
+        return {rank: chains[worker, rank] for instance, rank in chains if instance == worker}
+
+    def _clear_later(self, clearings: list[Clearing]) -> None:
+        self._clearings.extend(clearing for clearing in clearings if clearing.step(_SLICE_BLOCKS))
+
+    # --- stores
+
+    def _refresh_stores(self, kvbm: str) -> None:
+        """Follow of a kvbm what cards name and its address has, once each; nothing else."""
+        address = self._runtime.directory.instances.get(kvbm)
+        wanted = self._named(kvbm, address) if address is not None and address.service == "kvbm" else {}
+        for name, model in self.models.items():
+            for store in [store for store in model.stores if kvbm_of(store) == kvbm]:
+                feed = self.feeds[store]
+                if wanted.get(store) != (name, feed.stream):
+                    feed.close()
+                    del self.feeds[store], self._fed[store]
+                    self._clear_later([model.store_down(store)])
+        for store, (name, stream) in wanted.items():
+            if store not in self.feeds:
+                self._follow_store(store, stream, name)
+
+    def _named(self, kvbm: str, address: Instance) -> dict[Store, tuple[str, EventSource]]:
+        """Its stores that cards name → the model whose cards did first, and where their events come from."""
+        named: dict[Store, tuple[str, EventSource]] = {}
+        for name, model in self.models.items():
+            for store in model.attached:
+                stream = address.layouts.get(layout_of(store)) if kvbm_of(store) == kvbm else None
+                if stream is None:
+                    continue
+                if len(named) < STORES_LIMIT:
+                    named.setdefault(store, (name, stream))
+                else:
+                    self._seldom.warn(f"kvbm {kvbm}", f"layout {layout_of(store)[:64]} is one too many to follow")
+        return named
+
+    def _follow_store(self, store: Store, stream: EventSource, model: str) -> None:
+        snapshots = subjects.kvbm(self._runtime.namespace, kvbm_of(store), "snapshot")
+        origin = Origin(store, snapshots, layout_of(store), _STORE_TIERS)
+        chains = self.models[model].store_up(store)
+        if not self._follow(origin, stream, model, {0: chains}, trust=lambda _usable: None):
+            self._clear_later([self.models[model].store_down(store)])

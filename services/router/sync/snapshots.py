@@ -1,0 +1,50 @@
+"""Asks a worker for all blocks of one rank, or a kvbm for those of one layout, in slices that leave the loop a turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from msgspec import Struct
+
+from services.router.index.index import TIERS
+from shared.errors import ProtocolError, RequestTimeout
+from shared.messages import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotBlock, SnapshotRequest
+from shared.messaging import Bus
+
+LIMIT_S = 60.0
+"""A snapshot that has no end by then has none."""
+_SLICE_BLOCKS = 256
+
+
+class Slice(Struct, frozen=True):
+    """Some of a snapshot's blocks, all in one tier, parents first."""
+
+    epoch: int
+    sequence: int
+    """At which the snapshot was taken; the same in all its slices."""
+    blocks: Sequence[SnapshotBlock]
+    tier: int
+    """An index into TIERS."""
+
+
+async def slices(
+    bus: Bus, subject: str, asked: SnapshotRequest, *, idle_timeout_s: float
+) -> AsyncGenerator[Slice, None]:
+    """The whole snapshot, at least one slice. Raises Unavailable, and ProtocolError where it makes no sense."""
+    mark: tuple[int, int] | None = None
+    deadline_s = asyncio.get_running_loop().time() + LIMIT_S
+    async with bus.stream(subject, SNAPSHOT_REQUEST.encode(asked), idle_timeout_s=idle_timeout_s) as chunks:
+        async for message in chunks:
+            chunk = SNAPSHOT_CHUNK.decode(message.payload)
+            if mark is not None and mark != (chunk.epoch, chunk.sequence):
+                raise ProtocolError("chunks of different snapshots")
+            mark = chunk.epoch, chunk.sequence
+            for start in range(0, max(len(chunk.blocks), 1), _SLICE_BLOCKS):
+                yield Slice(*mark, chunk.blocks[start : start + _SLICE_BLOCKS], TIERS.index(chunk.tier))
+                await asyncio.sleep(0)
+            if chunk.last:
+                return
+            if asyncio.get_running_loop().time() > deadline_s:
+                raise RequestTimeout(f"{subject}: a snapshot of more than {LIMIT_S:g} s")
+    raise ProtocolError("a snapshot without an end")

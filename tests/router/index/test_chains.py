@@ -1,0 +1,470 @@
+"""From engine events to the index: captured sessions step by step, orphans, and any order at all."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterable
+from functools import reduce
+from operator import xor
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.router.index.chains import Chains, Mismatch
+from services.router.index.index import Index
+from services.router.index.kv_events import CacheEvent, Cleared, EngineHash, Removed, Stored, decode
+from shared.blocks import BlockPool, Content, PoolEvent
+from shared.hashing import content_keys, pack_tokens, root_key, seed_of, sequence_hashes
+from shared.kv_events import to_kv_events
+from shared.messages import EVENT_BATCH, EventBatch, Overlap, SnapshotBlock
+from tests.router.captured import BLOCK_SIZE, SESSIONS, payloads, requests
+
+A = ("a", 0)
+
+
+def chains_of(index: Index, *, block_size: int = 2, limit: int = 1000, orphans: int = 100) -> Chains:
+    return Chains(index, A, block_size=block_size, vocab_size=2000, limit_blocks=limit, orphan_limit_blocks=orphans)
+
+
+def stored(
+    names: list[EngineHash], parent: EngineHash | None = None, tokens: list[int] | None = None, tier: int = 0
+) -> Stored:
+    """Blocks of two tokens, by default made of the names."""
+    if tokens is None:
+        tokens = [token for name in names for token in (int.from_bytes(str(name).encode()[-1:], "big"), 1)]
+    return Stored(names, parent, pack_tokens(tokens), 2, tier, None, False, "", "", len(names))
+
+
+def hashes(names: str) -> list[int]:
+    """The sequence hashes of the chain of blocks that `stored` makes of these one-letter names."""
+    return sequence_hashes(pack_tokens([token for name in names for token in (ord(name), 1)]), 2)
+
+
+def letters(names: str) -> list[EngineHash]:
+    return [name.encode() for name in names]
+
+
+def stored_letters(names: str, parent: str = "", tier: int = 0) -> Stored:
+    tokens = [token for name in names for token in (ord(name), 1)]
+    return stored(letters(names), parent.encode() or None, tokens, tier)
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_a_captured_session_replays_to_the_exact_set_of_blocks_at_every_step(session: str) -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index, block_size=BLOCK_SIZE)
+    naive: Counter[EngineHash] = Counter()
+    for payload in payloads(session):
+        for event in msgspec.msgpack.decode(payload)[1]:
+            match event["type"]:
+                case "BlockStored":
+                    naive.update(event["block_hashes"])
+                case "BlockRemoved":
+                    naive.subtract(event["block_hashes"])
+                case "AllBlocksCleared":
+                    naive.clear()
+        for applied in decode(payload).events:
+            clearing = chains.apply(applied)
+            while clearing is not None and clearing.step(3):
+                index.validate()
+        chains.validate()
+        index.validate()
+        assert chains.held(0).keys() == (+naive).keys()
+        assert index.statistics().blocks == len(+naive)
+    assert chains.statistics().unknown_removals == 0
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_the_overlap_of_a_captured_request_is_what_the_engine_then_found_cached(session: str) -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index, block_size=BLOCK_SIZE)
+    messages = payloads(session)
+    applied = 0
+    for asked in requests(session):
+        for payload in messages[applied : asked.events_from]:
+            for event in decode(payload).events:
+                chains.apply(event)
+        applied = max(applied, asked.events_from)
+        if asked.request == "r11-after-reset":
+            continue  # the engine had cleared its cache, but says so only with its next step
+        found = sequence_hashes(pack_tokens(asked.tokens), BLOCK_SIZE, seed_of(asked.lora, asked.salt))
+        overlap = index.find(found[: (len(asked.tokens) - 1) // BLOCK_SIZE]).get(A, Overlap())
+        assert overlap == Overlap(asked.cached_tokens // BLOCK_SIZE), asked.request
+
+
+def test_a_block_in_two_tiers_stays_until_it_left_both() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(stored_letters("ab"))
+    chains.apply(stored_letters("b", parent="a", tier=1))
+    chains.apply(Removed(letters("b"), 0, None))
+    assert index.find(hashes("ab")) == {A: Overlap(1, 1)}
+    chains.apply(Removed(letters("b"), 1, None))
+    assert index.find(hashes("ab")) == {A: Overlap(1)}
+
+
+def test_orphans_are_joined_when_their_parent_comes_in_any_depth() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(stored_letters("ef", parent="d"))
+    chains.apply(stored_letters("cd", parent="b"))
+    chains.validate()
+    assert chains.statistics().orphans == 4
+    assert index.find(hashes("abcdef")) == {}
+    chains.apply(stored_letters("ab"))
+    assert index.find(hashes("abcdef")) == {A: Overlap(6)}
+    assert chains.statistics().orphans == 0
+    chains.validate()
+
+
+def test_an_orphan_removed_while_it_waits_is_not_there_afterwards_but_what_follows_it_is() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(stored_letters("bc", parent="a"))
+    chains.apply(stored_letters("d", parent="c"))
+    chains.apply(Removed(letters("c"), 0, None))
+    chains.validate()
+    chains.apply(stored_letters("a"))
+    assert index.find(hashes("abcd")) == {A: Overlap(2)}
+    chains.apply(stored_letters("c", parent="b"))
+    assert index.find(hashes("abcd")) == {A: Overlap(4)}
+
+
+def test_orphans_removed_in_full_leave_nothing_behind() -> None:
+    chains = chains_of(Index(limit_bytes=1 << 30))
+    chains.apply(stored_letters("bc", parent="a"))
+    chains.apply(Removed(letters("bc"), 0, None))
+    assert chains.statistics().orphans == 0
+    chains.validate()
+
+
+def test_a_run_without_blocks_leaves_nothing_behind() -> None:
+    chains = chains_of(Index(limit_bytes=1 << 20))
+    chains.apply(stored([], parent=7))
+    chains.validate()
+    assert chains.statistics().orphans == 0
+
+
+def test_at_the_orphans_limit_the_oldest_run_goes() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index, orphans=3)
+    chains.apply(stored_letters("bc", parent="a"))
+    chains.apply(stored_letters("yz", parent="x"))
+    chains.validate()
+    assert chains.statistics().ignored_blocks == 2
+    chains.apply(stored_letters("a"))
+    chains.apply(stored_letters("x"))
+    assert index.find(hashes("abc")) == {A: Overlap(1)}
+    assert index.find(hashes("xyz")) == {A: Overlap(3)}
+
+
+def test_at_the_limit_of_known_blocks_new_ones_are_ignored_and_counted() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index, limit=2)
+    chains.apply(stored_letters("abc"))
+    chains.validate()
+    assert index.find(hashes("abc")) == {A: Overlap(2)}
+    assert chains.statistics().ignored_blocks == 1
+
+
+def test_a_block_with_an_image_is_known_but_neither_it_nor_what_follows_is_found() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(msgspec.structs.replace(stored_letters("abc"), routable=1))
+    chains.apply(stored_letters("d", parent="c"))
+    assert index.find(hashes("abcd")) == {A: Overlap(1)}
+    assert chains.statistics().blocks == 4
+    chains.apply(Removed(letters("abcd"), 0, None))
+    assert chains.statistics().blocks == 0
+
+
+def test_a_salted_chain_keeps_its_salt_in_blocks_that_come_later() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(msgspec.structs.replace(stored_letters("a"), salt="tenant"))
+    chains.apply(stored_letters("b", parent="a"))
+    salted = sequence_hashes(pack_tokens([ord("a"), 1, ord("b"), 1]), 2, seed_of(salt="tenant"))
+    assert index.find(salted) == {A: Overlap(2)}
+    assert index.find(hashes("ab")) == {}
+
+
+def test_only_the_first_group_that_keeps_whole_prefixes_is_followed() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(msgspec.structs.replace(stored_letters("xy"), group=1, windowed=True))
+    chains.apply(msgspec.structs.replace(stored_letters("ab"), group=0))
+    chains.apply(msgspec.structs.replace(stored_letters("ab"), group=2))
+    chains.apply(Removed(letters("ab"), 0, 1))
+    assert index.find(hashes("ab")) == {A: Overlap(2)}
+    chains.apply(Removed(letters("ab"), 0, 0))
+    assert index.find(hashes("ab")) == {}
+
+
+def test_another_block_size_and_tokens_outside_the_vocabulary_are_a_mismatch() -> None:
+    chains = chains_of(Index(limit_bytes=1 << 30))
+    with pytest.raises(Mismatch, match="blocks of 3 tokens"):
+        chains.apply(Stored([1], None, pack_tokens([1, 2, 3]), 3, 0, None, False, "", "", 1))
+    with pytest.raises(Mismatch, match="vocabulary of 2000"):
+        chains.apply(stored([1], None, [1, 2000]))
+
+
+def test_a_snapshot_restores_what_events_would_have_told() -> None:
+    told, restored = Index(limit_bytes=1 << 30), Index(limit_bytes=1 << 30)
+    chains_of(told).apply(stored_letters("abc"))
+    blocks = [
+        SnapshotBlock(number, number - 1 or None, pack_tokens([ord(name), 1]))
+        for number, name in enumerate("abc", start=1)
+    ]
+    chains_of(restored).restore(blocks)
+    assert restored.find(hashes("abc")) == told.find(hashes("abc")) == {A: Overlap(3)}
+
+
+def test_clearing_hides_everything_at_once_and_what_comes_after_it_counts() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(stored_letters("abc"))
+    chains.apply(stored_letters("a"))
+    clearing = chains.apply(Cleared())
+    assert clearing is not None
+    assert index.find(hashes("abc")) == {}
+    chains.apply(stored_letters("ab"))
+    while clearing.step(1):
+        assert index.find(hashes("abc")) == {A: Overlap(2)}
+        index.validate()
+    assert index.statistics().blocks == 2
+
+
+NAMES = "abcdefgh"
+PARENT = {name: NAMES[position // 2 - 1] if position > 1 else "" for position, name in enumerate(NAMES)}
+"""A small forest: every block has one place in it."""
+
+
+def path(name: str) -> str:
+    """The chain that ends with this block."""
+    return path(PARENT[name]) + name if name else ""
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.sampled_from(NAMES), st.integers(1, 3)), max_size=60))
+def test_whatever_the_order_the_blocks_found_are_those_held_once_no_parent_is_missing(
+    steps: list[tuple[bool, int, str, int]],
+) -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    held: Counter[tuple[int, str]] = Counter()
+    for store, tier, end, length in steps:
+        names = path(end)[-length:]
+        if store:
+            held.update((tier, name) for name in names)
+            chains.apply(stored_letters(names, parent=PARENT[names[0]], tier=tier))
+        elif all(held[tier, name] for name in names):
+            held.subtract((tier, name) for name in names)
+            chains.apply(Removed(letters(names[::-1]), tier, None))
+        chains.validate()
+        index.validate()
+        for tier in range(3):
+            assert chains.digest(tier) == digest_of(name for at, name in +held if at == tier)
+    assert chains.exact
+    for name in NAMES:  # every parent comes: nothing is an orphan any more
+        held[0, name] += 1
+        chains.apply(stored_letters(name, parent=PARENT[name]))
+    chains.validate()
+    assert chains.statistics().orphans == 0
+    for tier in range(3):
+        assert {*chains.held(tier)} == {name.encode() for name in NAMES if held[tier, name]}
+    events: list[CacheEvent] = [Removed([name.encode()] * count, tier, None) for (tier, name), count in held.items()]
+    for event in events:
+        chains.apply(event)
+    assert index.bytes == 0, "removal leaves nothing behind"
+    assert [chains.digest(tier) for tier in range(3)] == [0, 0, 0]
+
+
+def digest_of(names: Iterable[str]) -> int:
+    return reduce(xor, (int.from_bytes(name.encode(), "big") for name in names), 0)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 2)), max_size=40))
+def test_the_digest_of_a_workers_pool_is_that_of_its_events_at_every_step(steps: list[tuple[int, int, int]]) -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    pool = BlockPool(8)
+    held: list[list[int]] = []
+    for kind, length, choice in steps:
+        changes: list[PoolEvent] = []
+        if kind and held and (kind == 3 or pool.available < length):
+            for slot in reversed(held.pop(choice % len(held))):
+                pool.release(slot)
+        elif pool.available >= length:
+            tokens = pack_tokens([choice, 7] * length)  # three chains, again and again
+            root = root_key("m", salt="s" if choice else "")
+            keys = content_keys(root, tokens, 2)
+            found = [pool.acquire(key) for key in keys[: pool.longest_prefix(keys)]]
+            if pool.available < length - len(found):
+                held.append(found)
+                continue
+            blank, evicted = pool.allocate(length - len(found))
+            changes += evicted
+            for slot, position in zip(blank, range(len(found), length), strict=True):
+                parent = keys[position - 1] if position else None
+                packed = tokens[8 * position : 8 * position + 8]
+                slot, stored_now = pool.store(slot, Content(keys[position], parent, packed, "", "s" if choice else ""))
+                changes += stored_now
+                found.append(slot)
+            held.append(found)
+        payload = EVENT_BATCH.encode(EventBatch(0.0, to_kv_events(changes, 2), 0))
+        for event in decode(payload).events:
+            chains.apply(event)
+        chains.validate()
+        assert chains.digest(0) == pool.digest
+        assert len(chains.held(0)) == pool.statistics().keyed == index.statistics().blocks
+    assert chains.exact
+    assert chains.statistics().unknown_removals == 0
+
+
+def test_a_source_of_which_something_was_left_out_is_not_exact_until_it_is_cleared() -> None:
+    def exact(chains: Chains, *events: CacheEvent) -> bool:
+        for event in events:
+            chains.apply(event)
+        return chains.exact
+
+    windowed = msgspec.structs.replace(stored_letters("ab"), group=1, windowed=True)
+    assert not exact(chains_of(Index(limit_bytes=1 << 30)), windowed)
+    assert not exact(chains_of(Index(limit_bytes=1 << 30), limit=2), stored_letters("abc"))
+    orphans = chains_of(Index(limit_bytes=1 << 30), orphans=1)
+    assert not exact(orphans, stored_letters("bc", parent="a"))
+    assert exact(orphans, Cleared(), stored_letters("b", parent="a"), stored_letters("a"))
+
+
+def test_what_the_index_drops_at_its_limit_stays_in_the_digest() -> None:
+    index = Index(limit_bytes=1)
+    chains = chains_of(index)
+    chains.apply(stored_letters("ab"))
+    assert index.bytes == 0
+    assert chains.exact
+    assert chains.digest(0) == digest_of("ab")
+    chains.apply(Removed(letters("ab"), 0, None))
+    assert chains.digest(0) == 0
+
+
+def test_a_name_told_of_again_with_other_tokens_stays_what_it_is_and_leaves_nothing_behind() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    chains.apply(stored([1, 2], None, [1, 1, 2, 2]))
+    chains.apply(stored([1, 3, 1, 4], None, [5, 5, 3, 3, 1, 1, 4, 4]))
+    chains.validate()
+    assert index.statistics().blocks == 4
+    chains.apply(Removed([1], 0, None))
+    assert index.find(sequence_hashes(pack_tokens([1, 1]), 2)) == {A: Overlap(1)}
+    chains.apply(Removed([1, 2, 1, 3, 4], 0, None))
+    assert index.bytes == 0
+
+
+def test_what_was_stored_a_thousand_times_is_cleared_as_one_block() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    for _ in range(1000):
+        chains.apply(stored_letters("ab"))
+    slot = chains.slot
+    assert index.statistics().pairs["device"] == 2
+    assert not chains.clear().step(2)
+    assert slot.state == "freed"
+    assert index.bytes == 0
+
+
+def test_a_small_clearing_is_done_in_one_step_over_all_tiers() -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index)
+    for tier in range(3):
+        chains.apply(stored_letters("ab", tier=tier))
+    clearing = chains.clear()
+    assert clearing.step(5)
+    assert index.statistics().blocks == 1
+    assert not clearing.step(1)
+    assert index.bytes == 0
+
+
+class Compared(int):
+    """Counts how often one is compared with another."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return int.__eq__(self, other)
+
+    __hash__ = int.__hash__
+
+
+def test_an_orphan_whose_blocks_went_from_its_end_is_joined_in_time_that_grows_with_its_length() -> None:
+    chains = chains_of(Index(limit_bytes=1 << 30), orphans=2000)
+    names: list[EngineHash] = [Compared(number) for number in range(1000, 3000)]
+    chains.apply(stored(names, 1, [7] * 4000))
+    chains.apply(Removed(names[:0:-1], 0, None))
+    Compared.times = 0
+    chains.apply(stored([1]))
+    assert chains.held(0).keys() == {1, 1000}
+    assert Compared.times < 20 * len(names)
+
+
+def test_runs_that_wait_for_their_parent_keep_no_names_of_any_length() -> None:
+    chains = chains_of(Index(limit_bytes=1 << 30))
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(100):
+        waits = stored([number], 1000)
+        chains.apply(msgspec.structs.replace(waits, lora=f"{number}" * 5000, salt=f"{number}" * 5000))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert chains.statistics().orphans == 100
+    assert after - before < 100 * 2000
+
+
+TOLD_NAMES: st.SearchStrategy[EngineHash] = st.one_of(st.integers(1, 9), st.sampled_from([b"x", b"y"]))
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["stored", "stored", "removed", "cleared"]),
+            st.integers(0, 2),
+            st.lists(st.tuples(TOLD_NAMES, st.integers(0, 2)), max_size=5),
+            st.none() | TOLD_NAMES,
+            st.booleans(),
+            st.integers(0, 5),
+        ),
+        max_size=40,
+    )
+)
+def test_a_source_may_contradict_itself_as_it_likes_and_leaves_nothing_behind(
+    steps: list[tuple[str, int, list[tuple[EngineHash, int]], EngineHash | None, bool, int]],
+) -> None:
+    index = Index(limit_bytes=1 << 30)
+    chains = chains_of(index, block_size=1, limit=6, orphans=5)
+    slots = [chains.slot]
+    clearings = []
+    for kind, tier, blocks, parent, salted, routable in steps:
+        names = [name for name, _ in blocks]
+        tokens = pack_tokens([token for _, token in blocks])
+        match kind:
+            case "stored":
+                salt = "s" if salted else ""
+                chains.apply(Stored(names, parent, tokens, 1, tier, None, False, "", salt, min(routable, len(names))))
+            case "removed":
+                chains.apply(Removed(names, tier, None))
+            case _:
+                clearings.append(chains.clear())
+                slots.append(chains.slot)
+        chains.validate()
+        index.validate()
+        held = [{sequence for sequence in chains.held(each).values() if sequence is not None} for each in range(3)]
+        assert index.blocks_of(chains.slot) == sum(map(len, held))
+    for clearing in [*clearings, chains.close()]:
+        while clearing.step(2):
+            index.validate()
+    assert index.bytes == 0
+    assert {slot.state for slot in slots} == {"freed"}

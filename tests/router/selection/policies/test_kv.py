@@ -1,0 +1,147 @@
+"""The default policy, by what it promises; `benchmarks/trace.py` says what that comes to."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.selection.candidates import (
+    DISK_BYTES_PER_S,
+    HOST_BYTES_PER_S,
+    UNTOLD,
+    Facts,
+    Fleet,
+    Question,
+    Scored,
+    Speed,
+)
+from services.router.selection.load import IDLE, CandidateLoad
+from services.router.selection.policies.kv import KvPolicy
+from shared.messages import Overlap
+
+BLOCK = 16
+HOST_S, DISK_S = (BLOCK * 128 * 1024 / rate for rate in (HOST_BYTES_PER_S, DISK_BYTES_PER_S))
+LOADS = st.builds(CandidateLoad, st.integers(0, 50), st.integers(0, 10**6), st.integers(0, 10**5))
+OVERLAPS = st.builds(Overlap, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+CANDIDATES = st.lists(
+    st.builds(
+        Facts,
+        st.tuples(st.text("abcdef", min_size=1, max_size=4), st.integers(0, 1)),
+        OVERLAPS,
+        LOADS,
+        st.integers(0, 10**5),
+        st.builds(Speed, st.sampled_from([0.0, 1.0, 300.0, 1e5]), st.sampled_from([0.0, 0.02])),
+    ),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda each: each.candidate,
+)
+
+
+def facts(
+    name: str,
+    overlap: Overlap | None = None,
+    load: CandidateLoad = IDLE,
+    *,
+    total_blocks: int = 10_000,
+    speed: float | None = None,
+) -> Facts:
+    told = UNTOLD if speed is None else Speed(speed, 0.02)
+    return Facts((name, 0), overlap or Overlap(), load, total_blocks, told)
+
+
+def choose(candidates: list[Facts], tokens: int = 320) -> str:
+    policy, question = KvPolicy(), Question(tokens, BLOCK, fleet=Fleet.of(candidates), host_s=HOST_S, disk_s=DISK_S)
+    scored = [Scored(each, policy.score(question, each)) for each in policy.filter(question, candidates)]
+    return policy.pick(question, scored, Random(0)).facts.candidate[0]
+
+
+@given(CANDIDATES)
+def test_it_never_picks_one_that_is_worse_in_everything(candidates: list[Facts]) -> None:
+    best = Facts(("best", 0), Overlap(16), IDLE, 10**6, Speed(1e6, 0.01))
+    assert choose([*candidates, best]) == "best"
+
+
+@given(CANDIDATES)
+def test_its_reason_adds_up_to_its_score(candidates: list[Facts]) -> None:
+    policy, question = KvPolicy(), Question(320, BLOCK, fleet=Fleet.of(candidates), host_s=HOST_S, disk_s=DISK_S)
+    for each in candidates:
+        terms = [float(word) for word in policy.reason(question, each).split() if word[0].isdigit()]
+        assert sum(terms) == pytest.approx(policy.score(question, each), abs=2.0)
+
+
+def test_it_follows_the_cache() -> None:
+    assert choose([facts("a"), facts("b", Overlap(19)), facts("c", Overlap(3))]) == "b"
+
+
+@pytest.mark.parametrize("common_blocks", [2, 7])
+def test_a_second_conversation_goes_to_the_idle_worker_though_the_busy_one_has_their_common_beginning(
+    common_blocks: int,
+) -> None:
+    busy = CandidateLoad(requests=1, queued_tokens=0, active_blocks=20)
+    assert choose([facts("busy", Overlap(common_blocks), busy), facts("idle")], tokens=300) == "idle"
+
+
+def test_a_long_common_beginning_is_kept_together_until_the_worker_is_crowded() -> None:
+    calm, crowded = CandidateLoad(requests=3, active_blocks=100), CandidateLoad(requests=40, active_blocks=100)
+    idle = facts("idle", speed=20_000.0)
+    assert choose([facts("home", Overlap(512), calm, speed=20_000.0), idle], tokens=8500) == "home"
+    assert choose([facts("home", Overlap(512), crowded, speed=20_000.0), idle], tokens=8500) == "idle"
+
+
+def test_a_follow_up_goes_to_its_blocks_though_others_wait_there() -> None:
+    waiting = CandidateLoad(requests=2, queued_tokens=10_000, active_blocks=100)
+    assert choose([facts("home", Overlap(100), waiting), facts("idle")], tokens=1700) == "home"
+
+
+def test_the_more_is_in_flight_in_the_fleet_the_longer_a_follow_up_waits_for_its_blocks() -> None:
+    home = facts("home", Overlap(250), CandidateLoad(requests=40, queued_tokens=120_000))
+    busy, idle = CandidateLoad(requests=40), IDLE
+    assert choose([home, *[facts(name, None, busy) for name in "abc"]], tokens=4100) == "home"
+    assert choose([home, *[facts(name, None, idle) for name in "abc"]], tokens=4100) != "home"
+
+
+def test_it_prefers_the_faster_tier_and_any_tier_to_computing() -> None:
+    assert choose([facts("disk", Overlap(0, 0, 10)), facts("host", Overlap(0, 10))]) == "host"
+    assert choose([facts("host", Overlap(0, 10)), facts("device", Overlap(10))]) == "device"
+    assert choose([facts("disk", Overlap(0, 0, 10)), facts("none")]) == "disk"
+
+
+def test_fetching_counts_by_the_time_it_takes_beside_computing_and_for_less_than_that() -> None:
+    def fetching(overlap: Overlap, tokens_per_s: float) -> float:
+        candidate = facts("a", overlap, speed=tokens_per_s)
+        question = Question(16_001, BLOCK, fleet=Fleet.of([candidate]), host_s=HOST_S, disk_s=DISK_S)
+        return KvPolicy().score(question, candidate) - 1
+
+    assert fetching(Overlap(0, 1000), 30_000.0) == pytest.approx(16_000 * 0.026, rel=0.01)
+    assert fetching(Overlap(0, 0, 1000), 30_000.0) == pytest.approx(16_000 * 0.33, rel=0.01)
+    assert fetching(Overlap(0, 0, 1000), 1000.0) == pytest.approx(16_000 * 0.011, rel=0.01)
+    assert fetching(Overlap(0, 0, 1000), 1e6) == 16_000, "where computing is sooner, workers compute"
+
+
+def test_a_prefix_in_host_memory_moves_to_an_idle_worker_of_the_same_store() -> None:
+    busy = CandidateLoad(requests=2, active_blocks=600)
+    home, idle = facts("home", Overlap(512), busy, speed=20_000.0), facts("idle", Overlap(0, 512), speed=20_000.0)
+    assert choose([home, idle], tokens=8500) == "idle"
+    assert choose([facts("home", Overlap(512), speed=20_000.0), idle], tokens=8500) == "home"
+
+
+def test_it_keeps_away_from_a_worker_where_the_prompt_does_not_fit() -> None:
+    full = CandidateLoad(requests=1, active_blocks=95)
+    assert choose([facts("full", Overlap(8), full, total_blocks=100), facts("free")]) == "free"
+
+
+def test_a_slow_worker_gets_only_what_it_has_cached() -> None:
+    slow, fast = facts("slow", speed=1000.0), facts("fast", None, CandidateLoad(requests=1), speed=4000.0)
+    assert choose([slow, fast]) == "fast"
+    assert choose([facts("slow", Overlap(19), speed=1000.0), fast]) == "slow"
+
+
+def test_small_differences_in_speed_and_speeds_untold_move_nothing() -> None:
+    home = facts("home", Overlap(10), speed=900.0)
+    assert choose([home, facts("other", Overlap(9), speed=1200.0)]) == "home"
+    assert choose([home, facts("other", Overlap(9))]) == "home"
+    assert choose([facts("home", Overlap(10)), facts("other", Overlap(9), speed=900.0)]) == "home"

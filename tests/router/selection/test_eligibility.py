@@ -1,0 +1,157 @@
+"""Who is asked for: only who can serve, not who stands still, and a newcomer not for everything at once."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.router.selection.eligibility import Nobody, Seats
+from shared.messages import KvLayout, ModelCard, Select
+
+RAMP_S = 10.0
+
+
+def card(instance: str, **more: Any) -> ModelCard:
+    return ModelCard("m", instance, "/m", "0", "0", 4096, 1000, 4, 1000, KvLayout("float32", 1, 1, 4, 4), **more)
+
+
+def seats(*cards: ModelCard, now_s: float = 0.0) -> Seats:
+    made = Seats("m", Random(1), ramp_s=RAMP_S)
+    for each in cards:
+        made.up(each, now_s)
+    return made
+
+
+def asked(made: Seats, now_s: float = 0.0, **fields: Any) -> list[str]:
+    """The instances that a question is put to, one for each rank."""
+    return [seat.instance for seat in made.asked(Select("r", 1, "f", "m", b"", 1, 1, **fields), now_s)]
+
+
+def refusal(made: Seats, **fields: Any) -> str:
+    with pytest.raises(Nobody) as nobody:
+        asked(made, **fields)
+    return nobody.value.code
+
+
+def test_every_rank_is_asked_for_and_whoever_comes_or_goes_is_seen_at_once() -> None:
+    made = seats(card("a"), card("b", ranks=2))
+    assert asked(made) == ["a", "b", "b"]
+    made.up(card("c"), 0.0)
+    made.down("a")
+    assert asked(made) == ["b", "b", "c"]
+
+
+def test_where_nobody_can_serve_the_refusal_says_why() -> None:
+    made = seats(card("p", role="prefill"))
+    assert refusal(made) == "no_instances"
+    made.up(card("a"), 0.0)
+    made.up(card("b", lora=("french",)), 0.0)
+    assert asked(made, lora="french") == ["b"]
+    assert refusal(made, lora="welsh") == "unknown_model"
+    assert refusal(made, lora="french", excluded=("b",)) == "all_excluded"
+    assert asked(made, excluded=("b",)) == ["a"]
+
+
+def test_a_prompt_is_not_put_to_who_has_no_room_for_it_while_others_have() -> None:
+    small = msgspec.structs.replace(card("small"), capacity_blocks=3)
+    short = msgspec.structs.replace(card("short"), context_length=10)
+    made = seats(small, short, card("a"))
+    for tokens, able in (
+        (9, ["small", "short", "a"]),
+        (10, ["small", "a"]),
+        (13, ["a"]),
+        (5000, ["small", "short", "a"]),
+    ):
+        ask = Select("r", 1, "f", "m", b"", tokens, 1)
+        assert [seat.instance for seat in made.asked(ask, 0.0)] == able, tokens
+    made.down("a")
+    assert asked(made) == ["small", "short"]
+
+
+def test_who_stands_still_is_passed_over_while_others_are_there() -> None:
+    made = seats(card("a"), card("b"), card("c"))
+    made.standing_still = frozenset({"a", "b"})
+    assert asked(made) == ["c"]
+    assert asked(made, excluded=("c",)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("age_s", [0.0, 2.5, 5.0, 7.5, 10.0, 100.0])
+def test_one_that_joins_takes_part_in_a_share_that_grows_with_its_age(age_s: float) -> None:
+    made = seats(card("a"))
+    made.up(card("new"), 50.0)
+    share = sum("new" in asked(made, 50.0 + age_s) for _ in range(1000)) / 1000
+    assert abs(share - min(age_s / RAMP_S, 1.0)) < 0.06
+
+
+def test_those_that_come_up_together_or_are_found_together_take_part_at_once() -> None:
+    made = seats(card("a"), now_s=7.0)
+    made.up(card("b"), 16.9)
+    assert all(asked(made, 17.0) == ["a", "b"] for _ in range(50))
+
+
+def test_newcomers_are_asked_for_where_nobody_else_is_left() -> None:
+    made = seats(card("a"))
+    made.up(card("new", lora=("l",)), 50.0)
+    assert asked(made, 50.0) == ["a"]
+    assert asked(made, 50.0, lora="l") == asked(made, 50.0, excluded=("a",)) == ["new"]
+    made.standing_still = frozenset({"a"})
+    assert asked(made, 50.0) == ["new"]
+    made.down("a")
+    assert asked(made, 50.0) == ["new"]
+
+
+def test_one_that_comes_again_ramps_up_again() -> None:
+    made = seats(card("a"), card("b"))
+    made.down("b")
+    made.up(card("b"), 50.0)
+    assert asked(made, 50.0) == ["a"]
+
+
+class SeatsMachine(RuleBasedStateMachine):
+    """Instances come, go and stand still; whoever is asked for can serve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = seats()
+        self.now_s = 0.0
+
+    @rule(instance=st.sampled_from("abcd"), lora=st.booleans(), ranks=st.integers(1, 2))
+    def change(self, instance: str, lora: bool, ranks: int) -> None:
+        if instance in self.made.cards:
+            self.made.down(instance)
+        else:
+            self.made.up(card(instance, lora=("l",) if lora else (), ranks=ranks), self.now_s)
+
+    @rule(instances=st.frozensets(st.sampled_from("abcd")))
+    def stand_still(self, instances: frozenset[str]) -> None:
+        self.made.standing_still = instances
+
+    @rule(later_s=st.floats(0, 8))
+    def wait(self, later_s: float) -> None:
+        self.now_s += later_s
+
+    @rule(lora=st.booleans(), excluded=st.frozensets(st.sampled_from("abcd")))
+    def ask(self, lora: bool, excluded: frozenset[str]) -> None:
+        able = {name for name, each in self.made.cards.items() if (each.lora or not lora) and name not in excluded}
+        fields = {"lora": "l" if lora else "", "excluded": tuple(excluded)}
+        if not able:
+            refusal(self.made, **fields)
+            return
+        names = set(asked(self.made, self.now_s, **fields))
+        assert names
+        assert names <= able
+        assert not names & self.made.standing_still or able <= self.made.standing_still
+
+    @invariant()
+    def valid(self) -> None:
+        self.made.validate()
+
+
+TestSeats = SeatsMachine.TestCase
+TestSeats.settings = settings(max_examples=60, stateful_step_count=25)

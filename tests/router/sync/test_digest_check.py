@@ -1,0 +1,316 @@
+"""Digests: compared as of one sequence; and a worker whose events lie is found by them and healed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import xor
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.router.index.chains import Chains, Clearing
+from services.router.index.index import Index
+from services.router.index.kv_events import Batch, CacheEvent, Removed, Stored
+from services.router.sync.digest_check import CLAIMS_LIMIT, STATES_LIMIT, DigestCheck, Verdict
+from services.router.sync.source import Action, Apply, Clear, Replay, Source, TakeSnapshot
+from shared.hashing import content_keys, event_hash, pack_tokens, root_key, sequence_hashes
+from shared.messages import KvState, Overlap, SnapshotBlock
+
+BLOCK_SIZE = 2
+RANKS = 2
+
+
+def test_a_report_and_what_was_applied_are_compared_whichever_comes_first() -> None:
+    check = DigestCheck(every_s=60.0)
+    assert check.claimed(1, 5, (77,), 0.0) is None
+    assert check.open
+    assert check.applied(1, 4, (11,)) is None
+    assert check.applied(1, 5, (77,)) == "agreed"
+    assert not check.open
+    assert check.claimed(1, 6, (78,), 60.0) is None
+    assert check.applied(1, 8, (80,)) is None
+    assert check.claimed(1, 8, (81,), 60.25) == "differed"
+
+
+def test_digests_of_another_sequence_or_another_epoch_are_not_compared() -> None:
+    check = DigestCheck(every_s=60.0)
+    assert check.claimed(1, 5, (77,), 0.0) is None
+    assert check.applied(2, 5, (11,)) is None
+    assert check.applied(1, 6, (11,)) is None
+    assert check.applied(None, 5, (11,)) is None
+    assert check.open
+
+
+def test_chains_that_left_something_out_are_exempt() -> None:
+    check = DigestCheck(every_s=60.0)
+    check.claimed(1, 5, (77,), 0.0)
+    assert check.applied(1, 5, None) == "exempt"
+
+
+def test_comparisons_come_no_oftener_than_asked_and_never_if_never() -> None:
+    check = DigestCheck(every_s=60.0)
+    check.claimed(1, 5, (77,), 0.0)
+    check.applied(1, 5, (77,))
+    check.claimed(1, 6, (78,), 59.0)
+    assert not check.open
+    check.claimed(1, 6, (78,), 60.0)
+    assert check.open
+    never = DigestCheck(every_s=0.0)
+    never.claimed(1, 5, (77,), 1000.0)
+    assert not never.open
+
+
+def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
+    check = DigestCheck(every_s=60.0)
+    for sequence in range(2 * CLAIMS_LIMIT):
+        check.claimed(1, 1000 + sequence, (0,), 0.0)
+        check.validate()
+    for sequence in range(2 * STATES_LIMIT):
+        assert check.applied(1, sequence, (0,)) is None
+        check.validate()
+    assert check.claimed(1, STATES_LIMIT - 1, (0,), 0.0) is None, "too late"
+    assert check.claimed(1, STATES_LIMIT, (0,), 0.0) == "agreed"
+
+
+def test_after_a_clear_what_the_chains_were_is_not_compared() -> None:
+    check = DigestCheck(every_s=60.0)
+    check.claimed(1, 9, (0,), 0.0)
+    check.applied(1, 5, (11,))
+    check.cleared()
+    assert check.claimed(1, 5, (12,), 0.1) is None
+
+
+@dataclass
+class Cache:
+    """What one rank of the model worker holds: prompts of 1 to 4 blocks, of two tokens' choice each."""
+
+    blocks: dict[int, SnapshotBlock]
+
+    @property
+    def digest(self) -> int:
+        return reduce(xor, self.blocks, 0)
+
+
+def prompt(choices: list[bool]) -> tuple[bytes, list[int]]:
+    """(packed tokens, engine hashes); prompts that begin alike share blocks."""
+    packed = pack_tokens([int(choice) + 1 for choice in choices for _ in range(BLOCK_SIZE)])
+    return packed, [event_hash(key) for key in content_keys(root_key("m"), packed, BLOCK_SIZE)]
+
+
+PROMPTS = st.lists(st.booleans(), min_size=1, max_size=4)
+RANK = st.integers(0, RANKS - 1)
+
+
+class HealingMachine(RuleBasedStateMachine):
+    """A worker of two ranks whose wire loses, repeats and delays batches, and whose events lie now and then; and a
+    router that does as `Source` and `DigestCheck` say. Once the worker is quiet, the router knows what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index(limit_bytes=1 << 20)
+        self.chains = [
+            Chains(
+                self.index,
+                ("w", rank),
+                block_size=BLOCK_SIZE,
+                vocab_size=10,
+                limit_blocks=1000,
+                orphan_limit_blocks=1000,
+            )
+            for rank in range(RANKS)
+        ]
+        self.checks = [DigestCheck(every_s=60.0) for _ in range(RANKS)]
+        self.source = Source(snapshots=True, replays=True, epochs=True, held_limit_batches=4)
+        self.caches = [Cache({}) for _ in range(RANKS)]
+        self.epoch = 1
+        self.sequence = -1
+        self.ring: list[tuple[int, Batch]] = []
+        self.wire: list[tuple[int, Batch]] = []
+        self.question: TakeSnapshot | Replay | None = None
+        self.restored: dict[int, int] = {}
+        self.now_s = 0.0
+        self.verdicts: list[Verdict] = []
+        self.clearings: list[Clearing] = []
+        self.perform(self.source.start())
+
+    # --- the router
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Clear():
+                    for chains, check in zip(self.chains, self.checks, strict=True):
+                        self.clearings.append(chains.clear())
+                        check.cleared()
+                case Apply(batch):
+                    for event in batch.events:
+                        self.chains[batch.rank].apply(event)
+                case TakeSnapshot() | Replay():
+                    self.question = action
+                    self.restored = {}
+        for rank, check in enumerate(self.checks):
+            as_of = self.source.as_of(rank) if check.open else None
+            if as_of is not None:
+                self.judge(check.applied(self.source.epoch, as_of, (self.chains[rank].digest(0),)))
+
+    def judge(self, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            self.verdicts.append(verdict)
+        if verdict == "differed":
+            self.perform(self.source.distrusted())
+
+    # --- the worker
+
+    def tell(self, rank: int, events: list[CacheEvent], fault: str) -> None:
+        """As a batch; a `fault` of the worker's own makes it tell something else."""
+        match fault:
+            case "forgets":
+                events = []
+            case "repeats":
+                events = events + events
+            case "corrupts":
+                events = [self.corrupted(event) for event in events]
+        self.sequence += 1
+        entry = self.sequence, Batch(1000.0 * self.epoch + self.sequence, rank, events, 0)
+        self.ring = [*self.ring[-3:], entry]
+        self.wire.append(entry)
+
+    def corrupted(self, event: CacheEvent) -> CacheEvent:
+        if isinstance(event, Removed):
+            return Removed([99], event.tier, event.group)
+        assert isinstance(event, Stored)
+        return stored(event.parent if isinstance(event.parent, int) else None, [98], event.tokens[: 4 * BLOCK_SIZE])
+
+    @rule(rank=RANK, choices=PROMPTS, fault=st.sampled_from([*["none"] * 5, "forgets", "repeats", "corrupts"]))
+    def store(self, rank: int, choices: list[bool], fault: str) -> None:
+        packed, names = prompt(choices)
+        held = self.caches[rank].blocks
+        events: list[CacheEvent] = []
+        for number, name in enumerate(names):
+            if name not in held:
+                tokens = packed[4 * BLOCK_SIZE * number : 4 * BLOCK_SIZE * (number + 1)]
+                parent = names[number - 1] if number else None
+                held[name] = SnapshotBlock(name, parent, tokens)
+                events.append(stored(parent, [name], tokens))
+        if events:
+            self.tell(rank, events, fault)
+
+    @rule(rank=RANK, which=st.integers(0, 30), fault=st.sampled_from([*["none"] * 5, "forgets", "repeats", "corrupts"]))
+    def evict(self, rank: int, which: int, fault: str) -> None:
+        """Any block, in the middle of its chain as well."""
+        held = self.caches[rank].blocks
+        if held:
+            name = list(held)[which % len(held)]
+            del held[name]
+            self.tell(rank, [Removed([name], 0, None)], fault)
+
+    @rule()
+    def restart(self) -> None:
+        for cache in self.caches:
+            cache.blocks.clear()
+        self.epoch += 1
+        self.sequence = -1
+        self.ring.clear()
+
+    # --- the wire
+
+    @rule()
+    def deliver(self) -> None:
+        if self.wire:
+            self.perform(self.source.heard(*self.wire.pop(0)))
+
+    @rule()
+    def deliver_twice(self) -> None:
+        if self.wire:
+            self.perform(self.source.heard(*self.wire[0]))
+            self.deliver()
+
+    @rule()
+    def deliver_out_of_order(self) -> None:
+        if len(self.wire) > 1:
+            self.perform(self.source.heard(*self.wire.pop(1)))
+
+    @rule()
+    def lose(self) -> None:
+        if self.wire:
+            self.wire.pop(0)
+
+    @rule(pause_s=st.sampled_from([0.25, 61.0]))
+    def report(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        states = [KvState(rank, self.epoch, self.sequence, cache.digest) for rank, cache in enumerate(self.caches)]
+        self.perform(self.source.reported(states[0]))
+        for state in states:
+            self.judge(self.checks[state.rank].claimed(state.epoch, state.sequence, (state.digest,), self.now_s))
+        self.perform([])
+
+    @rule()
+    def fail(self) -> None:
+        if self.question is not None:
+            question, self.question = self.question, None
+            self.perform(self.source.failed(question.ticket))
+
+    @rule()
+    def answer(self) -> None:
+        """A replay at once; snapshots a rank a time, so that batches come in between."""
+        question = self.question
+        if isinstance(question, Replay):
+            self.question = None
+            self.perform(
+                self.source.replayed(question.ticket, [entry for entry in self.ring if entry[0] >= question.first])
+            )
+        elif question is not None:
+            rank = len(self.restored)
+            if not rank:
+                self.asked_epoch = self.epoch
+                self.perform(self.source.snapshot_begins(question.ticket))
+            if self.asked_epoch != self.epoch:
+                self.fail()
+                return
+            self.chains[rank].restore(list(self.caches[rank].blocks.values()))
+            self.restored[rank] = self.sequence
+            if len(self.restored) == RANKS:
+                self.question = None
+                self.perform(self.source.snapshot_taken(question.ticket, self.epoch, self.restored))
+
+    # --- what must hold
+
+    @invariant()
+    def every_part_is_sound(self) -> None:
+        self.source.validate()
+        for check in self.checks:
+            check.validate()
+        for chains in self.chains:
+            chains.validate()
+
+    def teardown(self) -> None:
+        for _ in range(20):
+            while self.wire:
+                self.deliver()
+            self.report(61.0)
+            while self.question is not None:
+                self.answer()
+        assert self.source.state == "live"
+        assert self.verdicts[-RANKS:] == ["agreed"] * RANKS
+        for rank, (chains, cache) in enumerate(zip(self.chains, self.caches, strict=True)):
+            assert chains.held(0).keys() | waiting(chains) == cache.blocks.keys()
+            for choices in ([True] * 4, [False] * 4, [True, False, True, False]):
+                packed, names = prompt(choices)
+                depth = next((depth for depth, name in enumerate(names) if name not in cache.blocks), len(names))
+                found = self.index.find(sequence_hashes(packed, BLOCK_SIZE)).get(("w", rank), Overlap())
+                assert found.blocks == depth
+
+
+def stored(parent: int | None, names: list[int], tokens: bytes) -> Stored:
+    return Stored([*names], parent, tokens, BLOCK_SIZE, 0, None, False, "", "", len(names))
+
+
+def waiting(chains: Chains) -> set[int]:
+    """Blocks that wait for a parent that is gone."""
+    return {name for _, name in chains._orphaned if isinstance(name, int)}
+
+
+TestHealing = HealingMachine.TestCase
+TestHealing.settings = settings(max_examples=150, stateful_step_count=40)
