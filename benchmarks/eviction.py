@@ -13,7 +13,7 @@ host and disk   a disk of four times the host tier, written to when a block was 
                 while records are free (`filled`, the default), or always (`all`). What is found on disk comes up to the
                 host tier, and stays on disk. `written` is blocks written to disk as a share of blocks stored.
 
-The tiers are the store's own (`services/kvbm/tiers.py`); copies and the disk take no time, and nothing fails.
+The tiers are the store's own (`services/kvbm/tiers/tiers.py`); copies and the disk take no time, and nothing fails.
 
 What could mislead: the store sees every request here; in service, engines' own caches answer the quickest of them. A
 prompt's blocks are stored at once, and an answer's only with the next prompt. The made-up loads are made up, and the
@@ -44,9 +44,9 @@ from benchmarks.eviction_loads import agents, batch, conversations, documents
 from benchmarks.loads import Load, ideal, read_trace
 from benchmarks.plot import Panel, draw
 from benchmarks.report import Goal, report
-from services.kvbm.moves import Sizes
-from services.kvbm.policies import BUILT_IN, DEFAULT, DISK_DEFAULT, named
-from services.kvbm.tiers import Tiers
+from services.kvbm.tiers.actions import Sizes
+from services.kvbm.tiers.policies import BUILT_IN, DEFAULT, DISK_DEFAULT, named
+from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content
 from shared.hashing import ContentKey
 

@@ -19,13 +19,13 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from services.kvbm.answers import Advanced, Bounds
 from services.kvbm.config import TiersConfig
-from services.kvbm.moves import Read, Spill, TierEvent
-from services.kvbm.packing import pack_slots, to_contents, unpack_keys, unpack_slots
-from services.kvbm.policies import named
-from services.kvbm.tickets import Tickets
-from services.kvbm.tiers import Tiers
+from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_keys, unpack_slots
+from services.kvbm.tickets.results import Advanced, Bounds
+from services.kvbm.tickets.tickets import Tickets
+from services.kvbm.tiers.actions import Read, Spill, TierEvent
+from services.kvbm.tiers.policies import named
+from services.kvbm.tiers.tiers import Tiers
 from services.worker.messages import KvbmAsk, KvbmReply
 from shared import kvbm_messages as wire
 from shared.hashing import pack_hashes

@@ -34,7 +34,7 @@ from random import Random
 import msgspec
 
 from benchmarks.report import Goal, report
-from services.kvbm.host_pool import HostPool
+from services.kvbm.pool.host_pool import HostPool
 from services.worker.mover import Copy, Mover
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover

@@ -33,10 +33,10 @@ import msgspec
 import uvloop
 
 from benchmarks.report import Goal, report
-from services.kvbm.disk import Disk
-from services.kvbm.disk_format import Geometry, geometry
-from services.kvbm.disk_outcomes import Found, Loaded, Lost, Written
-from services.kvbm.disk_threads import DiskThreads
+from services.kvbm.disk.disk import Disk
+from services.kvbm.disk.format import Geometry, geometry
+from services.kvbm.disk.io_threads import DiskThreads
+from services.kvbm.tiers.disk_results import Found, Loaded, Lost, Written
 from shared.blocks import Content
 
 KIB = 1024

@@ -44,7 +44,7 @@ from benchmarks.kvbm_disk import FILE_BYTES, Plain
 from benchmarks.report import ROOT, Goal, report
 from deploy.local.model import fetch_default
 from services.kvbm.config import DiskConfig
-from services.kvbm.disk_format import geometry
+from services.kvbm.disk.format import geometry
 from services.worker.mover import Copy
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover

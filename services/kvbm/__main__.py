@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.kvbm import policies
 from services.kvbm.config import KvbmConfig
 from services.kvbm.service import serve
+from services.kvbm.tiers import policies
 from shared.lifecycle import Process, run
 
 DRAIN_LIMIT_S = 25.0

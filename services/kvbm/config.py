@@ -6,9 +6,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from services.kvbm import policies
-from services.kvbm.answers import Bounds
-from services.kvbm.moves import Sizes
+from services.kvbm.tickets.results import Bounds
+from services.kvbm.tiers import policies
+from services.kvbm.tiers.actions import Sizes
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
 Positive = Annotated[int, Meta(ge=1)]

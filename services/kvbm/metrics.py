@@ -8,11 +8,11 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry
 
-from services.kvbm.answers import Expired, TicketStatistics
-from services.kvbm.disk_outcomes import DiskStatistics, Loaded, Lost, Written
-from services.kvbm.moves import TierEvent
-from services.kvbm.refusals import RefusalCode
-from services.kvbm.windows import Found
+from services.kvbm.hit_window import Found
+from services.kvbm.tickets.errors import RefusalCode
+from services.kvbm.tickets.results import Expired, TicketStatistics
+from services.kvbm.tiers.actions import TierEvent
+from services.kvbm.tiers.disk_results import DiskStatistics, Loaded, Lost, Written
 from shared.blocks import Evicted
 from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram
 

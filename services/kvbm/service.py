@@ -23,19 +23,19 @@ from itertools import count
 from pathlib import Path
 from time import perf_counter
 
-from services.kvbm import policies
 from services.kvbm.announcement import announcement
-from services.kvbm.answering import Answers
 from services.kvbm.config import KvbmConfig
-from services.kvbm.desk import Desk
-from services.kvbm.engines import Engines
-from services.kvbm.host_pool import HostPool
-from services.kvbm.layout import Layout
-from services.kvbm.layouts import Layouts
+from services.kvbm.hit_window import Found
+from services.kvbm.layout.layout import Layout
+from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import Metrics
-from services.kvbm.refusals import NotReady, Refusal, TooManyOwners, UnknownOwner
-from services.kvbm.reservation import Reservation
-from services.kvbm.windows import Found
+from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.pool.reservation import Reservation
+from services.kvbm.queries import Desk
+from services.kvbm.replies import Answers
+from services.kvbm.tickets.engines import Engines
+from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
+from services.kvbm.tiers import policies
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.directory import DirectoryChange, InstanceDown

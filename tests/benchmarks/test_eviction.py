@@ -8,7 +8,7 @@ import pytest
 from benchmarks.eviction import Store, foresight, rows_of
 from benchmarks.eviction_loads import agents, batch, conversations, documents
 from benchmarks.loads import Load, Request, ideal
-from services.kvbm.moves import Sizes
+from services.kvbm.tiers.actions import Sizes
 from shared.hashing import ContentKey
 
 

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager, suppress
 from hashlib import shake_256
 from pathlib import Path
 
-from services.kvbm.disk import Disk
-from services.kvbm.disk_format import Geometry, geometry
-from services.kvbm.disk_outcomes import Found, Loaded, Lost, Written
-from services.kvbm.disk_threads import DiskThreads
+from services.kvbm.disk.disk import Disk
+from services.kvbm.disk.format import Geometry, geometry
+from services.kvbm.disk.io_threads import DiskThreads
+from services.kvbm.tiers.disk_results import Found, Loaded, Lost, Written
 from shared.blocks import Content
 from shared.hashing import ContentKey, pack_tokens
 

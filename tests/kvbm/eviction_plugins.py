@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.kvbm.policies import LruPolicy
+from services.kvbm.tiers.policies import LruPolicy
 from shared.hashing import ContentKey
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
-from services.kvbm.packing import unpack_slots
-from services.kvbm.policies import LruPolicy
 from services.kvbm.service import Kvbm, kvbm
+from services.kvbm.tickets.packing import unpack_slots
+from services.kvbm.tiers.policies import LruPolicy
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.blocks import Content

@@ -26,10 +26,10 @@ import msgspec
 import pytest
 
 from services.kvbm import service
-from services.kvbm.answers import Bounds
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
-from services.kvbm.packing import pack_slots, unpack_slots
-from services.kvbm.segments import Segments
+from services.kvbm.disk.segments import Segments
+from services.kvbm.tickets.packing import pack_slots, unpack_slots
+from services.kvbm.tickets.results import Bounds
 from services.worker.kv_connector import connector, stores
 from shared import kvbm_messages as wire
 from shared.blocks import Content

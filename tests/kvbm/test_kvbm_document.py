@@ -13,11 +13,11 @@ from typing import get_args
 import msgspec
 import pytest
 
-from services.kvbm.answers import Bounds
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, StatisticsConfig, TiersConfig
-from services.kvbm.host_slots import SlotState
-from services.kvbm.policies import BUILT_IN, GuardedPolicy, named
-from services.kvbm.refusals import RefusalCode
+from services.kvbm.tickets.errors import RefusalCode
+from services.kvbm.tickets.results import Bounds
+from services.kvbm.tiers.host_slots import SlotState
+from services.kvbm.tiers.policies import BUILT_IN, GuardedPolicy, named
 from services.worker.config import KvbmConfig as OfWorker
 from services.worker.kv_connector import connector
 from shared.hashing import ContentKey

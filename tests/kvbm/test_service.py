@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from services.kvbm.answers import Bounds
 from services.kvbm.config import KvbmConfig, PoolConfig, TiersConfig
-from services.kvbm.packing import pack_slots
 from services.kvbm.service import REASON_CHARS
+from services.kvbm.tickets.packing import pack_slots
+from services.kvbm.tickets.results import Bounds
 from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.config import load

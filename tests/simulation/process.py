@@ -27,10 +27,10 @@ from prometheus_client import CollectorRegistry
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.service import Frontend
-from services.kvbm.answers import Bounds
 from services.kvbm.config import KvbmConfig, PoolConfig, StatisticsConfig
-from services.kvbm.host_pool import HostPool
+from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.service import Kvbm, kvbm
+from services.kvbm.tickets.results import Bounds
 from services.router.config import IndexConfig, LoadConfig, RouterConfig, SourceConfig
 from services.router.service import Router, router
 from services.worker.config import EngineConfig, SimulatedConfig, WorkerConfig

@@ -15,8 +15,8 @@ import pytest
 from services.frontend.requests.frames import Frames
 from services.frontend.requests.retry import Tries
 from services.frontend.requests.session import Action, Expired, Session
-from services.kvbm.event_log import EventLog
-from services.kvbm.layout import Layout
+from services.kvbm.layout.event_log import EventLog
+from services.kvbm.layout.layout import Layout
 from services.router.index.index import CandidateId
 from services.router.selection.load import Load
 from services.router.selection.speculation import Speculation

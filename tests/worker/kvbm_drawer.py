@@ -8,16 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from services.kvbm.answers import Advanced, Bounds
-from services.kvbm.disk_outcomes import Found
-from services.kvbm.host_pool import HostPool
-from services.kvbm.moves import Read, ReadOutcome, Sizes, Spill, TierEvent
-from services.kvbm.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
-from services.kvbm.policies import LruPolicy
-from services.kvbm.refusals import Refusal, UnknownOwner
-from services.kvbm.slot_checksums import SlotChecksums
-from services.kvbm.tickets import Tickets
-from services.kvbm.tiers import Tiers
+from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.tickets.errors import Refusal, UnknownOwner
+from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
+from services.kvbm.tickets.results import Advanced, Bounds
+from services.kvbm.tickets.slot_checksums import SlotChecksums
+from services.kvbm.tickets.tickets import Tickets
+from services.kvbm.tiers.actions import Read, ReadOutcome, Sizes, Spill, TierEvent
+from services.kvbm.tiers.disk_results import Found
+from services.kvbm.tiers.policies import LruPolicy
+from services.kvbm.tiers.tiers import Tiers
 from services.worker.messages import KvbmAsk
 from shared import kvbm_messages as wire
 from shared.blocks import Content, Stored

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from services.kvbm.answers import Bounds
+from services.kvbm.tickets.results import Bounds
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import Exchange
 from services.worker.kv_connector.pool_attachment import PoolAttachment

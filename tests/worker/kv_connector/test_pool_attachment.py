@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.kvbm.host_pool import HostPool
+from services.kvbm.pool.host_pool import HostPool
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from shared.kvbm_messages import Attached
 from shared.pool_format import PoolUnfit

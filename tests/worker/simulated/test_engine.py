@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.kvbm.answers import Bounds
+from services.kvbm.tickets.results import Bounds
 from services.worker.config import KvbmConfig, SimulatedConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.messages import (

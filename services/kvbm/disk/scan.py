@@ -1,0 +1,66 @@
+"""The disk tier's index, found again by reading the headers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from operator import itemgetter
+from typing import Protocol
+
+from services.kvbm.disk.format import Geometry, Header, NotRead
+from services.kvbm.disk.segments import Segments
+from services.kvbm.tiers.disk_results import Found
+from shared.blocks import Content
+from shared.hashing import ContentKey
+
+RECORDS = 1024
+"""Headers that one request to a thread reads."""
+AT_ONCE = 4
+
+Headers = list[tuple[int, Header | NotRead]]
+
+
+class Upkeep(Protocol):
+    """Runs a job with the segments in a thread. Raises OSError."""
+
+    def __call__(self, segments: Segments, job: Callable[[memoryview], Headers]) -> Awaitable[Headers]: ...
+
+
+async def scan(
+    segments: Segments, geometry: Geometry, upkeep: Upkeep, scanned: Callable[[int], None]
+) -> tuple[list[Found], int]:
+    """What can be found, the oldest first, and the highest sequence. Of two records with one key the newer one counts.
+    `scanned` is told how many segments have been begun. Raises OSError."""
+    newest: dict[ContentKey, tuple[int, int, Content]] = {}
+    highest = 0
+    chunks = _chunks(geometry, segments.made(), scanned)
+
+    async def work() -> None:
+        nonlocal highest
+        for segment, first, count in chunks:
+            for record, header in await upkeep(segments, partial(segments.scan, segment, first, count)):
+                if isinstance(header, Header):
+                    highest = max(highest, header.sequence)
+                    known = newest.get(header.content.key)
+                    if known is None or header.sequence > known[0]:
+                        newest[header.content.key] = (header.sequence, record, header.content)
+
+    failures: list[OSError] = []
+    try:
+        async with asyncio.TaskGroup() as scans:
+            for _ in range(AT_ONCE):
+                scans.create_task(work())
+    except* OSError as group:
+        failures.extend(error for error in group.exceptions if isinstance(error, OSError))
+    if failures:
+        raise failures[0]
+    return [Found(record, content) for _, record, content in sorted(newest.values(), key=itemgetter(0))], highest
+
+
+def _chunks(geometry: Geometry, made: list[int], scanned: Callable[[int], None]) -> Iterator[tuple[int, int, int]]:
+    for begun, segment in enumerate(made, 1):
+        scanned(begun)
+        records = geometry.records_in(segment)
+        for first in range(0, records, RECORDS):
+            yield segment, first, min(RECORDS, records - first)

@@ -1,0 +1,290 @@
+"""The files of one layout's disk tier, and whether they can be trusted.
+
+    DIRECTORY/                mode 0700, this user's, no symbolic link
+        0123456789abcdef/     one a layout, the same; locked (flock) by the process that uses it
+            segment-000000    mode 0600, this user's, a plain file with one name; made when first written to
+            probe             there for a moment when the directory is opened
+
+Everything is opened below descriptors of the two directories, so a path that is exchanged meanwhile is not followed. A
+segment is allocated whole, so that a full disk is met when a file is made and not in the middle of a record. Whatever
+is wrong raises OSError; who calls decides what that means. Threads share one `Segments`; the loop counts who uses it,
+and the last one's `drop` closes it, since a descriptor that is closed under a thread may be another file's a moment
+later.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from services.kvbm.disk.format import PAGE_BYTES, Geometry, Header, NotRead, decode_header
+
+SEGMENT = re.compile(r"segment-(\d{6,9})")
+PROBE = "probe"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class Segments:
+    """One opening of the directory; a new object for the next."""
+
+    def __init__(self, directory: Path, geometry: Geometry, min_free_bytes: int) -> None:
+        self.direct = False
+        """Whether requests go past the page cache."""
+        self.no_space = ""
+        """Why no segment can be made at the moment; empty: nothing known against it."""
+        self._directory = directory
+        self._path = directory / geometry.layout
+        self._geometry = geometry
+        self._min_free_bytes = min_free_bytes
+        self._users = 0
+        """Who may still use the descriptors. The loop's alone."""
+        self._own = -1
+        """Descriptor of the layout's directory."""
+        self._directories: list[int] = []
+        self._files: dict[int, int] = {}
+        """Segment → descriptor."""
+        self._allocated: set[int] = set()
+        """Segments of their full size."""
+        self._growing = threading.Lock()
+
+    # --- in the loop
+
+    def hold(self) -> None:
+        """One more user."""
+        self._users += 1
+
+    def drop(self) -> None:
+        """One fewer; the last one closes everything."""
+        assert self._users > 0
+        self._users -= 1
+        if not self._users:
+            for descriptor in (*self._files.values(), *self._directories):
+                os.close(descriptor)
+            self._files.clear()
+            self._directories.clear()
+
+    # --- from threads
+
+    def open(self) -> None:
+        """Makes the two directories where they are missing (never their parents), checks and locks them, and opens what
+        is there. Raises OSError, whose text says which path and what is wrong with it."""
+        top = open_directory(self._directory, None)
+        self._directories.append(top)
+        self._own = open_directory(self._path, top)
+        self._directories.append(self._own)
+        lock(self._own, self._path)
+        self._adopt()
+
+    def made(self) -> list[int]:
+        """The segments that are there, in order."""
+        return sorted(self._files)
+
+    def write(self, record: int, page: memoryview, memory: memoryview) -> None:
+        """Header page and payload, in one request."""
+        segment, offset = self._geometry.place(record)
+        if segment not in self._allocated:
+            self._make(segment)
+        written = os.pwritev(self._files[segment], [page, memory], offset)
+        if written != self._geometry.record_bytes:
+            raise OSError(errno.EIO, f"{written} of {self._geometry.record_bytes} bytes were written")
+
+    def erase(self, record: int, page: memoryview) -> None:
+        """Zeros over the header page, where there is one."""
+        segment, offset = self._geometry.place(record)
+        file = self._files.get(segment)
+        if file is not None and offset < os.fstat(file).st_size:
+            page[:] = bytes(PAGE_BYTES)
+            if os.pwritev(file, [page], offset) != PAGE_BYTES:
+                raise OSError(errno.EIO, f"the header of record {record} was not erased")
+
+    def read(self, record: int, page: memoryview, memory: memoryview) -> bool:
+        """The reverse. False: the file ends before the record does, or was never made."""
+        segment, offset = self._geometry.place(record)
+        file = self._files.get(segment)
+        return file is not None and os.preadv(file, [page, memory], offset) == self._geometry.record_bytes
+
+    def scan(self, segment: int, first: int, count: int, page: memoryview) -> list[tuple[int, Header | NotRead]]:
+        """The headers of `count` records of a segment from its `first` on; it may end early. A sector that cannot be
+        read costs its record alone."""
+        file, start = self._files[segment], segment * self._geometry.records_per_segment
+        headers: list[tuple[int, Header | NotRead]] = []
+        for index in range(first, first + count):
+            try:
+                if os.preadv(file, [page], index * self._geometry.record_bytes) != PAGE_BYTES:
+                    break
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                headers.append((start + index, "torn"))
+                continue
+            headers.append((start + index, decode_header(page, self._geometry)))
+        return headers
+
+    def look(self) -> None:
+        """Raises OSError where the directory or a segment is not there any more, or another took its place. What was
+        said about space is forgotten."""
+        try:
+            there = self._path.lstat()
+        except FileNotFoundError as error:
+            raise OSError(errno.ENOENT, f"{self._path} has vanished") from error
+        if not os.path.samestat(there, os.fstat(self._own)):
+            raise OSError(errno.ENOENT, f"{self._path} is another directory now")
+        for segment, file in list(self._files.items()):
+            found = os.fstat(file)
+            if found.st_nlink == 0:
+                raise OSError(errno.ENOENT, f"{self._path / _name(segment)} has vanished")
+            if found.st_size < self._size_bytes(segment):
+                self._allocated.discard(segment)  # somebody cut it off; its next write makes it whole
+        self.no_space = ""
+
+    # --- within
+
+    def _adopt(self) -> None:
+        """Opens what is there: finds out whether O_DIRECT works and whether anything can be written. Keeps to the
+        bound in bytes: what lies behind the last record is cut off."""
+        self._probe()
+        for name in os.listdir(self._own):  # noqa: PTH208 — below the descriptor
+            named = SEGMENT.fullmatch(name)
+            if named is None:
+                continue
+            segment = int(named[1])
+            if segment >= self._geometry.segments:
+                os.unlink(name, dir_fd=self._own)
+                continue
+            self._open(segment, 0)
+            size_bytes = os.fstat(self._files[segment]).st_size
+            if size_bytes > self._size_bytes(segment):
+                os.ftruncate(self._files[segment], self._size_bytes(segment))
+            if size_bytes >= self._size_bytes(segment):
+                self._allocated.add(segment)
+
+    def _probe(self) -> None:
+        """Writes a page and reads it back, past the page cache if the file system takes it."""
+        for direct in (os.O_DIRECT, 0):
+            try:
+                self._write_and_read(direct)
+                self.direct = bool(direct)
+                return
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self.direct = bool(direct)  # opening it went well, and what is there can be read
+                    return
+                if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+
+    def _write_and_read(self, direct: int) -> None:
+
+        page = mmap.mmap(-1, PAGE_BYTES)  # aligned, as O_DIRECT wants it
+        try:
+            probe = os.open(PROBE, _FILE | os.O_CREAT | direct, 0o600, dir_fd=self._own)
+            try:
+                _check_file(probe, f"{self._path}/{PROBE}")
+                if os.pwritev(probe, [page], 0) != PAGE_BYTES or os.preadv(probe, [page], 0) != PAGE_BYTES:
+                    raise OSError(errno.EIO, f"{self._path}/{PROBE}: a page could not be written and read")
+            finally:
+                os.close(probe)
+                os.unlink(PROBE, dir_fd=self._own)
+        finally:
+            page.close()
+
+    def _make(self, segment: int) -> None:
+        """Makes or completes a segment. Raises ENOSPC at once while `no_space` says so."""
+        with self._growing:
+            if segment in self._allocated:
+                return
+            if self.no_space:
+                raise OSError(errno.ENOSPC, self.no_space)
+            try:
+                self._allocate(segment)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self.no_space = error.strerror or str(error)
+                raise
+
+    def _allocate(self, segment: int) -> None:
+        size_bytes = self._size_bytes(segment)
+        room = os.fstatvfs(self._own)
+        if room.f_bavail * room.f_frsize - size_bytes < self._min_free_bytes:
+            raise OSError(errno.ENOSPC, f"less than disk.min_free_bytes ({self._min_free_bytes}) would stay free")
+        if segment not in self._files:
+            self._open(segment, os.O_CREAT)
+        file = self._files[segment]
+        before_bytes = os.fstat(file).st_size
+        try:
+            os.posix_fallocate(file, 0, size_bytes)
+        except OSError:
+            os.ftruncate(file, before_bytes)  # gives back what it had got already
+            raise
+        self._allocated.add(segment)
+
+    def _open(self, segment: int, flags: int) -> None:
+        direct = os.O_DIRECT if self.direct else 0
+        file = os.open(_name(segment), _FILE | flags | direct, 0o600, dir_fd=self._own)
+        try:
+            _check_file(file, f"{self._path / _name(segment)}")
+        except OSError:
+            os.close(file)
+            raise
+        self._files[segment] = file
+
+    def _size_bytes(self, segment: int) -> int:
+        return self._geometry.records_in(segment) * self._geometry.record_bytes
+
+
+def open_directory(path: Path, parent: int | None) -> int:
+    """A descriptor of a directory that is this user's alone, made where it is missing; below `parent`, if given. Raises
+    OSError."""
+    name = path if parent is None else path.name
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    try:
+        directory = os.open(name, _DIRECTORY, dir_fd=parent)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise OSError(error.errno, f"{path} is a symbolic link or no directory") from error
+        raise
+    found = os.fstat(directory)
+    wrong = ""
+    if found.st_uid != os.geteuid():
+        wrong = f"belongs to user {found.st_uid}, not to {os.geteuid()}"
+    elif stat.S_IMODE(found.st_mode) & 0o077:
+        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, which lets others in; 0700 is wanted"
+    if wrong:
+        os.close(directory)
+        raise PermissionError(errno.EPERM, f"{path} {wrong}")
+    return directory
+
+
+def lock(directory: int, path: Path) -> None:
+    """Locks an open directory for as long as its descriptor is open. Raises OSError where another has the lock."""
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OSError(
+            errno.EBUSY, f"{path} is in use: by another process, or by a request the disk has not answered"
+        ) from error
+
+
+def _check_file(file: int, path: str) -> None:
+    found = os.fstat(file)
+    wrong = ""
+    if not stat.S_ISREG(found.st_mode):
+        wrong = "is no plain file"
+    elif found.st_uid != os.geteuid():
+        wrong = f"belongs to user {found.st_uid}, not to {os.geteuid()}"
+    elif found.st_nlink != 1:
+        wrong = f"has {found.st_nlink} names"
+    if wrong:
+        raise PermissionError(errno.EPERM, f"{path} {wrong}")
+
+
+def _name(segment: int) -> str:
+    return f"segment-{segment:06d}"

@@ -1,0 +1,116 @@
+"""Blocks on their way between one layout's slots and its disk: carries out the reads and spills that are decided.
+
+    Read   slot's generation grows ──▶ Disk.read  into the slot ──▶ ok | lost | failed  ──▶ read_done
+    Spill  held by the tiers       ──▶ Disk.write from the slot ──▶ ok | no space | damaged | failed ──▶ spill_done
+    record of a discarded block    ──▶ Disk.erase               ──▶ however it went        ──▶ erased
+
+Each ends exactly once, also where the disk has gone meanwhile. A slot's memory is in use until then, so an arena is
+given to another layout only when `under_way` is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from services.kvbm.disk.disk import Disk
+from services.kvbm.metrics import Metrics
+from services.kvbm.tickets.slot_checksums import SlotChecksums
+from services.kvbm.tiers.actions import Read, ReadOutcome, Spill
+from services.kvbm.tiers.disk_records import WriteOutcome
+from services.kvbm.tiers.disk_results import Loaded, Lost, Written
+from shared.pool_map import ArenaMap
+
+SPILLS_MOST = 64
+"""Under way at once: enough for every thread of a disk, and few slots that cannot leave."""
+
+
+class DiskTraffic:
+    """See the module."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        slots: ArenaMap,
+        checksums: SlotChecksums,
+        spills_most: int,
+        *,
+        read_done: Callable[[Read, ReadOutcome], None],
+        spill_done: Callable[[Spill, WriteOutcome], None],
+        erased: Callable[[int], None],
+        metrics: Metrics,
+    ) -> None:
+        self.disk = disk
+        self._slots = slots
+        self._checksums = checksums
+        self._spills_most = spills_most
+        self._read_done = read_done
+        self._spill_done = spill_done
+        self._erased = erased
+        self._metrics = metrics
+        self._reading = 0
+        self._spilling = 0
+
+    @property
+    def under_way(self) -> int:
+        """Slots that threads may be touching."""
+        return self._reading + self._spilling
+
+    @property
+    def room(self) -> int:
+        """How many spills may be begun now."""
+        return self._spills_most - self._spilling
+
+    def read(self, reads: Iterable[Read]) -> None:
+        """Begins them all, in order."""
+        for read in reads:
+            self._slots.grant(read.slot)
+            self._checksums.granted((read.slot,))
+            memory = self._slots.slot(read.slot)
+            self._reading += 1
+            self.disk.read(read.record, read.content.key, memory, partial(self._read_ended, read, memory))
+
+    def spill(self, spills: Iterable[Spill]) -> None:
+        """Begins them all, at most `room`."""
+        for spill in spills:
+            assert self.room, "more spills than there is room for"
+            memory = self._slots.slot(spill.slot)
+            self._spilling += 1
+            done = partial(self._spill_ended, spill, memory)
+            self.disk.write(spill.record, spill.content, memory, done, checksum=self._checksums.of(spill.slot))
+
+    def erase(self, records: Iterable[int]) -> None:
+        """Begins them all. Touches no slot: nothing waits for the end but the record."""
+        for record in records:
+            self.disk.erase(record, partial(self._erase_ended, record))
+
+    def _erase_ended(self, record: int, outcome: Written | Lost) -> None:
+        if isinstance(outcome, Lost):
+            self._metrics.disk_request("write", outcome, 0)
+        self._erased(record)
+
+    def _read_ended(self, read: Read, memory: memoryview, outcome: Loaded | Lost) -> None:
+        memory.release()
+        self._reading -= 1
+        if isinstance(outcome, Loaded):
+            self._checksums.written(read.slot, outcome.checksum)
+        self._metrics.disk_request("read", outcome, self.disk.geometry.payload_bytes)
+        self._read_done(read, _of_read(outcome))
+
+    def _spill_ended(self, spill: Spill, memory: memoryview, outcome: Written | Lost) -> None:
+        memory.release()
+        self._spilling -= 1
+        self._metrics.disk_request("write", outcome, self.disk.geometry.payload_bytes)
+        self._spill_done(spill, _of_write(outcome))
+
+
+def _of_read(outcome: Loaded | Lost) -> ReadOutcome:
+    if isinstance(outcome, Loaded):
+        return "ok"
+    return "lost" if outcome.tried else "failed"
+
+
+def _of_write(outcome: Written | Lost) -> WriteOutcome:
+    if isinstance(outcome, Written):
+        return "ok"
+    return outcome.why if outcome.why in ("no space", "damaged") else "failed"

@@ -1,0 +1,341 @@
+"""One layout's blocks: carries out what its `Tickets` and `Tiers` decide, and tells who waits and who listens.
+
+    first attach ──▶ open ──its arena goes to another layout, or kvbm ends──▶ ended ──nothing is under way──▶ closed
+
+    request ──▶ Tickets ──▶ answer;  reads ──▶ DiskTraffic;  changes ──▶ EventLog
+
+    settle, after each answer and each end of a read or spill:
+        a few slots freed ahead of need, spills begun, news to the fetches that wait for the disk, changes to routers
+
+Generations of slots that are granted or read into grow before anybody is told of them. Requests raise the errors of
+`errors.py`, and have changed nothing then, but for what `TicketExpired` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from services.kvbm.config import KvbmConfig
+from services.kvbm.disk.disk import Disk
+from services.kvbm.hit_window import Found, HitWindow
+from services.kvbm.layout.describe import LayoutFacts
+from services.kvbm.layout.disk_traffic import SPILLS_MOST, DiskTraffic
+from services.kvbm.layout.event_log import EventLog
+from services.kvbm.metrics import Metrics, Why
+from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
+from services.kvbm.tickets.pending_fetches import Askers, Told, fetched
+from services.kvbm.tickets.results import Expired
+from services.kvbm.tickets.slot_checksums import SlotChecksums
+from services.kvbm.tickets.tickets import Tickets
+from services.kvbm.tiers import policies
+from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent
+from services.kvbm.tiers.disk_records import WriteOutcome
+from services.kvbm.tiers.disk_results import Found as FoundOnDisk
+from services.kvbm.tiers.tiers import Tiers
+from shared import kvbm_messages as wire
+from shared.blocks import Content
+from shared.complaint import Complaint
+from shared.hashing import KEY_BYTES
+from shared.lifecycle import Runtime
+from shared.messages import EventSource, Tier
+from shared.pool_map import ArenaMap
+
+MakeDisk = Callable[[Callable[[list[FoundOnDisk]], None], Callable[[str], None]], Disk]
+"""(back, gone) → the layout's disk tier, not running yet."""
+_TICKET_BITS = 48
+"""Tickets begin with a number drawn from so many bits: none of another kvbm's is mistaken for one of ours."""
+
+
+class Layout:
+    """See the module. `before`: the engines that a former kvbm may have let write to these slots. The disk is run by
+    whoever made the layout; `close` comes after its last request has ended."""
+
+    def __init__(
+        self,
+        layout: wire.StoreLayout,
+        slots: ArenaMap,
+        config: KvbmConfig,
+        runtime: Runtime,
+        metrics: Metrics,
+        *,
+        before: Collection[str],
+        disk: MakeDisk | None,
+    ) -> None:
+        self.layout = layout
+        self.digest = layout.digest
+        self.slots = slots
+        self.disk = disk(self._disk_back, self._disk_gone) if disk is not None else None
+        self._now = asyncio.get_running_loop().time
+        self._block_size = layout.kv.block_size
+        self._block_bytes = layout.kv.block_bytes
+        self._metrics = metrics
+        sizes = config.tiers.sizes(slots.arena.slots, 0 if self.disk is None else self.disk.geometry.capacity)
+        self._policies: dict[Tier, policies.EvictionPolicy] = {
+            "host": policies.named(config.tiers.host_policy, sizes.slots),
+            "disk": policies.named(config.tiers.disk_policy, max(1, sizes.records)),
+        }
+        self.tiers = Tiers(sizes, self._policies["host"], self._policies["disk"], quarantined=bool(before))
+        first_ticket = 1 + runtime.draw.getrandbits(_TICKET_BITS)
+        self.tickets = Tickets(self.tiers, config.tickets, before=before, first_ticket=first_ticket)
+        self.log = EventLog(runtime.events.open_publisher(), self._block_size, self._digests, runtime.wall)
+        self._checksums = SlotChecksums(slots.arena.slots)
+        self._window = HitWindow(config.statistics.window_s)
+        self._traffic: DiskTraffic | None = None
+        if self.disk is not None:
+            spills_most = max(1, min(SPILLS_MOST, config.disk.queue // config.pool.arenas))
+            self._traffic = DiskTraffic(
+                *(self.disk, slots, self._checksums, spills_most),
+                read_done=self._read_done,
+                spill_done=self._spill_done,
+                erased=self._erased,
+                metrics=metrics,
+            )
+        self._askers = Askers(slots, self._checksums)
+        self._discards = Complaint(f"layout {self.digest}: blocks are discarded")
+        self._settling: asyncio.Handle | None = None
+        self._ended = False
+
+    @property
+    def source(self) -> EventSource:
+        """Where the KV events come from, for the address book."""
+        return self.log.source
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an engine that lives is attached, or slots are being copied: the arena must stay."""
+        return self.tickets.statistics().owners > 0 or (self._traffic is not None and self._traffic.under_way > 0)
+
+    # --- owners
+
+    def attach(self, owner: str) -> None:
+        """See `Tickets.attach`."""
+        self.tickets.attach(owner)
+        self._askers.end_all(owner, "the engine has attached anew")
+        self.settle_soon()
+
+    def owner_answered(self, owner: str) -> None:
+        """See `Tickets.owner_answered`."""
+        self.tickets.owner_answered(owner)
+
+    def owner_dead(self, owner: str) -> None:
+        """See `Tickets.owner_dead`."""
+        self.tickets.owner_dead(owner)
+        self._askers.end_all(owner, "the engine is dead")
+        self.settle_soon()
+
+    def lease_lost(self, owner: str) -> list[Expired]:
+        """See `Tickets.lease_lost`."""
+        return self._expired(self.tickets.lease_lost(owner))
+
+    def expire(self) -> list[Expired]:
+        """See `Tickets.expire`."""
+        return self._expired(self.tickets.expire(self._now()))
+
+    def _expired(self, expired: list[Expired]) -> list[Expired]:
+        self._metrics.expired(expired)
+        for ticket in expired:
+            self._askers.end(ticket.ticket, "expired", "its time is over")
+        return expired
+
+    # --- requests
+
+    def store(self, ask: wire.Store) -> wire.Granted:
+        """Slots to write to."""
+        self.tickets.check_count(len(ask.blocks))
+        granted = self.tickets.store(ask.owner, to_contents(ask.blocks, self._block_size), self._now())
+        for slot in granted.slots:
+            self.slots.grant(slot)
+        self._checksums.granted(granted.slots)
+        self._metrics.offered(len(granted.slots), granted.known, granted.declined)
+        self._changed(granted.events)
+        return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
+
+    def commit(self, ask: wire.Commit) -> wire.Settled:
+        """What is written can be found from now on."""
+        slots = unpack_slots(ask.slots)
+        written = dict(zip(slots, unpack_checksums(ask.checksums, len(slots)), strict=True))
+        events = self.tickets.commit(ask.owner, ask.ticket, written.keys(), self._now())
+        for slot, checksum in written.items():  # one that is free after all is granted before it is read
+            self._checksums.written(slot, checksum)
+        self._changed(events)
+        self._metrics.committed(len(written), self._block_bytes)
+        return wire.Settled()
+
+    def abort(self, ask: wire.Abort) -> wire.Settled:
+        """See `Tickets.abort`."""
+        self.tickets.abort(ask.owner, ask.ticket)
+        return wire.Settled()
+
+    def fetch(self, ask: wire.Fetch, told: Told) -> tuple[wire.Fetched, bool]:
+        """What is in memory, and whether that is all; if it is not, `told` gets what comes up from disk, later."""
+        self.tickets.check_count(len(ask.keys) // KEY_BYTES)
+        keys = unpack_keys(ask.keys)
+        held = self.tickets.fetch(ask.owner, keys, self._now())
+        found = Found(1, len(keys), host=len(held.slots) - held.from_disk, disk=held.from_disk)
+        self._window.add(found, self._now())
+        self._metrics.looked_up(found, self._block_bytes)
+        self._changed(held.events)
+        if held.reads:
+            assert self._traffic is not None, "a read without a disk"
+            self._traffic.read(held.reads)
+        complete = held.ready == len(held.slots)
+        if not complete:
+            self._askers.add(held.ticket, ask.owner, told)
+        ready = held.slots if complete else held.slots[: held.ready]
+        first = fetched(
+            self.slots, self._checksums, held.ticket, held.time_left_s, 0, ready, len(held.slots), disk=False
+        )
+        return first, complete
+
+    def release(self, ask: wire.Release) -> wire.Settled:
+        """See `Tickets.release`."""
+        self.tickets.release(ask.owner, ask.ticket)
+        self._askers.end(ask.ticket, "unknown_ticket", "it was released", owner=ask.owner)
+        return wire.Settled()
+
+    def discard(self, ask: wire.Discard) -> wire.Settled:
+        """See `Tickets.discard`. A load that is under way sees by the generation that its bytes are worth nothing."""
+        self.tickets.check_count(len(ask.keys) // KEY_BYTES)
+        slots, events = self.tickets.discard(ask.owner, unpack_keys(ask.keys))
+        if slots or events:
+            named = len(ask.keys) // KEY_BYTES
+            self._discards.add(
+                f"engine {ask.owner} named {named} blocks that may be wrong, {len(slots)} were in memory"
+            )
+        self._discarded(slots, events, "discarded")
+        return wire.Settled()
+
+    def _discarded(self, slots: Collection[int], events: list[TierEvent], why: Why) -> None:
+        for slot in slots:
+            self.slots.grant(slot)
+        self._changed(events, why)
+        self._erase()
+
+    def _erase(self) -> None:
+        """What the disk has of discarded blocks, so that no restart finds it."""
+        records = self.tiers.erases()
+        if records:
+            assert self._traffic is not None, "records without a disk"
+            self._traffic.erase(records)
+
+    # --- the disk
+
+    def _disk_back(self, found: list[FoundOnDisk]) -> None:
+        self._changed(self.tiers.disk_back(found))
+        self.settle_soon()
+
+    def _disk_gone(self, _reason: str) -> None:
+        self._changed(self.tiers.disk_gone(), "disk gone")
+        self.settle_soon()
+
+    def _read_done(self, read: Read, outcome: ReadOutcome) -> None:
+        advanced, events = self.tickets.read_done(read, outcome, self._now())
+        self._changed(events, "lost")
+        if not self._ended:
+            self._askers.advance(advanced)
+        self.settle_soon()
+
+    def _spill_done(self, spill: Spill, outcome: WriteOutcome) -> None:
+        self._changed(self.tiers.spill_done(spill, outcome))
+        if outcome == "damaged":  # and engines that compare no checksums would read it
+            self._discarded(*self.tiers.discard([spill.content.key]), "lost")
+        self._erase()
+        self.settle_soon()
+
+    def _erased(self, record: int) -> None:
+        self.tiers.erased(record)
+        self.settle_soon()
+
+    def space_again(self) -> None:
+        """See `Tiers.space_again`."""
+        self.tiers.space_again()
+        self.settle_soon()
+
+    # --- settling
+
+    def _changed(self, events: list[TierEvent], why: Why = "room") -> None:
+        if events:
+            self._metrics.changed(events, why)
+            self.log.add(events)
+
+    def settle_soon(self) -> None:
+        """`settle`, in the loop's next turn: once an answer is on its way."""
+        if self._settling is None and not self._ended:
+            self._settling = asyncio.get_running_loop().call_soon(self.settle)
+
+    def settle(self) -> None:
+        """What may be done after an answer instead of before the next; see the module."""
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+        self._changed(self.tiers.prepare())
+        if self._traffic is not None and self._traffic.room:
+            spills, events = self.tiers.spills(self._traffic.room)
+            self._changed(events)
+            self._traffic.spill(spills)
+        self._askers.tell()
+        if self.log.flush():
+            self.settle_soon()
+
+    def end(self) -> None:
+        """Nothing new is begun, and nobody waits any more; what is under way ends by itself."""
+        self._ended = True
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+        self._askers.end_all(None, "the layout is gone")
+
+    def close(self) -> None:
+        """It has ended, and nothing is under way."""
+        assert self._ended, "more may be begun"
+        assert self._traffic is None or not self._traffic.under_way, "a copy is under way"
+        self.log.close()
+
+    # --- questions
+
+    def facts(self) -> LayoutFacts:
+        """For people."""
+        return LayoutFacts(
+            layout=self.layout,
+            digest=self.digest,
+            tickets=self.tickets.statistics(),
+            disk=None if self.disk is None else self.disk.statistics(),
+            found=self._window.total(self._now()),
+            host_problem=self._problem("host"),
+            disk_problem=self._problem("disk"),
+        )
+
+    def _problem(self, tier: Tier) -> str:
+        policy = self._policies[tier]
+        return (
+            f"its policy is off: {policy.problem}"
+            if isinstance(policy, policies.GuardedPolicy) and policy.problem
+            else ""
+        )
+
+    def report(self) -> wire.LayoutReport:
+        """How far the events are."""
+        mark = self.log.mark
+        return wire.LayoutReport(self.digest, mark.sequence, mark.host_digest, mark.disk_digest)
+
+    def snapshot(self) -> tuple[int, list[tuple[Tier, list[Content]]]]:
+        """Everything that can be found, by tier, and the sequence of the events that led there."""
+        mark = self.log.flush_all()
+        return mark.sequence, [("host", self.tiers.snapshot("host")), ("disk", self.tiers.snapshot("disk"))]
+
+    def _digests(self) -> tuple[int, int]:
+        return self.tiers.digest("host"), self.tiers.digest("disk")
+
+    def validate(self) -> None:
+        """Raises AssertionError where the layout contradicts itself. O(slots + records)."""
+        self.tickets.validate()
+        self.log.validate()
+        self._window.validate()
+        statistics = self.tickets.statistics()
+        self._askers.validate()
+        waiting = len(self._askers) - len(self._askers.untold)
+        assert waiting <= statistics.fetches, "a fetch has ended, and who asked will never hear of it"
+        under_way = 0 if self._traffic is None else self._traffic.under_way
+        assert under_way == statistics.tiers.host.loading + statistics.tiers.disk.writing, "a copy nobody knows of"
+        assert self._settling is not None or not (self._askers.untold or self.log.waiting), "nobody will tell it"

@@ -1,0 +1,169 @@
+"""The layouts that have an arena, and their disks.
+
+    open ──▶ its arena (another layout that nobody uses may lose it) ──▶ Layout ──▶ the disk comes up, in a task
+
+The disk tier is divided as the pool is: each layout has a fixed share. What layouts of before left there stays as long
+as it fits beside the shares of those that are open; the least recently opened one goes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from services.kvbm.config import KvbmConfig
+from services.kvbm.disk.disk import Disk
+from services.kvbm.disk.format import geometry
+from services.kvbm.disk.io_threads import DiskThreads
+from services.kvbm.disk.layouts import make_room
+from services.kvbm.layout.layout import Layout, MakeDisk
+from services.kvbm.metrics import Metrics
+from services.kvbm.pool.arenas import NoArena
+from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.tickets.errors import ArenaMissing, NotReady
+from services.kvbm.tiers.disk_results import Found
+from shared.errors import ConfigError
+from shared.kvbm_messages import StoreLayout
+from shared.lifecycle import Runtime
+from shared.pool_format import PoolUnfit
+
+CLOSE_LIMIT_S = 5.0
+"""For what the disk is at; what only waits for it ends at once."""
+
+_log = logging.getLogger(__name__)
+
+
+class Layouts:
+    """Of one kvbm. `changed` is called when one has come or gone."""
+
+    def __init__(
+        self, runtime: Runtime, config: KvbmConfig, pool: HostPool, metrics: Metrics, changed: Callable[[], None]
+    ) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._pool = pool
+        self._metrics = metrics
+        self._changed = changed
+        self._threads = DiskThreads(config.disk.threads, config.disk.queue) if config.disk.directory else None
+        self._disks: dict[str, asyncio.Task[None]] = {}
+        """Running, by layout."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Of layouts that are closed: each keeps its directory locked until it has ended."""
+        self.open: dict[str, Layout] = {}
+        """By digest; for reading only."""
+
+    def place(self, layout: StoreLayout, before: Collection[str]) -> Layout:
+        """The layout, opened if it is not. `before`: the engines of a former kvbm that may write to any slot yet.
+        Raises ArenaMissing, and NotReady where a policy of somebody's own cannot be made that large."""
+        digest = layout.digest
+        in_use = [other.digest for other in self.open.values() if other.in_use]
+        try:
+            place = self._pool.place(digest, layout.kv.block_bytes, in_use)
+        except (NoArena, PoolUnfit) as wrong:
+            raise ArenaMissing(str(wrong)) from None
+        if digest in self.open:
+            return self.open[digest]
+        if place.dropped in self.open:
+            self._drop(place.dropped)
+        try:
+            made = Layout(
+                *(layout, place.slots, self._config, self._runtime, self._metrics),
+                before=before,
+                disk=self._disk(layout),
+            )
+        except ConfigError as wrong:
+            raise NotReady(str(wrong)) from None
+        self.open[digest] = made
+        if made.disk is not None:
+            self._disks[digest] = self._runtime.tasks.create_task(self._run(made.disk), name=f"disk {digest}")
+        _log.info("layout %s of %s: %d slots", digest, layout.model, place.slots.arena.slots)
+        self._changed()
+        return made
+
+    def _drop(self, digest: str) -> None:
+        _log.info("layout %s has no arena any more: nobody used it, and another one needs it", digest)
+        layout = self.open.pop(digest)
+        disk = self._disks.pop(digest, None)
+        if disk is not None:
+            disk.cancel()
+            self._ending.add(disk)
+            disk.add_done_callback(self._ending.discard)
+        self._metrics.evictions.labels("host", "layout gone").inc(layout.tiers.statistics().host.ready)
+        layout.end()
+        layout.close()
+
+    # --- disks
+
+    @property
+    def _share_bytes(self) -> int:
+        return self._config.disk.limit_bytes // self._config.pool.arenas
+
+    def _disk(self, layout: StoreLayout) -> MakeDisk | None:
+        """How its disk tier is made; None: there is none."""
+        threads, config = self._threads, self._config.disk
+        if threads is None:
+            return None
+        try:
+            shape = geometry(layout.digest, layout.kv.block_bytes, self._share_bytes, config.segment_bytes)
+        except ValueError as wrong:
+            _log.error("layout %s is not kept on disk: %s", layout.digest, wrong)
+            return None
+
+        def make(back: Callable[[list[Found]], None], gone: Callable[[str], None]) -> Disk:
+            return Disk(
+                *(Path(config.directory), shape, threads, back, gone),
+                min_free_bytes=config.min_free_bytes,
+                retry_s=config.retry_s,
+            )
+
+        return make
+
+    async def _run(self, disk: Disk) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending)
+        await self._make_room()
+        await disk.run()
+
+    async def _make_room(self) -> None:
+        threads = self._threads
+        assert threads is not None
+        directory, keep = Path(self._config.disk.directory), frozenset(self.open)
+        keep_bytes = max(0, self._config.disk.limit_bytes - self._share_bytes * len(keep))
+        try:
+            removed = await threads.upkeep(lambda _: make_room(directory, keep_bytes, keep), lambda: None)
+        except FileNotFoundError:  # the disk tier makes the directory, or says why not
+            return
+        except OSError as wrong:  # the disk tier comes up, or says the same
+            _log.info("no room was made on disk: %s", wrong)
+            return
+        for layout in removed:
+            _log.info("layout %s left the disk: %d bytes", layout.layout, layout.used_bytes)
+
+    # --- the end
+
+    async def close(self) -> bool:
+        """False: a disk has not answered in time, and memory of the pool is in use until the process ends."""
+        for layout in self.open.values():
+            layout.end()
+        for task in self._disks.values():
+            task.cancel()
+        ending = [*self._disks.values(), *self._ending]
+        if ending:
+            await asyncio.wait(ending, timeout=CLOSE_LIMIT_S)
+        ended = self._threads is None or await self._threads.close(CLOSE_LIMIT_S)
+        await asyncio.sleep(0)  # what the disk has refused is told in the next turn
+        if not ended:
+            _log.warning("the disk did not answer in %g s: its last blocks are not on it", CLOSE_LIMIT_S)
+        else:
+            for layout in self.open.values():
+                layout.close()
+        return ended
+
+    def validate(self) -> None:
+        """Raises AssertionError where anything of it contradicts itself."""
+        self._pool.arenas.validate()
+        assert set(self.open) <= set(self._pool.arenas.layouts), "a layout without an arena"
+        for layout in self.open.values():
+            layout.validate()

@@ -1,0 +1,1 @@
+"""The pool: shared memory that engines map, its arenas, and proof of which engines are alive."""

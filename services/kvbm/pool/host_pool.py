@@ -1,0 +1,187 @@
+"""The pool file that engines share, and who may be using it. Only a kvbm makes it, and it does no copying.
+
+    DIR/lock, DIR/owners    shared.pool_lock
+    DIR/pool                shared.pool_format; mode 0600
+
+                          ┌─ fits ─────────────────▶ adopted: the same memory and generations as before
+    start ── DIR/pool ────┤
+                          └─ not there, or unfit ──▶ a new file, made aside and renamed: never half of one
+
+An adopted file's generations go on, so that a slot granted by the kvbm before can be told from the same one granted by
+this one. What its slots hold nobody knows any more, and `survivors` may still be writing to them.
+
+A file that was replaced is never used again. Engines that live may map it and write to it: its memory goes when they
+attach to the new one, or end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+
+from msgspec import Struct
+
+from services.kvbm.pool.arenas import Arenas
+from services.kvbm.pool.memory_check import check_room
+from services.kvbm.pool.owners import Owners
+from services.kvbm.pool.prefault import Prefault
+from shared.errors import ConfigError
+from shared.pool_format import PAGE_BYTES, Geometry, PoolUnfit, usable
+from shared.pool_lock import POOL, LockTaken, check_directory, hold_directory
+from shared.pool_map import ArenaMap, PoolMap
+
+_log = logging.getLogger(__name__)
+
+
+class Place(Struct, frozen=True):
+    """A layout's slots, and the layout that had them until now."""
+
+    slots: ArenaMap
+    dropped: str | None
+
+
+class HostPool:
+    """One kvbm's pool. Made by `open`."""
+
+    def __init__(self, pool: PoolMap, owners: Owners, arenas: int, *, adopted: bool, closing: ExitStack) -> None:
+        self.path = pool.path
+        self.geometry = pool.geometry
+        self.owners = owners
+        self.adopted = adopted
+        """Whether the file was there before this process."""
+        self.survivors = owners.watched if adopted else frozenset[str]()
+        """Engines that were alive when it was opened, and may write to any slot until they attach again or die."""
+        self.arenas = Arenas(arenas)
+        self._pool = pool
+        self._placed: dict[str, ArenaMap] = {}
+        self._closing = closing
+
+    @staticmethod
+    def open(directory: Path, size_bytes: int, arenas: int = 1, *, instance: str = "") -> HostPool:
+        """Takes the directory's lock in the name of `instance`; `size_bytes` is rounded down to what a pool can have.
+        Blocking, for a moment.
+
+        Raises ConfigError: the size has no room on this machine, or none for so many arenas; another kvbm runs here;
+        or the directory cannot be used.
+        """
+        with ExitStack() as closing:
+            try:
+                size_bytes = usable(size_bytes)
+                if not directory.is_absolute():
+                    raise ConfigError(f"{directory}: an absolute path is needed, for workers name the same directory")
+                if arenas < 1:
+                    raise ConfigError(f"a pool of {arenas} arenas")
+                Geometry.of(size_bytes).arena(0, arenas, PAGE_BYTES)
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                check_directory(directory)
+                lock = hold_directory(directory, instance)
+                closing.callback(lock.close)
+                owners = Owners(directory)
+                closing.callback(owners.close)
+                owners.look()
+                if owners.full:
+                    raise ConfigError(f"{directory}: too many engines live to know them all: {len(owners.watched)}")
+                pool, adopted = _open_file(directory / POOL, size_bytes, owners.watched)
+                closing.callback(pool.close)
+            except LockTaken as taken:
+                holder = taken.note.partition(" ")[0] or "unknown"
+                raise ConfigError(f"{directory}: another kvbm runs here, process {holder}") from None
+            except PoolUnfit as wrong:
+                raise ConfigError(str(wrong)) from None
+            except OSError as wrong:
+                raise ConfigError(f"{wrong.filename or directory}: {wrong.strerror}") from None
+            return HostPool(pool, owners, arenas, adopted=adopted, closing=closing.pop_all())
+
+    @property
+    def reserved(self) -> bool:
+        """Whether all memory of the file is there. Before, no slot may be granted: see `prefault`."""
+        return os.fstat(self._pool.descriptor).st_blocks * 512 >= self.geometry.file_bytes
+
+    def prefault(self, threads: int, ended: Callable[[], None]) -> Prefault:
+        """To be started where the pool is not `reserved`, and stopped before `close`; `ended` is called in a thread."""
+        return Prefault(self._pool.descriptor, self.geometry.file_bytes, threads, ended)
+
+    def place(self, layout: str, block_bytes: int, in_use: Collection[str]) -> Place:
+        """The slots for blocks of `block_bytes` of the layout with this digest; asked again, the same ones.
+
+        `in_use`: the layouts that living engines use or that are being copied; others may lose their arena. Raises
+        NoArena, and PoolUnfit where an arena has no room for such a block or cannot be mapped; nothing has changed
+        then.
+        """
+        arena = self.geometry.arena(0, self.arenas.count, block_bytes)
+        if layout in self._placed:
+            there = self._placed[layout]
+            if there.arena.slot_bytes != arena.slot_bytes:
+                raise PoolUnfit(f"layout {layout}: slots of {there.arena.slot_bytes} bytes, not {arena.slot_bytes}")
+            self.arenas.give(layout, in_use)
+            return Place(there, None)
+        given = self.arenas.give(layout, in_use)
+        try:
+            slots = self._pool.arena(self.geometry.arena(given.index, self.arenas.count, block_bytes))
+        except PoolUnfit:  # the system has no room for one mapping more
+            self.arenas.take_back(layout, given)
+            raise
+        dropped = next((other for other in self._placed if self.arenas.index(other) is None), None)
+        if dropped is not None:
+            self._placed[dropped].close()
+            del self._placed[dropped]
+        self._placed[layout] = slots
+        return Place(slots, dropped)
+
+    def close(self) -> None:
+        """The file stays, for the next kvbm here to adopt."""
+        for slots in self._placed.values():
+            slots.close()
+        self._placed.clear()
+        self._closing.close()
+
+
+def _open_file(path: Path, size_bytes: int, survivors: Collection[str]) -> tuple[PoolMap, bool]:
+    """The file mapped, and whether it was adopted. Raises ConfigError, PoolUnfit, OSError."""
+    try:
+        there_bytes: int | None = path.lstat().st_blocks * 512
+    except FileNotFoundError:
+        there_bytes = None
+    check_room(path.parent, size_bytes, there_bytes or 0)
+    if there_bytes is not None:
+        try:
+            return _adopt(path, size_bytes), True
+        except PoolUnfit as wrong:
+            if survivors:  # the memory of the former file is theirs until they attach to the new one
+                _check_room_besides(path, size_bytes, wrong, survivors)
+            _log.warning("%s; a new file takes its place", wrong)
+    _make(path, size_bytes)
+    return PoolMap(path, grants=True), False
+
+
+def _check_room_besides(path: Path, size_bytes: int, wrong: PoolUnfit, survivors: Collection[str]) -> None:
+    try:
+        check_room(path.parent, size_bytes, 0)
+    except ConfigError as full:
+        living = ", ".join(sorted(survivors))
+        raise ConfigError(f"{wrong}; no room for a new one while these engines live: {living}: {full}") from None
+
+
+def _adopt(path: Path, size_bytes: int) -> PoolMap:
+    pool = PoolMap(path, grants=True)
+    if pool.geometry.file_bytes != size_bytes:
+        pool.close()
+        raise PoolUnfit(f"{path}: a pool of {pool.geometry.file_bytes} bytes, not {size_bytes}")
+    return pool
+
+
+def _make(path: Path, size_bytes: int) -> None:
+    aside = path.with_name("pool.new")
+    aside.unlink(missing_ok=True)
+    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        os.pwrite(descriptor, Geometry.of(size_bytes).header(), 0)
+        if os.major(os.fstat(descriptor).st_dev):
+            _log.warning("%s lies on a disk, which everything stored will be written to: a tmpfs is meant", path)
+    finally:
+        os.close(descriptor)
+    aside.replace(path)

@@ -1,0 +1,92 @@
+"""What people and routers ask of a kvbm: its state, its log, and snapshots of what can be found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.kvbm.config import KvbmConfig
+from services.kvbm.layout import describe
+from services.kvbm.layout.layouts import Layouts
+from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.pool.reservation import Reservation
+from services.kvbm.replies import Answers
+from shared.blocks import Content
+from shared.errors import ProtocolError
+from shared.kv_events import in_chunks, to_snapshot
+from shared.kvbm_messages import KVBM_STATE, KvbmState
+from shared.lifecycle import Runtime
+from shared.messages import JSON_HEADER, SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk, Tier
+from shared.messaging import Message
+
+EPOCH = 1
+"""Of the KV events: a kvbm that starts again is another instance."""
+CHUNK_BYTES = 1 << 18
+"""Of msgpack. Far below any payload limit, and soon encoded."""
+SLICE_BLOCKS = 4096
+"""Of a snapshot, that are made into chunks at once: a disk has millions."""
+
+_log = logging.getLogger(__name__)
+
+
+class Desk:
+    """Of one kvbm."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: KvbmConfig,
+        pool: HostPool,
+        layouts: Layouts,
+        reservation: Reservation,
+        answers: Answers,
+    ) -> None:
+        self._instance = runtime.instance
+        self._window_s = config.statistics.window_s
+        self._pool = pool
+        self._layouts = layouts
+        self._reservation = reservation
+        self._answers = answers
+
+    def log(self) -> None:
+        """A line for each layout."""
+        for layout in self._layouts.open.values():
+            _log.info("%s", describe.line(layout.facts(), self._window_s))
+
+    async def stat(self, message: Message) -> None:
+        """KvbmState, in JSON; the payload is ignored."""
+        if message.reply:
+            question = Message(message.subject, b"", message.reply, JSON_HEADER)
+            await self._answers.answer(question, KVBM_STATE.encode(self.state(), JSON_HEADER))
+
+    def state(self) -> KvbmState:
+        """All of it."""
+        return KvbmState(
+            instance=self._instance,
+            pool=str(self._pool.path.parent),
+            pool_bytes=self._pool.geometry.file_bytes,
+            reserved=self._reservation.share,
+            window_s=self._window_s,
+            layouts=[describe.state(layout.facts()) for layout in self._layouts.open.values()],
+        )
+
+    async def snapshot(self, message: Message) -> None:
+        """Of one layout, both tiers. Silent where there is none to give: the address book says so."""
+        asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
+        layout = self._layouts.open.get(asked.layout)
+        if layout is None or not message.reply:
+            raise ProtocolError(f"a snapshot of layout {asked.layout[:64]!r}, which is not here, or no reply subject")
+        sequence, tiers = layout.snapshot()
+        slices: list[tuple[Tier, list[Content]]] = [
+            (tier, contents[start : start + SLICE_BLOCKS])
+            for tier, contents in tiers
+            for start in range(0, max(1, len(contents)), SLICE_BLOCKS)
+        ]
+        for number, (tier, contents) in enumerate(slices, 1):
+            chunks = in_chunks(to_snapshot(contents), CHUNK_BYTES)
+            for left, blocks in zip(reversed(range(len(chunks))), chunks, strict=True):
+                last = number == len(slices) and not left
+                chunk = SnapshotChunk(EPOCH, sequence, blocks, last, tier)
+                if not await self._answers.answer(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last):
+                    return  # a snapshot with a hole must not get an end
+                await asyncio.sleep(0)

@@ -1,0 +1,409 @@
+"""Tickets: who may write to or read from which slots, and until when. Pure.
+
+    store ──▶ writing ──commit──▶ ended: what is written can be found, the other slots are free
+                 │ ├────abort, attach, death ──▶ ended: all its slots are free, nothing can be found
+                 │ deadline
+                 ▼
+              expired ──commit (refused), abort, attach, death ──▶ ended: its slots leave quarantine
+
+    fetch ──▶ reading ──release, attach, death, deadline ──▶ ended: its slots are held no more
+                 └◀─┘ a read of the disk has ended: more of the prefix is there, or it is shorter
+
+An owner is one engine process. It proves that it does not write any more by ending the ticket or by attaching anew;
+its death, which the kernel's lock on its file proves, does the same. A deadline proves nothing about a writer, so an
+expired store keeps its slots from everybody; for a reader it is enough, since a reader looks at the slot's generation
+after it has copied. A frozen owner keeps at most its share of the slots. One that asks for more, though a store of its
+own expired long ago, knows nothing of it (a message came twice, an answer never): it is told to attach anew.
+
+A kvbm that starts anew knows no ticket of before: all slots are in quarantine until each owner of before has attached
+anew, here or to another layout (`owner_answered`), or is dead.
+
+`now_s` is any clock that never goes back. Methods raise the errors of `errors.py`; what they return, the shell must
+do: events in order, reads, and the generation of each granted or loading slot grows before anybody is told of the slot.
+Spills and the disk's going and coming are between the shell and `Tiers`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from itertools import islice, takewhile
+
+from msgspec import Struct
+
+from services.kvbm.tickets.errors import BadRequest, TicketExpired, TooManyTickets, UnknownOwner, UnknownTicket
+from services.kvbm.tickets.results import Advanced, Bounds, Expired, Fetched, Granted, TicketStatistics
+from services.kvbm.tiers.actions import Read, ReadOutcome, TierEvent
+from services.kvbm.tiers.tiers import Tiers
+from shared.blocks import Content
+from shared.hashing import KEY_BYTES, ContentKey
+
+
+class _Owner(Struct):
+    tickets: set[int]
+    writing: int = 0
+    """Slots of its stores, quarantined ones counted."""
+
+
+class _Store(Struct):
+    owner: str
+    slots: list[int]
+    """As granted: a prefix first block first."""
+    deadline_s: float
+
+
+class _Fetch(Struct):
+    owner: str
+    slots: list[int]
+    ready: int
+    """Leading slots that can be read."""
+    from_disk: set[int]
+    """Indices."""
+    deadline_s: float
+
+
+class Tickets:
+    """See the module. One layout's. Ids begin with `first_ticket`, which a kvbm that starts anew chooses so that no
+    ticket of before is mistaken for one of its own; `before` are the owners that the former one may have let write."""
+
+    def __init__(self, tiers: Tiers, bounds: Bounds, *, before: Collection[str] = (), first_ticket: int = 1) -> None:
+        assert first_ticket > 0, "0 is no ticket"
+        self.bounds = bounds
+        self._tiers = tiers
+        self._owners: dict[str, _Owner] = {}
+        self._stores: OrderedDict[int, _Store] = OrderedDict()
+        self._fetches: OrderedDict[int, _Fetch] = OrderedDict()
+        """Both by deadline, which is the order in which their time began, since all have the same."""
+        self._expired: dict[int, _Store] = {}
+        """Stores that wait for their owners' answers."""
+        self._waiting: dict[int, set[int]] = {}
+        """Loading slot → the fetches that wait for it, where there are any."""
+        self._before = set(before)
+        self._next_ticket = first_ticket
+        host = tiers.statistics().host
+        self._from_before = list(range(host.capacity)) if host.quarantined else []
+        """Slots in quarantine since the start."""
+        assert host.quarantined in (0, host.capacity), "tiers that are in use already"
+        self._writing_limit = max(1, int(host.capacity * bounds.owner_share))
+        self._end_of_before()
+
+    # --- owners
+
+    def attach(self, owner: str) -> None:
+        """The owner may store and fetch. It says that nothing of its own is under way, whatever was before."""
+        self._end_all(owner)
+        self._owners[owner] = _Owner(set())
+        self.owner_answered(owner)
+
+    def owner_answered(self, owner: str) -> None:
+        """The owner, perhaps another layout's, writes to nothing that a former kvbm has let it write to."""
+        self._before.discard(owner)
+        self._end_of_before()
+
+    def owner_dead(self, owner: str) -> None:
+        """The kernel has let go of the owner's lock. Unknown owners are ignored."""
+        self._end_all(owner)
+        self._owners.pop(owner, None)
+        self.owner_answered(owner)
+
+    def lease_lost(self, owner: str) -> list[Expired]:
+        """The owner's worker is not there for others any more: the time of all its tickets is over."""
+        known = self._owners.get(owner)
+        open_ones = sorted(known.tickets.difference(self._expired)) if known else ()
+        return [self._expire(ticket) for ticket in open_ones]
+
+    def _end_all(self, owner: str) -> None:
+        known = self._owners.get(owner)
+        for ticket in list(known.tickets) if known else ():
+            if ticket in self._fetches:
+                self._end_fetch(ticket)
+            else:
+                self._tiers.give_back(self._end_store(ticket).slots)
+
+    def _end_of_before(self) -> None:
+        if self._from_before and not self._before:
+            self._tiers.give_back(self._from_before)
+            self._from_before = []
+
+    # --- store
+
+    def store(self, owner: str, contents: Sequence[Content], now_s: float) -> Granted:
+        """Slots for those of the blocks that are new and worth keeping, a prefix first block first. Raises BadRequest,
+        UnknownOwner, TooManyTickets."""
+        for content in contents:
+            if len(content.key) != KEY_BYTES or (content.parent is not None and len(content.parent) != KEY_BYTES):
+                raise BadRequest(f"a content key has {KEY_BYTES} bytes: {content.key.hex()} behind {content.parent!r}")
+        known = self._admitted(owner, len(contents), now_s)
+        offered = self._tiers.offer(contents, max(0, self._writing_limit - known.writing))
+        ticket = 0
+        if offered.slots:
+            ticket = self._open(known)
+            self._stores[ticket] = _Store(owner, offered.slots, now_s + self.bounds.store_time_s)
+            known.writing += len(offered.slots)
+        return Granted(
+            ticket=ticket,
+            time_left_s=self.bounds.store_time_s,
+            indices=offered.indices,
+            slots=list(offered.slots),
+            known=offered.known,
+            declined=offered.declined,
+            events=offered.events,
+        )
+
+    def commit(self, owner: str, ticket: int, slots: Collection[int], now_s: float) -> list[TierEvent]:
+        """These of the ticket's slots are written, the others never will be. Raises UnknownOwner, UnknownTicket,
+        TicketExpired, BadRequest."""
+        if owner not in self._owners:
+            raise UnknownOwner(owner)
+        store = self._store_of(owner, ticket)
+        if store is None:
+            raise UnknownTicket(owner, ticket)
+        written = set(slots)
+        strange = written.difference(store.slots)
+        if strange:
+            raise BadRequest(f"slot {min(strange)} was not granted under ticket {ticket}")
+        if ticket in self._stores and now_s >= store.deadline_s:
+            self._expire(ticket)
+        late = ticket in self._expired
+        self._end_store(ticket)
+        if late:
+            self._tiers.give_back(store.slots)
+            raise TicketExpired(owner, ticket)
+        self._tiers.give_back(slot for slot in store.slots if slot not in written)
+        return self._tiers.publish([slot for slot in store.slots if slot in written])
+
+    def abort(self, owner: str, ticket: int) -> None:
+        """Nobody writes to the ticket's slots any more. Idempotent: unknown tickets are ignored. Raises BadRequest."""
+        if self._store_of(owner, ticket) is not None:
+            self._tiers.give_back(self._end_store(ticket).slots)
+
+    # --- fetch
+
+    def fetch(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> Fetched:
+        """Holds the longest prefix that is there. Raises BadRequest, UnknownOwner, TooManyTickets."""
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise BadRequest(f"a content key has {KEY_BYTES} bytes: {key.hex()}")
+        if len(set(keys)) != len(keys):
+            raise BadRequest("a prefix has no block twice")
+        known = self._admitted(owner, len(keys), now_s)
+        found = self._tiers.fetch(keys)
+        ticket = 0
+        if found.slots:
+            ticket = self._open(known)
+            ready = found.loading[0] if found.loading else len(found.slots)
+            deadline_s = now_s + self.bounds.fetch_time_s
+            self._fetches[ticket] = _Fetch(owner, found.slots, ready, set(found.loading), deadline_s)
+        for index in found.loading:
+            self._waiting.setdefault(found.slots[index], set()).add(ticket)
+        return Fetched(
+            ticket=ticket,
+            time_left_s=self.bounds.fetch_time_s,
+            slots=list(found.slots),
+            ready=found.loading[0] if found.loading else len(found.slots),
+            from_disk=len(found.loading),
+            reads=found.reads,
+            events=found.events,
+        )
+
+    def release(self, owner: str, ticket: int) -> None:
+        """The ticket's slots are not read any more. Idempotent: unknown tickets are ignored. Raises BadRequest."""
+        fetch = self._fetches.get(ticket)
+        if fetch is not None and fetch.owner == owner:
+            self._end_fetch(ticket)
+        elif fetch is None and self._mine(owner, ticket):
+            raise BadRequest(f"ticket {ticket} is a store's: commit or abort it")
+
+    # --- wrong blocks
+
+    def discard(self, owner: str, keys: Sequence[ContentKey]) -> tuple[list[int], list[TierEvent]]:
+        """These blocks cannot be found any more, and what tickets write or wait for of them will not be. Returns the
+        slots that had them: fetches may read these until they end. Raises BadRequest, UnknownOwner."""
+        if owner not in self._owners:
+            raise UnknownOwner(owner)
+        self.check_count(len(keys))
+        return self._tiers.discard(keys)
+
+    # --- the disk reports
+
+    def read_done(self, read: Read, outcome: ReadOutcome, now_s: float) -> tuple[list[Advanced], list[TierEvent]]:
+        """A read has ended: news for the fetches that waited for it, and what can be found now. To be told exactly once
+        for each read, whatever became of the fetch that it was begun for."""
+        waiting = sorted(self._waiting.pop(read.slot, ()))
+        if outcome == "ok" and self._tiers.is_condemned(read.slot):
+            outcome = "lost"
+        if outcome != "ok":
+            for ticket in waiting:
+                self._shorten(ticket, self._fetches[ticket].slots.index(read.slot))
+        events = self._tiers.read_done(read, outcome)
+        advanced: list[Advanced] = []
+        for ticket in waiting:
+            first = self._fetches[ticket].ready
+            ready = self._advance(ticket, now_s)
+            if ready > first or outcome != "ok":
+                advanced.append(self._news(ticket, first, now_s))
+        return advanced, events
+
+    def _shorten(self, ticket: int, end: int) -> None:
+        """The fetch's prefix ends before this index, and it waits for nothing behind it."""
+        fetch = self._fetches[ticket]
+        for slot in fetch.slots[max(end, fetch.ready) :]:
+            waiting = self._waiting.get(slot)
+            if waiting is not None:
+                waiting.discard(ticket)
+                if not waiting:
+                    del self._waiting[slot]
+        self._tiers.release(fetch.slots[end:])
+        del fetch.slots[end:]
+
+    def _advance(self, ticket: int, now_s: float) -> int:
+        """How many leading slots can be read now. If they are more, the ticket's time begins anew."""
+        fetch = self._fetches[ticket]
+        first = fetch.ready
+        while fetch.ready < len(fetch.slots) and not self._tiers.is_loading(fetch.slots[fetch.ready]):
+            fetch.ready += 1
+        if fetch.ready > first and now_s < fetch.deadline_s:
+            fetch.deadline_s = now_s + self.bounds.fetch_time_s
+            self._fetches.move_to_end(ticket)
+        return fetch.ready
+
+    def _news(self, ticket: int, first: int, now_s: float) -> Advanced:
+        fetch = self._fetches[ticket]
+        if not fetch.slots:
+            self._end_fetch(ticket)
+        return Advanced(
+            owner=fetch.owner,
+            ticket=ticket,
+            time_left_s=max(0.0, fetch.deadline_s - now_s),
+            first=first,
+            slots=fetch.slots[first : fetch.ready],
+            from_disk=[index in fetch.from_disk for index in range(first, fetch.ready)],
+            found=len(fetch.slots),
+        )
+
+    # --- time
+
+    def next_deadline_s(self) -> float | None:
+        """When `expire` has something to do; None: there is nothing to wait for."""
+        stores = [store.deadline_s for store in islice(self._stores.values(), 1)]
+        fetches = [fetch.deadline_s for fetch in islice(self._fetches.values(), 1)]
+        return min([*stores, *fetches], default=None)
+
+    def expire(self, now_s: float) -> list[Expired]:
+        """Ends the time of all tickets whose deadline has come."""
+        due = list(takewhile(lambda ticket: self._stores[ticket].deadline_s <= now_s, self._stores))
+        due += takewhile(lambda ticket: self._fetches[ticket].deadline_s <= now_s, self._fetches)
+        return [self._expire(ticket) for ticket in due]
+
+    def _expire(self, ticket: int) -> Expired:
+        store = self._stores.pop(ticket, None)
+        if store is None:
+            fetch = self._fetches[ticket]
+            slots = list(fetch.slots)
+            self._end_fetch(ticket)
+            return Expired(fetch.owner, ticket, "fetch", slots)
+        self._expired[ticket] = store
+        self._tiers.quarantine(store.slots)
+        return Expired(store.owner, ticket, "store", list(store.slots))
+
+    # --- inside
+
+    def _admitted(self, owner: str, blocks: int, now_s: float) -> _Owner:
+        """The owner, who may open one more ticket."""
+        known = self._owners.get(owner)
+        if known is None:
+            raise UnknownOwner(owner)
+        long_ago_s = now_s - self.bounds.store_time_s
+        if any(self._expired[ticket].deadline_s <= long_ago_s for ticket in known.tickets & self._expired.keys()):
+            raise UnknownOwner(owner, "has a store that expired long ago: it is to attach anew")
+        self.check_count(blocks)
+        if len(known.tickets) >= self.bounds.tickets_per_owner:
+            raise TooManyTickets(owner, self.bounds.tickets_per_owner)
+        return known
+
+    def _open(self, owner: _Owner) -> int:
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        owner.tickets.add(ticket)
+        return ticket
+
+    def _mine(self, owner: str, ticket: int) -> bool:
+        known = self._owners.get(owner)
+        return known is not None and ticket in known.tickets
+
+    def _store_of(self, owner: str, ticket: int) -> _Store | None:
+        """The owner's store, expired or not; None: it has no such ticket."""
+        if not self._mine(owner, ticket):
+            return None
+        if ticket in self._fetches:
+            raise BadRequest(f"ticket {ticket} is a fetch's: release it")
+        return self._stores.get(ticket) or self._expired[ticket]
+
+    def _end_store(self, ticket: int) -> _Store:
+        """Its slots are the caller's."""
+        store = self._stores.pop(ticket, None) or self._expired.pop(ticket)
+        owner = self._owners[store.owner]
+        owner.tickets.remove(ticket)
+        owner.writing -= len(store.slots)
+        return store
+
+    def _end_fetch(self, ticket: int) -> None:
+        fetch = self._fetches[ticket]
+        self._shorten(ticket, 0)
+        del self._fetches[ticket]
+        self._owners[fetch.owner].tickets.remove(ticket)
+
+    # --- questions
+
+    def check_count(self, blocks: int) -> None:
+        """Raises BadRequest where one request has too many blocks. Costs nothing, and unpacking them may cost much."""
+        if blocks > self.bounds.blocks_per_request:
+            raise BadRequest(f"{blocks} blocks in one request, at most {self.bounds.blocks_per_request} are taken")
+
+    def statistics(self) -> TicketStatistics:
+        """Counts, in O(1)."""
+        return TicketStatistics(
+            owners=len(self._owners),
+            stores=len(self._stores),
+            fetches=len(self._fetches),
+            expired=len(self._expired),
+            awaited=len(self._before),
+            tiers=self._tiers.statistics(),
+        )
+
+    def validate(self) -> None:
+        """Raises AssertionError where tickets, owners and slots contradict one another. O(slots + records)."""
+        tiers = self._tiers
+        tiers.validate(slot for fetch in self._fetches.values() for slot in fetch.slots)
+        stores = {**self._stores, **self._expired}
+        tickets = {ticket: store.owner for ticket, store in stores.items()}
+        tickets |= {ticket: fetch.owner for ticket, fetch in self._fetches.items()}
+        assert len(tickets) == len(stores) + len(self._fetches), "a ticket is of two kinds"
+        assert max(tickets, default=0) < self._next_ticket, "a ticket of the future"
+        for name, owner in self._owners.items():
+            assert owner.tickets == {ticket for ticket, its in tickets.items() if its == name}, f"{name}'s tickets"
+            assert owner.writing == sum(len(store.slots) for store in stores.values() if store.owner == name), name
+        assert set(tickets.values()) <= self._owners.keys(), "a ticket without an owner"
+        writing = [slot for store in self._stores.values() for slot in store.slots]
+        quarantined = [slot for store in self._expired.values() for slot in store.slots] + self._from_before
+        host = tiers.statistics().host
+        assert len({*writing, *quarantined}) == len(writing) + len(quarantined), "a slot has two writers"
+        assert all(tiers.state(slot) == "writing" for slot in writing), "a granted slot is not writing"
+        assert all(tiers.state(slot) == "quarantined" for slot in quarantined), "a quarantined slot is not"
+        assert (len(writing), len(quarantined)) == (host.writing, host.quarantined), "a slot without its writer"
+        assert not self._from_before or self._before, "a quarantine that nobody is waited for"
+        waiting: dict[int, set[int]] = {}
+        for ticket, fetch in self._fetches.items():
+            assert fetch.slots, f"fetch {ticket} holds nothing"
+            for index, slot in enumerate(fetch.slots):
+                state = tiers.state(slot)
+                there = ("ready", "leaving")
+                assert state in there if index < fetch.ready else state in (*there, "loading"), f"slot {slot}: {state}"
+                if state == "loading":
+                    waiting.setdefault(slot, set()).add(ticket)
+        assert waiting == self._waiting, "fetches wait for other slots than are loading"
+        for deadlines in (
+            [store.deadline_s for store in self._stores.values()],
+            [fetch.deadline_s for fetch in self._fetches.values()],
+        ):
+            assert deadlines == sorted(deadlines), "tickets out of order"

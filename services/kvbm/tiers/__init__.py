@@ -1,0 +1,1 @@
+"""What host memory and disk hold: what stays, what goes, what moves between the two."""

@@ -1,0 +1,293 @@
+"""HostSlots: the slots of one layout's host tier, who writes to them, who reads them.
+
+            grant                     publish              hold
+    free ─────────────▶ writing ───────────────▶ ready ◀──────────▶ ready, held
+     ▲                    │  │ quarantine         │      release
+     │ give_back          │  ▼                    │ victim, when a slot is needed and nobody holds it
+     ├────────────────────┘ quarantined           ▼
+     ├────────────────────────┘ give_back        free
+     │
+     │      load                      loaded
+     ├─────────────────▶ loading, held or not ──────────▶ ready, held or not
+     └──────── it failed ────┘
+
+    ready, held ── discard ──▶ leaving, held ── the last release ──▶ free          (ready, not held ──▶ free)
+
+A block that may be wrong is discarded: it cannot be found any more, and its slot stays as it is for those that read it.
+One that is being written or loaded then is condemned: it is not kept when that has ended.
+
+Three say that nobody else may write: `writing` belongs to one worker, `loading` to one read of the disk, `quarantined`
+to somebody who may still write though its time is over. A slot leaves them only by being told that the writer is done.
+Content is in at most one slot that is ready or loading; a worker may be writing a second one, which is then not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec import Struct
+
+from services.kvbm.tiers.policies import EvictionPolicy
+from services.kvbm.tiers.residency import Shelf
+from shared.blocks import Content, Evicted, Stored
+from shared.hashing import ContentKey
+
+SlotState = Literal["free", "writing", "loading", "ready", "leaving", "quarantined"]
+
+
+class SlotStatistics(Struct, frozen=True):
+    """Slots by state; they add up to the capacity."""
+
+    capacity: int
+    free: int
+    writing: int
+    loading: int
+    ready: int
+    quarantined: int
+    held: int
+    """Of those that are ready, loading or leaving."""
+    leaving: int = 0
+    """Discarded, and still held."""
+
+
+class HostSlots:
+    """See the module. Slots are 0 … capacity - 1."""
+
+    def __init__(self, policy: EvictionPolicy, capacity: int, *, quarantined: bool, leaves_first: bool) -> None:
+        self.capacity = capacity
+        self.shelf = Shelf(policy, self._may_leave, leaves_first=leaves_first)
+        self.writing: dict[ContentKey, int] = {}
+        """What workers are writing, and where; for reading only."""
+        self.loading: dict[ContentKey, int] = {}
+        """What comes from disk, and where; for reading only."""
+        self.held = 0
+        """Slots that somebody holds."""
+        self.abandoned = 0
+        """Loading slots that nobody holds: they cannot go before their reads have ended."""
+        self._free = [] if quarantined else list(range(capacity - 1, -1, -1))
+        self._quarantined = capacity if quarantined else 0
+        self._state: list[SlotState] = ["quarantined" if quarantined else "free"] * capacity
+        self._content: list[Content | None] = [None] * capacity
+        """What a slot holds or will hold; None: free or quarantined."""
+        self._holds = [0] * capacity
+        self._leaving = 0
+        self._condemned: set[int] = set()
+        """Writing and loading slots whose block is not to be kept."""
+
+    # --- questions
+
+    def state(self, slot: int) -> SlotState:
+        """As drawn above."""
+        return self._state[slot]
+
+    def knows(self, key: ContentKey) -> bool:
+        """Whether the block is there or on its way."""
+        return key in self.shelf.places or key in self.loading or key in self.writing
+
+    @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self._free)
+
+    def is_held(self, slot: int) -> bool:
+        """Whether anybody holds the slot."""
+        return self._holds[slot] > 0
+
+    def statistics(self) -> SlotStatistics:
+        """Counts by state, in O(1)."""
+        return SlotStatistics(
+            capacity=self.capacity,
+            free=len(self._free),
+            writing=len(self.writing),
+            loading=len(self.loading),
+            ready=len(self.shelf),
+            quarantined=self._quarantined,
+            held=self.held,
+            leaving=self._leaving,
+        )
+
+    # --- room
+
+    def _take(self, state: SlotState, content: Content) -> tuple[int, Evicted | None] | None:
+        """A free slot, or the victim's; None: none may go."""
+        evicted: Evicted | None = None
+        if not self._free:
+            key = self.shelf.victim()
+            if key is None:
+                return None
+            slot = self.shelf.places[key]
+            evicted = self.shelf.take(key)
+        else:
+            slot = self._free.pop()
+        self._state[slot] = state
+        self._content[slot] = content
+        return slot, evicted
+
+    def free_one(self) -> Evicted | None:
+        """The policy's victim goes ahead of need; None: none may."""
+        key = self.shelf.victim()
+        if key is None:
+            return None
+        slot = self.shelf.places[key]
+        evicted = self.shelf.take(key)
+        self._set_free(slot)
+        return evicted
+
+    def _may_leave(self, slot: int) -> bool:
+        return self._holds[slot] == 0
+
+    # --- workers write
+
+    def grant(self, content: Content) -> tuple[int, Evicted | None] | None:
+        """A slot for a block that is not known, and who had to go for it; None: there is no room."""
+        assert not self.knows(content.key), f"{content.key.hex()} is known"
+        taken = self._take("writing", content)
+        if taken is not None:
+            self.writing[content.key] = taken[0]
+        return taken
+
+    def publish(self, slot: int) -> Stored | None:
+        """The block is written. None: it is not to be kept or has come from disk meanwhile, and the slot is free."""
+        condemned = slot in self._condemned
+        content = self._unwrite(slot)
+        if condemned or content.key in self.shelf.places or content.key in self.loading:
+            self._set_free(slot)
+            return None
+        self._state[slot] = "ready"
+        self._content[slot] = content
+        return self.shelf.put(content, slot)
+
+    def quarantine(self, slot: int) -> None:
+        """The writer's time is over, and it has not said that it is done."""
+        self._unwrite(slot)
+        self._state[slot] = "quarantined"
+        self._quarantined += 1
+
+    def give_back(self, slot: int) -> None:
+        """The writer is done, and nothing is to be kept."""
+        if self._state[slot] == "quarantined":
+            self._quarantined -= 1
+        else:
+            self._unwrite(slot)
+        self._set_free(slot)
+
+    def _unwrite(self, slot: int) -> Content:
+        content = self._content[slot]
+        assert self._state[slot] == "writing", f"slot {slot} is {self._state[slot]}"
+        assert content is not None
+        del self.writing[content.key]
+        self._condemned.discard(slot)
+        self._content[slot] = None
+        return content
+
+    def _set_free(self, slot: int) -> None:
+        assert self._holds[slot] == 0, f"slot {slot} is held"
+        self._state[slot] = "free"
+        self._content[slot] = None
+        self._free.append(slot)
+
+    # --- the disk's reads write
+
+    def load(self, content: Content) -> tuple[int, Evicted | None] | None:
+        """A slot for a block that is to be read from disk; None: there is no room."""
+        assert content.key not in self.shelf, f"{content.key.hex()} is there"
+        assert content.key not in self.loading, f"{content.key.hex()} is loading"
+        taken = self._take("loading", content)
+        if taken is not None:
+            self.loading[content.key] = taken[0]
+            self.abandoned += 1
+        return taken
+
+    def loaded(self, slot: int, *, ok: bool) -> Stored | None:
+        """The read has ended. Where it failed nobody holds the slot any more, and it is free."""
+        content = self._content[slot]
+        assert self._state[slot] == "loading", f"slot {slot} is {self._state[slot]}"
+        assert content is not None
+        assert not (ok and slot in self._condemned), f"slot {slot} is condemned"
+        del self.loading[content.key]
+        self._condemned.discard(slot)
+        self.abandoned -= self._holds[slot] == 0
+        if not ok:
+            self._set_free(slot)
+            return None
+        self._state[slot] = "ready"
+        return self.shelf.put(content, slot)
+
+    # --- wrong blocks
+
+    def discard(self, slot: int) -> Evicted:
+        """The block of a ready slot cannot be found any more."""
+        content = self._content[slot]
+        assert self._state[slot] == "ready", f"slot {slot} is {self._state[slot]}"
+        assert content is not None
+        evicted = self.shelf.take(content.key)
+        if self._holds[slot]:
+            self._state[slot] = "leaving"
+            self._content[slot] = None
+            self._leaving += 1
+        else:
+            self._set_free(slot)
+        return evicted
+
+    def condemn(self, key: ContentKey) -> None:
+        """What is being written or loaded of the block is not to be kept."""
+        for coming in (self.writing, self.loading):
+            if key in coming:
+                self._condemned.add(coming[key])
+
+    def is_condemned(self, slot: int) -> bool:
+        """Whether what is being written or loaded there is not to be kept."""
+        return slot in self._condemned
+
+    # --- readers
+
+    def hold(self, slot: int) -> None:
+        """Somebody reads the slot, now or when it is loaded."""
+        if self._holds[slot] == 0:
+            self.held += 1
+            self.abandoned -= self._state[slot] == "loading"
+        self._holds[slot] += 1
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Somebody does not read these slots any more."""
+        holds = self._holds
+        for slot in slots:
+            assert holds[slot] > 0, f"nobody holds slot {slot}"
+            holds[slot] -= 1
+            if holds[slot] == 0:
+                self.held -= 1
+                self.abandoned += self._state[slot] == "loading"
+                if self._state[slot] == "leaving":
+                    self._leaving -= 1
+                    self._set_free(slot)
+
+    def validate(self, holds: dict[int, int]) -> None:
+        """Raises AssertionError where the slots contradict themselves or the caller's count of holds. O(capacity)."""
+        self.shelf.validate()
+        counts: dict[SlotState, int] = {"free": 0, "writing": 0, "loading": 0, "ready": 0}
+        counts |= {"leaving": 0, "quarantined": 0}
+        for slot, state in enumerate(self._state):
+            counts[state] += 1
+            content = self._content[slot]
+            empty = state in ("free", "leaving", "quarantined")
+            assert (content is None) == empty, f"slot {slot} is {state}, holds {content}"
+            assert self._holds[slot] == holds.get(slot, 0), f"slot {slot} is held {self._holds[slot]} times"
+            assert not self._holds[slot] or state in ("loading", "ready", "leaving"), f"slot {slot} is {state} and held"
+            assert self._holds[slot] or state != "leaving", f"slot {slot} is leaving and nothing holds it"
+            assert slot not in self._condemned or state in ("writing", "loading"), f"slot {slot} is condemned"
+        assert sorted(self._free) == [slot for slot, state in enumerate(self._state) if state == "free"]
+        whereabouts: list[tuple[SlotState, dict[ContentKey, int]]]
+        whereabouts = [("writing", self.writing), ("loading", self.loading), ("ready", self.shelf.places)]
+        for state, known in whereabouts:
+            assert len(known) == counts[state], f"{len(known)} blocks are known as {state}, {counts[state]} slots are"
+            for key, slot in known.items():
+                content = self._content[slot]
+                assert self._state[slot] == state, f"slot {slot} is {self._state[slot]}, known as {state}"
+                assert content is not None, f"slot {slot} is empty"
+                assert content.key == key, f"slot {slot} holds another block"
+        assert not self.loading.keys() & self.shelf.places.keys(), "a block is there and loading"
+        assert counts["leaving"] == self._leaving, "leaving slots are counted wrong"
+        assert counts["quarantined"] == self._quarantined, "quarantined slots are counted wrong"
+        assert self.held == sum(count > 0 for count in self._holds), "held slots are counted wrong"
+        assert self.abandoned == sum(not self._holds[slot] for slot in self.loading.values()), "abandoned slots, too"
