@@ -6,9 +6,9 @@ decoded and applied again, into a fresh index and without a network: `alone`. `p
 `burst` is all at once, up to half of what the socket holds, and so the cost of a batch without that of waking up.
 
 What could mislead: times are process CPU, the event loop and ZMQ's own thread included: `sent` of the publisher, which
-sends from its event loop (shared/event_port.py), all else of the receiver. In a burst, what the publisher still has to
-send when all is published is not in it. A paced process sleeps between batches, and finds its caches cold when others
-ran meanwhile: on a busy machine that costs more than all of ZMQ. Batches of 1 come some fifty at a time, as the
+sends from its event loop (shared/bus/event_port.py), all else of the receiver. In a burst, what the publisher still has
+to send when all is published is not in it. A paced process sleeps between batches, and finds its caches cold when
+others ran meanwhile: on a busy machine that costs more than all of ZMQ. Batches of 1 come some fifty at a time, as the
 publisher wakes up every millisecond; spread evenly they would cost a wake-up each. On a machine with other work the
 publisher lags; `late` is by how much at worst, and the rate is the one measured. Sockets are on the loopback.
 
@@ -35,8 +35,8 @@ from benchmarks.report import ROOT, Goal, report
 from services.router.index.chains import Chains
 from services.router.index.index import Index
 from services.router.index.kv_events import decode
+from shared.bus.zmq_events import ZmqEvents
 from shared.messages import EVENT_BATCH, BlockStored, EventBatch, EventSource
-from shared.zmq_events import ZmqEvents
 
 BLOCK_SIZE = 16
 BLOCKS_PER_S = 50_000

@@ -31,7 +31,7 @@ from shared import kvbm_messages as wire
 from shared.hashing import pack_hashes
 from shared.kv_events import to_kv_events
 from shared.messages import EVENT_BATCH, EventBatch, KvEvent
-from shared.pool_format import PAGE_BYTES, Arena
+from shared.pool.format import PAGE_BYTES, Arena
 
 KVBM = "kvbm"
 TICK_S = 0.25

@@ -26,8 +26,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.report import ROOT
 from shared import subjects
+from shared.bus.contract import Message
+from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig, environment
-from shared.file_discovery import FileDiscovery
+from shared.discovery.file import FileDiscovery
 from shared.hashing import pack_tokens, self_test
 from shared.messages import (
     CANCEL,
@@ -52,8 +54,6 @@ from shared.messages import (
     ServiceName,
     StepFrame,
 )
-from shared.messaging import Message
-from shared.nats_bus import NatsBus, connect
 from tests.servers import NatsServer, free_port
 from tests.tiny_model import write_tiny_model
 

@@ -38,8 +38,8 @@ from services.kvbm.pool.host_pool import HostPool
 from services.worker.mover import Copy, Mover
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
-from shared.pool_format import Arena
-from shared.pool_map import ArenaMap, PoolMap, touch
+from shared.pool.format import Arena
+from shared.pool.map import ArenaMap, PoolMap, touch
 
 BLOCK_KIB = (256, 512, 1024, 2048, 4096)
 PASSES = 9

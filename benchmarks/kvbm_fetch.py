@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.report import Goal, report
 from shared.blocks import Content
+from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig
 from shared.hashing import ContentKey, content_key, pack_tokens, root_key
 from shared.kvbm_messages import (
@@ -45,7 +46,6 @@ from shared.kvbm_messages import (
     StoreLayout,
 )
 from shared.messages import KvLayout
-from shared.nats_bus import NatsBus, connect
 from tests.integration.fleet import Service, fleet
 from tests.integration.machine import Machine
 from tests.kvbm.store_rig import Engine

@@ -50,7 +50,7 @@ from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.kvbm_messages import LayoutState
 from shared.messages import Part, Sampling
-from shared.pool_map import PoolMap, touch
+from shared.pool.map import PoolMap, touch
 from tests.integration.fleet import fleet
 from tests.integration.machine import Machine, Wire, connected, eventually
 from tests.servers import NatsServer

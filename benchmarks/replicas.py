@@ -38,9 +38,10 @@ from services.router.config import RouterConfig
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policies.kv import KvPolicy
 from shared import subjects
+from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig, environment
+from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
-from shared.file_discovery import FileDiscovery
 from shared.hashing import self_test
 from shared.messages import (
     INSTANCE,
@@ -59,7 +60,6 @@ from shared.messages import (
     Select,
     Selected,
 )
-from shared.nats_bus import NatsBus, connect
 from tests.servers import NatsServer
 
 INSTANCES = 16

@@ -39,9 +39,12 @@ import msgspec
 from benchmarks.report import ROOT, Goal, report
 from benchmarks.route_load import BLOCK_SIZE, CHAINS, DEPTH, MODEL, NAMESPACE, chains
 from shared import subjects
+from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.zmq_events import ZmqEvents
 from shared.config import NatsConfig, environment
+from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
-from shared.file_discovery import FileDiscovery
 from shared.hashing import self_test, sequence_hashes
 from shared.messages import (
     EVENT_BATCH,
@@ -70,9 +73,6 @@ from shared.messages import (
     SnapshotBlock,
     SnapshotChunk,
 )
-from shared.messaging import LAST_HEADER, Message
-from shared.nats_bus import NatsBus, connect
-from shared.zmq_events import ZmqEvents
 from tests.servers import NatsServer
 
 INSTANCES = 64

@@ -24,12 +24,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from shared import subjects
+from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.outbox import Outbox
 from shared.config import NatsConfig
 from shared.errors import Unavailable
 from shared.hashing import sequence_hashes
 from shared.messages import SELECT, SELECT_REPLY, Finished, Prefilled, Select, Selected
-from shared.nats_bus import NatsBus, connect
-from shared.outbox import Outbox
 
 NAMESPACE = "bench"
 MODEL = "m"

@@ -9,7 +9,7 @@
     people → kvbm        nothing → KvbmState                     request and reply, JSON
 
 Every subject is one kvbm's own (`subjects.kvbm`). A worker finds its kvbm in the pool's directory: the lock file there
-names the instance (`shared.pool_lock`). Blocks are named by (layout digest, content key); their bytes never travel:
+names the instance (`shared.pool.lock`). Blocks are named by (layout digest, content key); their bytes never travel:
 engines copy between their own memory and the pool that both map. Rules of encoding are those of `shared.messages`.
 """
 
@@ -54,7 +54,7 @@ class Attach(Struct, frozen=True, tag="attach"):
 
 
 class Attached(Struct, frozen=True, tag="attached"):
-    """Where the layout's slots lie in the pool file, as `shared.pool_format.Arena` has it."""
+    """Where the layout's slots lie in the pool file, as `shared.pool.format.Arena` has it."""
 
     kvbm: str
     layout: str

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from shared.directory import Directory
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBroker, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery, MemoryStore
+from shared.bus.contract import Bus
+from shared.bus.memory_bus import MemoryBroker, MemoryEvents
+from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.messages import ServiceName
-from shared.messaging import Bus
+from shared.runtime.lifecycle import Runtime
 
 
 @asynccontextmanager

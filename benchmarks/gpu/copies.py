@@ -41,7 +41,7 @@ from services.worker.config import CopyPath
 from services.worker.mover import Copy
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.lane import DEPTH
-from shared.pool_map import ArenaMap
+from shared.pool.map import ArenaMap
 
 if TYPE_CHECKING:
     from services.worker.transfer.cuda_copier import CudaCopier, InFlight

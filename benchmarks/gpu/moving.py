@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from services.worker.mover import Copy, Mover
-from shared.pool_format import Geometry
-from shared.pool_map import ArenaMap, PoolMap, touch
+from shared.pool.format import Geometry
+from shared.pool.map import ArenaMap, PoolMap, touch
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from shared import subjects
-from shared.catalogue import read_entry
+from shared.bus.nats_bus import NatsBus, connect
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig, load
-from shared.discovery_backends import open_discovery
+from shared.discovery.backends import open_discovery
+from shared.discovery.catalogue import read_entry
 from shared.errors import BusDown, ProtocolError, Unavailable
 from shared.messages import Codec, Instance, ServiceName
-from shared.nats_bus import NatsBus, connect
 
 CONNECT_LIMIT_S = 3.0
 ANSWER_LIMIT_S = 1.0

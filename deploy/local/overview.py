@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from deploy.local.stores import block_stores
 from deploy.local.table import age, size, table
-from shared.catalogue import Catalogue, Entry, read_entry
+from shared.discovery.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
 from shared.kvbm_messages import KvbmState
 from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState

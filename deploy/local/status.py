@@ -13,12 +13,12 @@ import msgspec
 from deploy.local.fleet import FleetConfig, ask_each, bus_of, entries, instances_of
 from deploy.local.overview import Overview, layout, overview
 from shared import subjects
+from shared.bus.contract import Message
+from shared.bus.nats_bus import NatsBus
 from shared.errors import BusDown, ProtocolError
 from shared.kvbm_messages import KVBM_STATE, KvbmState
-from shared.lifecycle import pid_namespace
 from shared.messages import LOAD_REPORT, ROUTER_STATE, LoadReport, RouterState
-from shared.messaging import Message
-from shared.nats_bus import NatsBus
+from shared.runtime.lifecycle import pid_namespace
 
 LISTEN_S = 0.3
 """Workers report every 250 ms."""

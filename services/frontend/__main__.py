@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.frontend.app import serve
 from services.frontend.config import FrontendConfig
-from shared.lifecycle import Process, run
+from shared.runtime.lifecycle import Process, run
 
 FORCED_END_S = 10.0
 """Added to the frontend's own delay and drain before the process is ended by force."""

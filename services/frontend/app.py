@@ -35,9 +35,9 @@ from services.frontend.serving.dispatch import Exchange
 from services.frontend.serving.response_directory import ResponseDesk
 from services.frontend.structured.compiler import Grammars
 from shared import subjects
-from shared.discovery import Registration
-from shared.lifecycle import Runtime, settle_memory
-from shared.observe import add_routes
+from shared.discovery.contract import Registration
+from shared.runtime.lifecycle import Runtime, settle_memory
+from shared.runtime.observe import add_routes
 
 _THREADS = 2
 """For loading and for long prompts; the tokenizer has threads of its own beside them."""

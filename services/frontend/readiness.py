@@ -10,10 +10,10 @@ import asyncio
 
 from services.frontend.models.registry import Models
 from shared import subjects
-from shared.directory import DirectoryChange, InstanceUp
+from shared.discovery.directory import DirectoryChange, InstanceUp
 from shared.errors import Unavailable
-from shared.lifecycle import Runtime
 from shared.messages import PING, Ping
+from shared.runtime.lifecycle import Runtime
 
 PING_EVERY_S = 1.0
 PING_TIMEOUT_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.kvbm.config import KvbmConfig
 from services.kvbm.service import serve
 from services.kvbm.tiers import policies
-from shared.lifecycle import Process, run
+from shared.runtime.lifecycle import Process, run
 
 DRAIN_LIMIT_S = 25.0
 """A disk that does not answer, a frozen NATS and a frozen etcd cost seconds each."""

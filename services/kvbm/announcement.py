@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shared import subjects
-from shared.announcement import Announcement
-from shared.lifecycle import Runtime
+from shared.discovery.announcement import Announcement
 from shared.messages import EventSource
+from shared.runtime.lifecycle import Runtime
 
 OPERATIONS = (
     "attach",

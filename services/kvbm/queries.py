@@ -12,12 +12,12 @@ from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.reservation import Reservation
 from services.kvbm.replies import Answers
 from shared.blocks import Content
+from shared.bus.contract import Message
 from shared.errors import ProtocolError
 from shared.kv_events import in_chunks, to_snapshot
 from shared.kvbm_messages import KVBM_STATE, KvbmState
-from shared.lifecycle import Runtime
 from shared.messages import JSON_HEADER, SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk, Tier
-from shared.messaging import Message
+from shared.runtime.lifecycle import Runtime
 
 EPOCH = 1
 """Of the KV events: a kvbm that starts again is another instance."""

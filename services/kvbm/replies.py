@@ -11,9 +11,9 @@ import logging
 from collections import deque
 
 from services.kvbm.metrics import Metrics
+from shared.bus.contract import LAST_HEADER, Bus, Message
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError
 from shared.messages import JSON_HEADER, is_json
-from shared.messaging import LAST_HEADER, Bus, Message
 
 _log = logging.getLogger(__name__)
 

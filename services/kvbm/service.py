@@ -38,11 +38,11 @@ from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, Unkno
 from services.kvbm.tiers import policies
 from shared import kvbm_messages as wire
 from shared import subjects
-from shared.directory import DirectoryChange, InstanceDown
+from shared.bus.contract import Message, Subscription
+from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import BusDown, ProtocolError
-from shared.lifecycle import Runtime, settle_memory
 from shared.messages import EventSource
-from shared.messaging import Message, Subscription
+from shared.runtime.lifecycle import Runtime, settle_memory
 
 REPORT_INTERVAL_S = 0.25
 _TICKS_A_LOOK = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.router.config import RouterConfig
 from services.router.selection.policy import load_policy
 from services.router.service import serve
-from shared.lifecycle import Process, run
+from shared.runtime.lifecycle import Process, run
 
 DRAIN_LIMIT_S = 15.0
 """A router has nothing to drain but the questions it was asked; a frozen NATS and a frozen etcd cost seconds each."""

@@ -16,10 +16,10 @@ from services.router.explain import asked_for, explain, model_states, policy_tro
 from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter
 from services.router.sync.feed import Feed
+from shared.bus.contract import Message
 from shared.errors import BusDown, ProtocolError
-from shared.lifecycle import Runtime
 from shared.messages import EXPLANATIONS, JSON_HEADER, ROUTER_STATE, Explanations, RouterState
-from shared.messaging import Message
+from shared.runtime.lifecycle import Runtime
 
 UNKNOWN_PAUSE_S = 0.3
 PAUSES_LIMIT = 64

@@ -15,8 +15,8 @@ import logging
 from services.router.metrics import Metrics
 from services.router.selection.model_router import ModelRouter
 from shared import subjects
+from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import ProtocolError, Unavailable
-from shared.lifecycle import Runtime
 from shared.messages import (
     JSON_HEADER,
     RESERVATIONS,
@@ -25,7 +25,7 @@ from shared.messages import (
     ReservationsRequest,
     is_json,
 )
-from shared.messaging import LAST_HEADER, Message
+from shared.runtime.lifecycle import Runtime
 
 ROUTERS_ASKED = 3
 SILENT_S = 1.0

@@ -32,10 +32,11 @@ from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy_guard import Trouble
 from services.router.sync.follower import Following
 from shared import subjects
-from shared.discovery import Registration
+from shared.bus.contract import Message, Receive, Subscription
+from shared.bus.outbox import Outbox
+from shared.discovery.contract import Registration
 from shared.errors import BusDown, ProtocolError
 from shared.kvbm_messages import KVBM_REPORT
-from shared.lifecycle import Runtime
 from shared.messages import (
     JSON_HEADER,
     LOAD_EVENTS,
@@ -49,8 +50,7 @@ from shared.messages import (
     SelectReply,
     is_json,
 )
-from shared.messaging import Message, Receive, Subscription
-from shared.outbox import Outbox
+from shared.runtime.lifecycle import Runtime
 
 QUEUE = "router"
 BATCH_S = 0.001

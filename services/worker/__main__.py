@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.worker.config import WorkerConfig
 from services.worker.model_check import check_files
 from services.worker.service import serve
-from shared.lifecycle import Process, run
+from shared.runtime.lifecycle import Process, run
 
 CLOSING_S = 15.0
 """Beyond the drain: the engine's end, the last frames, the registration."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shared import subjects
-from shared.announcement import Announcement
-from shared.lifecycle import Runtime
+from shared.discovery.announcement import Announcement
 from shared.messages import JSON_HEADER, MODEL_CARD, EventSource, ModelCard
+from shared.runtime.lifecycle import Runtime
 
 OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "control")
 

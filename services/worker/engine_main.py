@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     """The engine's life; why it failed, or None after Shutdown. Raises PeerGone."""
     attachment = None
-    if config.kvbm.pool:  # before CUDA opens its files: `shared.pool_lock` says why
+    if config.kvbm.pool:  # before CUDA opens its files: `shared.pool.lock` says why
         number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         attachment = PoolAttachment(Path(config.kvbm.pool), config.instance, number)
     try:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from shared.pool_format import Arena
+from shared.pool.format import Arena
 
 
 class Copy(Struct, frozen=True):
@@ -53,7 +53,7 @@ class Copied(Struct, frozen=True):
 
 
 class Slots(Protocol):
-    """One layout's slots of the pool, as a mover needs them: `shared.pool_map.ArenaMap` is one."""
+    """One layout's slots of the pool, as a mover needs them: `shared.pool.map.ArenaMap` is one."""
 
     @property
     def arena(self) -> Arena:

@@ -35,10 +35,10 @@ from services.worker.requests.attempts import Attempts
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
 from shared import subjects
-from shared.directory import DirectoryChange, InstanceDown, InstanceUp
+from shared.bus.contract import LAST_HEADER, Message
+from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, Unavailable
 from shared.kv_events import encode_batch, in_chunks
-from shared.lifecycle import Runtime, settle_memory
 from shared.messages import (
     CANCEL,
     GENERATE,
@@ -60,7 +60,7 @@ from shared.messages import (
     SnapshotChunk,
     is_json,
 )
-from shared.messaging import LAST_HEADER, Message
+from shared.runtime.lifecycle import Runtime, settle_memory
 
 REPORT_INTERVAL_S = 0.25
 SNAPSHOT_LIMIT_S = 10.0

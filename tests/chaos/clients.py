@@ -26,7 +26,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from shared import subjects
-from shared.messaging import LAST_HEADER
+from shared.bus.contract import LAST_HEADER
 from tests.chaos.plan import Ask, Question
 from tests.chaos.verdict import Answer
 

@@ -8,7 +8,7 @@ from services.worker.__main__ import _process
 from services.worker.config import WorkerConfig
 from services.worker.engine.process import EngineClient
 from services.worker.service import Worker
-from shared.lifecycle import Runtime, run
+from shared.runtime.lifecycle import Runtime, run
 
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:

@@ -20,12 +20,12 @@ from msgspec import Struct
 from deploy.local import servers
 from deploy.local.stack import Value, toml
 from services.worker.config import Device
-from shared import pool_format, subjects
-from shared.discovery import Discovery
+from shared import subjects
+from shared.discovery.contract import Discovery
+from shared.discovery.etcd import EtcdDiscovery
 from shared.errors import DiscoveryDown
-from shared.etcd_discovery import EtcdDiscovery
 from shared.messages import INSTANCE, JSON_HEADER
-from shared.pool_format import Geometry
+from shared.pool.format import HEADER_BYTES, Geometry
 from tests.chaos.clients import MODEL
 from tests.chaos.plan import ALONE, SERVICES, Target
 from tests.chaos.program import START_LIMIT_S, Program, children
@@ -140,7 +140,7 @@ class Stack:
     def damage_pool(self) -> None:
         """While kvbm is down: nothing that maps the file notices."""
         with self._pool.open("r+b") as pool:
-            pool.write(bytes(pool_format.HEADER_BYTES))
+            pool.write(bytes(HEADER_BYTES))
 
     def damage_memory(self, draw: Random) -> None:
         """Of the blocks alone."""

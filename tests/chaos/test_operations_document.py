@@ -18,10 +18,10 @@ from services.router.metrics import Metrics as RouterMetrics
 from services.worker.config import WorkerConfig
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import Metrics as WorkerMetrics
-from shared.directory import Directory
-from shared.etcd_discovery import EtcdDiscovery
-from shared.memory_bus import MemoryBroker, MemoryBus
-from shared.outbox import Outbox
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.outbox import Outbox
+from shared.discovery.directory import Directory
+from shared.discovery.etcd import EtcdDiscovery
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
 

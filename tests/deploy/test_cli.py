@@ -13,7 +13,7 @@ import pytest
 from deploy.local import cli, usage
 from deploy.local.stack import Value, toml
 from services.worker.config import EngineName
-from shared import logs
+from shared.runtime import logs
 from shared.version import VERSION
 
 

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from deploy.local.servers import nats_settings
 from services.frontend.serving.request_context import OPERATIONS
 from shared import subjects
-from shared.nats_connection import sync
+from shared.bus.nats_connection import sync
 from tests.servers import NatsServer, nats_server
 
 CONF = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "nats.conf"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.discovery.etcd import EtcdDiscovery
 from shared.errors import DiscoveryDown
-from shared.etcd_discovery import EtcdDiscovery
 from tests.servers import EtcdServer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "etcd_users.py"

@@ -15,8 +15,10 @@ from deploy.local import cli, fleet
 from deploy.local.stack import toml
 from services.router.explain import asked_for
 from shared import subjects
+from shared.bus.contract import Message
+from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
-from shared.file_discovery import FileDiscovery
+from shared.discovery.file import FileDiscovery
 from shared.messages import (
     EXPLANATIONS,
     INSTANCE,
@@ -31,8 +33,6 @@ from shared.messages import (
     RouterState,
     SourceState,
 )
-from shared.messaging import Message
-from shared.nats_bus import connect
 from tests.servers import nats_server
 
 ROW = Candidate("w1", 0, Overlap(3), 1.5, 7, 80, "most cached")

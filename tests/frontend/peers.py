@@ -25,13 +25,13 @@ from services.frontend.app import frontend
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
 from services.frontend.tool_parsers.formats import FormatName
 from shared import subjects
+from shared.bus.contract import Bus, Message, Subscription
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
 from shared.config import NatsConfig
-from shared.directory import Directory
-from shared.discovery import Registration
+from shared.discovery.contract import Registration
+from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import pack_tokens, self_test
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery, MemoryStore
 from shared.messages import (
     CANCEL,
     GENERATE,
@@ -73,8 +73,8 @@ from shared.messages import (
     StreamState,
     TokenLogprob,
 )
-from shared.messaging import Bus, Message, Subscription
-from shared.observe import Vitals
+from shared.runtime.lifecycle import Runtime
+from shared.runtime.observe import Vitals
 
 NAMESPACE = "test"
 MODEL = "tiny/model-1.0"

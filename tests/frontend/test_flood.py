@@ -9,10 +9,10 @@ from pathlib import Path
 
 import aiohttp
 
+from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
-from shared.file_discovery import FileDiscovery
+from shared.discovery.file import FileDiscovery
 from shared.messages import INSTANCE, Generate
-from shared.nats_bus import connect
 from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedRouter, ScriptedWorker, card_entry, instance_entry
 from tests.frontend.test_main import healthy, process
 

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 from services.frontend.__main__ import process as of
 from services.frontend.config import FrontendConfig, HttpConfig, LimitsConfig
 from shared import subjects
+from shared.bus.contract import LAST_HEADER
+from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
-from shared.file_discovery import FileDiscovery
-from shared.messaging import LAST_HEADER
-from shared.nats_bus import connect
+from shared.discovery.file import FileDiscovery
 from tests.frontend.peers import DEADLINE_S, MODEL, ScriptedRouter, ScriptedWorker, card_entry, instance_entry
 from tests.servers import free_port
 

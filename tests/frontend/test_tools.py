@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
-from shared.memory_bus import MemoryBus
 from shared.messages import TokenLogprob
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from shared.pool_lock import hold_owner
+from shared.pool.lock import hold_owner
 
 OWNER = "writer"
 AHEAD = 30

@@ -25,8 +25,8 @@ from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from services.worker.transfer.fallbacks import MOST_IN_A_ROW
 from shared.errors import ConfigError
-from shared.pool_format import Geometry
-from shared.pool_map import ArenaMap, PoolMap
+from shared.pool.format import Geometry
+from shared.pool.map import ArenaMap, PoolMap
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS, CudaDevice, need_gpu
 

@@ -21,7 +21,7 @@ from services.worker.native.cuda.capacity import step_bytes, weight_bytes
 from services.worker.native.weights import tensor_shapes
 from shared.errors import ConfigError, ModelError
 from shared.messages import Sampling
-from shared.pool_map import PoolMap
+from shared.pool.map import PoolMap
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.test_runner import ended

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from shared import kvbm_messages as wire
 from shared import subjects
+from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig, environment
+from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
-from shared.file_discovery import FileDiscovery
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
 from shared.messages import (
     INSTANCE,
@@ -41,8 +42,7 @@ from shared.messages import (
     Tier,
     TokenLogprob,
 )
-from shared.nats_bus import NatsBus, connect
-from shared.pool_format import HEADER_BYTES, parse
+from shared.pool.format import HEADER_BYTES, parse
 from tests.integration.fleet import Fleet, Service
 from tests.integration.stack import ROOT
 from tests.worker.shell import NAMESPACE, Peer, request

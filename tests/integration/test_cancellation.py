@@ -19,10 +19,10 @@ from nats.aio.msg import Msg
 
 from services.frontend.server.nats_api import PROBE_HEADER
 from shared import subjects
+from shared.bus.contract import Message
+from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
 from shared.messages import LOAD_REPORT, LoadReport
-from shared.messaging import Message
-from shared.nats_bus import connect
 from tests.integration.fleet import Fleet, fleet
 from tests.tiny_model import write_tiny_model
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.kvbm.pool.host_pool import HostPool
-from shared.pool_lock import hold_owner
+from shared.pool.lock import hold_owner
 from tests.integration.fleet import fleet
 from tests.integration.machine import Machine, connected, eventually, prompt, refusal
 from tests.kvbm.small_tmpfs import small_tmpfs

@@ -16,8 +16,8 @@ import nats
 import pytest
 
 from shared import subjects
+from shared.bus.contract import LAST_HEADER
 from shared.messages import ServiceName
-from shared.messaging import LAST_HEADER
 from tests.integration.fleet import Fleet, fleet
 from tests.tiny_model import write_tiny_model
 

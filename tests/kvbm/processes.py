@@ -11,7 +11,7 @@ from pathlib import Path
 OWNER = """
 import sys
 from pathlib import Path
-from shared.pool_lock import hold_owner
+from shared.pool.lock import hold_owner
 lock = hold_owner(Path(sys.argv[1]), sys.argv[2])
 print("ready", flush=True)
 sys.stdin.read()

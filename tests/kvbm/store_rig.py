@@ -21,12 +21,13 @@ from services.kvbm.tiers.policies import LruPolicy
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.blocks import Content
-from shared.discovery import Registration
+from shared.bus.contract import LAST_HEADER, Bus, Message
+from shared.bus.faults import Weather, calm
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.discovery.contract import Registration
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import ContentKey, event_hash
 from shared.kvbm_messages import StoreLayout
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery, MemoryStore
 from shared.messages import (
     EVENT_BATCH,
     INSTANCE,
@@ -40,11 +41,10 @@ from shared.messages import (
     KvLayout,
     SnapshotRequest,
 )
-from shared.messaging import LAST_HEADER, Bus, Message
-from shared.pool_format import Arena
-from shared.pool_lock import POOL, HeldLock, hold_owner, kvbm_of
-from shared.pool_map import ArenaMap, PoolMap
-from shared.weather import Weather, calm
+from shared.pool.format import Arena
+from shared.pool.lock import POOL, HeldLock, hold_owner, kvbm_of
+from shared.pool.map import ArenaMap, PoolMap
+from shared.runtime.lifecycle import Runtime
 from tests.twins import on_twins
 
 NAMESPACE = "test"

@@ -33,8 +33,8 @@ from services.kvbm.tickets.results import Bounds
 from services.worker.kv_connector import connector, stores
 from shared import kvbm_messages as wire
 from shared.blocks import Content
+from shared.bus.memory_bus import MemoryEvents
 from shared.errors import Unavailable
-from shared.memory_bus import MemoryEvents
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (
     LAYOUT,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from shared import kvbm_messages as wire
 from shared import subjects
+from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig, environment
-from shared.file_discovery import FileDiscovery
+from shared.discovery.file import FileDiscovery
 from shared.messages import INSTANCE, JSON_HEADER, Instance
-from shared.nats_bus import NatsBus, connect
 from tests.kvbm.chains import chain
 from tests.kvbm.processes import OWNER, ended, running
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, NAMESPACE, Engine

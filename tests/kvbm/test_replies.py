@@ -7,9 +7,9 @@ from prometheus_client import CollectorRegistry
 
 from services.kvbm.metrics import Metrics
 from services.kvbm.replies import Answers
-from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import JSON_HEADER
-from shared.messaging import LAST_HEADER, Message
 
 
 class Rig:

@@ -22,7 +22,7 @@ from shared.config import load
 from shared.errors import ConfigError, NoResponders
 from shared.hashing import event_hash, pack_hashes
 from shared.messages import JSON_HEADER, KvLayout
-from shared.pool_lock import kvbm_of
+from shared.pool.lock import kvbm_of
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (
     LAYOUT,

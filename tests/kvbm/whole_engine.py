@@ -18,8 +18,8 @@ from services.kvbm.service import Kvbm
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmDown, KvbmReply, KvbmUp
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBus
+from shared.bus.memory_bus import MemoryBus
+from shared.runtime.lifecycle import Runtime
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE
 from tests.kvbm.store_rig import World as Machine
 from tests.twins import on_twins

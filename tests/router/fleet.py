@@ -14,7 +14,10 @@ import msgspec
 from services.router.config import RouterConfig
 from services.router.service import Router, router
 from shared import subjects
-from shared.discovery import Discovery, Registration
+from shared.bus.contract import LAST_HEADER, Bus, Events, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.discovery.contract import Discovery, Registration
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import (
     content_keys,
     event_hash,
@@ -24,9 +27,6 @@ from shared.hashing import (
     self_test,
     sequence_hashes,
 )
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery, MemoryStore
 from shared.messages import (
     EVENT_BATCH,
     INSTANCE,
@@ -57,7 +57,7 @@ from shared.messages import (
     SnapshotBlock,
     SnapshotChunk,
 )
-from shared.messaging import LAST_HEADER, Bus, Events, Message
+from shared.runtime.lifecycle import Runtime
 from tests.twins import on_twins
 
 NAMESPACE = "test"

@@ -10,11 +10,12 @@ from typing import Literal
 import msgspec
 
 from shared import subjects
-from shared.discovery import Discovery, Registration
+from shared.bus.contract import LAST_HEADER, Bus, Events, Message
+from shared.bus.memory_bus import MemoryEvents
+from shared.discovery.contract import Discovery, Registration
+from shared.discovery.memory import MemoryDiscovery
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
 from shared.kvbm_messages import KVBM_REPORT, KvbmReport, LayoutReport
-from shared.memory_bus import MemoryEvents
-from shared.memory_discovery import MemoryDiscovery
 from shared.messages import (
     EVENT_BATCH,
     INSTANCE,
@@ -29,7 +30,6 @@ from shared.messages import (
     SnapshotBlock,
     SnapshotChunk,
 )
-from shared.messaging import LAST_HEADER, Bus, Events, Message
 from tests.router.fleet import BLOCK_SIZE, MODEL, NAMESPACE, Fleet, until
 
 LowerTier = Literal["host", "disk"]

@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from shared import subjects
+from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.zmq_events import ZmqEvents
 from shared.config import NatsConfig, environment
-from shared.discovery import Added
+from shared.discovery.contract import Added
+from shared.discovery.etcd import EtcdDiscovery
+from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
-from shared.etcd_discovery import EtcdDiscovery
-from shared.file_discovery import FileDiscovery
 from shared.messages import SELECT, SELECT_REPLY, Selected
-from shared.nats_bus import NatsBus, connect
-from shared.zmq_events import ZmqEvents
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, ScriptedWorker, select, tokens_of
 from tests.servers import EtcdServer, NatsServer
 

@@ -10,9 +10,10 @@ import pytest
 
 from services.router import replica_sync
 from shared import subjects
+from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBus
+from shared.discovery.memory import MemoryDiscovery
 from shared.errors import NoResponders
-from shared.memory_bus import MemoryBus
-from shared.memory_discovery import MemoryDiscovery
 from shared.messages import (
     INSTANCE,
     JSON_HEADER,
@@ -25,7 +26,6 @@ from shared.messages import (
     ReservationsRequest,
     Reserved,
 )
-from shared.messaging import LAST_HEADER, Message
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, Fleet, fleet, tokens_of, until
 
 Answer = Callable[[Message], Awaitable[None]]

@@ -13,7 +13,9 @@ import pytest
 from services.router import queries
 from services.router.config import RouterConfig
 from shared import subjects
-from shared.memory_bus import MemoryBus
+from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBus
+from shared.bus.outbox import EVENTS_A_MESSAGE
 from shared.messages import (
     EXPLANATIONS,
     LOAD_EVENTS,
@@ -29,8 +31,6 @@ from shared.messages import (
     RouterState,
     Selected,
 )
-from shared.messaging import Message
-from shared.outbox import EVENTS_A_MESSAGE
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, NO_SPECULATION, Fleet, fleet, select, tokens_of, until
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from services.router.config import RouterConfig
 from shared import subjects
+from shared.discovery.memory import MemoryDiscovery, MemoryRegistration
 from shared.errors import NoResponders
-from shared.memory_discovery import MemoryDiscovery, MemoryRegistration
 from shared.messages import (
     INSTANCE,
     JSON_HEADER,

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 from shared.errors import ModelError
-from shared.lifecycle import Process, Runtime, run
 from shared.metrics import counter
+from shared.runtime.lifecycle import Process, Runtime, run
 
 
 class SmallConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from shared.discovery import Added, Alive, Change, Discovery, LeftOut, Read, Removed, Synced
+from shared.discovery.contract import Added, Alive, Change, Discovery, LeftOut, Read, Removed, Synced
 
 LIMIT_S = 60.0
 

@@ -44,14 +44,14 @@ from services.worker.simulated.engine import SimulatedEngine
 from services.worker.simulated.model import SimulatedModel
 from services.worker.simulated.timing import Timing
 from shared import subjects
-from shared.directory import Directory
-from shared.discovery import Registration
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventPublisher, MemoryEvents
+from shared.discovery.contract import Registration
+from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.errors import ConfigError
-from shared.lifecycle import Runtime, answer_pings
-from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEventPublisher, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery, MemoryStore
 from shared.messages import KvLayout, ServiceName
-from shared.pool_format import ALIGN_BYTES, PAGE_BYTES
+from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
+from shared.runtime.lifecycle import Runtime, answer_pings
 from tests.simulation.clock import OWNER, SimulatedLoop
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Sizes
 

@@ -24,9 +24,9 @@ from services.router.sync.follower import Following
 from services.router.sync.source import Source
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.service import Worker
+from shared.bus.contract import Message
 from shared.kvbm_messages import Settled
 from shared.messages import NOT_BEGUN, Part
-from shared.messaging import Message
 from tests.simulation.plan import Plan, plan
 from tests.simulation.seeds import failures
 from tests.simulation.world import run

@@ -25,7 +25,7 @@ until its engine, some time later, asks for more and is told to attach anew."""
 
 
 class StormyWeather:
-    """A `shared.weather.Weather`. What arrives runs as the receiver's own."""
+    """A `shared.bus.faults.Weather`. What arrives runs as the receiver's own."""
 
     def __init__(
         self, loop: SimulatedLoop, seed: int, skies: Skies, contexts: dict[str, Context], tell: Callable[[str], None]

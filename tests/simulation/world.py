@@ -23,11 +23,11 @@ from typing import Any, assert_never
 
 import msgspec
 
+from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
+from shared.discovery.memory import MemoryStore
 from shared.errors import RequestTimeout
-from shared.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
-from shared.memory_discovery import MemoryStore
 from shared.messages import ServiceName
-from shared.messaging import Message
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
 from tests.simulation.invariants import troubles, violations

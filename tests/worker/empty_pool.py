@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.pool_format import Arena
+from shared.pool.format import Arena
 
 
 class EmptyPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shared.pool_format import Geometry
+from shared.pool.format import Geometry
 
 
 def make_pool(path: Path, size_bytes: int) -> Geometry:

@@ -15,10 +15,10 @@ from services.worker.engine.process import EngineClient
 from services.worker.engine.supervisor import StartEngine
 from services.worker.service import Worker
 from shared import subjects
+from shared.bus.contract import Bus, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.discovery.memory import MemoryStore
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryStore
 from shared.messages import (
     CANCEL,
     EVENT_BATCH,
@@ -36,7 +36,7 @@ from shared.messages import (
     Sampling,
     StepFrame,
 )
-from shared.messaging import Bus, Message
+from shared.runtime.lifecycle import Runtime
 from tests.twins import on_twins
 
 NAMESPACE = "test"

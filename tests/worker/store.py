@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from services.kvbm.config import KvbmConfig, PoolConfig
 from services.kvbm.service import kvbm
-from shared.memory_bus import MemoryBus
+from shared.bus.memory_bus import MemoryBus
 from tests.twins import on_twins
 from tests.worker.shell import NAMESPACE, WORKER, Shell
 

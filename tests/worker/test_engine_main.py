@@ -40,7 +40,7 @@ from shared.errors import ModelError
 from shared.hashing import ContentKey, pack_tokens, unpack_tokens
 from shared.kvbm_messages import StoreLayout
 from shared.messages import Part, Sampling
-from shared.pool_map import PoolMap
+from shared.pool.map import PoolMap
 from tests.tiny_model import write_tiny_model
 from tests.worker.kvbm_drawer import Drawer
 from tests.worker.pool_file import make_pool

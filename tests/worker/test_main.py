@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import assert_never
 
 from shared import subjects
+from shared.bus.contract import Bus
+from shared.bus.nats_bus import connect
+from shared.bus.zmq_events import ZmqEvents
 from shared.config import NatsConfig
-from shared.discovery import Added, Discovery, LeftOut, Removed, Synced
-from shared.file_discovery import FileDiscovery
+from shared.discovery.contract import Added, Discovery, LeftOut, Removed, Synced
+from shared.discovery.file import FileDiscovery
 from shared.messages import EVENT_BATCH, INSTANCE, JSON_HEADER, Accepted, AllBlocksCleared, Instance
-from shared.messaging import Bus
-from shared.nats_bus import connect
-from shared.zmq_events import ZmqEvents
 from tests.worker.shell import EOS, LIMIT_S, NAMESPACE, Peer, request, write_model
 
 PROMPT = list(range(10, 50))

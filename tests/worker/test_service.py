@@ -13,10 +13,10 @@ import pytest
 from services.worker.config import KvbmConfig, WorkerConfig
 from services.worker.messages import KvbmAsk, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.discovery.memory import MemoryDiscovery
 from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens
-from shared.memory_bus import MemoryBroker, MemoryBus
-from shared.memory_discovery import MemoryDiscovery
 from shared.messages import (
     GENERATE,
     INSTANCE,
@@ -37,7 +37,7 @@ from shared.messages import (
     SnapshotBlock,
     SnapshotRequest,
 )
-from shared.pool_lock import LOCK, HeldLock
+from shared.pool.lock import LOCK, HeldLock
 from tests.logged import logged
 from tests.worker.scripted_engine import ScriptedEngines
 from tests.worker.shell import (
@@ -142,7 +142,7 @@ def subject_of_snapshots() -> str:
 async def test_a_snapshot_of_a_rank_that_is_not_there_is_not_that_of_another(config: WorkerConfig) -> None:
     async with running_worker(config) as shell:
         await serving(shell)
-        with logged("a snapshot of rank 1", "shared.complaint") as said:
+        with logged("a snapshot of rank 1", "shared.rate_limited_log") as said:
             question = SNAPSHOT_REQUEST.encode(SnapshotRequest(rank=1))
             async with shell.peer.bus.stream(subject_of_snapshots(), question, idle_timeout_s=0.1) as messages:
                 with pytest.raises(RequestTimeout):

@@ -12,7 +12,7 @@ import pytest
 
 from services.worker.config import KvbmConfig, WorkerConfig
 from shared.messages import Part, Sampling
-from shared.pool_format import HEADER_BYTES, parse
+from shared.pool.format import HEADER_BYTES, parse
 from tests.tiny_model import write_tiny_model
 from tests.worker.shell import NAMESPACE, WORKER, Shell, request, running_worker
 from tests.worker.store import attached, saved, store

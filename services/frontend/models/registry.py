@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.frontend.models.model import BY_TEMPLATE, Limits, Model, Parsers, limits_of, load_model
-from shared.directory import CardDown, CardUp, Directory, DirectoryChange
+from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages import ModelCard
 

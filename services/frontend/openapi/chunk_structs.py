@@ -1,5 +1,5 @@
 """Answers that are not written through a Struct, as Structs, for the OpenAPI document: chunks that chat_chunks.py puts
-together from bytes, and what shared/observe.py says. Tests hold real ones to them. Pure.
+together from bytes, and what shared/runtime/observe.py says. Tests hold real ones to them. Pure.
 """
 
 from __future__ import annotations

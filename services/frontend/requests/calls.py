@@ -19,8 +19,8 @@ from services.frontend.requests.stream import Job
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
-from shared.lifecycle import Runtime
 from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Generate, Select, SelectRefused, SelectReply
+from shared.runtime.lifecycle import Runtime
 
 BEHIND_PAUSE_S = 0.05
 """Before routers that have not heard yet of workers that are there are asked again."""

@@ -48,12 +48,12 @@ from services.frontend.requests.session import (
 from services.frontend.requests.stream import Job, Reader, Stream
 from services.frontend.requests.watchdog import Watch
 from shared import subjects
-from shared.complaint import Complaint
+from shared.bus.contract import Message
+from shared.bus.outbox import Outbox
 from shared.errors import RateLimited, Unavailable
-from shared.lifecycle import Runtime
 from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled
-from shared.messaging import Message
-from shared.outbox import Outbox
+from shared.rate_limited_log import Complaint
+from shared.runtime.lifecycle import Runtime
 
 BATCH_S = 0.005
 """Load events and Cancels that come up within it go out together."""

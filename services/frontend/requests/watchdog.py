@@ -22,11 +22,11 @@ from services.frontend.requests.inflight import Running
 from services.frontend.requests.liveness import Pulses
 from services.frontend.requests.session import Event, Expired, InstanceGone, Lost, State
 from shared import subjects
-from shared.directory import DirectoryChange, InstanceDown
+from shared.bus.contract import Message
+from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import NoResponders, ProtocolError, Unavailable
-from shared.lifecycle import Runtime
 from shared.messages import LOAD_REPORT, PING, RESEND_REQUEST, RESENT, Ping, ResendRequest, StepFrame
-from shared.messaging import Message
+from shared.runtime.lifecycle import Runtime
 
 _log = logging.getLogger(__name__)
 

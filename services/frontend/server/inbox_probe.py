@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from services.frontend.metrics import Metrics
+from shared.bus.contract import LAST_HEADER, Bus
 from shared.errors import BusDown
 from shared.messages import JSON_HEADER
-from shared.messaging import LAST_HEADER, Bus
 
 PROBE_S = 0.3
 PROBES_A_TURN = 64

@@ -37,17 +37,17 @@ from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.dispatch import Exchange
 from services.frontend.serving.request_context import OPERATIONS, Asking, Operation, RequestId, request_id
 from shared import subjects
-from shared.complaint import Complaint
+from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
-from shared.lifecycle import Runtime
 from shared.messages import JSON_HEADER
-from shared.messaging import LAST_HEADER, Message, Subscription
+from shared.rate_limited_log import Complaint
+from shared.runtime.lifecycle import Runtime
 
 STATUS_HEADER = "Headrace-Status"
 PROBE_HEADER = "Headrace-Probe"
 QUEUE = "frontend"
 WAITING_LIMIT = 4096
-"""Requests of one operation that have come and are not begun; shared/receiver.py bounds their bytes too."""
+"""Requests of one operation that have come and are not begun; shared/bus/receive_queue.py bounds their bytes too."""
 REFUSALS_LIMIT = 256
 """Answers at a time that too many wait; other requests over the bound get none."""
 CLIENTS_INBOX = "_INBOX"

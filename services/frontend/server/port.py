@@ -31,7 +31,7 @@ from services.frontend.protocol.errors import Failure, failure, failure_of
 from services.frontend.server.connections import Connections, Ended
 from services.frontend.server.tls import Acceptor, Certificate, Handshake
 from shared.errors import ConfigError, Unavailable
-from shared.observe import advertised
+from shared.runtime.observe import advertised
 
 BACKLOG = 4096
 """Connections that the kernel keeps until they are accepted; net.core.somaxconn may be less."""

@@ -17,10 +17,10 @@ from services.frontend.config import ResponsesConfig
 from services.frontend.metrics import Metrics
 from services.frontend.serving.response_store import Kept, ResponseStore
 from shared import subjects
+from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import NoResponders, RequestTimeout, Unavailable
-from shared.lifecycle import Runtime
 from shared.messages import KEPT_QUESTION, RECALLED, Forget, KeptQuestion, Recall, Recalled
-from shared.messaging import LAST_HEADER, Message
+from shared.runtime.lifecycle import Runtime
 
 PREFIX = "resp_"
 PIECE_BYTES = 512 << 10

@@ -19,7 +19,7 @@ from services.kvbm.tickets.slot_checksums import SlotChecksums
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill
 from services.kvbm.tiers.disk_records import WriteOutcome
 from services.kvbm.tiers.disk_results import Loaded, Lost, Written
-from shared.pool_map import ArenaMap
+from shared.pool.map import ArenaMap
 
 SPILLS_MOST = 64
 """Under way at once: enough for every thread of a disk, and few slots that cannot leave."""

@@ -17,9 +17,9 @@ import msgspec
 from msgspec import Struct
 
 from services.kvbm.tiers.actions import TierEvent
+from shared.bus.contract import EventPublisher
 from shared.kv_events import to_kv_events
 from shared.messages import EVENT_BATCH, EventBatch, EventSource, KvEvent
-from shared.messaging import EventPublisher
 
 BATCH_BLOCKS = 1024
 """1 to 2 ms of work."""

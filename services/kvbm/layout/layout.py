@@ -35,11 +35,11 @@ from services.kvbm.tiers.disk_results import Found as FoundOnDisk
 from services.kvbm.tiers.tiers import Tiers
 from shared import kvbm_messages as wire
 from shared.blocks import Content
-from shared.complaint import Complaint
 from shared.hashing import KEY_BYTES
-from shared.lifecycle import Runtime
 from shared.messages import EventSource, Tier
-from shared.pool_map import ArenaMap
+from shared.pool.map import ArenaMap
+from shared.rate_limited_log import Complaint
+from shared.runtime.lifecycle import Runtime
 
 MakeDisk = Callable[[Callable[[list[FoundOnDisk]], None], Callable[[str], None]], Disk]
 """(back, gone) → the layout's disk tier, not running yet."""

@@ -26,8 +26,8 @@ from services.kvbm.tickets.errors import ArenaMissing, NotReady
 from services.kvbm.tiers.disk_results import Found
 from shared.errors import ConfigError
 from shared.kvbm_messages import StoreLayout
-from shared.lifecycle import Runtime
-from shared.pool_format import PoolUnfit
+from shared.pool.format import PoolUnfit
+from shared.runtime.lifecycle import Runtime
 
 CLOSE_LIMIT_S = 5.0
 """For what the disk is at; what only waits for it ends at once."""

@@ -1,7 +1,7 @@
 """The pool file that engines share, and who may be using it. Only a kvbm makes it, and it does no copying.
 
-    DIR/lock, DIR/owners    shared.pool_lock
-    DIR/pool                shared.pool_format; mode 0600
+    DIR/lock, DIR/owners    shared.pool.lock
+    DIR/pool                shared.pool.format; mode 0600
 
                           ┌─ fits ─────────────────▶ adopted: the same memory and generations as before
     start ── DIR/pool ────┤
@@ -29,9 +29,9 @@ from services.kvbm.pool.memory_check import check_room
 from services.kvbm.pool.owners import Owners
 from services.kvbm.pool.prefault import Prefault
 from shared.errors import ConfigError
-from shared.pool_format import PAGE_BYTES, Geometry, PoolUnfit, usable
-from shared.pool_lock import POOL, LockTaken, check_directory, hold_directory
-from shared.pool_map import ArenaMap, PoolMap
+from shared.pool.format import PAGE_BYTES, Geometry, PoolUnfit, usable
+from shared.pool.lock import POOL, LockTaken, check_directory, hold_directory
+from shared.pool.map import ArenaMap, PoolMap
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from shared.pool_lock import OWNERS, is_owner
+from shared.pool.lock import OWNERS, is_owner
 
 MOST_OWNERS = 256
 """Watched at once, one descriptor each. More engines than these cannot attach."""

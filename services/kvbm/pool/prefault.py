@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from shared.pool_map import touch
+from shared.pool.map import touch
 
 CHUNK_BYTES = 64 << 20
 NICENESS = 10

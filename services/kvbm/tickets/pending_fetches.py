@@ -19,7 +19,7 @@ from services.kvbm.tickets.packing import pack_slots
 from services.kvbm.tickets.results import Advanced
 from services.kvbm.tickets.slot_checksums import SlotChecksums
 from shared import kvbm_messages as wire
-from shared.pool_map import ArenaMap
+from shared.pool.map import ArenaMap
 
 Told = Callable[[wire.Fetched | wire.KvbmRefused, bool], None]
 """A later reply to a fetch, and whether it is the last one."""

@@ -34,8 +34,8 @@ from services.router.sync.snapshots import slices
 from services.router.sync.source import Action, Apply, Clear, Replay, Source, TakeSnapshot
 from shared.errors import ProtocolError, Unavailable
 from shared.kvbm_messages import LayoutReport
-from shared.lifecycle import Runtime
 from shared.messages import EventSource, KvState, SnapshotRequest, SourceState
+from shared.runtime.lifecycle import Runtime
 
 _SLICE_BLOCKS = 2048
 _BATCH_COST_BLOCKS = 32

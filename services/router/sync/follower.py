@@ -25,10 +25,10 @@ from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN, load_policy
 from services.router.sync.feed import Feed, Origin
 from shared import subjects
-from shared.directory import DirectoryChange, InstanceDown, InstanceUp
+from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import ProtocolError
-from shared.lifecycle import Runtime
 from shared.messages import EventSource, Instance, ModelCard
+from shared.runtime.lifecycle import Runtime
 
 MODELS_LIMIT = 256
 """Names kept, served or not: each has an index."""

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from msgspec import Struct
 
 from services.router.index.index import TIERS
+from shared.bus.contract import Bus
 from shared.errors import ProtocolError, RequestTimeout
 from shared.messages import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotBlock, SnapshotRequest
-from shared.messaging import Bus
 
 LIMIT_S = 60.0
 """A snapshot that has no end by then has none."""

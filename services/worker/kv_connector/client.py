@@ -22,13 +22,13 @@ from time import perf_counter
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
-from shared.complaint import Complaint
-from shared.directory import DirectoryChange, InstanceDown, InstanceUp
+from shared.bus.contract import LAST_HEADER
+from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout, Unavailable
-from shared.lifecycle import Runtime
-from shared.messaging import LAST_HEADER
-from shared.pool_format import PoolUnfit
-from shared.pool_lock import check_directory, kvbm_of
+from shared.pool.format import PoolUnfit
+from shared.pool.lock import check_directory, kvbm_of
+from shared.rate_limited_log import Complaint
+from shared.runtime.lifecycle import Runtime
 
 LOOK_INTERVAL_S = 1.0
 TOLD_AFTER_S = 5.0

@@ -46,7 +46,7 @@ from shared.kvbm_messages import (
     KvbmRefused,
     StoreLayout,
 )
-from shared.pool_format import PoolUnfit
+from shared.pool.format import PoolUnfit
 
 BACK_OFF_FIRST_S = 0.25
 BACK_OFF_MOST_S = 5.0

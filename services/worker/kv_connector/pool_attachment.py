@@ -11,16 +11,16 @@ import os
 from pathlib import Path
 
 from shared.kvbm_messages import Attached
-from shared.pool_format import Arena, PoolUnfit
-from shared.pool_lock import POOL, HeldLock, hold_owner
-from shared.pool_map import ArenaMap, PoolMap
+from shared.pool.format import Arena, PoolUnfit
+from shared.pool.lock import POOL, HeldLock, hold_owner
+from shared.pool.map import ArenaMap, PoolMap
 
 
 class PoolAttachment:
     """An `exchange.Attachment` to the pool in `directory`, of the worker `instance`."""
 
     def __init__(self, directory: Path, instance: str, number: int | None = None) -> None:
-        """`number`: an open descriptor that the lock takes the place of; `shared.pool_lock` says why one would."""
+        """`number`: an open descriptor that the lock takes the place of; `shared.pool.lock` says why one would."""
         self._directory = directory
         self._instance = instance
         self._number = number

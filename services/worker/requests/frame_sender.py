@@ -8,8 +8,8 @@ import logging
 from services.worker.metrics import Metrics
 from services.worker.requests.frame_log import FrameLog
 from shared import subjects
+from shared.bus.contract import Bus
 from shared.errors import BusDown, PayloadTooLarge
-from shared.messaging import Bus
 
 FAIR_SHARE = 64
 """Frames published before the loop gets a turn, where NATS takes all: a whole ring at once took 40 ms."""

@@ -37,7 +37,7 @@ from services.worker.transfer.paths import Batched, Path, Rows, SlotArray, Stage
 from services.worker.transfer.pinned_slots import CHUNK_BYTES, PinnedSlots
 from services.worker.transfer.staging_ring import StagingRing
 from shared.errors import ConfigError
-from shared.pool_format import PAGE_BYTES
+from shared.pool.format import PAGE_BYTES
 
 PAGEABLE = "pageable"
 

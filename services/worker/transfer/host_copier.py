@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from services.worker.mover import Copy, Slots
 from services.worker.transfer.block_shape import BlockShape
-from shared.pool_map import touch
+from shared.pool.map import touch
 
 PATH = "memmove"
 GROUP_BYTES = 4 << 20

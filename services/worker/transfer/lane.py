@@ -22,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 from services.worker.mover import Copied, Copy, Slots
 from services.worker.transfer.batch import Batch, Landed
 from services.worker.transfer.copier import Copier, Pending
-from shared.pool_format import PoolUnfit
+from shared.pool.format import PoolUnfit
 
 DEPTH = 2
 NICENESS = 10

@@ -19,7 +19,7 @@ from services.worker.mover import Copied, Copy, Slots
 from services.worker.transfer.batch import Batch
 from services.worker.transfer.copier import Copier
 from services.worker.transfer.lane import Lane
-from shared.pool_format import PoolUnfit
+from shared.pool.format import PoolUnfit
 
 
 class TransferMover:

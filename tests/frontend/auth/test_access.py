@@ -20,10 +20,10 @@ from services.frontend.auth import file_reload
 from services.frontend.auth.access import HEADER
 from services.frontend.config import AccessConfig, LimitsConfig
 from shared import subjects
+from shared.bus.contract import LAST_HEADER
+from shared.bus.memory_bus import MemoryBus
 from shared.errors import ConfigError
-from shared.memory_bus import MemoryBus
 from shared.messages import SelectRefused
-from shared.messaging import LAST_HEADER
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
 ALICE, BOB = "hr-alices-own-key", "hr-bobs-own-key"

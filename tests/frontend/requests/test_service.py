@@ -13,8 +13,8 @@ import pytest
 
 from services.frontend.config import LimitsConfig
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
-from shared.memory_bus import MemoryBus
 from shared.messages import Cancel, Generate, Select, SelectRefused, SelectReply
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
@@ -71,7 +71,9 @@ async def test_step_frames_and_reports_that_cannot_be_read_are_counted_and_told_
         async with asyncio.timeout(DEADLINE_S):
             while w.bus.malformed < 40:  # noqa: ASYNC110 - nothing is called for it
                 await asyncio.sleep(0.01)
-    told = [record for record in caplog.records if record.name in ("shared.complaint", "shared.receiver")]
+    told = [
+        record for record in caplog.records if record.name in ("shared.rate_limited_log", "shared.bus.receive_queue")
+    ]
     assert len(told) == 2
     assert not any(record.exc_info for record in told)
 

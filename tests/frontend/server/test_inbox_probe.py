@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from services.frontend.metrics import Metrics
 from services.frontend.server.inbox_probe import Gone, Inboxes
+from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.errors import BusDown
-from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import JSON_HEADER
-from shared.messaging import LAST_HEADER, Message
 from tests.frontend.peers import DEADLINE_S
 
 INBOX = "_INBOX.client"

@@ -12,11 +12,11 @@ import pytest
 from services.frontend.config import LimitsConfig
 from services.frontend.server.nats_api import PROBE_HEADER, REFUSALS_LIMIT, WAITING_LIMIT
 from shared import subjects
+from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBus
 from shared.config import NatsConfig
-from shared.memory_bus import MemoryBus
-from shared.memory_discovery import MemoryDiscovery
+from shared.discovery.memory import MemoryDiscovery
 from shared.messages import Cancel, Finished, Generate
-from shared.messaging import LAST_HEADER, Message
 from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, world
 

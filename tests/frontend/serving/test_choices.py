@@ -22,9 +22,9 @@ from services.frontend.requests.stream import Job, Reader, Stream
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.choices import Choices, Planned, ask
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.errors import Unavailable
 from shared.hashing import pack_tokens
-from shared.memory_bus import MemoryBus
 from shared.messages import (
     Accepted,
     Cancel,

@@ -16,8 +16,8 @@ from services.frontend.config import LimitsConfig
 from services.frontend.protocol.embeddings import EmbeddingAnswer
 from services.frontend.serving.embeddings import TURN_NUMBERS, written
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.hashing import pack_tokens
-from shared.memory_bus import MemoryBus
 from shared.messages import Finished, Prefilled, Refused
 from tests.frontend.auth.test_access import ALICE, KeysFile
 from tests.frontend.peers import BLOCK_SIZE, DEADLINE_S, MODEL, NAMESPACE, World, clients, vector_of, world

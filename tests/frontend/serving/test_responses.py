@@ -23,10 +23,10 @@ from services.frontend.requests.deadline import HEADER
 from services.frontend.server.nats_api import STATUS_HEADER
 from services.frontend.serving import response_directory, responses
 from shared import subjects
+from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
-from shared.memory_bus import MemoryBus
 from shared.messages import RECALLED, Recalled, TokenLogprob
-from shared.messaging import LAST_HEADER, Message
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.twins import on_twins
 

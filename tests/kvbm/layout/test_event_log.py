@@ -8,8 +8,8 @@ from operator import xor
 from services.kvbm.layout.event_log import BATCH_BLOCKS, BATCHES_A_TURN, BEHIND_CHANGES, EventLog
 from services.kvbm.tiers.actions import TierEvent
 from shared.blocks import Content, Evicted, Stored
+from shared.bus.memory_bus import MemoryBroker, MemoryEvents
 from shared.hashing import event_hash
-from shared.memory_bus import MemoryBroker, MemoryEvents
 from shared.messages import EVENT_BATCH, BlockRemoved, BlockStored
 from tests.kvbm.chains import chain
 

@@ -14,9 +14,9 @@ import pytest
 from services.kvbm.pool.arenas import NoArena
 from services.kvbm.pool.host_pool import HostPool
 from shared.errors import ConfigError
-from shared.pool_format import Geometry, PoolUnfit
-from shared.pool_lock import hold_owner
-from shared.pool_map import PoolMap
+from shared.pool.format import Geometry, PoolUnfit
+from shared.pool.lock import hold_owner
+from shared.pool.map import PoolMap
 from tests.kvbm.processes import OWNER, ended, running
 from tests.kvbm.small_tmpfs import small_tmpfs
 

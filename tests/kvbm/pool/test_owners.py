@@ -10,7 +10,7 @@ import pytest
 
 from services.kvbm.pool import owners as module
 from services.kvbm.pool.owners import Owners
-from shared.pool_lock import hold_owner
+from shared.pool.lock import hold_owner
 from tests.kvbm.processes import OWNER, ended, running
 
 

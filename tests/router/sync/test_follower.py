@@ -7,9 +7,9 @@ import pytest
 
 from services.router.sync import follower
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
+from shared.discovery.memory import MemoryDiscovery
 from shared.errors import NoResponders
-from shared.memory_bus import MemoryBus
-from shared.memory_discovery import MemoryDiscovery
 from shared.messages import JSON_HEADER, MODEL_CARD, ModelCard
 from tests.router.fleet import MODEL, NAMESPACE, Fleet, fleet, tokens_of, until
 

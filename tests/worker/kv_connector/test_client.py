@@ -15,14 +15,14 @@ from services.worker.kv_connector.client import ASKS_LIMIT, LINGER_S, TOLD_AFTER
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
-from shared.directory import Directory
-from shared.discovery import Registration
-from shared.lifecycle import Runtime
-from shared.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
-from shared.memory_discovery import MemoryDiscovery, MemoryStore
+from shared.bus.contract import LAST_HEADER, Message, Subscription
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEvents
+from shared.discovery.contract import Registration
+from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.messages import INSTANCE, JSON_HEADER, Instance, ServiceName
-from shared.messaging import LAST_HEADER, Message, Subscription
-from shared.pool_lock import LOCK, HeldLock
+from shared.pool.lock import LOCK, HeldLock
+from shared.runtime.lifecycle import Runtime
 from tests.simulation.clock import SimulatedLoop
 
 NAMESPACE = "test"

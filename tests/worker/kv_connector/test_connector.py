@@ -20,7 +20,7 @@ from services.worker.transfer.host_copier import Done, HostCopier
 from shared import kvbm_messages as wire
 from shared.hashing import pack_tokens
 from shared.messages import BlockRemoved
-from shared.pool_lock import OWNERS
+from shared.pool.lock import OWNERS
 from tests.worker.kvbm_world import BOUNDS, Engine, World
 
 PROMPT = [1, 1, 2, 2, 1, 1, 2, 2]

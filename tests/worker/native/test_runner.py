@@ -28,7 +28,7 @@ from services.worker.scheduler.scheduler import MOST_NOT_FINITE, Scheduler
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
 from shared.messages import NOT_FINITE, KvLayout, Part, Sampling
-from shared.pool_map import PoolMap
+from shared.pool.map import PoolMap
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import GOLDEN
 from tests.worker.native.works import GREEDY, work

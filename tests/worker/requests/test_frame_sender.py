@@ -11,9 +11,9 @@ from services.worker.metrics import Metrics
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FAIR_SHARE, FrameSender
 from shared import subjects
-from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import STEP_FRAME
-from shared.messaging import Message
 
 FRAMES = 10 * FAIR_SHARE
 

@@ -13,8 +13,8 @@ import msgspec
 
 from services.worker.mover import Copied
 from services.worker.transfer.mover import TransferMover
-from shared.pool_format import Geometry
-from shared.pool_map import PoolMap
+from shared.pool.format import Geometry
+from shared.pool.map import PoolMap
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, Device, opened
 

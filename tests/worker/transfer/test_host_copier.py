@@ -11,8 +11,8 @@ from services.worker.mover import Copy
 from services.worker.transfer import host_copier
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import GROUP_BYTES, HostCopier
-from shared.pool_format import Geometry
-from shared.pool_map import ArenaMap, PoolMap
+from shared.pool.format import Geometry
+from shared.pool.map import ArenaMap, PoolMap
 from tests.kvbm.small_tmpfs import small_tmpfs
 from tests.worker.pool_file import make_pool
 from tests.worker.transfer.devices import BLOCK_BYTES, FRAGMENT_BYTES, HostDevice

@@ -16,8 +16,8 @@ from xxhash import xxh3_64_intdigest
 from services.worker.mover import Copied, Copy
 from services.worker.transfer import host_copier
 from services.worker.transfer.host_copier import HostCopier
-from shared.pool_format import PoolUnfit
-from shared.pool_map import PoolMap
+from shared.pool.format import PoolUnfit
+from shared.pool.map import PoolMap
 from tests.worker.transfer.devices import BLOCK_BYTES, SLOTS
 from tests.worker.transfer.mover_rig import ARENA, GEOMETRY, LIMIT_S, Rig, rigged
 

@@ -1,0 +1,297 @@
+"""A port that publishes one topic to ZMQ's SUB sockets, in the event loop; zmtp.py says what is spoken there.
+
+    published ──▶ [ waiting, bounded, the same for all ] ──▶ each subscriber, from where it is
+                    └ over the bound: the oldest leave, and a subscriber that has not taken them sees the gap
+
+Bounds: SEND_LIMIT_BATCHES or SEND_LIMIT_BYTES wait, however many subscribers do not read. Each of them may hold one
+batch more, of which it has taken a part. A connection over SUBSCRIBERS_LIMIT is closed at once, and one that takes
+longer than HANDSHAKE_LIMIT_S for its handshake is closed then. zmtp.py bounds what a subscriber may say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.bus import zmtp
+from shared.errors import ProtocolError
+from shared.rate_limited_log import Complaint
+
+SEND_LIMIT_BATCHES = 20_000
+SEND_LIMIT_BYTES = 64 << 20
+"""Or one batch."""
+SUBSCRIBERS_LIMIT = 1024
+HANDSHAKE_LIMIT_S = 10.0
+READ_BYTES = 2 << 10
+"""Taken from one connection before the event loop gets a turn: of the smallest frames it takes 1 ms to read them."""
+BUFFERS_A_WRITE = 64
+ANSWERS_LIMIT = 64
+"""That wait for one subscriber; more pings get no answer."""
+ACCEPT_AGAIN_S = 0.5
+"""After the machine refused one, most often since this process has too many files open."""
+
+
+class EventPort:
+    """Listens from construction, in a running event loop: at a port of `host`, or at the socket `path`. Raises OSError
+    where that is not this machine's, or cannot be made."""
+
+    def __init__(self, host: str, topic: bytes, subscribers_limit: int = SUBSCRIBERS_LIMIT, *, path: str = "") -> None:
+        self._topic = topic
+        self._subscribers_limit = subscribers_limit
+        self._path = path
+        self._listener = _unix_listener(path) if path else _listener(host)
+        self._listener.setblocking(False)
+        self.port: int = 0 if path else self._listener.getsockname()[1]
+        self._loop = asyncio.get_running_loop()
+        self._waiting = _Waiting()
+        self._connections: dict[_Connection, None] = {}
+        self._complaint = Complaint("a connection to the KV events is closed")
+        self._accept_again: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What not every subscriber has taken yet."""
+        return self._waiting.size_bytes
+
+    def publish(self, *frames: bytes) -> None:
+        """One message to each subscriber; what waited longest is lost where too much waits already."""
+        self._waiting.append(zmtp.message(frames))
+        for connection in list(self._connections):
+            connection.published()
+        self._trim()
+
+    def close(self) -> None:
+        if self._listener.fileno() < 0:
+            return
+        if self._accept_again is not None:
+            self._accept_again.cancel()
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        if self._path:
+            Path(self._path).unlink(missing_ok=True)
+        for connection in list(self._connections):
+            connection.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as wrong:
+            self._complaint.add(wrong)
+            self._loop.remove_reader(self._listener.fileno())
+            again = self._loop.add_reader
+            self._accept_again = self._loop.call_later(ACCEPT_AGAIN_S, again, self._listener.fileno(), self._accept)
+            return
+        if len(self._connections) >= self._subscribers_limit:
+            self._complaint.add(f"{self._subscribers_limit} others are connected")
+            accepted.close()
+            return
+        connection = _Connection(accepted, self._topic, self._waiting, self._moved, self._complaint, self._loop)
+        self._connections[connection] = None
+        connection.greet()
+
+    def _moved(self, connection: _Connection) -> None:
+        """It has caught up, or is closed."""
+        if connection.closed:
+            self._connections.pop(connection, None)
+        self._trim()
+
+    def _trim(self) -> None:
+        nexts = [connection.next for connection in self._connections if connection.next is not None]
+        self._waiting.trim(min(nexts, default=self._waiting.end))
+
+
+def _listener(host: str) -> socket.socket:
+    ipv6 = ":" in host
+    return socket.create_server(
+        (host, 0),
+        family=socket.AF_INET6 if ipv6 else socket.AF_INET,
+        dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),
+    )
+
+
+def _unix_listener(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class _Waiting:
+    """Messages that not every subscriber has taken, numbered in the order of their coming."""
+
+    def __init__(self) -> None:
+        self._messages: deque[bytes] = deque()
+        self.size_bytes = 0
+        self.begin = 0
+        """The oldest one's number."""
+
+    @property
+    def end(self) -> int:
+        """The next one's number."""
+        return self.begin + len(self._messages)
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._messages[number - self.begin]
+
+    def append(self, data: bytes) -> None:
+        self._messages.append(data)
+        self.size_bytes += len(data)
+        while len(self._messages) > SEND_LIMIT_BATCHES or (
+            len(self._messages) > 1 and self.size_bytes > SEND_LIMIT_BYTES
+        ):
+            self._drop()
+
+    def trim(self, begin: int) -> None:
+        """Those before `begin` were taken."""
+        while self.begin < begin:
+            self._drop()
+
+    def _drop(self) -> None:
+        self.size_bytes -= len(self._messages.popleft())
+        self.begin += 1
+
+
+class _Connection:
+    """One subscriber's: what it said is in `_said`. It takes the rest of what it has begun to take, then what answers
+    it, then what waits for all."""
+
+    def __init__(
+        self,
+        accepted: socket.socket,
+        topic: bytes,
+        waiting: _Waiting,
+        moved: Callable[[_Connection], None],
+        complaint: Complaint,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._socket = accepted
+        self._said = zmtp.Subscriber(topic)
+        self._waiting = waiting
+        self._moved = moved
+        self._complaint = complaint
+        self._loop = loop
+        self._rest = memoryview(b"")
+        self._answers: deque[bytes] = deque()
+        self.next: int | None = None
+        """The number of the message that it takes next; None: it has not subscribed."""
+        self._blocked = False
+        """It did not take all; the event loop says when it takes more."""
+        accepted.setblocking(False)
+        if accepted.family != socket.AF_UNIX:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._late = loop.call_later(HANDSHAKE_LIMIT_S, self._give_up)
+        loop.add_reader(accepted.fileno(), self._read)
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+    def greet(self) -> None:
+        self._answer(zmtp.GREETING)
+
+    def published(self) -> None:
+        """One message more waits."""
+        if self.next is not None and not self._blocked:
+            self._write()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self._late.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        self._rest = memoryview(b"")
+        self._answers.clear()
+        self.next = None
+        self._moved(self)
+
+    def _give_up(self) -> None:
+        if not self._said.ready:
+            self._complaint.add(f"no handshake in {HANDSHAKE_LIMIT_S:g} s")
+            self.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+            if not data:
+                self.close()
+                return
+            answers = self._said.take(data)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        except ProtocolError as wrong:
+            self._complaint.add(wrong)
+            self.close()
+            return
+        if not self._said.subscribed:
+            self.next = None
+        elif self.next is None:
+            self.next = self._waiting.end
+        for answer in answers:
+            self._answer(answer)
+
+    def _answer(self, data: bytes) -> None:
+        if self.closed or len(self._answers) >= ANSWERS_LIMIT:
+            return
+        self._answers.append(data)
+        if not self._blocked:
+            self._write()
+
+    def _write(self) -> None:
+        """As much as the connection takes in one call; the rest when it takes more."""
+        if self.closed:
+            return
+        at = end = self._waiting.end
+        if self.next is not None:
+            at = max(self.next, self._waiting.begin)
+        rest = 1 if self._rest else 0
+        messages = [self._waiting[number] for number in range(at, min(end, at + BUFFERS_A_WRITE))]
+        buffers = [*((self._rest,) if rest else ()), *self._answers, *messages]
+        try:
+            sent = self._socket.sendmsg(buffers)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.close()
+            return
+        begun = 0
+        for data in buffers:
+            if not sent:
+                break
+            begun += 1
+            self._rest = memoryview(data)[sent:] if sent < len(data) else memoryview(b"")
+            sent = max(0, sent - len(data))
+        answered = min(max(0, begun - rest), len(self._answers))
+        for _ in range(answered):
+            self._answers.popleft()
+        if self.next is not None:
+            self.next = at + max(0, begun - rest - answered)
+        self._block(bool(self._rest or self._answers) or (self.next is not None and self.next < end))
+
+    def _block(self, blocked: bool) -> None:
+        if blocked and not self._blocked:
+            self._loop.add_writer(self._socket.fileno(), self._write)
+        elif self._blocked and not blocked:
+            self._loop.remove_writer(self._socket.fileno())
+        was, self._blocked = self._blocked, blocked
+        if was and not blocked:
+            self._moved(self)

@@ -1,0 +1,376 @@
+"""The bus over NATS.
+
+    connecting ──▶ connected ──▶ closed
+         ▲             │           ▲
+         └── lost ─────┘           └── drain, from either
+
+One connection after the other, for ever: each is a nats-py client that does not reconnect by itself, so that the first
+connection, an outage, a refused password and a server that closes the connection all take the same path. What survives
+is ours: subscriptions with what waits in them. Requests and streams that were open fail with BusDown, because their
+answers may have been lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription as RemoteSubscription
+
+from shared import subjects
+from shared.bus.contract import Message, Receive, SubscriptionStatistics
+from shared.bus.inbox import Replies
+from shared.bus.nats_connection import (
+    FAILURES,
+    UNSENT_LIMIT_BYTES,
+    DirectClient,
+    abort,
+    check_url,
+    dial,
+    drain,
+    leave,
+    reading_ended,
+    reads,
+    refusal,
+    shown,
+    sync,
+    translated,
+    wait_sent,
+)
+from shared.bus.receive_queue import Receiver
+from shared.config import NatsConfig
+from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout
+from shared.rate_limited_log import Complaint, Tally
+
+RETRY_WAIT_S = 0.25
+WATCH_INTERVAL_S = 0.05
+LOOK_AGAIN_S = 1.0
+COMPLAIN_INTERVAL_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+async def connect(config: NatsConfig, name: str, refused: Callable[[str], None] = lambda _why: None) -> NatsBus:
+    """A bus that is connected; waits for NATS as long as it takes. `name` shows in NATS's monitoring.
+
+    Until there was a connection, `refused` hears for each one that could not be made why NATS refused it; an empty
+    text: it did not.
+
+    Raises ConfigError where the URL is none.
+    """
+    check_url(config.url)
+    bus = NatsBus(config, name, refused=refused)
+    try:
+        await bus.wait_connected()
+    except BaseException:
+        await bus.drain()
+        raise
+    return bus
+
+
+class NatsSubscription:
+    """One subscription, the same across connections."""
+
+    def __init__(self, bus: NatsBus, subject: str, queue: str, receiver: Receiver) -> None:
+        self._bus = bus
+        self._subject = subject
+        self._queue = queue
+        self._receiver = receiver
+        self._closed = False
+        self._client: DirectClient | None = None
+        self._remote: RemoteSubscription | None = None
+
+    def statistics(self) -> SubscriptionStatistics:
+        return self._receiver.statistics()
+
+    async def unsubscribe(self) -> None:
+        self._closed = True
+        self._bus.forget(self)
+        remote, self._remote = self._remote, None
+        if remote is not None and self._client is not None:
+            await drain(self._client, remote)
+        await self._receiver.drain()
+
+    def is_on(self, client: Client) -> bool:
+        return self._client is client
+
+    async def attach(self, client: DirectClient) -> None:
+        """Subscribe on a new connection."""
+        self._client = client
+        remote = await client.subscribe_direct(self._subject, self._receiver.offer, self._queue)
+        if self._closed:
+            await leave(remote)
+        else:
+            self._remote = remote
+
+
+class NatsBus:
+    """See `shared.bus.contract.Bus`; made by `connect`, or in a running loop without waiting for NATS."""
+
+    def __init__(
+        self,
+        config: NatsConfig,
+        name: str,
+        *,
+        refused: Callable[[str], None] = lambda _why: None,
+        unreadable: Tally | None = None,
+    ) -> None:
+        """`refused` is `connect`'s. `unreadable` counts what comes here and cannot be read, as that of another bus
+        does."""
+        self._config = config
+        self._name = name
+        self._refused = refused
+        self._replies = Replies(config.inbox)
+        self._subscriptions: list[NatsSubscription] = []
+        self._client: DirectClient | None = None
+        self._closed = False
+        self.connections = 0
+        self.unreadable = Tally() if unreadable is None else unreadable
+        self._torn = Complaint("unreadable message from NATS", self.unreadable)
+        self._complained_at = -math.inf
+        self._reported_at = -math.inf
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_connected(), name="nats connection")
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None and self._client.is_connected
+
+    @property
+    def malformed(self) -> int:
+        """Those whose very subject or headers cannot be read included."""
+        return self.unreadable.count
+
+    async def wait_connected(self) -> None:
+        """Returns once there is a connection."""
+        while not self.connected:
+            if self._keeper.done():
+                self._keeper.result()
+                raise BusDown("the bus is closed")
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    async def kept(self) -> None:
+        """Returns once the bus is closed. Raises whatever else has ended it, so that a process does not outlive it."""
+        await asyncio.wait((self._keeper,))
+        if not self._keeper.cancelled():
+            self._keeper.result()
+
+    async def confirm(self, connections: int) -> None:
+        client = self._client
+        try:
+            if client is not None and connections == self.connections:
+                await sync(client)
+        except FAILURES as wrong:
+            raise BusDown(f"NATS: {wrong}") from wrong
+        if client is None or client is not self._client or connections != self.connections:
+            raise BusDown("the connection to NATS was lost")
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        gone: Callable[[], None] | None = None,
+    ) -> None:
+        client = self._check(payload)
+        await self._send(client, subject, payload, headers, "" if gone is None else self._replies.probe(gone))
+
+    async def subscribe(
+        self,
+        subject: str,
+        receive: Receive,
+        *,
+        queue: str = "",
+        pending_limit: int = 65536,
+        dropped: Callable[[int], None] | None = None,
+        over: Callable[[Message], None] | None = None,
+    ) -> NatsSubscription:
+        """The server knows of it when this returns; while NATS is away, once it is back."""
+        subjects.check(subject, wildcards=True)
+        if self._closed:
+            raise BusDown("the bus is closed")
+        receiver = Receiver(
+            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, malformed=self.unreadable
+        )
+        subscription = NatsSubscription(self, subject, queue, receiver)
+        self._subscriptions.append(subscription)
+        client = self._client
+        if client is not None:
+            try:
+                await subscription.attach(client)
+                await sync(client)
+            except (*FAILURES, BusDown) as wrong:  # the next connection will carry it
+                _log.debug("subscribing to %s: %r", subject, wrong)
+        return subscription
+
+    async def request(
+        self, subject: str, payload: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Message:
+        client = self._check(payload)
+        reply, answer = self._replies.request(subject)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(client, subject, payload, headers, reply)
+                return await answer
+        except TimeoutError:
+            raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
+        finally:
+            self._replies.forget(reply)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        idle_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        pending_limit: int = 8192,
+    ) -> AsyncIterator[AsyncIterator[Message]]:
+        client = self._check(payload)
+        stream = self._replies.stream(subject, pending_limit)
+        remote: RemoteSubscription | None = None
+
+        try:
+            try:
+                remote = await client.subscribe_direct(stream.inbox, stream.take)
+            except FAILURES as wrong:
+                raise translated(wrong, client, stream.inbox, b"") from wrong
+            await self._send(client, subject, payload, headers, stream.inbox)
+            yield stream.messages(idle_timeout_s)
+        finally:
+            self._replies.end(stream)
+            if remote is not None and not client.is_closed:
+                await leave(remote)
+
+    async def drain(self) -> None:
+        self._closed = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for subscription in list(self._subscriptions):
+                    tasks.create_task(subscription.unsubscribe())
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        self._keeper.cancel()
+        await asyncio.wait([self._keeper])
+        client, self._client = self._client, None
+        if client is not None and not client.is_closed:
+            try:
+                await sync(client)
+                await client.close()
+            except (*FAILURES, BusDown) as wrong:
+                _log.warning("what was published last may not have reached NATS: %r", wrong)
+                abort(client)
+        self._replies.fail(BusDown("the bus is closed"))
+
+    def forget(self, subscription: NatsSubscription) -> None:
+        """It was unsubscribed."""
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
+
+    # --- sending
+
+    def _check(self, payload: bytes) -> DirectClient:
+        client = self._client
+        if client is None or not client.is_connected:
+            raise BusDown("the bus is closed" if self._closed else f"no connection to {shown(self._config.url)}")
+        limit = min(self._config.payload_limit_bytes, client.max_payload)
+        if len(payload) > limit:
+            raise PayloadTooLarge(len(payload), limit)
+        return client
+
+    async def _send(
+        self, client: DirectClient, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str
+    ) -> None:
+        subjects.check(subject)
+        if client.pending_data_size > UNSENT_LIMIT_BYTES:
+            await wait_sent(client, UNSENT_LIMIT_BYTES)
+        try:
+            if headers:
+                await client.publish(subject, payload, reply=reply, headers=dict(headers))
+            else:
+                client.send(subject, payload, reply)
+        except FAILURES as wrong:
+            raise translated(wrong, client, subject, payload) from wrong
+
+    # --- the connection
+
+    async def _keep_connected(self) -> None:
+        while True:
+            client = await self._connect()
+            if client is not None:
+                _log.info("connected to NATS at %s", shown(self._config.url))
+                # Looked at, because nats-py's closed callback is skipped where closing itself fails.
+                while reads(client):
+                    await reading_ended(client, LOOK_AGAIN_S)
+                self._client = None
+                abort(client)
+                with suppress(*FAILURES):
+                    await client.close()  # one that only stopped reading has tasks still
+                self._replies.fail(BusDown("the connection to NATS was lost"))
+                _log.warning("lost the connection to NATS at %s: %r", shown(self._config.url), client.last_error)
+            await asyncio.sleep(RETRY_WAIT_S)
+
+    async def _connect(self) -> DirectClient | None:
+        """One connection with every subscription on it, or None."""
+        client = DirectClient()
+        reason: Exception | None = None
+
+        def failed(wrong: Exception) -> None:
+            nonlocal reason
+            reason = wrong
+            if client.is_connected:
+                self._report(wrong)
+
+        try:
+            await dial(client, self._config, self._name, failed)
+            await client.subscribe_direct(self._replies.prefix + "*", self._replies.take)
+            while missing := [each for each in self._subscriptions if not each.is_on(client)]:
+                for subscription in missing:
+                    await subscription.attach(client)
+                await sync(client)  # connected means that the server knows them all
+            self._client = client
+            self.connections += 1
+        except (*FAILURES, BusDown) as wrong:
+            self._complain(wrong if reason is None else reason)
+        finally:
+            if self._client is not client:
+                with suppress(*FAILURES):
+                    await client.close()
+        if self._client is not client:
+            return None
+        if client.max_payload < self._config.payload_limit_bytes:
+            _log.warning("NATS's max_payload is %d bytes, below our payload limit", client.max_payload)
+        return client
+
+    def _report(self, wrong: Exception) -> None:
+        """Something went wrong on a live connection; most often, a user may not publish or subscribe somewhere."""
+        now = asyncio.get_running_loop().time()
+        if isinstance(wrong, nats.errors.UnexpectedEOF):
+            pass  # told when the connection has ended
+        elif isinstance(wrong, ProtocolError):
+            self._torn.add(wrong)
+        elif now - self._reported_at >= COMPLAIN_INTERVAL_S:
+            self._reported_at = now
+            _log.error("NATS: %s", wrong)
+
+    def _complain(self, wrong: Exception) -> None:
+        """A connection could not be made; said at once and then every few seconds."""
+        refused = refusal(wrong, self._config)
+        if not self.connections:
+            self._refused(refused)
+        now = asyncio.get_running_loop().time()
+        if now - self._complained_at < COMPLAIN_INTERVAL_S:
+            return
+        self._complained_at = now
+        if refused:
+            _log.error("%s; trying on", refused)
+        else:
+            _log.warning("waiting for NATS at %s: %s", shown(self._config.url), wrong)

@@ -1,0 +1,436 @@
+"""KV events over ZMQ, exactly as vLLM sends them.
+
+    PUB     [topic][sequence, u64 big-endian][payload]
+    replay  a DEALER asks the source's ROUTER    ["", first sequence, u64 big-endian]
+            one answer a batch                   ["", topic, sequence, payload]
+            the end                              ["", "", ff ff ff ff ff ff ff ff, ""]
+
+Sockets are read in the event loop: ZMQ's descriptor is edge-triggered and wakes for sending too, so after every wake
+and after every send a socket is read until nothing is left. (`zmq.asyncio` costs three times as much a message.)
+
+Bounds: over event_port.py's limits unsent, or RECEIVE_LIMIT_BATCHES unread, batches are dropped; the receiver sees a
+gap in the sequences. The ring for replay is bounded in number and in bytes. No socket takes a frame
+that is larger than what it waits for: a question is 8 bytes, a batch BATCH_LIMIT_BYTES.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import zmq
+
+from shared.bus.event_port import SEND_LIMIT_BATCHES, EventPort
+from shared.bus.replay_buffer import RING_BYTES, EventRing
+from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
+from shared.messages import EventSource
+from shared.rate_limited_log import Complaint, Tally
+from shared.socket_path import reachable
+
+RECEIVE_LIMIT_BATCHES = 20_000
+QUESTION_LIMIT_BYTES = 1024
+"""Of a frame that comes to a replay ROUTER."""
+BATCH_LIMIT_BYTES = RING_BYTES
+"""A batch over it could not be replayed; it is not sent, and the subscribers see the gap."""
+REPLAYS_WAITING_LIMIT = 8
+"""Replays that wait for a slow asker; one more is ignored, and its asker times out."""
+REPLAY_LIMIT_S = 30.0
+"""An asker that has not taken its replay by then is given up."""
+REPLAY_SHARE = 64
+"""Batches sent to one asker before the event loop gets a turn."""
+REPLAY_LIMIT_BATCHES = 100_000
+REPLAY_LIMIT_BYTES = 512 << 20
+"""A source that replays more than this is broken."""
+FAIR_SHARE = 16
+"""Messages taken from one socket before the event loop gets a turn: a flood of small batches delays others by
+less than half a millisecond a source, and costs no more a message than with larger shares."""
+END = b"\xff" * 8
+_POLLIN = int(zmq.POLLIN)
+_IPC, _REPLAY = "ipc://", ".replay"
+"""What a socket's endpoint begins with; the end of the name of a replay's."""
+_log = logging.getLogger(__name__)
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    """Asking costs half as much as the exception (4 µs), and most wakes bring one message or none."""
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return events & _POLLIN != 0
+
+
+def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
+    return socket.recv_multipart(zmq.DONTWAIT)
+
+
+def _batch(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The same at half the price (2 µs): asking whether more frames follow costs more than receiving one, so it is not
+    asked behind a frame that looks like a sequence. If that was the last one after all, a message that waits behind it
+    is lost with it: a gap, as any other."""
+    frames = [socket.recv(zmq.DONTWAIT)]
+    if socket.getsockopt(zmq.RCVMORE):
+        frames.append(socket.recv(zmq.DONTWAIT))
+        if len(frames[1]) == 8:
+            try:
+                frames.append(socket.recv(zmq.DONTWAIT))
+            except zmq.Again:
+                return frames
+        while socket.getsockopt(zmq.RCVMORE):
+            frames.append(socket.recv(zmq.DONTWAIT))
+    return frames
+
+
+class _Reader:
+    """Calls `take(frames)` for each message that comes to `socket`, in the event loop."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        take: Callable[[list[bytes]], None],
+        receive: Callable[[zmq.Socket[bytes]], list[bytes]] = _message,
+    ) -> None:
+        self._socket = socket
+        self._take = take
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.Handle | None = None
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self.read)
+        self.read()
+
+    def read(self) -> None:
+        """Take what is there. To be called after each send as well: sending may use up the descriptor's edge."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        for _ in range(FAIR_SHARE):
+            if self._socket.closed or not _readable(self._socket):
+                return
+            try:
+                frames = self._receive(self._socket)
+            except zmq.Again:
+                return
+            try:
+                self._take(frames)
+            except BaseException:
+                self._again = self._loop.call_soon(self.read)  # what follows must not wait for the next edge
+                raise
+        self._again = self._loop.call_soon(self.read)
+
+    def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+
+class ZmqEventPublisher:
+    """A port that publishes and its replay ROUTER, each on a free port."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        advertise: str,
+        topic: str,
+        ring: EventRing,
+        malformed: Tally,
+        directory: str = "",
+    ) -> None:
+        self._topic = topic.encode()
+        self._ring = ring
+        address = _address(host)
+        path = f"{directory}/events-{os.urandom(8).hex()}" if directory else ""
+        self._opened = ExitStack()
+        self._replay = context.socket(zmq.ROUTER)
+        try:
+            bound = reachable(f"{path}{_REPLAY}", self._opened).removesuffix(_REPLAY) if path else ""
+            self._port = EventPort(address, self._topic, path=bound)
+            if bound:
+                self._opened.callback(Path(f"{bound}{_REPLAY}").unlink, missing_ok=True)  # libzmq leaves it
+        except OSError as wrong:
+            self._replay.close(linger=0)
+            self._opened.close()
+            raise ConfigError(f"KV events cannot listen on {directory or host}: {wrong}") from None
+        try:
+            self._replay.sndhwm = SEND_LIMIT_BATCHES
+            self._replay.maxmsgsize = QUESTION_LIMIT_BYTES
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending says when an asker cannot take more, or is gone
+            self._replay.ipv6 = ":" in address
+            self._replay.bind(f"{_IPC}{bound}{_REPLAY}" if directory else f"tcp://{_bracketed(address)}:*")
+        except zmq.ZMQError as wrong:
+            self._port.close()
+            self._replay.close(linger=0)
+            self._opened.close()
+            raise ConfigError(f"KV events cannot listen on {directory or host}: {wrong}") from None
+        if directory:
+            self._source = EventSource(f"{_IPC}{path}", f"{_IPC}{path}{_REPLAY}", topic)
+        else:
+            self._source = EventSource(
+                publish=f"tcp://{_bracketed(advertise)}:{self._port.port}",
+                replay=f"tcp://{_bracketed(advertise)}:{_bound_port(self._replay)}",
+                topic=topic,
+            )
+        self._answers: deque[_Answer] = deque()
+        self._resume: asyncio.Handle | None = None
+        self._complaint = Complaint("malformed question for a replay of KV events", malformed)
+        self._reader = _Reader(self._replay, self._asked)
+
+    @property
+    def source(self) -> EventSource:
+        return self._source
+
+    def publish(self, sequence: int, payload: bytes) -> None:
+        if len(payload) > BATCH_LIMIT_BYTES:
+            _log.error(
+                "a batch of KV events has %d bytes and is not sent; %d is the limit", len(payload), BATCH_LIMIT_BYTES
+            )
+            return
+        self._ring.append(sequence, payload)
+        self._port.publish(self._topic, sequence.to_bytes(8, "big"), payload)
+
+    def close(self) -> None:
+        if self._replay.closed:
+            return
+        if self._resume is not None:
+            self._resume.cancel()
+        self._reader.close()
+        self._port.close()
+        self._opened.close()
+
+    def _asked(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+            self._complaint.add(f"{len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+        elif len(self._answers) < REPLAYS_WAITING_LIMIT:
+            batches = self._ring.since(int.from_bytes(frames[2], "big"))
+            self._answers.append(_Answer(frames[0], deque(batches), asyncio.get_running_loop().time() + REPLAY_LIMIT_S))
+            self._answer()
+
+    def _answer(self) -> None:
+        """Send what askers take now, a few batches a turn of the loop; one that takes no more is tried again later."""
+        loop = asyncio.get_running_loop()
+        if self._resume is not None:
+            self._resume.cancel()
+            self._resume = None
+        taking = False
+        for _ in range(len(self._answers)):
+            answer = self._answers.popleft()
+            said = self._send(answer)
+            if said != "done" and loop.time() < answer.deadline:
+                self._answers.append(answer)
+                taking = taking or said == "taking"
+        if self._answers:
+            self._resume = loop.call_soon(self._answer) if taking else loop.call_later(0.01, self._answer)
+        loop.call_soon(self._reader.read)
+
+    def _send(self, answer: _Answer) -> Literal["done", "taking", "full"]:
+        """A share of the answer: whether its asker has got everything (or is gone), takes more, or no more now."""
+        try:
+            for _ in range(REPLAY_SHARE):
+                if not answer.batches:
+                    self._reply(answer.asker, b"", END, b"")
+                    return "done"
+                sequence, payload = answer.batches[0]
+                self._reply(answer.asker, self._topic, sequence.to_bytes(8, "big"), payload)
+                answer.batches.popleft()
+        except zmq.Again:
+            return "full"
+        except zmq.ZMQError as wrong:
+            if wrong.errno != zmq.EHOSTUNREACH:
+                raise
+            return "done"
+        return "taking"
+
+    def _reply(self, asker: bytes, *frames: bytes) -> None:
+        self._replay.send_multipart((asker, b"", *frames), zmq.DONTWAIT)
+
+
+@dataclass
+class _Answer:
+    """A replay on its way to one asker."""
+
+    asker: bytes
+    batches: deque[tuple[int, bytes]]
+    deadline: float
+
+
+class ZmqEventSubscription:
+    """A SUB socket, and a DEALER while a replay is on its way."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], source: EventSource, receive: Callable[[int, bytes], None]
+    ) -> None:
+        self._context = context
+        self._source = source
+        self._receive = receive
+        self._complaint = Complaint(f"malformed KV event from {source.publish}")
+        self._opened = ExitStack()
+        socket = context.socket(zmq.SUB)
+        try:
+            socket.rcvhwm = RECEIVE_LIMIT_BATCHES
+            socket.maxmsgsize = BATCH_LIMIT_BYTES
+            socket.ipv6 = "[" in source.publish
+            socket.subscribe(source.topic.encode())
+            if source.binds == "source":
+                socket.connect(_reached(source.publish, self._opened))
+            else:
+                socket.bind(source.publish)
+        except (zmq.ZMQError, OSError) as wrong:
+            socket.close(linger=0)
+            self._opened.close()
+            raise ProtocolError(f"KV events of {source.publish}: {wrong}") from None
+        self._reader = _Reader(socket, self._take, _batch)
+        self._closed = False
+        self._replays: set[_Replay] = set()
+
+    @property
+    def malformed(self) -> int:
+        """Messages that were not three frames of topic, sequence and payload."""
+        return self._complaint.count
+
+    async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
+        """As in the contract; ProtocolError where the source's address is none."""
+        if not self._source.replay or self._closed:
+            raise RequestTimeout(f"{self._source.publish} has no replay")
+        replay = _Replay(self._context, self._source.replay, first, self._complaint)
+        self._replays.add(replay)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await replay.batches
+        except TimeoutError:
+            raise RequestTimeout(f"no replay from {self._source.replay} in {timeout_s:g} s") from None
+        finally:
+            self._replays.discard(replay)
+            replay.close()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._reader.close()
+        self._opened.close()
+        for replay in self._replays:
+            replay.fail(RequestTimeout(f"{self._source.publish} was closed"))
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self._complaint.add(f"{len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+        else:
+            self._receive(int.from_bytes(frames[1], "big"), frames[2])
+
+
+class _Replay:
+    """One question to a source's ROUTER."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, complaint: Complaint
+    ) -> None:
+        self.batches: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
+        self._so_far: list[tuple[int, bytes]] = []
+        self._size_bytes = 0
+        self._complaint = complaint
+        self._opened = ExitStack()
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.rcvhwm = RECEIVE_LIMIT_BATCHES
+            socket.maxmsgsize = BATCH_LIMIT_BYTES
+            socket.ipv6 = "[" in endpoint
+            socket.connect(_reached(endpoint, self._opened))
+            socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.DONTWAIT)
+        except (zmq.ZMQError, OSError) as wrong:
+            socket.close(linger=0)
+            self._opened.close()
+            raise ProtocolError(f"replay of {endpoint}: {wrong}") from None
+        self._reader = _Reader(socket, self._take)
+
+    def fail(self, wrong: HeadraceError) -> None:
+        if not self.batches.done():
+            self.batches.set_exception(wrong)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._opened.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        if self.batches.done():
+            return
+        # SGLang answers without the topic.
+        if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
+            self._complaint.add(f"a replay's {len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+        elif frames[-2] == END:
+            self.batches.set_result(self._so_far)
+        else:
+            self._so_far.append((int.from_bytes(frames[-2], "big"), frames[-1]))
+            self._size_bytes += len(frames[-1])
+            if len(self._so_far) > REPLAY_LIMIT_BATCHES or self._size_bytes > REPLAY_LIMIT_BYTES:
+                self.fail(ProtocolError(f"a replay of more than {len(self._so_far)} batches"))
+
+
+class ZmqEvents:
+    """Opens publishers and subscriptions on one ZMQ context; a context manager that ends it.
+
+    Publishers listen on `host` and tell others to come to `advertise` (the same, if not given); or at sockets in
+    `directory`.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", advertise: str = "", directory: str = "") -> None:
+        self._host = host
+        self._directory = directory
+        self._advertise = advertise or host
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._malformed = Tally()
+
+    @property
+    def malformed(self) -> int:
+        """Questions that were not a sequence in its envelope."""
+        return self._malformed.count
+
+    def __enter__(self) -> ZmqEvents:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> ZmqEventPublisher:
+        """Within a running event loop. Raises ConfigError where `host` is not this machine's."""
+        ring = EventRing(ring_batches)
+        return ZmqEventPublisher(
+            self._context, self._host, self._advertise, topic, ring, self._malformed, self._directory
+        )
+
+    def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> ZmqEventSubscription:
+        """Within a running event loop. Raises ProtocolError where an endpoint of `source` is none."""
+        return ZmqEventSubscription(self._context, source, receive)
+
+    def close(self) -> None:
+        """End what is still open."""
+        self._context.destroy(linger=0)
+
+
+def _address(host: str) -> str:
+    return "127.0.0.1" if host == "localhost" else host  # ZMQ binds to addresses and interfaces, not to names
+
+
+def _reached(endpoint: str, opened: ExitStack) -> str:
+    """An endpoint to connect to: a socket's path may be longer than the kernel takes. Raises OSError."""
+    path = endpoint.removeprefix(_IPC)
+    return endpoint if path == endpoint else f"{_IPC}{reachable(path, opened)}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _bound_port(socket: zmq.Socket[bytes]) -> str:
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.rstrip(b"\0").decode().rpartition(":")[2]

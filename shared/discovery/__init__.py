@@ -1,0 +1,1 @@
+"""Discovery: keys under leases, watched by everyone; in etcd, in files, or in memory."""

@@ -1,0 +1,26 @@
+"""Opens the discovery back end that the config names. The others are not imported: files need no gRPC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from shared.config import DiscoveryConfig
+from shared.discovery.contract import Discovery
+from shared.errors import ConfigError
+
+
+def open_discovery(config: DiscoveryConfig, registry: CollectorRegistry | None = None) -> Discovery:
+    """Within a running event loop. Raises ConfigError; that the back end is away is no error."""
+    match config.backend:
+        case "etcd":
+            from shared.discovery.etcd import EtcdDiscovery
+
+            return EtcdDiscovery(config.endpoints, config.lease_ttl_s, config.user, config.password, registry=registry)
+        case "file":
+            from shared.discovery.file import FileDiscovery
+
+            return FileDiscovery(Path(config.path))
+        case _:
+            raise ConfigError(f"discovery: unknown backend {config.backend!r}; known: etcd, file")

@@ -1,0 +1,144 @@
+"""The typed view of discovery: which instances and model cards are there, and which were refused and why.
+
+`shared/discovery/catalogue.py` decides; this follows the watch, asks silent instances, logs, counts and tells the
+subscribers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import assert_never
+
+from prometheus_client import CollectorRegistry
+
+from shared import subjects
+from shared.bus.contract import Bus
+from shared.discovery.catalogue import CardDown as CardDown
+from shared.discovery.catalogue import CardRefused as CardRefused
+from shared.discovery.catalogue import CardUp as CardUp
+from shared.discovery.catalogue import Catalogue, read_entry
+from shared.discovery.catalogue import DirectoryChange as DirectoryChange
+from shared.discovery.catalogue import InstanceDown as InstanceDown
+from shared.discovery.catalogue import InstanceUp as InstanceUp
+from shared.discovery.contract import Added, Discovery, LeftOut, Owner, Removed, Synced
+from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
+from shared.messages import PING, PONG, Instance, ModelCard, Ping
+from shared.metrics import counter
+from shared.rate_limited_log import Complaint
+
+PING_TIMEOUT_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Directory:
+    """Follows `/headrace/{ns}/instances/` and `/headrace/{ns}/models/`.
+
+    Keys whose value does not parse, or names an id that another key has, are counted, logged once a minute and left
+    out. A missing key is kept while its owner's Pong, on its `control` subject, says so; after an outage also while the
+    owner answers at all, or cannot be asked.
+    """
+
+    def __init__(
+        self, discovery: Discovery, bus: Bus, namespace: str, *, registry: CollectorRegistry | None = None
+    ) -> None:
+        self._discovery = discovery
+        self._bus = bus
+        self._namespace = namespace
+        self._catalogue = Catalogue()
+        self._subscribers: list[Callable[[DirectoryChange], None]] = []
+        self._synced = asyncio.Event()
+        registry = CollectorRegistry() if registry is None else registry
+        self._refusals = counter(
+            registry, "headrace_directory_refused_cards", "Model cards refused, by the field that is wrong", ["field"]
+        )
+        self._unreadable = counter(
+            registry,
+            "headrace_directory_unreadable_values",
+            "Discovery values that did not parse, or were left out at a limit; counted again at each listing",
+        )
+        self._complaint = Complaint("discovery: a key is left out")
+
+    @property
+    def instances(self) -> Mapping[str, Instance]:
+        """By instance id."""
+        return self._catalogue.instances
+
+    @property
+    def cards(self) -> Mapping[tuple[str, str], ModelCard]:
+        """(model, instance) → card, the compatible ones only."""
+        return self._catalogue.cards
+
+    @property
+    def refused(self) -> Mapping[tuple[str, str], str]:
+        """(model, instance) → why its card was refused; the text begins with the field's name and a colon."""
+        return self._catalogue.refused
+
+    def subscribe(self, changed: Callable[[DirectoryChange], None]) -> None:
+        """`changed` hears what is already known at once, then every change, in the event loop."""
+        for change in self._catalogue.everything():
+            changed(change)
+        self._subscribers.append(changed)
+
+    async def synced(self) -> None:
+        """Returns once the first listing is complete."""
+        await self._synced.wait()
+
+    async def run(self) -> None:
+        """Follows until cancelled."""
+        prefix, read = subjects.namespace_prefix(self._namespace), partial(read_entry, self._namespace)
+        async for change in self._discovery.watch(prefix, alive=self._alive, read=read):
+            match change:
+                case Added():
+                    self._tell(self._set(change.key, change.value))
+                case Removed():
+                    self._tell(self._catalogue.remove(change.key))
+                case LeftOut():
+                    self._leave_out(change)
+                case Synced():
+                    self._synced.set()
+                case _:
+                    assert_never(change)
+
+    def _set(self, key: str, value: bytes) -> list[DirectoryChange]:
+        try:
+            return self._catalogue.set(key, read_entry(self._namespace, key, value))
+        except ProtocolError as wrong:
+            self._leave_out(LeftOut(1, key, str(wrong)))
+            return self._catalogue.remove(key)
+
+    def _leave_out(self, left_out: LeftOut) -> None:
+        self._complaint.add(f"{left_out.key}: {left_out.why}", left_out.count)
+        self._unreadable.inc(left_out.count)
+
+    def _tell(self, changes: Iterable[DirectoryChange]) -> None:
+        for change in changes:
+            if isinstance(change, CardRefused):
+                _log.error("model %s at %s is refused: %s", change.card.model, change.card.instance, change.reason)
+                self._refusals.labels(change.reason.partition(":")[0]).inc()
+            for changed in self._subscribers:
+                changed(change)
+
+    async def _alive(self, key: str, _value: bytes) -> Owner:
+        """Only a subject without responders, or the owner's own word, proves that a key's owner is gone."""
+        *_, service, instance = key.split("/")
+        if not key.startswith(subjects.instances_prefix(self._namespace)):
+            known = self.instances.get(instance)
+            service = known.service if known else "worker"
+        try:
+            subject = subjects.control(self._namespace, service, instance)
+            answer = await self._bus.request(subject, PING.encode(Ping(key)), timeout_s=PING_TIMEOUT_S)
+        except (NoResponders, ProtocolError):  # the latter: a foreign key, of which no subject can be made
+            return "gone"
+        except (RequestTimeout, BusDown):
+            return "silent"
+        try:
+            pong = PONG.decode(answer.payload, answer.headers)
+        except ProtocolError:
+            return "answers"
+        if pong.publishes is None:
+            return "answers"
+        return "publishes" if pong.publishes else "gone"

@@ -1,0 +1,248 @@
+"""Discovery on one machine, without a server: a directory, and kernel locks as leases.
+
+    NAME.lock   held (flock) by the owner; the kernel lets go when the process ends, however it ends
+    NAME.json   {key: value}, replaced whole
+
+NAME begins with the time the lease was made. A lease whose lock nobody holds is dead, and its keys are gone at the next
+look. A process that is stopped (SIGSTOP) or stuck keeps its lock and so its keys: only etcd finds those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from weakref import WeakSet
+
+import msgspec
+
+from shared.discovery.contract import Alive, Change, Entries, LeftOut, Read
+from shared.discovery.intake import DEFAULT, Intake, Limits
+from shared.discovery.key_feed import listed
+from shared.discovery.key_view import KeyView
+from shared.errors import ConfigError, DiscoveryDown
+from shared.rate_limited_log import Complaint
+
+POLL_S = 0.25
+
+_log = logging.getLogger(__name__)
+_FILE = msgspec.json.Decoder(dict[str, str])
+
+
+class FileLease:
+    """The files of one lease. Blocking; raises OSError."""
+
+    def __init__(self, directory: Path) -> None:
+        while True:
+            self._lock = directory / f"{time.time_ns():020d}-{secrets.token_hex(4)}.lock"
+            self._descriptor = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if self.held:
+                return
+            os.close(self._descriptor)  # swept away between the two calls
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock that others see is still ours."""
+        try:
+            return self._lock.stat().st_ino == os.fstat(self._descriptor).st_ino
+        except FileNotFoundError:
+            return False
+
+    @property
+    def written(self) -> bool:
+        """Whether others find keys here."""
+        return self._lock.with_suffix(".json").exists()
+
+    def write(self, entries: Mapping[str, bytes]) -> None:
+        content = msgspec.json.encode({key: value.decode() for key, value in entries.items()})
+        aside = self._lock.with_suffix(".tmp")
+        aside.touch(0o600)
+        aside.write_bytes(msgspec.json.format(content))
+        aside.replace(self._lock.with_suffix(".json"))
+
+    def close(self) -> None:
+        _remove(self._lock)
+        os.close(self._descriptor)
+
+
+def _remove(lock: Path) -> None:
+    """The lock goes last: while it is there, the rest has an owner or a sweeper."""
+    for suffix in (".json", ".tmp", ".lock"):
+        lock.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _dead(lock: Path, mode: int) -> int | None:
+    """A descriptor that holds the lock in `mode`, if nobody else does."""
+    descriptor = os.open(lock, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sweep(directory: Path) -> None:
+    """Delete what dead owners left."""
+    for lock in list(directory.glob("*.lock")):
+        with suppress(FileNotFoundError):
+            descriptor = _dead(lock, fcntl.LOCK_EX)
+            if descriptor is not None:
+                _remove(lock)
+                os.close(descriptor)
+
+
+def scan(directory: Path) -> dict[str, bytes]:
+    """Keys and values of all living leases, oldest first."""
+    found: dict[str, bytes] = {}
+    for file in sorted(directory.glob("*.json")):
+        try:
+            descriptor = _dead(file.with_suffix(".lock"), fcntl.LOCK_SH)
+            if descriptor is not None:
+                os.close(descriptor)
+                continue
+            content = _FILE.decode(file.read_bytes())
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            continue  # just gone; or no file of ours, for those are replaced whole
+        found.update({key: value.encode() for key, value in content.items()})
+    return found
+
+
+class FileRegistration:
+    """Keys in one lease. A task looks after the files, which anyone may delete.
+
+    The files are small and local: they are written in the event loop, so that no write is ever left half done.
+    """
+
+    def __init__(self, directory: Path, entries: Entries) -> None:
+        self._directory = directory
+        self._entries = entries
+        self._epoch = 1
+        self.wanted: Mapping[str, bytes] = {}
+        """What `entries` named last."""
+        self._lease: FileLease | None = None
+        self._task = asyncio.create_task(self._look_after(), name="file-registration")
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    async def publish(self) -> None:
+        while True:
+            if self._write():
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        self.wanted = {}
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _write(self) -> bool:
+        """Publish, under a new lease where there is none. False: the directory cannot be written."""
+        wanted = self.wanted = dict(self._entries(self._epoch))
+        try:
+            if self._lease is None:
+                _make(self._directory)
+                self._lease = FileLease(self._directory)
+            self._lease.write(wanted)
+        except OSError as wrong:
+            _log.warning("discovery: %s", wrong)
+            return False
+        return True
+
+    async def _look_after(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._lease is not None and not self._lease.held:
+                self._lease.close()
+                self._lease = None
+                self._epoch += 1
+            if self._lease is None or not self._lease.written:
+                self._write()
+
+
+class FileDiscovery:
+    """One process's endpoint at a directory that all processes of one user on one machine share."""
+
+    def __init__(self, directory: Path, *, limits: Limits = DEFAULT) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._left_out = Complaint("discovery: a key is left out of a listing")
+        try:
+            _make(directory)
+            sweep(directory)
+        except OSError as wrong:
+            raise ConfigError(f"discovery: {directory}: {wrong.strerror}") from None
+        self._closed = asyncio.Event()
+        self._registrations: WeakSet[FileRegistration] = WeakSet()
+
+    async def register(self, entries: Entries) -> FileRegistration:
+        registration = FileRegistration(self._directory, entries)
+        self._registrations.add(registration)
+        async with AsyncExitStack() as unpublished:
+            unpublished.push_async_callback(registration.close)
+            await registration.publish()
+            unpublished.pop_all()
+        return registration
+
+    async def watch(
+        self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
+    ) -> AsyncGenerator[Change]:
+        """`alive` is never asked: a lock is a proof."""
+        del alive
+        view = KeyView(ttl_s=0.0)
+        intake = Intake(read, self._limits)
+        counted = 0
+        while not self._closed.is_set():
+            with suppress(DiscoveryDown):
+                intake.look(await self._found(prefix))
+                left_out = intake.left_out
+                if left_out.count > counted:
+                    yield LeftOut(left_out.count - counted, left_out.key, left_out.why)
+                    counted = left_out.count
+                now = time.monotonic()
+                for change in view.seen(now, intake.entries, 0):
+                    yield change
+                for change in view.judged(now, dict.fromkeys(view.due(now), "gone")):
+                    yield change
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._closed.wait()
+
+    def publishes(self, key: str) -> bool:
+        return any(key in registration.wanted for registration in self._registrations)
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        intake = Intake(limits=self._limits)
+        intake.look(await self._found(prefix))
+        return listed(intake, self._left_out)
+
+    async def _found(self, prefix: str) -> dict[str, bytes]:
+        try:
+            found = await asyncio.to_thread(scan, self._directory)
+        except OSError as wrong:
+            raise DiscoveryDown(f"discovery: {wrong}") from None
+        return {key: value for key, value in found.items() if key.startswith(prefix)}
+
+    async def close(self) -> None:
+        self._closed.set()
+
+
+def _make(directory: Path) -> None:
+    """Others who could write here could invent instances."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = directory.stat()
+    if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"discovery: {directory} must belong to this user and be writable by nobody else")

@@ -1,0 +1,215 @@
+"""Discovery inside one process: the twin that tests and simulations use, with the back end's faults on call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from contextvars import copy_context
+from functools import partial
+
+from shared.bus.faults import Weather, calm
+from shared.discovery.contract import Alive, Change, Entries, Read
+from shared.discovery.intake import DEFAULT, Intake, Limits
+from shared.discovery.key_feed import Sight, changes, listed
+from shared.errors import DiscoveryDown
+from shared.rate_limited_log import Complaint
+
+
+class MemoryStore:
+    """The back end that several MemoryDiscovery endpoints share. One event loop.
+
+    expire      a lease ends although its owner lives; the owner publishes again under the next epoch
+    kill        a lease ends because its owner died
+    wipe        the back end restarts empty; owners publish again
+    outage      nothing can be read or written, nothing is seen; until `recover`
+    """
+
+    def __init__(self, *, ttl_s: float = 0.05, weather: Weather = calm) -> None:
+        self.ttl_s = ttl_s
+        """How long watchers keep a key that is missing after an outage, and how soon a lost lease is granted anew."""
+        self.weather = weather
+        """Watches are streams: it may show late, and must not lose or reorder."""
+        self._sights: dict[Sight, tuple[str, str, Intake]] = {}
+        """Who watches → the prefix, its name, and what it takes in."""
+        self._keys: dict[str, tuple[bytes, MemoryRegistration]] = {}
+        self._registrations: dict[MemoryRegistration, None] = {}
+        self._up = asyncio.Event()
+        self._up.set()
+
+    @property
+    def away(self) -> bool:
+        return not self._up.is_set()
+
+    def expire(self, registration: MemoryRegistration) -> None:
+        self._drop(registration)
+        registration.lost()
+
+    def kill(self, registration: MemoryRegistration) -> None:
+        self._registrations.pop(registration, None)
+        registration.end()
+        self._drop(registration)
+
+    def wipe(self) -> None:
+        self._blind()
+        self._keys.clear()
+        for registration in self._registrations:
+            registration.lost()
+        self._show()
+
+    def outage(self) -> None:
+        self._up.clear()
+        self._blind()
+
+    def recover(self) -> None:
+        self._up.set()
+        self._show()
+
+    async def up(self) -> None:
+        """Returns when the back end can be reached."""
+        await self._up.wait()
+
+    def found(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, (value, _) in self._keys.items() if key.startswith(prefix)}
+
+    def put(self, registration: MemoryRegistration, wanted: dict[str, bytes]) -> None:
+        """Make `wanted` all that stands under this registration's lease."""
+        self._registrations[registration] = None
+        for key in [key for key, (_, owner) in self._keys.items() if owner is registration and key not in wanted]:
+            del self._keys[key]
+        self._keys.update({key: (value, registration) for key, value in wanted.items()})
+        self._show()
+
+    def revoke(self, registration: MemoryRegistration) -> None:
+        self._registrations.pop(registration, None)
+        self._drop(registration)
+
+    def _drop(self, registration: MemoryRegistration) -> None:
+        self._keys = {key: entry for key, entry in self._keys.items() if entry[1] is not registration}
+        self._show()
+
+    def watch(self, sight: Sight, prefix: str, name: str, intake: Intake) -> None:
+        """Show `sight` what `intake` takes in of what is below `prefix`, from now on."""
+        self._sights[sight] = (prefix, name, intake)
+        if not self.away:
+            _look(sight, intake, self.found(prefix))
+
+    def unwatch(self, sight: Sight) -> None:
+        self._sights.pop(sight, None)
+
+    def _show(self) -> None:
+        if not self.away:
+            for sight, (prefix, name, intake) in self._sights.items():
+                self.weather("discovery", name, "watch", partial(_look, sight, intake, self.found(prefix)))
+
+    def _blind(self) -> None:
+        for sight, (_, name, _) in self._sights.items():
+            self.weather("discovery", name, "watch", sight.lose)
+
+
+def _look(sight: Sight, intake: Intake, found: dict[str, bytes]) -> None:
+    intake.look(found)
+    sight.leave_out(intake.left_out)
+    sight.show(intake.entries)
+
+
+class MemoryRegistration:
+    """One lease of the store. What follows its loss runs in the context of who registered: its owner does it."""
+
+    def __init__(self, store: MemoryStore, entries: Entries) -> None:
+        self._store = store
+        self._context = copy_context()
+        self._entries = entries
+        self._epoch = 1
+        self.wanted: Mapping[str, bytes] = {}
+        """What `entries` named last."""
+        self._again: asyncio.TimerHandle | None = None
+        self._ended = False
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    async def publish(self) -> None:
+        await self._store.up()
+        if not self._ended:
+            self._put()
+
+    def _put(self) -> None:
+        wanted = self.wanted = dict(self._entries(self._epoch))
+        if self._again is None:
+            self._store.put(self, wanted)
+
+    def lost(self) -> None:
+        """The lease is gone; a new one follows a little later, as it would from a real back end."""
+        if self._again is None and not self._ended:
+            loop, delay_s = asyncio.get_running_loop(), self._store.ttl_s / 2
+            self._again = loop.call_later(delay_s, self._grant, context=self._context)
+
+    def _grant(self) -> None:
+        self._again = None
+        if self._store.away:
+            self.lost()
+            return
+        self._epoch += 1
+        self._put()
+
+    def end(self) -> None:
+        """No more publishing."""
+        self._ended = True
+        self.wanted = {}
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+
+    async def close(self) -> None:
+        if not self._ended:
+            self.end()
+            self._store.revoke(self)
+
+
+class MemoryDiscovery:
+    """One process's endpoint at a shared store. `name` is for the weather."""
+
+    def __init__(self, store: MemoryStore, name: str = "", *, limits: Limits = DEFAULT) -> None:
+        self._store = store
+        self._limits = limits
+        self._left_out = Complaint("discovery: a key is left out of a listing")
+        self._name = name
+        self.registrations: list[MemoryRegistration] = []
+        """All that were made here."""
+        self._sights: set[Sight] = set()
+
+    async def register(self, entries: Entries) -> MemoryRegistration:
+        registration = MemoryRegistration(self._store, entries)
+        self.registrations.append(registration)
+        await registration.publish()
+        return registration
+
+    async def watch(
+        self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
+    ) -> AsyncGenerator[Change]:
+        sight = Sight()
+        self._sights.add(sight)
+        self._store.watch(sight, prefix, self._name, Intake(read, self._limits))
+        try:
+            async with aclosing(changes(sight, ttl_s=self._store.ttl_s, alive=alive)) as told:
+                async for change in told:
+                    yield change
+        finally:
+            self._sights.discard(sight)
+            self._store.unwatch(sight)
+
+    def publishes(self, key: str) -> bool:
+        return any(key in registration.wanted for registration in self.registrations)
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        if self._store.away:
+            raise DiscoveryDown("the store is away")
+        intake = Intake(limits=self._limits)
+        intake.look(self._store.found(prefix))
+        return listed(intake, self._left_out)
+
+    async def close(self) -> None:
+        for sight in self._sights:
+            sight.close()

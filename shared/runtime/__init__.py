@@ -1,0 +1,1 @@
+"""How a service's process runs: lifecycle, health and metrics over HTTP, logs, --help."""

@@ -1,0 +1,387 @@
+"""How a service's process lives: loop, signals, task group, readiness, drain.
+
+    run(service, schema, process, serve)
+        settings, logs, /live /health /metrics
+        connect the bus, open discovery, follow the directory, answer Ping
+        serve(runtime, config)         the service's own main: subscribes, registers, waits for `stopping`, drains
+        close discovery, drain the bus, end
+
+    starting ──▶ serving ──SIGTERM, SIGINT──▶ draining ──▶ ended, status 0
+        └───────────┴── an error: status 1 (2: settings or model)
+                                                 └── a second signal, or over the drain limit: status 1, at once
+
+A signal sets `runtime.stopping`. With the flag `--check` (or `--check-settings`) nothing is started: the status says
+whether the settings, and the files that they name, would do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from random import Random
+from typing import NoReturn, Protocol, TypeVar
+
+import uvloop
+from msgspec import Struct
+from prometheus_client import CollectorRegistry
+
+from shared import subjects
+from shared.bus.contract import Bus, Events, Message
+from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.zmq_events import ZmqEvents
+from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig, load
+from shared.discovery.backends import open_discovery
+from shared.discovery.contract import Discovery
+from shared.discovery.directory import Directory
+from shared.errors import ConfigError, ModelError
+from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, EventSource, Instance, Pong, ServiceName
+from shared.metrics import counted, process_registry
+from shared.runtime import logs, observe
+from shared.runtime.observe import Vitals
+from shared.runtime.usage import usage
+from shared.version import VERSION
+
+EXIT_FAILED = 1
+EXIT_SETTINGS = 2
+CHECK = "--check"
+CHECK_SETTINGS = "--check-settings"
+CLOSE_LIMIT_S = 10.0
+"""For discovery and for the bus, after the service has drained."""
+FORCED_LIMIT_S = 2.0
+"""For everything, once the end is forced; then the process is gone whatever it does."""
+
+YOUNG_OBJECTS = 10_000
+"""Made before Python's collector looks at them; by itself it does after 700, which are three requests of a frontend."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What every service is given. Tests build it from the in-process twins."""
+
+    namespace: str
+    service: ServiceName
+    instance: str
+    machine: str
+    bus: Bus
+    events: Events
+    discovery: Discovery
+    directory: Directory
+    registry: CollectorRegistry
+    tasks: asyncio.TaskGroup
+    stopping: asyncio.Event
+    vitals: Vitals = field(default_factory=Vitals)
+    doors: Bus | None = None
+    """What clients of NATS send comes by this connection, where a process has one for it: a flood of theirs breaks it
+    and not the one to other services."""
+    http: str = ""
+    """Base URL of this process's /live, /health and /metrics, for the address book; empty in tests without one."""
+    started: float = field(default_factory=time.time)
+    wall: Callable[[], float] = time.time
+    """The wall clock, seconds since 1970; time that passes is the loop's."""
+    draw: Random = field(default_factory=Random)
+    """Spreads ties and keeps no secret; a simulation seeds it."""
+
+    def address(
+        self,
+        epoch: int,
+        subjects_by_operation: dict[str, str],
+        *,
+        events: EventSource | None = None,
+        api: str = "",
+        layouts: dict[str, EventSource] | None = None,
+    ) -> dict[str, bytes]:
+        """This process's address book entry under the lease of `epoch`, as the key and value to publish."""
+        entry = Instance(
+            namespace=self.namespace,
+            service=self.service,
+            instance=self.instance,
+            epoch=epoch,
+            machine=self.machine,
+            pid=os.getpid(),
+            started=self.started,
+            version=VERSION,
+            subjects=subjects_by_operation,
+            events=events,
+            http=self.http or api,
+            api=api,
+            layouts=layouts or {},
+            pid_namespace=pid_namespace(),
+        )
+        key = subjects.instance_key(self.namespace, self.service, self.instance)
+        return {key: INSTANCE.encode(entry, JSON_HEADER)}
+
+
+def pid_namespace() -> int:
+    """The number of this process's; 0 where the kernel has none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
+    except OSError:
+        return 0
+
+
+class Settings(Protocol):
+    """What every service's settings have."""
+
+    @property
+    def namespace(self) -> str: ...
+
+    @property
+    def nats(self) -> NatsConfig: ...
+
+    @property
+    def discovery(self) -> DiscoveryConfig: ...
+
+    @property
+    def observe(self) -> ObserveConfig: ...
+
+
+@dataclass(frozen=True)
+class Process:
+    """What lifecycle needs of a service's settings."""
+
+    namespace: str
+    nats: NatsConfig
+    discovery: DiscoveryConfig
+    observe: ObserveConfig
+    drain_limit_s: float
+    """From the first signal to the forced end; longer than the service's own drain."""
+    doors: bool = False
+    """It has clients of NATS, and needs a connection for what they send."""
+
+    @staticmethod
+    def of(settings: Settings, drain_limit_s: float, *, doors: bool = False) -> Process:
+        """With what every service's settings have."""
+        return Process(settings.namespace, settings.nats, settings.discovery, settings.observe, drain_limit_s, doors)
+
+
+C = TypeVar("C", bound=Struct)
+
+
+def run(
+    service: ServiceName,
+    schema: type[C],
+    process: Callable[[C], Process],
+    serve: Callable[[Runtime, C], Awaitable[None]],
+    *,
+    check: Callable[[C], None] = lambda _: None,
+    flags: Sequence[str] | None = None,
+) -> NoReturn:
+    """A service's whole process; ends it with a status. `check` reads the files that the settings name, and raises
+    ConfigError or ModelError. `flags` are those of the command line if not given."""
+    instance = secrets.token_hex(8)
+    flags = sys.argv[1:] if flags is None else flags
+    if "--help" in flags:
+        print(usage(f"headrace-{service}", schema), end="")
+        sys.exit(0)
+    checks = {CHECK, CHECK_SETTINGS}.intersection(flags)
+    try:
+        config = load(schema, flags=[flag for flag in flags if flag not in checks])
+        needed = process(config)
+        if not subjects.is_id(needed.namespace):
+            raise ConfigError(f"namespace: {needed.namespace!r} is not 1 to 64 letters, digits, - and _")
+        if CHECK in checks:
+            check(config)
+        if checks:
+            sys.exit(0)
+        logs.start(service, instance, needed.observe.log_level)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            status = runner.run(_live(service, instance, needed, lambda runtime: serve(runtime, config)))
+    except (ConfigError, ModelError) as wrong:
+        print(f"headrace-{service}: {wrong}", file=sys.stderr)
+        status = EXIT_SETTINGS
+    except Exception:  # noqa: BLE001 - the last edge: whatever it was is logged, and the process ends
+        _log.exception("%s crashed", service)
+        status = EXIT_FAILED
+    sys.exit(status)
+
+
+class _Ending:
+    """The signals of one process: the first asks for a drain, what comes after it ends `serving`."""
+
+    def __init__(self, vitals: Vitals, drain_limit_s: float) -> None:
+        self.stopping = asyncio.Event()
+        self.forced = False
+        self.serving: asyncio.Task[None] | None = None
+        self._vitals = vitals
+        self._drain_limit_s = drain_limit_s
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled, number.name)
+
+    def _signalled(self, name: str) -> None:
+        if self.stopping.is_set():
+            self._force(f"a second signal ({name})")
+            return
+        _log.info("%s: draining", name)
+        self._vitals.drain()
+        self.stopping.set()
+        self._loop.call_later(self._drain_limit_s, self._force, f"not drained in {self._drain_limit_s:g} s")
+
+    def _force(self, reason: str) -> None:
+        if not self.forced:
+            _log.error("ending undrained: %s", reason)
+            self.forced = True
+            assert self.serving is not None
+            self.serving.cancel()
+            self._loop.call_later(FORCED_LIMIT_S, os._exit, EXIT_FAILED)
+
+
+async def _live(
+    service: ServiceName, instance: str, process: Process, serve: Callable[[Runtime], Awaitable[None]]
+) -> int:
+    """The status to exit with. Raises what `serve` raised."""
+    vitals = Vitals()
+    ending = _Ending(vitals, process.drain_limit_s)
+    ending.serving = asyncio.create_task(_serve(service, instance, process, serve, vitals, ending.stopping))
+    try:
+        await ending.serving
+    except asyncio.CancelledError:
+        if not ending.forced:
+            raise
+    except ExceptionGroup as wrong:
+        raise _told(wrong) from wrong
+    return EXIT_FAILED if ending.forced else 0
+
+
+class _Served(Exception):
+    """The service has drained; ends the tasks that are left."""
+
+
+async def _serve(
+    service: ServiceName,
+    instance: str,
+    process: Process,
+    serve: Callable[[Runtime], Awaitable[None]],
+    vitals: Vitals,
+    stopping: asyncio.Event,
+) -> None:
+    """Opens what a Runtime is made of, serves, and closes it in the opposite order."""
+    registry = process_registry(process.namespace, service, instance)
+    async with AsyncExitStack() as opened:
+        url = await opened.enter_async_context(observe.serving(process.observe, vitals, registry))
+        waiting = f"waiting for NATS at {process.nats.url.rpartition('@')[2]}"
+        vitals.unready(waiting)
+        connecting = connect(process.nats, f"headrace-{service}-{instance}", lambda why: vitals.unready(why or waiting))
+        bus = await _unless(stopping, connecting)
+        if bus is None:
+            return
+        opened.push_async_callback(_within_limit, bus.drain, "the bus")
+        doors: NatsBus | None = None
+        if process.doors:
+            doors = NatsBus(process.nats, f"headrace-{service}-{instance}-clients", unreadable=bus.unreadable)
+            opened.push_async_callback(_within_limit, doors.drain, "the bus of clients")
+        discovery = open_discovery(process.discovery, registry)
+        opened.push_async_callback(_within_limit, discovery.close, "discovery")
+        host = process.observe.host
+        events = opened.enter_context(ZmqEvents(host, observe.advertised(host), process.observe.events))
+        _count_unreadable(registry, bus, events)
+        directory = Directory(discovery, bus, process.namespace, registry=registry)
+        vitals.unready("starting")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(directory.run(), name="directory")
+                tasks.create_task(bus.kept(), name="bus")
+                if doors is not None:
+                    tasks.create_task(doors.kept(), name="bus of clients")
+                runtime = Runtime(
+                    namespace=process.namespace,
+                    service=service,
+                    instance=instance,
+                    machine=socket.gethostname(),
+                    bus=bus,
+                    events=events,
+                    discovery=discovery,
+                    directory=directory,
+                    registry=registry,
+                    tasks=tasks,
+                    stopping=stopping,
+                    vitals=vitals,
+                    doors=doors,
+                    http=url,
+                )
+                await answer_pings(runtime)
+                await serve(runtime)
+                raise _Served
+        except* _Served:
+            pass
+
+
+def _count_unreadable(registry: CollectorRegistry, bus: Bus, events: Events) -> None:
+    counted(
+        registry,
+        "headrace_unreadable_messages",
+        "Messages on any subject, and questions for a replay of KV events, that nobody here could read; what a router "
+        "answers or tells apart is in headrace_malformed_messages instead",
+        lambda: bus.malformed + events.malformed,
+    )
+
+
+def settle_memory() -> None:
+    """To be called once all that a process is made of is there: the collector does not look at that again.
+
+    A full collection took a frontend 70 ms, in which no token went out, and all collections a twentieth of its time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+
+
+async def answer_pings(runtime: Runtime) -> None:
+    """Ping on this process's `control` subject gets Pong, with the epoch that discovery shows of it."""
+
+    async def pong(message: Message) -> None:
+        ping = PING.decode(message.payload, message.headers)
+        known = runtime.directory.instances.get(runtime.instance)
+        publishes = runtime.discovery.publishes(ping.key) if ping.key else None
+        answer = Pong(runtime.instance, 0 if known is None else known.epoch, runtime.vitals.progress, publishes)
+        if message.reply:
+            await runtime.bus.publish(message.reply, PONG.encode(answer, message.headers), headers=message.headers)
+
+    await runtime.bus.subscribe(subjects.control(runtime.namespace, runtime.service, runtime.instance), pong)
+
+
+T = TypeVar("T")
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[object, object, T]) -> T | None:
+    """The result of `work`, or None if the process is to stop first."""
+    working = asyncio.create_task(work)
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        stopped.cancel()
+        await asyncio.wait((working, stopped))
+
+
+async def _within_limit(close: Callable[[], Awaitable[None]], name: str) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_LIMIT_S):
+            await close()
+    except TimeoutError:
+        _log.warning("%s was not closed in %g s", name, CLOSE_LIMIT_S)
+
+
+def _told(group: ExceptionGroup[Exception]) -> Exception:
+    """What the person who started the process can mend, if it is among the errors; else all of them."""
+    mendable = group.subgroup((ConfigError, ModelError))
+    if mendable is None:
+        return group
+    first: Exception = mendable
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    return first

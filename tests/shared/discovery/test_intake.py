@@ -1,0 +1,82 @@
+"""shared/discovery/intake.py: what a watcher takes in of what a back end holds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.discovery.intake import Intake, Limits
+from shared.errors import ProtocolError
+
+KEYS = st.sampled_from("abcdef")
+VALUES = st.sampled_from([b"1", b"2", b"junk", b"123456"])
+
+
+def read(key: str, value: bytes) -> None:
+    if value == b"junk":
+        raise ProtocolError("junk")
+
+
+def intake() -> Intake:
+    return Intake(read, Limits(entries=2, value_bytes=4))
+
+
+def test_a_key_is_left_out_for_its_size_for_what_it_says_and_for_want_of_a_place() -> None:
+    one = intake()
+    one.look({"a": b"123456", "b": b"junk", "c": b"1", "d": b"1", "e": b"1"})
+    assert one.entries == {"c": b"1", "d": b"1"}
+    assert (one.left_out.count, one.left_out.key, one.left_out.why) == (3, "e", "2 older keys have all the places")
+    one.put("a", b"123456")
+    assert one.left_out.why == "its value has 6 bytes, more than 4"
+    one.put("b", b"junk")
+    assert one.left_out.why == "junk"
+
+
+def test_pages_in_any_order_give_the_oldest_keys() -> None:
+    one = intake()
+    one.look_page_by_page([[(5, "a", b"5"), (6, "b", b"6")], [(7, "c", b"7"), (1, "d", b"1")], [(2, "e", b"2")]])
+    assert list(one.entries.items()) == [("d", b"1"), ("e", b"2")]
+    assert one.left_out.count == 3
+
+
+def test_a_look_is_due_once_a_place_is_free_and_something_waits_for_one() -> None:
+    one = intake()
+    one.look({"a": b"1", "b": b"1"})
+    assert not one.put("c", b"1")
+    assert not one.look_due
+    assert one.remove("a")
+    assert one.look_due
+    one.look({"b": b"1", "c": b"1"})
+    assert not one.look_due
+    one.remove("b")
+    assert not one.look_due
+
+
+def test_what_is_left_out_again_unchanged_is_not_counted_again() -> None:
+    one = intake()
+    one.look({"a": b"junk"})
+    one.look({"a": b"junk", "b": b"1"})
+    assert one.left_out.count == 1
+    one.look({"a": b"123456", "b": b"1"})
+    assert one.left_out.count == 2
+
+
+@given(st.lists(st.tuples(KEYS, VALUES | st.none())))
+def test_changes_and_looks_at_everything_come_to_the_same(steps: list[tuple[str, bytes | None]]) -> None:
+    stored: dict[str, bytes] = {}
+    one = intake()
+    for key, value in steps:
+        before = dict(one.entries)
+        if value is None:
+            stored.pop(key, None)
+            changed = one.remove(key)
+        else:
+            stored[key] = value
+            changed = one.put(key, value)
+        assert changed or one.entries == before
+        if one.look_due:
+            one.look(dict(stored))
+        one.validate()
+        assert one.entries.items() <= stored.items()
+        readable = [value for value in stored.values() if value in (b"1", b"2")]
+        assert len(one.entries) == min(2, len(readable))

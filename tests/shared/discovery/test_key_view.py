@@ -1,0 +1,183 @@
+"""shared/discovery/key_view.py: what a watcher believes through outages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shared.discovery.contract import Added, Change, Owner, Removed, Synced
+from shared.discovery.key_view import KeyView
+
+TTL_S = 10.0
+KEYS = st.sampled_from(["a", "b", "c"])
+VALUES = st.sampled_from([b"1", b"2"])
+OWNERS: st.SearchStrategy[Owner] = st.sampled_from(["publishes", "answers", "silent", "gone"])
+
+
+def test_the_first_look_is_told_whole_and_then_synced() -> None:
+    view = KeyView(TTL_S)
+    assert view.seen(0.0, {"b": b"1", "a": b"2"}, 0) == [Added("b", b"1"), Added("a", b"2"), Synced()]
+
+
+@pytest.mark.parametrize("owner", ["gone", "silent", "answers"])
+def test_of_a_key_that_is_seen_to_go_the_owner_is_asked_at_once_and_it_goes_unless_it_is_published(
+    owner: Owner,
+) -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    assert view.seen(1.0, {}, 0) == []
+    assert view.due(1.0) == {"a": b"1"}
+    assert view.judged(1.0, {"a": owner}) == [Removed("a")]
+
+
+def test_a_key_that_is_seen_to_go_stays_while_its_owner_says_that_it_publishes_it() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    view.seen(1.0, {}, 0)
+    assert view.judged(1.0, {"a": "publishes"}) == []
+    assert view.next_due == 11.0
+    assert view.seen(2.0, {"a": b"2"}, 0) == [Added("a", b"2")]
+    assert view.next_due is None
+    view.seen(3.0, {}, 0)
+    assert view.judged(3.0, {"a": "publishes"}) == []
+    assert view.judged(13.0, {"a": "silent"}) == [Removed("a")]
+
+
+def test_a_key_that_was_seen_to_go_before_an_outage_is_in_doubt_after_it() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    view.seen(1.0, {}, 0)
+    view.judged(1.0, {"a": "publishes"})
+    view.lost()
+    view.seen(5.0, {}, 1)
+    assert view.next_due == 15.0
+    assert view.judged(15.0, {"a": "silent"}) == []
+
+
+def test_after_an_outage_a_missing_key_stays_for_one_ttl_and_goes_if_its_owner_is_silent() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    assert view.seen(1.0, {}, 1) == []
+    assert view.due(10.9) == {}
+    assert view.due(11.0) == {"a": b"1"}
+    assert view.judged(11.0, {"a": "gone"}) == [Removed("a")]
+
+
+def test_a_missing_key_whose_owner_answers_is_asked_again_each_ttl() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    view.seen(1.0, {}, 1)
+    assert view.judged(11.0, {"a": "silent"}) == []
+    assert view.next_due == 21.0
+    assert view.judged(21.0, {"a": "gone"}) == [Removed("a")]
+
+
+def test_a_missing_key_that_comes_back_unchanged_is_not_told() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    view.seen(1.0, {}, 1)
+    assert view.seen(2.0, {"a": b"1"}, 1) == []
+    assert view.next_due is None
+
+
+def test_what_goes_within_a_ttl_after_an_outage_is_missing_too() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    view.seen(1.0, {"a": b"1"}, 1)
+    assert view.seen(10.9, {}, 1) == []
+    assert view.next_due == 20.9
+
+
+def test_nobody_is_asked_while_the_back_end_is_out_of_sight() -> None:
+    view = KeyView(TTL_S)
+    view.seen(0.0, {"a": b"1"}, 0)
+    view.seen(1.0, {}, 1)
+    view.lost()
+    assert view.next_due is None
+    assert view.due(100.0) == {}
+    assert view.seen(100.0, {}, 2) == []
+    assert view.next_due == 110.0
+
+
+class Watching(RuleBasedStateMachine):
+    """A back end that changes, is lost and found; what was told must add up, and nobody alive may be buried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = KeyView(TTL_S)
+        self.now = 0.0
+        self.stored: dict[str, bytes] = {}
+        self.away = True
+        self.losses = 0
+        self.lost_at = float("-inf")
+        self.told: dict[str, bytes] = {}
+        self.synced = 0
+
+    def take(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            match change:
+                case Added():
+                    assert self.told.get(change.key) != change.value
+                    self.told[change.key] = change.value
+                case Removed():
+                    assert change.key not in self.stored
+                    del self.told[change.key]
+                case Synced():
+                    self.synced += 1
+
+    @rule(key=KEYS, value=VALUES)
+    def put(self, key: str, value: bytes) -> None:
+        self.stored[key] = value
+
+    @rule(key=KEYS)
+    def delete(self, key: str) -> None:
+        self.stored.pop(key, None)
+
+    @rule(seconds=st.floats(0.1, 15.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: not self.away)
+    @rule()
+    def lose(self) -> None:
+        self.away = True
+        self.losses += 1
+        self.view.lost()
+
+    @rule()
+    def look(self) -> None:
+        if self.away:
+            self.lost_at = self.now
+        self.away = False
+        told_before = dict(self.told)
+        self.take(self.view.seen(self.now, dict(self.stored), self.losses))
+        assert self.synced == 1
+        assert {key: self.told[key] for key in self.stored} == self.stored
+        assert self.told.keys() - self.stored.keys() == self.view.missing.keys()
+        if self.losses and self.now < self.lost_at + TTL_S:
+            assert told_before.keys() <= self.told.keys()
+
+    @rule(owners=st.fixed_dictionaries(dict.fromkeys("abc", OWNERS)))
+    def ask(self, owners: dict[str, Owner]) -> None:
+        due = self.view.due(self.now)
+        assert not (due and self.away)
+        # In truth nobody is asked of whom the view does not know that the key is gone.
+        asked = [key for key in due if key not in self.stored]
+        seen_to_go = set(self.view.seen_to_go)
+        self.take(self.view.judged(self.now, {key: owners[key] for key in asked}))
+        for key in asked:
+            kept = owners[key] == "publishes" or (owners[key] != "gone" and key not in seen_to_go)
+            assert (key in self.told) == kept
+
+    @invariant()
+    def holds(self) -> None:
+        self.view.validate()
+        assert self.told == self.view.entries
+
+
+TestWatching = Watching.TestCase
+TestWatching.settings = settings(max_examples=60, stateful_step_count=30)

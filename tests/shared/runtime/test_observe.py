@@ -1,0 +1,63 @@
+"""What a process says of itself. Its paths are tested with the whole process, in test_lifecycle.py."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from urllib.parse import urlsplit
+
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+from prometheus_client import CollectorRegistry, Gauge
+
+from shared.config import ObserveConfig
+from shared.runtime.observe import Vitals, add_routes, advertised, serving
+from tests.servers import free_port
+
+DEADLINE_S = 10.0
+
+
+def test_a_process_that_drains_is_never_ready_again() -> None:
+    vitals = Vitals()
+    assert vitals.reasons == ["starting"]
+    vitals.ready()
+    assert not vitals.reasons
+    vitals.unready("the engine starts again", "no blocks")
+    assert vitals.reasons == ["the engine starts again", "no blocks"]
+    vitals.drain()
+    vitals.ready()
+    assert vitals.reasons == ["draining"]
+    vitals.drain(lambda: "2 requests run")
+    assert vitals.reasons == ["2 requests run"]
+
+
+def test_a_socket_at_any_address_is_advertised_by_the_machines_name() -> None:
+    assert advertised("0.0.0.0") == advertised("::") == socket.gethostname()
+    assert advertised("127.0.0.1") == "127.0.0.1"
+
+
+async def test_a_service_may_serve_the_paths_itself() -> None:
+    vitals, registry, app = Vitals(), CollectorRegistry(), web.Application()
+    Gauge("headrace_answers", "The answer", registry=registry).set(42)
+    add_routes(app, vitals, registry)
+    async with TestServer(app) as server, ClientSession() as session:
+        async with session.get(server.make_url("/health")) as answer:
+            assert (answer.status, await answer.json()) == (503, {"ready": False, "reasons": ["starting"]})
+        vitals.ready()
+        async with session.get(server.make_url("/health")) as answer:
+            assert (answer.status, await answer.json()) == (200, {"ready": True, "reasons": []})
+        async with session.get(server.make_url("/metrics")) as answer:
+            assert "headrace_answers 42.0" in await answer.text()
+
+
+async def test_a_body_that_no_path_reads_is_not_decompressed_either() -> None:
+    """It would be in the event loop: a few MB stop it for seconds. One that is no gzip would end the connection."""
+    async with serving(ObserveConfig(port=free_port()), Vitals(), CollectorRegistry()) as url:
+        where = urlsplit(url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        head = b"GET /live HTTP/1.1\r\nHost: x\r\n"
+        for more in (b"Content-Encoding: gzip\r\nContent-Length: 7\r\n\r\nno gzip", b"\r\n"):
+            writer.write(head + more)
+            async with asyncio.timeout(DEADLINE_S):
+                assert (await reader.readuntil(b"live\n")).startswith(b"HTTP/1.1 200 ")
+        writer.close()
