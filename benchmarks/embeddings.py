@@ -121,7 +121,7 @@ def _work(sequence: int, length: int, pooling: Pooling) -> Work:
 
 
 def _runner(model: Path | None) -> NativeRunner:
-    from deploy.local.model import fetch_default
+    from deploy.local.stack.model import fetch_default
     from services.worker.native.prepare import prepare
     from services.worker.native.runner import NativeRunner
 

@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _runner(model: Path | None) -> NativeRunner:
-    from deploy.local.model import fetch_default
+    from deploy.local.stack.model import fetch_default
     from services.worker.native.prepare import prepare
     from services.worker.native.runner import NativeRunner
 

@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks import kvbm_copies, kvbm_disk, kvbm_fetch, kvbm_first, kvbm_steps
 from benchmarks.report import Goal, report
-from deploy.local.model import fetch_default
+from deploy.local.stack.model import fetch_default
 
 Measured = tuple[Sequence[Goal], Sequence[Any]]
 

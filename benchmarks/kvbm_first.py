@@ -42,7 +42,7 @@ import uvloop
 
 from benchmarks.kvbm_disk import FILE_BYTES, Plain
 from benchmarks.report import ROOT, Goal, report
-from deploy.local.model import fetch_default
+from deploy.local.stack.model import fetch_default
 from services.kvbm.config import DiskConfig
 from services.kvbm.disk.format import geometry
 from services.worker.mover import Copy

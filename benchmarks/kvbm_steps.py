@@ -30,7 +30,7 @@ import msgspec
 import uvloop
 
 from benchmarks.report import ROOT, Goal, report
-from deploy.local.model import fetch_default
+from deploy.local.stack.model import fetch_default
 from services.worker.config import KvbmConfig, WorkerConfig
 from shared.messages import Sampling
 from tests.worker.shell import NAMESPACE, WORKER, Shell, request, running_worker

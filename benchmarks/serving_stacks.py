@@ -25,8 +25,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from benchmarks.report import ROOT
-from deploy.local import servers, stack
-from deploy.local.stack import Options, Place
+from deploy.local.stack import servers, stack
+from deploy.local.stack.stack import Options, Place
 
 NAME = "tiny"
 """What clients call the model."""

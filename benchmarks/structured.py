@@ -152,7 +152,7 @@ async def _compile() -> list[dict[str, Any]]:
 
 
 def _runner() -> NativeRunner:
-    from deploy.local.model import fetch_default
+    from deploy.local.stack.model import fetch_default
     from services.worker.native.prepare import prepare
     from services.worker.native.runner import NativeRunner
 

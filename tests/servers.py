@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from deploy.local import servers
+from deploy.local.stack import servers
 
 _START_LIMIT_S = 60.0
 _POLL_S = 0.02

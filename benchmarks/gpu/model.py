@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import ROOT
-from deploy.local.model import fetch_default
+from deploy.local.stack.model import fetch_default
 from services.worker.native.config import ModelConfig
 from services.worker.native.prepare import prepare
 from services.worker.native.rope import PlainRope

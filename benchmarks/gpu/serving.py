@@ -31,8 +31,8 @@ from benchmarks.gpu.engine import INPUT_TOKENS, OUTPUT_TOKENS, Spent
 from benchmarks.gpu.model import add_model, model_in
 from benchmarks.report import ROOT
 from benchmarks.serving_stacks import Running, launched
-from deploy.local import servers
-from deploy.local.stack import Gpus, Options, Store
+from deploy.local.stack import servers
+from deploy.local.stack.stack import Gpus, Options, Store
 from services.worker.config import Device
 
 NAME = "llama"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from deploy.local.stack import Access, Gpus, Options, Place, ServiceName, Setting, Store, replicas
+from deploy.local.stack.stack import Access, Gpus, Options, Place, ServiceName, Setting, Store, replicas
 from deploy.local.terminal import Terminal
 from deploy.local.usage import DEFAULT_MODEL, DEFAULT_URL, GPU_MEMORY_SHARE, parser
 from shared.config import environment
@@ -20,7 +20,7 @@ from shared.errors import ConfigError, DiscoveryDown, HeadraceError
 from shared.version import VERSION
 
 if TYPE_CHECKING:
-    from deploy.local.fleet import FleetConfig
+    from deploy.local.show.fleet import FleetConfig
 
 BENCH_LIMIT = 1_000_000
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
@@ -77,10 +77,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _up(flags: argparse.Namespace, place: Place) -> int:
-    from deploy.local import model, servers
-    from deploy.local.block_store import block_store, wish
-    from deploy.local.check import check
-    from deploy.local.up import alone, up
+    from deploy.local.stack import model, servers
+    from deploy.local.stack.block_store import block_store, wish
+    from deploy.local.stack.check import check
+    from deploy.local.stack.up import alone, up
 
     if not 1 <= flags.port <= 65535:
         raise ConfigError("--port is 1 to 65535")
@@ -164,7 +164,7 @@ def _more(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
 
 
 def _gpus(flags: argparse.Namespace) -> Gpus | None:
-    from deploy.local import gpus
+    from deploy.local.stack import gpus
 
     share = flags.gpu_memory_share
     if flags.device == "cpu":
@@ -185,7 +185,7 @@ def _gpus(flags: argparse.Namespace) -> Gpus | None:
 def _install_gpu() -> int:
     """`./headrace` has installed them by now, and an installation of another kind has its own way. That is all that was
     asked for: an image is built where there is no GPU, and a driver may come later."""
-    from deploy.local import gpus
+    from deploy.local.stack import gpus
 
     gpus.require_cupy()
     print("CuPy is installed")
@@ -218,14 +218,14 @@ def _number(text: str) -> str | int | float:
 
 
 def _status(flags: argparse.Namespace, place: Place) -> int:
-    from deploy.local.status import show  # here, as it brings gRPC: `chat` need not wait for that
+    from deploy.local.show.status import show  # here, as it brings gRPC: `chat` need not wait for that
 
     with _fleet(flags, place) as config:
         return show(config, as_json=flags.json)
 
 
 def _explain(flags: argparse.Namespace, place: Place) -> int:
-    from deploy.local.explain import show
+    from deploy.local.show.explain import show
 
     with _fleet(flags, place) as config:
         return show(config, flags.request, as_json=flags.json)
@@ -234,7 +234,7 @@ def _explain(flags: argparse.Namespace, place: Place) -> int:
 @contextmanager
 def _fleet(flags: argparse.Namespace, place: Place) -> Iterator[FleetConfig]:
     """Where the fleet is that the flags, or the `up` of this checkout, name."""
-    from deploy.local.fleet import settings
+    from deploy.local.show.fleet import settings
 
     running = _running(place)
     if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
@@ -273,7 +273,7 @@ def _chat(flags: argparse.Namespace, place: Place) -> int:
 
 
 def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int:
-    from deploy.local import bench, bench_aiperf, bench_plan
+    from deploy.local.bench import aiperf, plan, sweep
 
     at_least = {"words": 1, "output_tokens": 1, "shared_words": 0, "warmup": 0, "timeout_s": 0.001}
     for name, least in at_least.items():
@@ -283,16 +283,16 @@ def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int
         raise ConfigError("--shared-words are some of --words")
     if not Path(flags.out).parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no directory {Path(flags.out).parent}")
-    options = bench.Options(
+    options = sweep.Options(
         url=(flags.url or _running(place).get("url", DEFAULT_URL)).rstrip("/"),
-        points=bench_plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
+        points=plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
         command=" ".join(("headrace", *words)),
         model=flags.model,
         words=flags.words,
         shared_words=flags.shared_words,
         output_tokens=flags.output_tokens,
         may_stop=flags.may_stop,
-        given=[] if flags.prompts is None else bench_plan.lines(_text(flags.prompts), str(flags.prompts)),
+        given=[] if flags.prompts is None else plan.lines(_text(flags.prompts), str(flags.prompts)),
         warmup=flags.warmup,
         timeout_s=flags.timeout_s,
         seed=flags.seed,
@@ -300,7 +300,7 @@ def _bench(flags: argparse.Namespace, place: Place, words: Sequence[str]) -> int
         out=flags.out,
         tokenizer=flags.tokenizer,
     )
-    return bench_aiperf.run(options) if flags.driver == "aiperf" else bench.bench(options, as_json=flags.json)
+    return aiperf.run(options) if flags.driver == "aiperf" else sweep.bench(options, as_json=flags.json)
 
 
 def _key(flags: argparse.Namespace) -> int:

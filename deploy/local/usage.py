@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from deploy.local.stack import DEFAULT_HOME
+from deploy.local.stack.stack import DEFAULT_HOME
 from shared.version import VERSION
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"

@@ -17,8 +17,8 @@ from random import Random
 import aiohttp
 from msgspec import Struct
 
-from deploy.local import servers
-from deploy.local.stack import Value, toml
+from deploy.local.stack import servers
+from deploy.local.stack.stack import Value, toml
 from services.worker.config import Device
 from shared import subjects
 from shared.discovery.contract import Discovery

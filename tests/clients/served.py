@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deploy.local.model import fetch_default
+from deploy.local.stack.model import fetch_default
 from services.frontend.auth.api_keys import digest
 from services.worker.native.prepare import prepare
 from tests.integration.fleet import fleet

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from deploy.local import cli, usage
-from deploy.local.stack import Value, toml
+from deploy.local.stack.stack import Value, toml
 from services.worker.config import EngineName
 from shared.runtime import logs
 from shared.version import VERSION

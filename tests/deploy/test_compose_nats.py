@@ -11,7 +11,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from deploy.local.servers import nats_settings
+from deploy.local.stack.servers import nats_settings
 from services.frontend.serving.request_context import OPERATIONS
 from shared import subjects
 from shared.bus.nats_connection import sync

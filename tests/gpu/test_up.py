@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from deploy.local import model
+from deploy.local.stack import model
 from tests.integration.kinds import GPU, GPU_16_BITS, Kind, params
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai.types import CompletionUsage
 
-from deploy.local.model import fetch_default
+from deploy.local.stack.model import fetch_default
 from services.worker.native.prepare import prepare
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import ROOT, eventually

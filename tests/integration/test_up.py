@@ -20,7 +20,7 @@ import nats
 import pytest
 from openai import OpenAI
 
-from deploy.local import servers
+from deploy.local.stack import servers
 from services.frontend.auth.api_keys import digest
 from shared import subjects
 from tests.forge import FORGED

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from deploy.local.block_store import DEFAULTS
+from deploy.local.stack.block_store import DEFAULTS
 from deploy.local.usage import GPU_MEMORY_SHARE
 from services.worker.config import CopyPath, CudaConfig, WorkerConfig
 from services.worker.kv_connector.metrics import KvbmMetrics

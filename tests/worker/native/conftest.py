@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.model import fetch_default
+from deploy.local.stack.model import fetch_default
 from services.worker.native.prepare import prepare
 
 CACHE = Path(__file__).parents[3] / ".headrace" / "models"

@@ -1,0 +1,1 @@
+"""`headrace bench`: a sweep of loads against an OpenAI endpoint."""

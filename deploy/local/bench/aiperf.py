@@ -1,0 +1,47 @@
+"""`headrace bench --driver aiperf`: the same sweep by NVIDIA's load generator, where it is installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+from deploy.local.bench.plan import Point
+from deploy.local.bench.sweep import Options
+from shared.errors import ConfigError
+
+
+def run(options: Options) -> int:
+    """The exit status of the first run that failed, or 0. Each point's files are in a directory below `out`."""
+    program = shutil.which("aiperf")
+    if program is None:
+        raise ConfigError(
+            "--driver aiperf: no such program on the path; `pip install aiperf` in an environment of its own"
+        )
+    if not options.model or not options.tokenizer:
+        raise ConfigError("--driver aiperf needs --model, and --tokenizer with a directory or a hub's name")
+    if options.given:
+        raise ConfigError("--driver aiperf makes its own prompts: no --prompts")
+    if options.api_key:
+        raise ConfigError("--driver aiperf takes a key as a flag only, which shows in `ps`: no --api-key-file")
+    for point in options.points:
+        status = subprocess.run([program, *arguments(options, point)], check=False).returncode
+        if status:
+            return status
+    return 0
+
+
+def arguments(options: Options, point: Point) -> list[str]:
+    """After the program's name. Lengths are tokens there, and words here."""
+    load = ["--concurrency", f"{point.value:g}"] if point.loop == "closed" else ["--request-rate", f"{point.value:g}"]
+    prefix = ["--shared-system-prompt-length", str(options.shared_words)] if options.shared_words else []
+    warmup = ["--warmup-request-count", str(options.warmup)] if options.warmup else []
+    return [
+        "profile",
+        *("--model", options.model, "--tokenizer", options.tokenizer),
+        *("--url", options.url.removesuffix("/v1"), "--endpoint-type", "chat", "--streaming"),
+        *("--use-server-token-count", *([] if options.may_stop else ["--extra-inputs", "ignore_eos:true"])),
+        *("--isl", str(options.words - options.shared_words), "--osl", str(options.output_tokens), *prefix),
+        *(*load, "--request-count", str(point.requests), *warmup),
+        *("--request-timeout-seconds", f"{options.timeout_s:g}", "--random-seed", str(options.seed)),
+        *("--output-artifact-dir", f"{options.out}/{point.name.replace(' ', '-')}"),
+    ]

@@ -1,0 +1,163 @@
+"""What `headrace bench` makes of what it saw: a row for each load. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Literal
+
+from msgspec import Struct
+
+from deploy.local.bench.plan import Point
+from deploy.local.table import table
+
+Outcome = Literal["done", "ended early", "refused", "failed", "timed out", "unreadable", "unreachable"]
+"""Refused: 429 or 503. Ended early: the stream broke off before its finish reason."""
+
+
+class Result(Struct, frozen=True):
+    """One request. Times are seconds from its sending."""
+
+    outcome: Outcome
+    reason: str = ""
+    first_s: float | None = None
+    """Until the first event with text."""
+    last_s: float = 0.0
+    """Until the last one."""
+    ended_s: float = 0.0
+    gaps_s: tuple[float, ...] = ()
+    """Between events with text."""
+    events: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    """As the server counted; None: it did not tell."""
+    retry_after_s: float = 0.0
+
+
+class Spread(Struct, frozen=True):
+    """Percentiles in seconds; None: there was nothing."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+
+class Row(Struct, frozen=True):
+    """One load, measured."""
+
+    load: str
+    value: float
+    requests: int
+    """That ended, however they did."""
+    outcomes: Mapping[str, int]
+    reasons: Mapping[str, int]
+    """Of all but the done."""
+    seconds: float
+    """From the first sending to the last end."""
+    first_token_s: Spread
+    inter_token_s: Spread
+    """Between events with text. Where several tokens come in one, they are fewer and longer than between tokens."""
+    time_per_token_s: Spread
+    """Of each request, from its first token to its last, by the tokens behind the first."""
+    whole_s: Spread
+    requests_per_s: float
+    tokens_per_s: float
+    tokens_by: Literal["usage", "events"]
+    """Who counted: the server, or (where it told nothing of a request) this driver, one token an event."""
+    prompt_tokens: float | None
+    """In the mean."""
+    driver_cpu: float
+    """Share of one core that the driver itself took: near 1, it is measured and not the server."""
+    complete: bool
+    """All that was to be sent was, and has ended."""
+
+
+def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: float) -> Row:
+    """Latencies are those of requests that were done; tokens are all that came."""
+    done = [result for result in results if result.outcome == "done"]
+    counted = [result.completion_tokens for result in results]
+    tokens = sum(result.events if count is None else count for result, count in zip(results, counted, strict=True))
+    told = all(result.completion_tokens is not None for result in done)
+    prompts = [result.prompt_tokens for result in done if result.prompt_tokens is not None]
+    lasting_s = max(seconds, 1e-9)
+    return Row(
+        load="concurrency" if point.loop == "closed" else "rate",
+        value=point.value,
+        requests=len(results),
+        outcomes=Counter(result.outcome for result in results),
+        reasons=dict(Counter(result.reason for result in results if result.outcome != "done").most_common(8)),
+        seconds=seconds,
+        first_token_s=spread([result.first_s for result in done if result.first_s is not None]),
+        inter_token_s=spread([gap for result in done for gap in result.gaps_s]),
+        time_per_token_s=spread([each for result in done if (each := _time_per_token_s(result)) is not None]),
+        whole_s=spread([result.ended_s for result in done]),
+        requests_per_s=len(done) / lasting_s,
+        tokens_per_s=tokens / lasting_s,
+        tokens_by="usage" if told else "events",
+        prompt_tokens=sum(prompts) / len(prompts) if prompts else None,
+        driver_cpu=driver_cpu,
+        complete=len(results) == point.requests,
+    )
+
+
+def _time_per_token_s(result: Result) -> float | None:
+    tokens = result.events if result.completion_tokens is None else result.completion_tokens
+    return (result.last_s - result.first_s) / (tokens - 1) if result.first_s is not None and tokens > 1 else None
+
+
+def spread(seconds: Sequence[float]) -> Spread:
+    """Nearest-rank percentiles."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return Spread()
+    p50, p90, p99 = (ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
+    return Spread(p50, p90, p99, ordered[-1])
+
+
+def layout(rows: Sequence[Row]) -> str:
+    """For a terminal; latencies in ms."""
+    head = (
+        "LOAD",
+        "DONE",
+        "FAILED",
+        "TTFT MS P50",
+        "P99",
+        "INTER-TOKEN MS P50",
+        "P99",
+        "WHOLE MS P50",
+        "P99",
+        "TOKENS/S",
+        "REQ/S",
+    )
+    cells: list[tuple[str, ...]] = [head]
+    for row in rows:
+        done = row.outcomes.get("done", 0)
+        spreads = (row.first_token_s, row.inter_token_s, row.whole_s)
+        latencies = [_ms(share) for each in spreads for share in (each.p50, each.p99)]
+        rates = (f"{row.tokens_per_s:,.0f}", f"{row.requests_per_s:,.1f}")
+        cells.append((f"{row.load} {row.value:g}", str(done), str(row.requests - done), *latencies, *rates))
+    return "\n".join([table(cells), *(note for row in rows for note in _notes(row))])
+
+
+def _notes(row: Row) -> list[str]:
+    """What a reader of the row must know."""
+    load = f"{row.load} {row.value:g}"
+    failed = {name: number for name, number in row.outcomes.items() if name != "done"}
+    notes: list[str] = []
+    if failed:
+        reason = next(iter(row.reasons), "")
+        told = ", ".join(f"{number} {name}" for name, number in failed.items())
+        notes.append(f"{load}: {told}" + (f" ({reason})" if reason else ""))
+    if row.tokens_by == "events":
+        notes.append(f"{load}: the server does not tell its usage; an event counts as a token")
+    if row.driver_cpu > 0.8:
+        notes.append(f"{load}: this driver took {row.driver_cpu:.0%} of a core: it, not the server, may be the limit")
+    if not row.complete:
+        notes.append(f"{load}: not complete")
+    return notes
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:,.1f}"

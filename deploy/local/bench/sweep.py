@@ -1,0 +1,175 @@
+"""`headrace bench`: a sweep of loads against an OpenAI endpoint; a table, PREFIX.json and PREFIX.png.
+
+Each point of the sweep warms up, unmeasured, then sends: in a closed loop (--concurrency) or an open one (--rate). What
+has been measured when the user interrupts is written too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import uvloop
+from msgspec import Struct
+
+from deploy.local.bench.client import Client, client
+from deploy.local.bench.plan import Point, arrivals, prompts
+from deploy.local.bench.rows import Result, Row, layout, row_of
+from deploy.local.terminal import Terminal
+from shared.errors import Unavailable
+
+REFUSED_WAIT_S = 0.5
+"""Before a closed loop's slot asks again that was refused without Retry-After."""
+
+
+class Options(Struct, frozen=True):
+    """What was asked for."""
+
+    url: str
+    """Ends with /v1."""
+    points: list[Point]
+    command: str
+    model: str = ""
+    """Empty: the first one served."""
+    words: int = 512
+    shared_words: int = 0
+    output_tokens: int = 128
+    given: Sequence[str] = ()
+    """Prompts, instead of made-up ones."""
+    warmup: int = 2
+    """Requests before each point."""
+    timeout_s: float = 120.0
+    """Of each request."""
+    seed: int = 0
+    api_key: str = ""
+    out: str = "bench"
+    """Prefix of the files."""
+    tokenizer: str = ""
+    """For aiperf."""
+    may_stop: bool = False
+    """Answers may end before `output_tokens`, and no field is sent that is not OpenAI's."""
+
+
+class Report(Struct, frozen=True):
+    """What the JSON says."""
+
+    benchmark: str
+    machine: str
+    command: str
+    url: str
+    model: str
+    when: str
+    interrupted: bool
+    rows: list[Row]
+    goals: list[str] = []
+
+
+def bench(options: Options, *, as_json: bool) -> int:
+    """The exit status. Raises Unavailable where the endpoint cannot be measured at all."""
+    sweep = _Sweep(options)
+    interrupted = False
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(sweep.run())
+    except KeyboardInterrupt:
+        interrupted = True
+    if not sweep.rows:
+        return 130
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    named = (options.command, options.url, sweep.model, when)
+    report = Report("headrace bench", machine, *named, interrupted, sweep.rows)
+    text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    print(text if as_json else layout(sweep.rows))
+    Path(f"{options.out}.json").write_text(text + "\n", encoding="utf-8")
+    _draw(sweep.rows, options.out)
+    if interrupted:
+        return 130
+    return 0 if all(row.outcomes.get("done") for row in sweep.rows) else 1
+
+
+def _draw(rows: Sequence[Row], out: str) -> None:
+    try:
+        from deploy.local.bench import plot  # here, as matplotlib need not be installed
+    except ImportError:
+        print(f"{out}.json is written; `pip install matplotlib` draws it, too", file=sys.stderr)
+        return
+    plot.draw(rows, Path(f"{out}.png"))
+    print(f"{out}.json and {out}.png are written", file=sys.stderr)
+
+
+class _Sweep:
+    """All points, one after the other; `rows` has what was measured so far."""
+
+    def __init__(self, options: Options) -> None:
+        self.rows: list[Row] = []
+        self.model = options.model
+        self._options = options
+        self._terminal = Terminal()
+        self._prompts = prompts(options.words, options.shared_words, options.given, options.seed)
+
+    async def run(self) -> None:
+        options = self._options
+        if not self.model:
+            async with client(options.url, {}, timeout_s=options.timeout_s, api_key=options.api_key) as one:
+                served = await one.models()
+            if not served:
+                raise Unavailable(f"{options.url} serves no model")
+            self.model = served[0]
+        body = {
+            "model": self.model,
+            "max_tokens": options.output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            **({} if options.may_stop else {"ignore_eos": True}),
+        }
+        async with client(options.url, body, timeout_s=options.timeout_s, api_key=options.api_key) as one:
+            for point in options.points:
+                await self._warm_up(one, point)
+                await self._measure(one, point)
+                self._terminal.clear()
+
+    async def _warm_up(self, one: Client, point: Point) -> None:
+        """Raises Unavailable where not one of the first point's is answered."""
+        answers = await asyncio.gather(*(one.ask(next(self._prompts)) for _ in range(self._options.warmup)))
+        if answers and not self.rows and not any(answer.outcome == "done" for answer in answers):
+            raise Unavailable(f"{point.name}: no request of the warm-up was answered: {answers[0].reason}")
+
+    async def _measure(self, one: Client, point: Point) -> None:
+        results: list[Result] = []
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if point.loop == "closed":
+                    numbers = iter(range(point.requests))
+                    for _ in range(int(point.value)):
+                        tasks.create_task(self._slot(one, point, numbers, results))
+                else:
+                    loop = asyncio.get_running_loop()
+                    start_s = loop.time()
+                    for at_s in arrivals(point.value, point.requests, self._options.seed):
+                        await asyncio.sleep(start_s + at_s - loop.time())
+                        tasks.create_task(self._ask(one, point, results))
+        finally:
+            if results:
+                seconds = time.perf_counter() - began_s
+                self.rows.append(row_of(point, results, seconds, (time.process_time() - began_cpu_s) / seconds))
+
+    async def _slot(self, one: Client, point: Point, numbers: Iterator[int], results: list[Result]) -> None:
+        for _ in numbers:
+            result = await self._ask(one, point, results)
+            if result.outcome == "refused" and len(results) < point.requests:
+                await asyncio.sleep(result.retry_after_s or REFUSED_WAIT_S)
+
+    async def _ask(self, one: Client, point: Point, results: list[Result]) -> Result:
+        result = await one.ask(next(self._prompts))
+        results.append(result)
+        self._terminal.progress(point.name, len(results) / point.requests)
+        return result

@@ -1,0 +1,55 @@
+"""`headrace explain`: asks every router that discovery knows about its choices, and shows them together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from functools import partial
+
+import msgspec
+
+from deploy.local.show.explain_tables import joined, layout, overview
+from deploy.local.show.fleet import FleetConfig, ask_each, bus_of, entries, instances_of
+from shared import subjects
+from shared.errors import Unavailable
+from shared.messages import EXPLANATIONS, Explanations
+
+BLANK = ' \t\r\n"'
+
+
+def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
+    """Print why `request` went where it went, or the latest choices where it is None; 1 if no router knows it.
+
+    Raises Unavailable where discovery, NATS or every router is away.
+    """
+    logging.basicConfig(level=logging.CRITICAL)  # what a retry loop says of itself
+    nameless = request is not None and not request.strip(BLANK)  # routers would tell the latest
+    answers, notes = ([], []) if nameless else asyncio.run(_ask(config, request or ""))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    decisions = joined(answers, latest=request is None)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode({"decisions": decisions})).decode())
+    elif decisions:
+        print(overview(decisions) if request is None else layout(decisions))
+    elif request is None:
+        print("nothing was routed yet")
+    if request is not None and not decisions:
+        name = request if request.isprintable() and not nameless else ascii(request)
+        print(f"error: no router remembers {name}: it was not routed here, or long ago", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _ask(config: FleetConfig, request: str) -> tuple[list[Explanations], list[str]]:
+    routers = instances_of("router", config, await entries(config))
+    if not routers:
+        raise Unavailable(f"no router is there, says {config.discovery_shown}")
+    async with bus_of(config, "headrace explain") as bus:
+        subject = partial(subjects.explain, config.namespace)
+        question = request.encode(errors="surrogateescape")
+        answers, notes = await ask_each(bus, "router", routers, subject, question, EXPLANATIONS)
+    if not answers:
+        raise Unavailable(f"no router answers: {'; '.join(notes)}")
+    return answers, notes

@@ -1,0 +1,230 @@
+"""What `headrace status` shows: discovery's entries and what processes say of themselves, joined and laid out. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from deploy.local.show.kvbm_tables import block_stores
+from deploy.local.table import age, size, table
+from shared.discovery.catalogue import Catalogue, Entry, read_entry
+from shared.errors import ProtocolError
+from shared.kvbm_messages import KvbmState
+from shared.messages import Instance, LoadReport, ModelCard, RouterState, SourceState
+
+MACHINES_OWN = 0xEFFFFFFC
+"""The number of the PID namespace that each Linux starts with; containers have others."""
+
+
+class InstanceRow(Struct, frozen=True):
+    """One process."""
+
+    service: str
+    instance: str
+    epoch: int
+    pid: int
+    pid_usable: bool
+    """Whether `pid` can be killed: it is one of the machine's, or of the container where `status` runs."""
+    machine: str
+    age_s: float
+    version: str
+    http: str
+    device: str = ""
+    """Of a worker that computes: cpu, cuda:0, …"""
+    load: LoadReport | None = None
+    """A worker's last report; None for others, and for a worker that has not been heard."""
+
+
+class ModelRow(Struct, frozen=True):
+    """One model, over all instances that serve it."""
+
+    model: str
+    instances: tuple[str, ...]
+    context_length: int
+    block_size: int
+    total_blocks: int
+    held_blocks: int
+    cached_blocks: int
+
+
+class RefusedRow(Struct, frozen=True):
+    """A card that is not served."""
+
+    model: str
+    instance: str
+    reason: str
+
+
+class Overview(Struct, frozen=True):
+    """All of one namespace."""
+
+    namespace: str
+    nats: str
+    discovery: str
+    """The back end, and where it is."""
+    instances: tuple[InstanceRow, ...]
+    models: tuple[ModelRow, ...]
+    refused: tuple[RefusedRow, ...]
+    unreadable: tuple[str, ...]
+    """Keys whose value is not what it should be, and why."""
+    notes: tuple[str, ...]
+    """What could not be found out."""
+    routers: tuple[RouterState, ...] = ()
+    """Those that answered."""
+    stores: tuple[KvbmState, ...] = ()
+    """Of the machines' block stores, those that answered."""
+
+
+def overview(
+    namespace: str,
+    nats: str,
+    discovery: str,
+    values: Mapping[str, bytes],
+    reports: Mapping[str, LoadReport],
+    states: Sequence[RouterState],
+    stores: Sequence[KvbmState],
+    notes: Sequence[str],
+    now: float,
+    pid_namespace: int = 0,
+) -> Overview:
+    """`values` are discovery's keys, `reports` the last of each worker, `states` and `stores` what routers and
+    block stores say of themselves, `now` seconds since 1970, `pid_namespace` that of the reader."""
+    entries: dict[str, Entry] = {}
+    unreadable: list[str] = []
+    for key, value in sorted(values.items()):
+        try:
+            entries[key] = read_entry(namespace, key, value)
+        except ProtocolError as wrong:
+            unreadable.append(f"{key}: {wrong}")
+    catalogue = _catalogue(entries)
+    devices = {card.instance: card.device for card in catalogue.cards.values()}
+    instances = sorted(catalogue.instances.values(), key=lambda each: (each.service, each.started, each.instance))
+    return Overview(
+        namespace=namespace,
+        nats=nats,
+        discovery=discovery,
+        instances=tuple(
+            _instance_row(each, devices.get(each.instance, ""), reports.get(each.instance), now, pid_namespace)
+            for each in instances
+        ),
+        models=tuple(
+            _model_row(model, [card for (name, _), card in sorted(catalogue.cards.items()) if name == model], reports)
+            for model in sorted({model for model, _ in catalogue.cards})
+        ),
+        refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
+        unreadable=tuple(unreadable),
+        notes=tuple(notes),
+        routers=tuple(states),
+        stores=tuple(stores),
+    )
+
+
+def _catalogue(entries: Mapping[str, Entry]) -> Catalogue:
+    """Verdicts as the services have them, if cards came in the order in which their instances started."""
+    started = {each.instance: each.started for each in entries.values() if isinstance(each, Instance)}
+    catalogue = Catalogue()
+    for key, entry in sorted(entries.items(), key=lambda item: started.get(item[1].instance, 0.0)):
+        catalogue.set(key, entry)
+    return catalogue
+
+
+def _instance_row(
+    instance: Instance, device: str, report: LoadReport | None, now: float, pid_namespace: int
+) -> InstanceRow:
+    return InstanceRow(
+        service=instance.service,
+        instance=instance.instance,
+        epoch=instance.epoch,
+        pid=instance.pid,
+        pid_usable=instance.pid_namespace in (0, MACHINES_OWN, pid_namespace),
+        machine=instance.machine,
+        age_s=round(max(0.0, now - instance.started), 1),
+        version=instance.version,
+        http=instance.http,
+        device=device,
+        load=report,
+    )
+
+
+def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, LoadReport]) -> ModelRow:
+    heard = [reports[card.instance] for card in cards if card.instance in reports]
+    return ModelRow(
+        model=model,
+        instances=tuple(card.instance for card in cards),
+        context_length=min(card.context_length for card in cards),
+        block_size=cards[0].block_size,
+        total_blocks=sum(card.capacity_blocks for card in cards),
+        held_blocks=sum(report.held_blocks for report in heard),
+        cached_blocks=sum(report.cached_blocks for report in heard),
+    )
+
+
+def layout(view: Overview) -> str:
+    """The tables that people read."""
+    parts = [f"namespace {view.namespace}, NATS {view.nats}, {view.discovery}", ""]
+    parts.append(_instances(view.instances) if view.instances else "nothing is alive here")
+    if not all(row.pid_usable for row in view.instances):
+        parts.append("PID -: it runs in a container of its own, of which MACHINE is the name")
+    if any(row.service == "worker" and row.load is None for row in view.instances):
+        parts.append("?: no load report was heard; a process that died is listed until its lease ends, some 10 s")
+    if view.models:
+        parts += ["", _models(view.models)]
+    if view.routers:
+        parts += ["", _routers(view.routers)]
+        parts += [_trouble(state.router, source) for state in view.routers for source in state.sources if source.reason]
+    if view.stores:
+        parts += ["", *block_stores(view.stores)]
+    parts += [f"refused: {row.model} at {row.instance}: {row.reason}" for row in view.refused]
+    parts += [f"unreadable: {each}" for each in view.unreadable]
+    parts += [f"note: {each}" for each in view.notes]
+    return "\n".join(parts)
+
+
+def _instances(rows: Sequence[InstanceRow]) -> str:
+    head = ("SERVICE", "INSTANCE", "EPOCH", "PID", "MACHINE", "DEVICE", "AGE")
+    cells: list[tuple[str, ...]] = [(*head, "RUNNING", "WAITING", "HELD", "CACHED", "BLOCKS")]
+    for row in rows:
+        if row.load is None:
+            load: tuple[str, ...] = ("?" if row.service == "worker" else "",) * 5
+        else:
+            counts = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks)
+            load = tuple(str(count) for count in (*counts, row.load.total_blocks))
+        pid = str(row.pid) if row.pid_usable else "-"
+        process = (row.service, row.instance, str(row.epoch), pid, row.machine, row.device, age(row.age_s))
+        cells.append((*process, *load))
+    return table(cells)
+
+
+def _models(rows: Sequence[ModelRow]) -> str:
+    cells: list[tuple[str, ...]] = [("MODEL", "INSTANCES", "CONTEXT", "BLOCK", "HELD", "CACHED", "BLOCKS")]
+    for row in rows:
+        numbers = (len(row.instances), row.context_length, row.block_size)
+        blocks = (row.held_blocks, row.cached_blocks, row.total_blocks)
+        cells.append((row.model, *(str(number) for number in (*numbers, *blocks))))
+    return table(cells)
+
+
+def _routers(rows: Sequence[RouterState]) -> str:
+    cells: list[tuple[str, ...]] = [("ROUTER", "POLICY", "RESERVED", "INDEX BLOCKS", "INDEX SIZE", "EVENT SOURCES")]
+    for row in rows:
+        reserved = sum(model.reservations for model in row.models)
+        blocks = sum(model.index_blocks for model in row.models)
+        size_bytes = sum(model.index_bytes for model in row.models)
+        policy = f"{row.policy} ({row.policy_trouble})" if row.policy_trouble else row.policy
+        cells.append((row.router, policy, str(reserved), str(blocks), size(size_bytes), _sources(row.sources)))
+    return table(cells)
+
+
+def _sources(sources: Sequence[SourceState]) -> str:
+    """How many are in each state, and what is wrong with some of them."""
+    words = [source.state for source in sources]
+    words += ["partial" for source in sources if source.partial]
+    words += ["not exact" for source in sources if not source.exact]
+    words += ["silent" for source in sources if source.silent]
+    return ", ".join(f"{count} {word}" for word, count in Counter(words).items()) or "none"
+
+
+def _trouble(router: str, source: SourceState) -> str:
+    return f"events of {source.instance} at router {router}: {source.state}: {source.reason}"

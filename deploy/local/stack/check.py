@@ -1,0 +1,111 @@
+"""Whether the services of an `up` would start as they are configured: each is asked itself, with `--check`, before
+anything is fetched or started. Deployment imports no service, and a policy may be a module of the user's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+from deploy.local.stack import servers
+from deploy.local.stack.stack import Launch, Options, Place, ServiceName, plan, ports_needed
+from shared.config import environment
+from shared.errors import ConfigError
+
+LIMIT_S = 600.0
+"""For all of them, on a busy machine: the vocabulary of a large GGUF file takes a minute of one."""
+TOLD_AFTER_S = 2.0
+"""How long a check takes without a word."""
+BUILT_IN = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
+"""Policies that routers have; a test compares them."""
+FILES, SETTINGS = "--check", "--check-settings"
+
+
+def check(
+    options: Options, place: Place, *, python: str, model: bool, told: Callable[[str], None] = lambda _: None
+) -> None:
+    """Raises ConfigError with a service's own words. `model`: there is one to look at, and it need not be fetched.
+    `told` hears what takes long.
+
+    What `up` has set itself needs no check, and costs no time.
+    """
+    asked = _asked(options, model)
+    if not asked:
+        return
+    ports = list(range(1, ports_needed(options) + 1))
+    stack = plan(options, place, ports, python=python, cores=1, password="none is needed")  # noqa: S106
+    with TemporaryDirectory(prefix="headrace-check-") as aside, ExitStack() as ended:
+        for file, text in stack.files.items():
+            (Path(aside) / file.name).write_text(text, encoding="utf-8")
+        running: list[tuple[ServiceName, subprocess.Popen[str]]] = []
+        for launch in stack.launches:
+            service = _service(launch)
+            if service is not None and service not in dict(running) and service in asked:
+                program = ended.enter_context(_started(launch, place, aside, asked[service]))
+                ended.callback(program.kill)
+                running.append((service, program))
+        until_s = time.monotonic() + LIMIT_S
+        for service, program in running:
+            files = f"the model {options.model}" if model and service == "worker" else "its files"
+            said = _said(service, program, until_s, partial(told, f"{service}: it checks its settings and {files}"))
+            if program.returncode:
+                wrong = _translated(service, said, aside)
+                raise ConfigError(wrong or f"{service}: its check ended with {program.returncode}")
+
+
+def _asked(options: Options, model: bool) -> Mapping[ServiceName, str]:
+    """Service → the flag that it is asked with; those alone that someone has configured."""
+    asked: dict[ServiceName, str] = dict.fromkeys(options.more, FILES)
+    if options.policy not in BUILT_IN:
+        asked["router"] = FILES
+    if model:
+        asked["worker"] = FILES
+    elif "worker" in asked or options.simulated or (options.gpus is not None and options.gpus.settings):
+        asked["worker"] = SETTINGS
+    return asked
+
+
+def _service(launch: Launch) -> ServiceName | None:
+    """None: a server, which is not ours."""
+    return next((name for name in get_args(ServiceName) if launch.program.name.partition("-")[0] == name), None)
+
+
+def _started(launch: Launch, place: Place, aside: str, flag: str) -> subprocess.Popen[str]:
+    arguments = [argument.replace(f"{place.run}/", f"{aside}/") for argument in launch.arguments]
+    return subprocess.Popen(
+        [*arguments, flag],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        cwd=aside,
+        # What it writes for a moment goes with the directory, even where it is killed.
+        env=servers.SETTINGS | environment() | {"TMPDIR": aside},
+    )
+
+
+def _said(service: ServiceName, program: subprocess.Popen[str], until_s: float, long: Callable[[], None]) -> str:
+    """What it has said when it has ended. `long` is called where that takes a while. Raises ConfigError."""
+    with suppress(subprocess.TimeoutExpired):
+        return program.communicate(timeout=min(TOLD_AFTER_S, max(0.0, until_s - time.monotonic())))[1]
+    long()
+    try:
+        return program.communicate(timeout=max(0.0, until_s - time.monotonic()))[1]
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{service}: its settings were not checked in {LIMIT_S:g} s") from None
+
+
+def _translated(service: ServiceName, said: str, aside: str) -> str:
+    """The last line of a service, in the words that `up` has for its settings."""
+    line = said.strip().rpartition("\n")[2].removeprefix(f"headrace-{service}: ")
+    line = re.sub(re.escape(aside) + r"/\S+\.toml: ", f"{service}: ", line)
+    if line.startswith("--"):
+        line = re.sub(r"(?<!\S)--(?=\w)", f"{service}.", line)
+    return line.replace("`--help`", f"`.venv/bin/python -m services.{service} --help`")

@@ -1,0 +1,267 @@
+"""What `up` runs: the programs, their settings as TOML, their order. Pure: options and free ports in, launches out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from deploy.local.stack import servers
+from deploy.local.stack.supervise import Program
+
+Value = str | int | float | bool | list[str]
+Settings = Mapping[str, "Value | Mapping[str, Value]"]
+"""A TOML file: keys and one level of tables."""
+
+SERVICE_DRAIN_S = 40.0
+"""Over the services' own limits: first they drain, then they end themselves by force."""
+SERVER_DRAIN_S = 5.0
+
+
+class Store(Struct, frozen=True):
+    """The block store that the workers share."""
+
+    pool: str
+    """A directory in memory, absolute."""
+    pool_bytes: int
+    disk: str = ""
+    """A directory, absolute; empty: no disk tier."""
+    disk_bytes: int = 0
+    needed: bool = True
+    """Whether all is stopped where there is no room for it."""
+
+
+class Gpus(Struct, frozen=True):
+    """What the workers compute on, in turn: worker i on GPU i modulo `count`."""
+
+    count: int
+    memory_share: float
+    """Of each GPU's memory, for all of its workers together."""
+    settings: Mapping[str, Value] = {}
+    """Others of a worker's table `cuda`."""
+
+
+class Access(Struct, frozen=True):
+    """Who may ask, and how the way there is protected. Files, absolute; empty: none."""
+
+    keys: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+
+ServiceName = Literal["frontend", "router", "worker", "kvbm"]
+Setting = tuple[str, str]
+"""A service's flag, and its value."""
+
+
+class Options(Struct, frozen=True):
+    """What `up` was asked for."""
+
+    model: str
+    """A directory or GGUF file, absolute."""
+    model_name: str
+    port: int = 8000
+    frontends: int = 1
+    """More than one share the port."""
+    routers: int = 1
+    workers: int = 2
+    policy: str = "kv"
+    discovery: Literal["etcd", "file"] = "etcd"
+    engine: str = "native"
+    simulated: Mapping[str, Value] = {}
+    """Settings of the simulated engine."""
+    gpus: Gpus | None = None
+    """None: the CPU computes."""
+    store: Store | None = None
+    nats: str = ""
+    """URL of a NATS that runs already; empty: start one."""
+    etcd: str = ""
+    """host:port of an etcd that runs already; empty: start one."""
+    namespace: str = "default"
+    access: Access = Access()
+    log_level: str = "info"
+    more: Mapping[ServiceName, Sequence[Setting]] = {}
+    """Settings of services, over those that follow from the others here."""
+
+
+DEFAULT_HOME = Path(__file__).resolve().parents[3] / ".headrace"
+
+
+class Place(Struct, frozen=True):
+    """Where an `up` keeps its state: `.headrace` in the checkout, unless told otherwise."""
+
+    home: Path
+
+    @property
+    def run(self) -> Path:
+        """Written anew by each `up`."""
+        return self.home / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def models(self) -> Path:
+        return self.home / "models"
+
+    @property
+    def record(self) -> Path:
+        """What runs now, for `status`, `chat` and people."""
+        return self.run / "up.json"
+
+    @property
+    def fleet(self) -> Path:
+        """For whatever joins what runs now: where it finds the others, with the password of NATS."""
+        return self.run / "fleet.toml"
+
+
+class Launch(Struct, frozen=True):
+    """One program: how it is started and supervised."""
+
+    program: Program
+    arguments: tuple[str, ...]
+    observe: str = ""
+    """Base URL of its /live, /health and /metrics; empty: it has none."""
+
+
+class Stack(Struct, frozen=True):
+    """All of one `up`."""
+
+    launches: tuple[Launch, ...]
+    files: dict[Path, str]
+    """To be written before anything starts."""
+    url: str
+    model: str
+    """What clients call it."""
+    nats: str
+    etcd: str
+    """Empty with the file back end."""
+    access: Access = Access()
+
+
+def replicas(cores: int) -> int:
+    """How many frontends and routers there are where nobody says. Of two, one may fail; but where the engines have no
+    core to themselves, a second one takes from them."""
+    return 2 if cores > 2 else 1
+
+
+def ports_needed(options: Options) -> int:
+    """How many free ports `plan` takes: NATS, and one to observe each service."""
+    return 1 + options.frontends + options.routers + options.workers + (options.store is not None)
+
+
+def plan(options: Options, place: Place, ports: list[int], *, python: str, cores: int, password: str) -> Stack:
+    """The programs and their files. `ports` are `ports_needed` free ones; the workers share the `cores`. Whoever knows
+    the `password` may do on a NATS that is started what services do; etcd has a socket in the run directory, which is
+    this user's alone. Programs start in that directory."""
+    assert len(ports) == ports_needed(options)
+    nats_port, *observed = ports
+    nats = options.nats or f"nats://127.0.0.1:{nats_port}"
+    etcd = "" if options.discovery == "file" else options.etcd or f"unix:{place.run / servers.ETCD_SOCKET}"
+    launches: list[Launch] = []
+    files: dict[Path, str] = {}
+
+    def service(
+        name: str, module: ServiceName, stage: int, settings: Settings, *, needed: bool = True, late: bool = False
+    ) -> None:
+        port = observed.pop()
+        file = place.run / f"{name}.toml"
+        files[file] = toml(
+            {**settings, "observe": {"port": port, "events": str(place.run), "log_level": options.log_level}}
+        )
+        flags = [f"{flag}={value}" for flag, value in options.more.get(module, ())]
+        arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
+        program = Program(name, stage, SERVICE_DRAIN_S, needed, late)
+        launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}"))
+
+    def common() -> dict[str, Value | Mapping[str, Value]]:
+        services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
+        return {
+            "namespace": options.namespace,
+            "nats": {"url": nats, **({} if options.nats else services)},
+            "discovery": {
+                "backend": options.discovery,
+                "endpoints": [etcd] if etcd else [],
+                "path": str(place.run / "discovery"),
+            },
+        }
+
+    wiring = common()
+    files[place.fleet] = toml(
+        {"nats": wiring["nats"], "discovery": wiring["discovery"], "observe": {"events": str(place.run)}}
+    )
+    if not options.nats:
+        files[place.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_access(password)
+        launches.append(
+            Launch(
+                Program("nats", 3, SERVER_DRAIN_S),
+                (str(servers.nats_server()), "-c", str(place.run / "nats.conf")),
+            )
+        )
+    if etcd and not options.etcd:
+        client, peer = f"unix://{servers.ETCD_SOCKET}", f"unix://{servers.PEER_SOCKET}"
+        arguments = servers.etcd_arguments(client, peer, place.run / "etcd")
+        launches.append(Launch(Program("etcd", 3, SERVER_DRAIN_S), (str(servers.etcd()), *arguments)))
+    access = options.access
+    http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
+    if options.frontends > 1:
+        http["reuse_port"] = True
+    for name in _names("frontend", options.frontends):
+        service(name, "frontend", 0, common() | {"http": http, "access": {"keys_file": access.keys}})
+    for name in _names("router", options.routers):
+        service(name, "router", 2, common() | {"policy": options.policy})
+    store = options.store
+    if store is not None:
+        # Beside the others its start makes the first token a tenth later, on two cores; but who asked for it is told
+        # before anything serves where it cannot be.
+        service("kvbm", "kvbm", 2, common() | _tiers(store), needed=store.needed, late=not store.needed)
+    for index in range(options.workers):
+        settings = common() | {
+            "model": options.model,
+            "model_name": options.model_name,
+            "cache": str(place.models),
+            "engine": options.engine,
+            "threads": max(1, cores // options.workers),
+            "simulated": options.simulated,
+            "kvbm": {"pool": store.pool if store is not None else ""},
+        }
+        if options.gpus is not None:
+            settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
+        service(f"worker-{index}", "worker", 1, settings)
+    url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access)
+
+
+def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
+    """Workers of one GPU have equal parts of its memory."""
+    gpu = worker % gpus.count
+    sharing = len(range(gpu, workers, gpus.count))
+    return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
+
+
+def _tiers(store: Store) -> dict[str, Mapping[str, Value]]:
+    tiers: dict[str, Mapping[str, Value]] = {"pool": {"directory": store.pool, "size_bytes": store.pool_bytes}}
+    if store.disk:
+        tiers["disk"] = {"directory": store.disk, "limit_bytes": store.disk_bytes}
+    return tiers
+
+
+def _names(service: str, count: int) -> list[str]:
+    return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
+
+
+def toml(settings: Settings) -> str:
+    """TOML text; JSON's strings, numbers, booleans and arrays of strings are TOML too, but for the character DEL."""
+    plain = [f"{key} = {_value(value)}" for key, value in settings.items() if not isinstance(value, Mapping)]
+    for name, table in settings.items():
+        if isinstance(table, Mapping):
+            plain += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())]
+    return "\n".join(plain) + "\n"
+
+
+def _value(value: Value | Mapping[str, Value]) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -1,0 +1,346 @@
+"""`headrace up`: starts the servers and services, keeps them running, drains them. Does what supervise.py decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import assert_never
+
+from deploy.local import probe
+from deploy.local.stack import servers
+from deploy.local.stack.stack import DEFAULT_HOME, Launch, Options, Place, Stack, plan, ports_needed
+from deploy.local.stack.supervise import (
+    CONFIG_STATUS,
+    Begin,
+    Event,
+    Exited,
+    Finished,
+    Hopeless,
+    Kill,
+    Restarting,
+    Serving,
+    Start,
+    Stop,
+    Supervisor,
+    Terminate,
+    Tick,
+)
+from deploy.local.terminal import Terminal
+from shared.config import environment
+from shared.errors import ConfigError
+
+PROBE_EVERY_S = 0.1
+LOG_LIMIT_BYTES = 64 << 20
+LOG_CHECK_S = 60.0
+DRAIN_TOLD_S = 3.0
+LINES_SHOWN = 10
+"""Of the log of a program that cannot work."""
+
+
+def up(options: Options, place: Place, terminal: Terminal) -> int:
+    """Run until stopped: 0 after a drain, 1 if a program could not work. To be called under `alone`."""
+    stack = plan(
+        options,
+        place,
+        servers.free_ports(ports_needed(options)),
+        python=sys.executable,
+        cores=len(os.sched_getaffinity(0)),
+        password=secrets.token_hex(32),
+    )
+    _prepare(stack, place)
+    try:
+        return asyncio.run(Shell(stack, place, terminal).run())
+    finally:
+        place.record.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(place: Place, port: int) -> Iterator[None]:
+    """One `up` a state directory and port. Raises ConfigError where another runs, the port is taken or the directory
+    cannot be written. The lock goes with the process, however it ends."""
+    try:
+        place.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (place.home / "up.lock").open("a+")
+    except OSError as wrong:
+        raise ConfigError(f"state directory {place.home}: {wrong.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(
+                f"another `up` runs here: {lock.read().strip()}; a second one needs another --state"
+            ) from None
+        if not servers.is_free(port):
+            raise ConfigError(f"port {port} is taken; choose another with --port")
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()}, http://127.0.0.1:{port}/v1\n")
+        lock.flush()
+        yield
+
+
+def _prepare(stack: Stack, place: Place) -> None:
+    """Fresh directories. Nothing in them is worth keeping: every key of the former run hung on a lease of a process
+    that is dead now."""
+    shutil.rmtree(place.run, ignore_errors=True)
+    place.run.mkdir(mode=0o700, parents=True)
+    place.logs.mkdir(mode=0o700, exist_ok=True)
+    for log in place.logs.glob("*.log*"):
+        log.unlink()
+    for file, text in stack.files.items():
+        file.touch(mode=0o600)
+        file.write_text(text, encoding="utf-8")
+
+
+class Shell:
+    """The children of one `up`, and the loop that feeds the supervisor."""
+
+    def __init__(self, stack: Stack, place: Place, terminal: Terminal) -> None:
+        self._stack = stack
+        self._place = place
+        self._terminal = terminal
+        self._launches = {launch.program.name: launch for launch in stack.launches}
+        self._supervisor = Supervisor([launch.program for launch in stack.launches])
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: one exit a child, and signals
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._reason = ""
+        """Why all is stopped, where a program cannot work as configured; the first one's."""
+        # The files in place.run say it all.
+        self._environment = servers.SETTINGS | environment()
+
+    async def run(self) -> int:
+        """Until every child has ended; returns the status of `up`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                works = (self._announce(), self._bound_logs(), self._tell_drains())
+                beside = [tasks.create_task(work) for work in works]
+                status = await self._supervise(tasks)
+                for task in beside:
+                    task.cancel()
+        finally:
+            for process in self._processes.values():  # only if this shell itself has failed
+                _kill_group(process.pid)
+        return status
+
+    def stop(self) -> None:
+        """Drain; a second time: end at once."""
+        if not self._supervisor.stopping:
+            self._terminal.notice("stopping: what runs is finished first; once more ends it at once")
+        self._events.put_nowait(Stop())
+
+    async def _supervise(self, tasks: asyncio.TaskGroup) -> int:
+        event: Event = Begin()
+        while True:
+            for action in self._supervisor.on(event, time.monotonic()):
+                match action:
+                    case Start(name):
+                        await self._start(name, tasks)
+                    case Terminate(name):
+                        self._terminal.notice(f"  {name}: draining")
+                        self._signal(name, signal.SIGTERM)
+                    case Kill(name):
+                        self._terminal.notice(f"  {name}: killed")
+                        self._signal(name, signal.SIGKILL)
+                    case Restarting(name, status, delay_s):
+                        # A killed program has not said why.
+                        said = "" if status <= 0 else ": " + "".join(_tail(self._log(name), 1))
+                        wrong = "; it cannot work as configured, the others go on" if status == CONFIG_STATUS else ""
+                        self._terminal.notice(f"{name} ended ({_spell(status)}){wrong}, again in {delay_s} s{said}")
+                    case Hopeless(name, needed):
+                        if needed:
+                            lines = _tail(self._log(name), LINES_SHOWN)
+                            self._terminal.notice("\n  ".join([f"error: {name} cannot work as configured:", *lines]))
+                            self._reason = self._reason or f"error: {name}: {''.join(lines[-1:])}"
+                        else:
+                            self._terminal.notice(f"without {name}: " + "".join(_tail(self._log(name), 1)))
+                    case Finished(status):
+                        if self._reason:  # said above, and out of sight since
+                            self._terminal.notice(self._reason)
+                        return status
+                    case _:
+                        assert_never(action)
+            event = await self._next_event()
+
+    async def _next_event(self) -> Event:
+        due_s = self._supervisor.next_due_s
+        try:
+            async with asyncio.timeout(None if due_s is None else max(0.0, due_s - time.monotonic())):
+                return await self._events.get()
+        except TimeoutError:
+            return Tick()
+
+    async def _start(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        """Its own process group, so that a terminal's Ctrl-C reaches `up` alone and the drain keeps its order."""
+        tether = str(Path(__file__).with_name("die_with_parent.py"))
+        arguments = (sys.executable, "-I", "-S", tether, str(os.getpid()), *self._launches[name].arguments)
+        with self._log(name).open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._place.run,
+                env=self._environment,
+                process_group=0,
+            )
+        self._processes[name] = process
+        self._record()
+        tasks.create_task(self._wait(name, process))
+
+    async def _wait(self, name: str, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        del self._processes[name]
+        self._events.put_nowait(Exited(name, status))
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        process = self._processes.get(name)  # absent: it has just ended, and its Exited is in the queue
+        if process is None:
+            return
+        if number == signal.SIGKILL:
+            _kill_group(process.pid)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _announce(self) -> None:
+        """Show the load's progress until the frontends would serve a request; then say so, once."""
+        reasons: dict[str, str] = {}
+        ready: set[str] = set()
+        observed = [launch for launch in self._launches.values() if launch.observe]
+        frontends = {name for name in self._launches if name.startswith("frontend")}
+        while len(ready) < len(observed):
+            for launch in observed:
+                name = launch.program.name
+                if name in ready:
+                    continue
+                if self._supervisor.state(name) == "ended":  # hopeless, and not needed
+                    ready.add(name)
+                    continue
+                healthy, reason = await _health(launch)
+                if healthy:
+                    ready.add(name)
+                    if name in frontends and frontends <= ready:
+                        self._say_ready()
+                        self._events.put_nowait(Serving())
+                elif reason and reasons.get(name) != reason and not launch.program.late:
+                    reasons[name] = reason
+                    self._say_reason(name, reason)
+            await asyncio.sleep(PROBE_EVERY_S)
+
+    def _say_reason(self, name: str, reason: str) -> None:
+        """Why a service is not ready yet; a share of something long is drawn as progress."""
+        what, _, share = reason.removesuffix(" %").rpartition(": ")
+        if what and share.isdecimal():
+            self._terminal.progress(f"  {name}: {what}", int(share) / 100)
+        else:
+            self._terminal.notice(f"  {name}: {reason}")
+
+    def _say_ready(self) -> None:
+        self._terminal.clear()
+        url = self._stack.url
+        message = {"role": "user", "content": "What is the capital of France?"}
+        question = json.dumps({"model": self._stack.model, "messages": [message], "temperature": 0})
+        state = "" if self._place.home == DEFAULT_HOME else f" --state {shlex.quote(str(self._place.home))}"
+        access = self._stack.access
+        by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
+        certificate = shlex.quote(access.tls_cert)
+        trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
+        print(f"ready {url}/v1", flush=True)
+        print(
+            f"""
+ask it:  {trust}./headrace chat{state}{by_file} "What is the capital of France?"
+   or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
+see it:  ./headrace status{state}
+logs:    {self._place.logs}
+end it:  Ctrl-C
+""",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    async def _tell_drains(self) -> None:
+        """What programs that drain wait for, once they say it, and seldom what has changed."""
+        told: dict[str, str] = {}
+        while True:
+            await asyncio.sleep(DRAIN_TOLD_S)
+            for name, launch in self._launches.items():
+                if launch.observe and self._supervisor.state(name) == "stopping":
+                    _, reason = await _health(launch)
+                    if reason not in ("", "draining", told.get(name)):
+                        told[name] = reason
+                        self._terminal.notice(f"  {name}: {reason}")
+
+    async def _bound_logs(self) -> None:
+        """Logs are written by the children themselves, appending; at the bound the older part is kept as one file."""
+        while True:
+            await asyncio.sleep(LOG_CHECK_S)
+            for log in self._place.logs.glob("*.log"):
+                if log.stat().st_size > LOG_LIMIT_BYTES:
+                    shutil.copyfile(log, log.with_suffix(".log.1"))
+                    os.truncate(log, 0)
+
+    def _log(self, name: str) -> Path:
+        return self._place.logs / f"{name}.log"
+
+    def _record(self) -> None:
+        """Who runs where, for `status`, `chat` and people; replaced as a whole."""
+        record = {
+            "pid": os.getpid(),
+            "url": f"{self._stack.url}/v1",
+            "nats": self._stack.nats,
+            "etcd": self._stack.etcd,
+            "discovery": str(self._place.run / "discovery") if not self._stack.etcd else "",
+            "programs": {
+                name: {"pid": process.pid, "observe": self._launches[name].observe, "log": str(self._log(name))}
+                for name, process in self._processes.items()
+            },
+        }
+        fresh = self._place.record.with_suffix(".new")
+        fresh.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        fresh.rename(self._place.record)
+
+
+async def _health(launch: Launch) -> tuple[bool, str]:
+    """(ready, why not)."""
+    try:
+        status, body = await probe.get(f"{launch.observe}/health", timeout_s=2.0)
+    except OSError:
+        return False, ""  # not listening yet; its exit, if it comes to that, is told elsewhere
+    if status == 200:
+        return True, ""
+    try:
+        reasons = json.loads(body).get("reasons", [])
+    except (ValueError, AttributeError):
+        reasons = []
+    return False, "; ".join(str(reason) for reason in reasons)
+
+
+def _kill_group(group: int) -> None:
+    """A service and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _spell(status: int) -> str:
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def _tail(log: Path, lines: int) -> list[str]:
+    """The last lines of a log, of its last 64 KiB."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - (64 << 10)))
+        return file.read().decode(errors="replace").rstrip().splitlines()[-lines:]

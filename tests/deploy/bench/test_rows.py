@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.local.bench.plan import Point
+from deploy.local.bench.rows import Result, Spread, layout, row_of, spread
+
+POINT = Point("closed", 4, 3)
+DONE = Result(
+    "done", first_s=0.1, last_s=0.5, ended_s=0.6, gaps_s=(0.2, 0.2), events=3, prompt_tokens=10, completion_tokens=5
+)
+
+
+def test_tokens_are_the_servers_count_and_latencies_those_of_requests_that_were_done() -> None:
+    early = Result("ended early", "no finish reason", first_s=9.0, last_s=9.0, ended_s=9.0, events=2)
+    row = row_of(POINT, [DONE, DONE, early], 2.0, 0.1)
+    assert row.tokens_per_s == 6.0
+    assert row.tokens_by == "usage"
+    assert row.requests_per_s == 1.0
+    assert (row.first_token_s.max, row.whole_s.max, row.inter_token_s.max) == (0.1, 0.6, 0.2)
+    assert row.time_per_token_s.p50 == 0.1
+    assert row.prompt_tokens == 10
+    assert row.outcomes == {"done": 2, "ended early": 1}
+    assert row.reasons == {"no finish reason": 1}
+    assert row.complete
+
+
+def test_where_the_server_does_not_count_an_event_is_a_token_and_the_table_says_so() -> None:
+    row = row_of(POINT, [Result("done", first_s=0.1, last_s=0.3, ended_s=0.4, gaps_s=(0.2,), events=2)], 1.0, 0.9)
+    assert (row.tokens_by, row.tokens_per_s, row.prompt_tokens) == ("events", 2.0, None)
+    text = layout([row])
+    for note in ("an event counts as a token", "took 90% of a core", "not complete"):
+        assert note in text
+
+
+def test_a_load_of_which_nothing_came_back_has_a_row_too() -> None:
+    row = row_of(POINT, [Result("refused", "429: busy")] * 3, 1.0, 0.0)
+    assert row.first_token_s == Spread()
+    head, line, note = layout([row]).splitlines()
+    assert head.split()[:3] == ["LOAD", "DONE", "FAILED"]
+    assert line.split()[:5] == ["concurrency", "4", "0", "3", "-"]
+    assert note == "concurrency 4: 3 refused (429: busy)"
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=300))
+def test_percentiles_are_values_that_were_seen_in_order(seconds: list[float]) -> None:
+    found = spread(seconds)
+    assert found.p50 is not None
+    assert found.p90 is not None
+    assert found.p99 is not None
+    assert found.p50 <= found.p90 <= found.p99 <= max(seconds) == found.max
+    for percentile, share in ((found.p50, 0.5), (found.p90, 0.9), (found.p99, 0.99)):
+        assert percentile in seconds
+        assert sum(value <= percentile for value in seconds) >= share * len(seconds)

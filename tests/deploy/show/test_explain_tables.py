@@ -1,0 +1,73 @@
+"""deploy/local/show/explain_tables.py: the routers' explanations as people read them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deploy.local.show.explain_tables import LATEST, joined, layout, overview
+from shared.messages import Candidate, Explanation, Explanations, Overlap
+
+CHOICE = Explanation(
+    model="m",
+    router="r1",
+    request="abc",
+    attempt=1,
+    age_s=75.0,
+    instance="w2",
+    rank=0,
+    reason="most cached",
+    candidates=(
+        Candidate("w2", 0, Overlap(20, 4, 1), 12.25, 30, 256, "most cached", 0.125),
+        Candidate("w1", 0, Overlap(), 31.0, 7, 0, "idle"),
+    ),
+    prompt_tokens=410,
+    predicted_cached_tokens=400,
+)
+
+
+def test_a_choice_stands_with_its_candidates_and_what_came_of_it() -> None:
+    told = msgspec.structs.replace(CHOICE, actual_cached_tokens=384, first_token_s=0.131, ended_s=12.7)
+    assert layout([told]).splitlines() == [
+        "request abc, attempt 1, 1m ago",
+        "model m, chosen by router r1: most cached",
+        "",
+        "   INSTANCE  RANK  DEVICE  HOST  DISK  HELD  QUEUED  PREDICTED  SCORE  REASON",
+        "*  w2        0     20      4     1     30    256     125 ms     12.25  most cached",
+        "   w1        0     0       0     0     7     0       ?          31     idle",
+        "",
+        "cached tokens      400 predicted, 384 found of 410",
+        "first token after  125 ms predicted, 131 ms as the client saw it",
+        "ended              13 s after the choice",
+    ]
+
+
+def test_what_is_not_known_yet_is_said_in_words() -> None:
+    assert layout([CHOICE]).splitlines()[-3:] == [
+        "cached tokens      400 predicted, not told yet of 410",
+        "first token after  125 ms predicted, not told yet",
+        "ended              not yet",
+    ]
+    continued = msgspec.structs.replace(CHOICE, candidates=CHOICE.candidates[1:], actual_cached_tokens=0)
+    assert "first token after  an earlier attempt brought it" in layout([continued])
+
+
+def test_the_attempts_of_a_request_come_from_all_routers_in_order() -> None:
+    second = msgspec.structs.replace(CHOICE, attempt=2, router="r2", age_s=70.0)
+    found = joined([Explanations("r2", [second]), Explanations("r3", []), Explanations("r1", [CHOICE])], latest=False)
+    assert found == [CHOICE, second]
+    assert [line for line in layout(found).splitlines() if line.startswith("request")] == [
+        "request abc, attempt 1, 1m ago",
+        "request abc, attempt 2, 1m ago",
+    ]
+
+
+def test_the_latest_choices_are_a_line_each_and_bounded() -> None:
+    many = [msgspec.structs.replace(CHOICE, request=f"q{number}", age_s=100.0 - number) for number in range(30)]
+    found = joined([Explanations("r1", many[::2]), Explanations("r2", many[1::2])], latest=True)
+    assert [each.request for each in found] == [f"q{number}" for number in range(30 - LATEST, 30)]
+    last = msgspec.structs.replace(found[-1], actual_cached_tokens=384, first_token_s=0.131, ended_s=2.0)
+    assert overview([found[-2], last]).splitlines() == [
+        "AGO  REQUEST  ATTEMPT  INSTANCE  PROMPT  PREDICTED  FOUND  FIRST TOKEN  ENDED    REASON",
+        "1m   q28      1        w2        410     400                                     most cached",
+        "1m   q29      1        w2        410     400        384    131 ms       2000 ms  most cached",
+    ]

@@ -1,0 +1,193 @@
+"""deploy/local/show/overview.py: discovery's entries and load reports as people and programs read them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deploy.local.show.overview import MACHINES_OWN, Overview, layout, overview
+from shared import subjects
+from shared.hashing import self_test
+from shared.kvbm_messages import KvbmState
+from shared.messages import (
+    INSTANCE,
+    JSON_HEADER,
+    MODEL_CARD,
+    Instance,
+    KvLayout,
+    LoadReport,
+    ModelCard,
+    ModelState,
+    RouterState,
+    ServiceName,
+    SourceState,
+)
+
+NOW = 1_000_100.0
+READERS_OWN = 4026531111
+
+
+def instance(
+    service: ServiceName, name: str, started: float = NOW - 65, *, pid_namespace: int = 0
+) -> tuple[str, bytes]:
+    value = Instance(
+        "default",
+        service,
+        name,
+        1,
+        "machine",
+        4242,
+        started,
+        "0.1.0",
+        http="http://127.0.0.1:9100",
+        pid_namespace=pid_namespace,
+    )
+    return subjects.instance_key("default", service, name), INSTANCE.encode(value, JSON_HEADER)
+
+
+def card(name: str, *, block_size: int = 16, digest: str = "d", device: str = "") -> tuple[str, bytes]:
+    value = ModelCard(
+        "m.x",
+        name,
+        "/models/m",
+        digest,
+        self_test(block_size),
+        context_length=2048,
+        vocab_size=100,
+        block_size=block_size,
+        capacity_blocks=500,
+        kv_layout=KvLayout("float32", 1, 1, 8, block_size),
+        device=device,
+    )
+    return subjects.model_key("default", "m.x", name), MODEL_CARD.encode(value, JSON_HEADER)
+
+
+def report(name: str) -> LoadReport:
+    return LoadReport(name, 1, 10, 3, 2, 700, 500, held_blocks=40, cached_blocks=60)
+
+
+def look(
+    *entries: tuple[str, bytes],
+    reports: tuple[LoadReport, ...] = (),
+    states: tuple[RouterState, ...] = (),
+    stores: tuple[KvbmState, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Overview:
+    return overview(
+        "default",
+        "nats://127.0.0.1:4222",
+        "etcd 127.0.0.1:2379",
+        dict(entries),
+        {each.instance: each for each in reports},
+        states,
+        stores,
+        notes,
+        NOW,
+        READERS_OWN,
+    )
+
+
+def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
+    view = look(
+        instance("frontend", "f1"),
+        instance("worker", "w1"),
+        instance("worker", "w2", NOW - 7300),
+        card("w1", device="cuda:0"),
+        card("w2", device="cpu"),
+        reports=(report("w1"), report("w2")),
+    )
+    assert [(row.service, row.instance, row.age_s) for row in view.instances] == [
+        ("frontend", "f1", 65.0),
+        ("worker", "w2", 7300.0),
+        ("worker", "w1", 65.0),
+    ]
+    (model,) = view.models
+    assert (model.model, model.instances) == ("m.x", ("w1", "w2"))
+    assert (model.total_blocks, model.held_blocks, model.cached_blocks) == (1000, 80, 120)
+    assert layout(view).splitlines() == [
+        "namespace default, NATS nats://127.0.0.1:4222, etcd 127.0.0.1:2379",
+        "",
+        "SERVICE   INSTANCE  EPOCH  PID   MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
+        "frontend  f1        1      4242  machine          1m",
+        "worker    w2        1      4242  machine  cpu     2h   2        3        40    60      500",
+        "worker    w1        1      4242  machine  cuda:0  1m   2        3        40    60      500",
+        "",
+        "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS",
+        "m.x    2          2048     16     80    120     1000",
+    ]
+
+
+def test_no_pid_is_shown_of_a_process_in_a_container_of_its_own() -> None:
+    view = look(
+        instance("frontend", "f1", pid_namespace=READERS_OWN),
+        instance("router", "r1", pid_namespace=MACHINES_OWN),
+        instance("worker", "w1", pid_namespace=4026539999),
+        reports=(report("w1"),),
+    )
+    assert [(row.service, row.pid_usable) for row in view.instances] == [
+        ("frontend", True),
+        ("router", True),
+        ("worker", False),
+    ]
+    lines = layout(view).splitlines()
+    assert [line.split()[3] for line in lines[3:6]] == ["4242", "4242", "-"]
+    assert "PID -: it runs in a container of its own, of which MACHINE is the name" in lines
+
+
+def test_a_worker_that_was_not_heard_has_question_marks() -> None:
+    text = layout(look(instance("worker", "w1"), card("w1")))
+    assert "?        ?        ?     ?       ?" in text
+    assert "\n?: no load report was heard; a process that died is listed until its lease ends, some 10 s\n" in text
+
+
+def test_the_card_of_the_later_instance_is_the_refused_one() -> None:
+    view = look(instance("worker", "a", NOW - 1), instance("worker", "b", NOW - 9), card("a", digest="x"), card("b"))
+    assert [(row.model, row.instance) for row in view.refused] == [("m.x", "a")]
+    assert "refused: m.x at a: tokenizer_digest: " in layout(view)
+
+
+def test_what_cannot_be_read_is_named_and_harms_nothing_else() -> None:
+    key = subjects.instance_key("default", "worker", "bad")
+    view = look((key, b"not json"), instance("router", "r1"), notes=("no NATS",))
+    assert [row.instance for row in view.instances] == ["r1"]
+    text = layout(view)
+    assert f"unreadable: {key}: " in text
+    assert "note: no NATS" in text
+
+
+def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> None:
+    state = RouterState(
+        *("r1", "kv"),
+        models=[ModelState("m", 2, 3, 1000, 50_000), ModelState("n", 1, 1, 200, 50_000)],
+        sources=[
+            SourceState("w1", "live", silent=True),
+            SourceState("w2", "refused", "blocks of 8 tokens"),
+            SourceState("w3", "live", partial=True, exact=False),
+        ],
+    )
+    assert layout(look(instance("router", "r1"), states=(state,))).splitlines()[-3:] == [
+        "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX SIZE  EVENT SOURCES",
+        "r1      kv      4         1200          100 kB      2 live, 1 refused, 1 partial, 1 not exact, 1 silent",
+        "events of w2 at router r1: refused: blocks of 8 tokens",
+    ]
+
+
+def test_a_policy_that_does_not_choose_is_not_shown_as_if_it_did() -> None:
+    state = RouterState("r1", "mine:Sleeps", [], [], policy_trouble="off: kv chooses")
+    assert "r1      mine:Sleeps (off: kv chooses)  0" in layout(look(instance("router", "r1"), states=(state,)))
+
+
+def test_block_stores_stand_behind_the_routers_and_in_the_json() -> None:
+    store = KvbmState("k1", "/pool", 1 << 30, 1.0, 300.0, [])
+    view = look(instance("kvbm", "k1"), stores=(store,))
+    lines = layout(view).splitlines()
+    assert lines[-2:] == ["KVBM  POOL   MEMORY   RESERVED  HITS OVER", "k1    /pool  1.07 GB  100 %     5m"]
+    assert msgspec.json.decode(msgspec.json.encode(view), type=Overview).stores == (store,)
+
+
+def test_nothing_alive_is_said_in_words() -> None:
+    assert "nothing is alive here" in layout(look())
+
+
+def test_the_json_form_reads_back() -> None:
+    view = look(instance("worker", "w1"), card("w1"), reports=(report("w1"),))
+    assert msgspec.json.decode(msgspec.json.encode(view), type=Overview) == view

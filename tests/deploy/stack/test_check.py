@@ -1,0 +1,145 @@
+"""deploy/local/stack/check.py: each service is asked itself whether it would start, before anything else is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deploy.local.stack.check import BUILT_IN, check
+from deploy.local.stack.stack import Options, Place, Store
+from services.router.selection import policy
+from shared.errors import ConfigError
+from tests.tiny_model import write_tiny_model
+
+
+def checked(tmp_path: Path, options: Options, *, model: bool = False) -> None:
+    check(options, Place(tmp_path / "state"), python=sys.executable, model=model)
+    assert not (tmp_path / "state").exists()
+
+
+def refused(tmp_path: Path, options: Options, *, model: bool = False) -> str:
+    with pytest.raises(ConfigError) as wrong:
+        checked(tmp_path, options, model=model)
+    return str(wrong.value)
+
+
+DEFAULT = Options(model="/to/be/fetched", model_name="m")
+
+
+def test_every_built_in_policy_is_known_without_asking() -> None:
+    assert tuple(policy.BUILT_IN) == BUILT_IN
+
+
+def test_what_up_has_set_itself_is_not_asked_about(tmp_path: Path) -> None:
+    check(DEFAULT, Place(tmp_path), python="/no/such/python", model=False)
+
+
+def test_a_policys_module_is_loaded_as_routers_do(tmp_path: Path) -> None:
+    checked(tmp_path, msgspec.structs.replace(DEFAULT, policy="services.router.selection.policies.kv:KvPolicy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fastest", "policy fastest: not one of kv, round-robin, random, least-loaded, power-of-two and not module"),
+        ("no.such:Policy", "policy no.such:Policy: ModuleNotFoundError: No module named 'no'"),
+        ("json:loads", "policy json:loads: it is no class with filter, score, pick"),
+    ],
+)
+def test_a_policy_that_routers_would_not_start_with_is_refused_in_their_words(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    assert refused(tmp_path, msgspec.structs.replace(DEFAULT, policy=name)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("service", "setting", "said"),
+    [
+        (
+            "worker",
+            "foo",
+            "worker.foo: no such setting; `.venv/bin/python -m services.worker --help` lists them all",
+        ),
+        ("worker", "max_runing", "worker.max_runing: no such setting; did you mean worker.max_running"),
+        ("worker", "kvbm.wait", "worker.kvbm.wait: no such setting; did you mean worker.kvbm.wait_s"),
+        (
+            "frontend",
+            "limits-request",
+            "frontend.limits-request: no such setting; did you mean frontend.limits-requests",
+        ),
+        ("router", "polcy", "router.polcy: no such setting; did you mean router.policy"),
+        ("kvbm", "tiers.host_polcy", "kvbm.tiers.host_polcy: no such setting; did you mean kvbm.tiers.host_policy"),
+        ("worker", "max_running", "WorkerConfig: Expected `int`, got `str` - at `$.max_running`"),
+        ("kvbm", "tiers.host_policy", "eviction policy many: not one of reuse, "),
+        ("router", "policy", "policy many: not one of kv, "),
+    ],
+)
+def test_a_setting_that_a_service_would_not_start_with_is_named_as_it_was_typed(
+    tmp_path: Path, service: str, setting: str, said: str
+) -> None:
+    options = msgspec.structs.replace(
+        DEFAULT, more={service: [(f"--{setting}", "many")]}, store=Store(str(tmp_path), 1 << 20)
+    )
+    assert refused(tmp_path, options).startswith(said)
+
+
+def test_settings_of_the_simulated_engine_are_checked_too(tmp_path: Path) -> None:
+    wrong = msgspec.structs.replace(DEFAULT, engine="simulated", simulated={"sped": 2})
+    assert refused(tmp_path, wrong).startswith("worker: unknown key simulated.sped; did you mean speed")
+    checked(tmp_path, msgspec.structs.replace(wrong, simulated={"speed": 2}))
+
+
+def test_settings_that_will_do_are_checked_with_the_model(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    options = Options(model=str(model), model_name="m", more={"worker": [("--max_running", "8")]})
+    checked(tmp_path, options, model=True)
+
+
+def test_a_model_that_a_worker_would_not_start_with_is_refused_in_its_words(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    (model / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    said = refused(tmp_path, Options(model=str(model), model_name="m"), model=True)
+    assert said.startswith(f"{model}/config.json: architecture GPT2LMHeadModel is not supported; ")
+
+
+def test_a_check_that_takes_long_is_shown_meanwhile(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/shown ]; do sleep 0.05; done\n")
+    python.chmod(0o755)
+    shown: list[str] = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        (tmp_path / "shown").touch()
+
+    check(DEFAULT, Place(tmp_path / "state"), python=str(python), model=True, told=show)
+    assert shown == ["worker: it checks its settings and the model /to/be/fetched"]
+
+
+def test_a_service_that_cannot_even_be_asked_is_named(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(DEFAULT, policy="mine:Policy")
+    with pytest.raises(ConfigError, match="router: its check ended with 1"):
+        check(options, Place(tmp_path), python="/bin/false", model=False)
+
+
+SERVICES = """#!/bin/sh
+case "$*" in
+    *services.worker*) touch "$TMPDIR/written"; echo "$TMPDIR" >{here}/worker.new; echo $$ >{here}/pid
+        mv {here}/worker.new {here}/worker; exec sleep 1000 ;;
+    *) until [ -e {here}/worker ]; do sleep 0.05; done; echo refused >&2; exit 2 ;;
+esac
+"""
+
+
+def test_once_one_service_refuses_the_others_have_ended_and_nothing_that_they_wrote_is_left(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(SERVICES.format(here=tmp_path))
+    python.chmod(0o755)
+    options = msgspec.structs.replace(DEFAULT, policy="mine:Policy")
+    with pytest.raises(ConfigError, match="refused"):
+        check(options, Place(tmp_path / "state"), python=str(python), model=True)
+    assert not Path((tmp_path / "worker").read_text().strip()).exists(), "where the worker had its files"
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists(), "the worker itself"

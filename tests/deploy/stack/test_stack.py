@@ -1,0 +1,261 @@
+"""deploy/local/stack/stack.py: what `up` starts, with which settings."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.local.show.fleet import FleetConfig
+from deploy.local.stack.stack import (
+    Access,
+    Gpus,
+    Options,
+    Place,
+    ServiceName,
+    Setting,
+    Stack,
+    Store,
+    Value,
+    plan,
+    ports_needed,
+    replicas,
+    toml,
+)
+from services.frontend.config import FrontendConfig
+from services.kvbm.config import DiskConfig, KvbmConfig
+from services.router.config import RouterConfig
+from services.worker.config import EngineName, WorkerConfig
+from shared.config import NatsConfig, load
+
+PASSWORD = "0123secret"
+PLACE = Place(Path("/home/some one/headrace"))
+OPTIONS = Options(model="/models/tiny", model_name="tiny", port=8123, workers=3, policy="random")
+
+
+def planned(options: Options, cores: int = 8) -> Stack:
+    ports = list(range(21_000, 21_000 + ports_needed(options)))
+    return plan(options, PLACE, ports, python="/venv/python", cores=cores, password=PASSWORD)
+
+
+def names(stack: Stack) -> list[str]:
+    return [launch.program.name for launch in stack.launches]
+
+
+def settings(stack: Stack, name: str, tmp_path: Path) -> Path:
+    file = tmp_path / f"{name}.toml"
+    file.write_text(stack.files[PLACE.run / f"{name}.toml"], encoding="utf-8")
+    return file
+
+
+def test_the_services_know_every_setting(tmp_path: Path) -> None:
+    stack = planned(OPTIONS)
+    assert names(stack) == ["nats", "etcd", "frontend", "router", "worker-0", "worker-1", "worker-2"]
+    frontend = load(FrontendConfig, file=settings(stack, "frontend", tmp_path), environ={})
+    router = load(RouterConfig, file=settings(stack, "router", tmp_path), environ={})
+    workers = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in range(3)]
+    assert frontend.http.port == 8123
+    assert router.policy == "random"
+    assert {worker.model for worker in workers} == {"/models/tiny"}
+    assert {worker.model_name for worker in workers} == {"tiny"}
+    assert {worker.nats.url for worker in workers} == {frontend.nats.url, router.nats.url} == {stack.nats}
+    assert frontend.discovery.endpoints == (stack.etcd,)
+    observed = [frontend.observe.port, router.observe.port, *(worker.observe.port for worker in workers)]
+    assert [f"http://127.0.0.1:{port}" for port in observed] == [launch.observe for launch in stack.launches[2:]]
+    assert len(set(observed)) == 5
+
+
+def test_keys_and_certificates_are_all_frontends_and_the_url_says_so(tmp_path: Path) -> None:
+    access = Access(keys="/keys.toml", tls_cert="/tls.pem", tls_key="/tls.key")
+    stack = planned(msgspec.structs.replace(OPTIONS, frontends=2, access=access))
+    for name in ("frontend-0", "frontend-1"):
+        frontend = load(FrontendConfig, file=settings(stack, name, tmp_path), environ={})
+        assert frontend.access.keys_file == "/keys.toml"
+        assert (frontend.http.tls_cert, frontend.http.tls_key) == ("/tls.pem", "/tls.key")
+    assert (stack.url, stack.access) == ("https://127.0.0.1:8123", access)
+    assert planned(OPTIONS).url == "http://127.0.0.1:8123"
+
+
+def test_a_setting_that_is_given_by_name_wins_in_all_of_that_service(tmp_path: Path) -> None:
+    more: dict[ServiceName, list[Setting]] = {"worker": [("--threads", "7"), ("--max-running", "8")]}
+    stack = planned(msgspec.structs.replace(OPTIONS, more=more))
+    for launch in stack.launches[4:]:
+        flags = launch.arguments[launch.arguments.index("--config") + 2 :]
+        worker = load(WorkerConfig, file=settings(stack, launch.program.name, tmp_path), environ={}, flags=flags)
+        assert (worker.threads, worker.max_running, worker.model) == (7, 8, "/models/tiny")
+    assert all("--threads=7" not in launch.arguments for launch in stack.launches[:4])
+
+
+def test_several_frontends_share_the_port_and_each_is_observed_on_one_of_its_own(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, frontends=3, routers=2))
+    several = ["frontend-0", "frontend-1", "frontend-2", "router-0", "router-1"]
+    assert names(stack)[2:7] == several
+    frontends = [load(FrontendConfig, file=settings(stack, name, tmp_path), environ={}) for name in several[:3]]
+    assert {(each.http.port, each.http.reuse_port) for each in frontends} == {(8123, True)}
+    assert len({launch.observe for launch in stack.launches[2:]}) == 8
+    alone = load(FrontendConfig, file=settings(planned(OPTIONS), "frontend", tmp_path), environ={})
+    assert not alone.http.reuse_port, "another program on the port is an error, not a companion"
+
+
+def test_the_simulated_engine_gets_its_settings(tmp_path: Path) -> None:
+    simulated: dict[str, Value] = {"fixed_s": 0.02, "output_tokens": 0, "table": "times.toml"}
+    stack = planned(msgspec.structs.replace(OPTIONS, engine="simulated", simulated=simulated))
+    worker = load(WorkerConfig, file=settings(stack, "worker-2", tmp_path), environ={})
+    assert (worker.simulated.fixed_s, worker.simulated.output_tokens, worker.simulated.table) == (0.02, 0, "times.toml")
+
+
+def test_without_gpus_the_cpu_computes(tmp_path: Path) -> None:
+    assert load(WorkerConfig, file=settings(planned(OPTIONS), "worker-0", tmp_path), environ={}).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("workers", "count", "expected"),
+    [
+        (1, 1, [(0, 0.8)]),
+        (2, 1, [(0, 0.4), (0, 0.4)]),
+        (3, 2, [(0, 0.4), (1, 0.8), (0, 0.4)]),
+        (2, 8, [(0, 0.8), (1, 0.8)]),
+    ],
+)
+def test_workers_take_the_gpus_in_turn_and_share_the_memory_of_each(
+    tmp_path: Path, workers: int, count: int, expected: list[tuple[int, float]]
+) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, workers=workers, gpus=Gpus(count, 0.8)))
+    loaded = [load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}) for name in names(stack)[4:]]
+    assert {worker.device for worker in loaded} == {"cuda"}
+    assert [(worker.cuda.gpu, worker.cuda.memory_share) for worker in loaded] == expected
+
+
+def test_workers_on_gpus_get_their_other_settings(tmp_path: Path) -> None:
+    gpus = Gpus(1, 0.9, {"dtype": "float16", "graphs": "false", "graph_upper_bound": 32})
+    stack = planned(msgspec.structs.replace(OPTIONS, gpus=gpus))
+    cuda = load(WorkerConfig, file=settings(stack, "worker-1", tmp_path), environ={}).cuda
+    assert (cuda.dtype, cuda.graphs, cuda.graph_upper_bound) == ("float16", False, 32)
+
+
+def test_the_block_store_and_the_workers_share_a_pool(tmp_path: Path) -> None:
+    store = Store("/dev/shm/headrace-0-x", 1 << 30, "/blocks", 5 << 30)
+    stack = planned(msgspec.structs.replace(OPTIONS, store=store))
+    assert names(stack)[2:] == ["frontend", "router", "kvbm", "worker-0", "worker-1", "worker-2"]
+    kvbm = load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={})
+    assert (kvbm.pool.directory, kvbm.pool.size_bytes) == (store.pool, store.pool_bytes)
+    assert (kvbm.disk.directory, kvbm.disk.limit_bytes) == (store.disk, store.disk_bytes)
+    workers = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in range(3)]
+    assert {worker.kvbm.pool for worker in workers} == {store.pool}
+    assert not any(launch.program.late for launch in stack.launches), "where it cannot be, that is told at once"
+    assert {worker.nats.url for worker in workers} == {kvbm.nats.url}
+    assert f"http://127.0.0.1:{kvbm.observe.port}" in {launch.observe for launch in stack.launches}
+
+
+def test_a_block_store_may_have_no_disk_and_there_may_be_none(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30, needed=False)))
+    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).disk == DiskConfig()
+    assert [launch.program.name for launch in stack.launches if not launch.program.needed] == ["kvbm"]
+    assert [launch.program.name for launch in stack.launches if launch.program.late] == ["kvbm"]
+    alone = planned(OPTIONS)
+    assert "kvbm" not in names(alone)
+    assert all(launch.program.needed for launch in alone.launches)
+    assert load(WorkerConfig, file=settings(alone, "worker-0", tmp_path), environ={}).kvbm.pool == ""
+
+
+def test_all_services_log_at_the_level_that_was_asked_for_and_one_may_differ(tmp_path: Path) -> None:
+    more: dict[ServiceName, list[Setting]] = {"router": [("--observe-log-level", "error")]}
+    stack = planned(msgspec.structs.replace(OPTIONS, log_level="debug", more=more))
+    worker = load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={})
+    assert worker.observe.log_level == "debug"
+    (launch,) = (launch for launch in stack.launches if launch.program.name == "router")
+    flags = ["--config", str(settings(stack, "router", tmp_path)), launch.arguments[-1]]
+    assert load(RouterConfig, flags=flags, environ={}).observe.log_level == "error"
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (3, 2), (128, 2)])
+def test_there_are_two_frontends_and_routers_where_there_are_more_than_two_cores(cores: int, count: int) -> None:
+    assert replicas(cores) == count
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3)])
+def test_workers_share_the_cores(tmp_path: Path, cores: int, workers: int, threads: int) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, workers=workers), cores)
+    assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).threads == threads
+
+
+@pytest.mark.parametrize("engine", get_args(EngineName))
+def test_workers_know_every_engine(tmp_path: Path, engine: str) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, engine=engine))
+    assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).engine == engine
+
+
+def test_the_frontend_drains_first_and_the_servers_last() -> None:
+    stages = {launch.program.name.partition("-")[0]: launch.program.stage for launch in planned(OPTIONS).launches}
+    assert sorted(stages, key=lambda name: stages[name])[:3] == ["frontend", "worker", "router"]
+    assert stages["nats"] == stages["etcd"] == 3
+
+
+def test_a_service_may_drain_longer_than_its_own_limit() -> None:
+    limit_s = {launch.program.name: launch.program.drain_limit_s for launch in planned(OPTIONS).launches}
+    assert limit_s["frontend"] > FrontendConfig().limits.drain_s
+    assert limit_s["worker-0"] > WorkerConfig(model="m").drain_s
+
+
+def test_with_files_no_etcd_runs(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, discovery="file"))
+    assert "etcd" not in names(stack)
+    discovery = load(RouterConfig, file=settings(stack, "router", tmp_path), environ={}).discovery
+    assert (discovery.backend, discovery.path) == ("file", str(PLACE.run / "discovery"))
+
+
+def test_servers_that_run_already_are_not_started(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, nats="nats://there:4222", etcd="there:2379"))
+    assert names(stack)[0] == "frontend"
+    assert (stack.nats, stack.etcd) == ("nats://there:4222", "there:2379")
+    fleet = load(FleetConfig, file=settings(stack, "fleet", tmp_path), environ={})
+    assert fleet.nats == NatsConfig(url="nats://there:4222"), "a NATS that others run has its own users"
+    assert fleet.discovery.endpoints == ("there:2379",)
+
+
+def test_services_and_what_joins_them_know_the_password_of_nats_and_no_argument_has_it(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30)))
+    nats = NatsConfig(url=stack.nats, user="services", password=PASSWORD, inbox="_INBOX_services")
+    assert load(FleetConfig, file=settings(stack, "fleet", tmp_path), environ={}).nats == nats
+    assert load(FrontendConfig, file=settings(stack, "frontend", tmp_path), environ={}).nats == nats
+    assert load(RouterConfig, file=settings(stack, "router", tmp_path), environ={}).nats == nats
+    assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).nats == nats
+    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).nats == nats
+    assert not any(PASSWORD in argument for launch in stack.launches for argument in launch.arguments)
+
+
+def test_kv_events_are_published_at_sockets_in_the_run_directory_also_by_what_joins(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, store=Store("/pool", 1 << 30)))
+    for name in ("worker-0", "fleet"):
+        assert load(
+            WorkerConfig, file=settings(stack, name, tmp_path), environ={"HEADRACE_MODEL": "m"}
+        ).observe.events == str(PLACE.run)
+    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).observe.events == str(PLACE.run)
+
+
+def test_etcd_listens_at_sockets_in_the_run_directory_alone() -> None:
+    stack = planned(OPTIONS)
+    (etcd,) = (launch for launch in stack.launches if launch.program.name == "etcd")
+    listening = [argument.partition("=")[2] for argument in etcd.arguments if argument.startswith("--listen-")]
+    assert listening == ["unix://etcd:0", "unix://peer:0"]
+    assert stack.etcd == f"unix:{PLACE.run}/etcd:0"
+
+
+VALUES: st.SearchStrategy[Value] = st.one_of(
+    st.text(st.characters(codec="utf-8")),
+    st.integers(-(2**63), 2**63 - 1),
+    st.booleans(),
+    st.lists(st.text(max_size=3)),
+)
+KEYS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4), KEYS, st.dictionaries(KEYS, VALUES, max_size=4))
+def test_toml_reads_back_as_it_was(top: dict[str, Value], name: str, table: dict[str, Value]) -> None:
+    written = {**top, name: table}
+    assert tomllib.loads(toml(written)) == written

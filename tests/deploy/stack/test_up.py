@@ -1,0 +1,301 @@
+"""deploy/local/stack/up.py: the shell around the supervisor, with small real programs as children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.local.stack import servers
+from deploy.local.stack.stack import Access, Launch, Place, Stack
+from deploy.local.stack.supervise import Program
+from deploy.local.stack.up import Shell, alone
+from deploy.local.terminal import Terminal
+from shared.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT_S = 20.0
+STAYS = "while :; do sleep 0.02; done"
+
+
+def launch(name: str, script: str, *, stage: int = 0, limit_s: float = 10.0, observe: str = "") -> Launch:
+    return Launch(Program(name, stage, limit_s), ("/bin/sh", "-c", script), observe)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    place = Place(tmp_path)
+    place.run.mkdir(parents=True)
+    place.logs.mkdir()
+    return place
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 files and processes offer nothing to wait on
+            await asyncio.sleep(0.01)
+
+
+def written(file: Path) -> list[str]:
+    return file.read_text().split() if file.exists() else []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_the_stages_drain_in_order(place: Place) -> None:
+    order = place.home / "order"
+    began = place.home / "began"
+
+    def script(name: str) -> str:
+        return f"trap 'echo {name} >>{order}; exit 0' TERM; echo {name} >>{began}; {STAYS}"
+
+    stages = {"nats": 3, "worker": 1, "router": 2, "frontend": 0}
+    launches = tuple(launch(name, script(name), stage=stage) for name, stage in stages.items())
+    shell = Shell(Stack(launches, {}, "", "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: len(written(began)) == 4)
+    shell.stop()
+    assert await running == 0
+    assert written(order) == ["frontend", "worker", "router", "nats"]
+
+
+async def test_a_crashed_program_is_started_again_and_the_notice_shows_why(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = place.home / "began"
+    script = f"echo x >>{began}; [ $(wc -l <{began}) -gt 1 ] || {{ echo 'no luck' >&2; exit 1; }}; {STAYS}"
+    shell = Shell(Stack((launch("router", script),), {}, "", "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: len(written(began)) == 2)
+    shell.stop()
+    assert await running == 0
+    assert "router ended (status 1), again in 0.5 s: no luck" in capsys.readouterr().err
+
+
+async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "echo 'info: loading' >&2; echo 'model.safetensors: torn' >&2; exit 2"
+    launches = (launch("worker-0", script), launch("router", STAYS, stage=2))
+    assert await Shell(Stack(launches, {}, "", "", "", ""), place, Terminal()).run() == 1
+    said = capsys.readouterr().err
+    assert "error: worker-0 cannot work as configured:\n  info: loading\n  model.safetensors: torn\n" in said
+    assert said.endswith("\n  router: draining\nerror: worker-0: model.safetensors: torn\n")
+
+
+async def test_what_is_not_needed_may_have_a_wrong_configuration(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
+    no_room = "echo 'a pool of 1.0 GiB has no room' >&2; exit 2"
+    kvbm = Launch(Program("kvbm", 2, 10.0, needed=False), ("/bin/sh", "-c", no_room), "http://127.0.0.1:1")
+    (place.run / "health").write_text("well")
+    launches = (kvbm, launch("frontend", serve, observe=url))
+    shell = Shell(Stack(launches, {}, url, "tiny", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    said = ["", ""]
+
+    def is_told() -> bool:
+        for stream, text in enumerate(capsys.readouterr()):
+            said[stream] += text
+        return bool(said[0]) and "no room" in said[1]
+
+    await until(is_told)
+    shell.stop()
+    assert await running == 0
+    assert said[0].startswith("ready ")
+    assert "\nwithout kvbm: a pool of 1.0 GiB has no room\n" in f"\n{said[1]}"
+
+
+SLOW_TO_DRAIN = """
+import signal, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b'{"reasons": ["1 request runs, up to 20 s"]}')
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+async def test_what_a_program_that_drains_waits_for_is_said_once(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    arguments = (sys.executable, "-c", SLOW_TO_DRAIN, str(port))
+    slow = Launch(Program("frontend", 0, 1000.0), arguments, f"http://127.0.0.1:{port}")
+    shell = Shell(Stack((slow,), {}, "", "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: not servers.is_free(port))
+    shell.stop()
+    said = ""
+
+    def is_told() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "draining\n" in said and "up to 20 s" in said.partition("draining\n")[2]
+
+    await until(is_told)
+    shell.stop()
+    assert await running == 0
+    assert said.partition("draining\n")[2].count("up to 20 s") == 1
+
+
+async def test_a_second_stop_kills_what_does_not_drain(place: Place) -> None:
+    began = place.home / "began"
+    stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=1000.0)
+    shell = Shell(Stack((stubborn,), {}, "", "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: bool(written(began)))
+    shell.stop()
+    shell.stop()
+    assert await running == 0
+    assert not alive(int(written(began)[0]))
+
+
+async def test_a_program_that_does_not_drain_in_time_is_killed(place: Place) -> None:
+    began = place.home / "began"
+    stubborn = launch("worker-0", f"trap '' TERM; echo $$ >{began}; {STAYS}", limit_s=0.1)
+    shell = Shell(Stack((stubborn,), {}, "", "", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(lambda: bool(written(began)))
+    shell.stop()
+    assert await running == 0
+
+
+async def test_ready_is_said_once_the_frontend_is_healthy(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"  # in place.run: /health is a file there
+    shell = Shell(Stack((launch("frontend", serve, observe=url),), {}, url, "tiny", "", ""), place, Terminal())
+    running = asyncio.create_task(shell.run())
+    await until(place.record.exists)
+    (place.run / "health").write_text("well")
+    said = ""
+
+    def is_ready() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return bool(said)
+
+    await until(is_ready)
+    shell.stop()
+    await running
+    assert said == f"ready {url}/v1\n"
+
+
+async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    serve = f"exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
+    access = Access(tls_cert="/its own/tls.pem", tls_key="/its own/tls.key")
+    stack = Stack((launch("frontend", serve, observe=url),), {}, "https://127.0.0.1:8000", "tiny", "", "", access)
+    shell = Shell(stack, place, Terminal())
+    running = asyncio.create_task(shell.run())
+    (place.run / "health").write_text("well")
+    said = ""
+
+    def is_complete() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "end it:" in said
+
+    await until(is_complete)
+    shell.stop()
+    await running
+    assert "ask it:  SSL_CERT_FILE='/its own/tls.pem' ./headrace chat" in said
+    assert "   or:   curl --cacert '/its own/tls.pem' https://127.0.0.1:8000/v1/chat/completions" in said
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from deploy.local.stack.stack import Launch, Place, Stack
+from deploy.local.stack.supervise import Program
+from deploy.local.terminal import Terminal
+from deploy.local.stack.up import Shell
+script = "trap '' TERM HUP INT; echo $$ >>began; while :; do sleep 0.02; done"
+launches = tuple(Launch(Program(name, 0, 9.0), ("/bin/sh", "-c", script)) for name in "ab")
+asyncio.run(Shell(Stack(launches, {}, "", "", "", ""), Place(Path(sys.argv[1])), Terminal()).run())
+"""
+
+
+def test_no_child_outlives_an_up_that_was_killed(place: Place) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(place.home)], cwd=ROOT)
+    deadline = time.monotonic() + LIMIT_S
+    while len(written(place.run / "began")) < 2:
+        assert time.monotonic() < deadline
+    children = [int(pid) for pid in written(place.run / "began")]
+    assert all(alive(pid) for pid in children)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    while any(alive(pid) for pid in children):
+        assert time.monotonic() < deadline
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", servers.free_ports(1)[0]))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=rf"port {port} is taken; choose another with --port"),
+            alone(Place(tmp_path), port),
+        ):
+            pass
+
+
+def test_a_second_up_with_the_same_state_names_the_first(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    holds = "import fcntl, sys\nlock = open(sys.argv[1], 'a+')\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
+    holds += (
+        "lock.write('pid 42, http://127.0.0.1:8000/v1')\nlock.flush()\nprint('held', flush=True)\nsys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", holds, str(place.home / "up.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(ConfigError, match=r"another `up` runs here: pid 42, http://127.0.0.1:8000/v1"),
+            alone(place, servers.free_ports(1)[0]),
+        ):
+            pass
+        assert first.stdin is not None
+        first.stdin.close()
+
+
+def test_a_state_directory_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"state directory .*file/state: Not a directory"),
+        alone(Place(tmp_path / "file" / "state"), servers.free_ports(1)[0]),
+    ):
+        pass
+
+
+def test_free_ports_are_distinct_and_out_of_the_kernels_way() -> None:
+    ports = servers.free_ports(8)
+    assert len(set(ports)) == 8
+    assert all(servers.FIRST_PORT <= port <= servers.LAST_PORT for port in ports)
+    assert all(servers.is_free(port) for port in ports)
+    assert os.access(servers.nats_server(), os.X_OK)
+    assert os.access(servers.etcd(), os.X_OK)
