@@ -32,7 +32,8 @@ from services.router.selection.policy import load_policy
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import Exchange
 from services.worker.limits import Limits
-from services.worker.messages import Drawn, EngineOrder, KvbmAsk, KvbmUp, Stepped, Submit, Work
+from services.worker.messages import EngineOrder, KvbmAsk, KvbmUp, Stepped, Submit
+from services.worker.runner import Drawn, Work
 from services.worker.scheduler.scheduler import Scheduler
 from services.worker.simulated.mover import SimulatedMover
 from shared.hashing import self_test

@@ -1,4 +1,4 @@
-"""BlockPool: the slots of one tier, what they hold, and who holds them.
+"""BlockPool: the slots of one tier, what they hold, and who holds them. Pure.
 
             allocate                 store (block is full and computed)
     free ─────────────▶ held, blank ─────────────────────────────▶ held, keyed ◀──┐

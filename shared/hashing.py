@@ -1,4 +1,4 @@
-"""Token ids to hashes: the 64-bit hashes that route and the 128-bit content keys that guard bytes.
+"""Token ids to hashes: the 64-bit hashes that route and the 128-bit content keys that guard bytes. Pure.
 
     tokens   | t0 … t15 | t16 … t31 | t32 …           only full blocks are hashed
     block      b0         b1                          XXH3-64 of the tokens as little-endian u32

@@ -1,4 +1,4 @@
-"""Every Struct that crosses a process boundary between services: all that is ever said.
+"""Every Struct that crosses a process boundary between services: all that is ever said. Pure.
 
 Channels, each with its union and its codec at the end of the file:
 

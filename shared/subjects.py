@@ -1,4 +1,4 @@
-"""NATS subjects and etcd keys, as functions of names and ids.
+"""NATS subjects and etcd keys, as functions of names and ids. Pure.
 
 Ids are lower-case hex. A model's name is escaped into one subject token: percent-encoded, the dot included.
 """

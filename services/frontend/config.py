@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from services.frontend.server.cors import check_origin
 from services.frontend.tool_parsers.formats import FormatName, ReasoningName
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
+ANY_ORIGIN = "*"
+_ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 SomeSeconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+def check_origin(origin: str) -> None:
+    """Raises ValueError where no browser would ever send it."""
+    if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"cors_origins: {origin} is neither * nor an origin, as https://example.org or http://x:3000")
 
 
 class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -25,8 +25,9 @@ from services.worker.engine.channel import EngineEnd, PeerGone
 from services.worker.engine.core import EngineCore
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.messages import Failed, Loading, Ready, Runner
+from services.worker.messages import Failed, Loading, Ready
 from services.worker.model_facts import facts_of
+from services.worker.runner import Runner
 from shared.errors import ConfigError, ModelError
 
 _PR_SET_PDEATHSIG = 1

@@ -1,10 +1,12 @@
-"""What a scheduler serves, and its bounds."""
+"""What a scheduler serves, and its bounds. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from services.worker.scheduler.kv_offloading import Offload
+Offload = Literal["filled", "evicted", "off"]
+"""Which blocks the kvbm is offered; `kv_offloading` says when."""
 
 MAX_STEP_TOKENS = 8192
 """That a step computes at most, whatever the time: runners have room for as many."""

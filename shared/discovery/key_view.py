@@ -1,4 +1,4 @@
-"""What one watcher believes about a set of keys, through outages of the back end.
+"""What one watcher believes about a set of keys, through outages of the back end. Pure.
 
     absent ──seen──▶ present ──gone──▶ missing ──asked at once: its owner publishes it──▶ asked again a TTL later
       ▲                ▲      │          │  │                                                  │

@@ -1,4 +1,4 @@
-"""Where everything lies in a kvbm's pool file. All of it follows from the file's size.
+"""Where everything lies in a kvbm's pool file. All of it follows from the file's size. Pure.
 
     0          4096                  slots_at, a multiple of 64 KiB                                           file_bytes
     | header   | generations         | arena 0                              | arena 1                         | rest |

@@ -6,7 +6,8 @@ from random import Random
 from benchmarks.fleet import Fleet
 from benchmarks.fleet_store import StoreSizes
 from benchmarks.loads import Load, chats, ideal
-from services.worker.messages import Snapshot, TakeSnapshot, Work
+from services.worker.messages import Snapshot, TakeSnapshot
+from services.worker.runner import Work
 
 REQUESTS = 150
 

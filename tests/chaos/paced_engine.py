@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from services.worker import engine_main
 from services.worker.config import EngineConfig
-from services.worker.messages import Drawn, Loading, Ready, Runner, Work
+from services.worker.messages import Loading, Ready
 from services.worker.mover import Mover
+from services.worker.runner import Drawn, Runner, Work
 
 STEP_S = 0.012
 

@@ -12,7 +12,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from deploy.local.stack.servers import nats_settings
-from services.frontend.serving.request_context import OPERATIONS
+from services.frontend.protocol.operations import OPERATIONS
 from shared import subjects
 from shared.bus.nats_connection import sync
 from tests.servers import NatsServer, nats_server

@@ -6,7 +6,7 @@ import json
 from io import BytesIO
 from pathlib import Path
 
-from services.frontend.serving.request_context import PATHS
+from services.frontend.protocol.operations import PATHS
 from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE
 from tests.frontend.peers import MODEL, clients, world
 

@@ -18,7 +18,7 @@ from services.frontend.requests.service import Frontend
 from services.frontend.requests.stream import Job, Reader, Stream
 from services.frontend.serving.choices import Planned
 from services.frontend.serving.choices import ask as ask_for
-from services.worker.messages import Work
+from services.worker.runner import Work
 from shared.errors import HeadraceError, InvalidRequest
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 from shared.messages import NOT_BEGUN

@@ -12,7 +12,7 @@ from services.kvbm.tickets.results import Bounds
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import Exchange
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.limits import Limits
+from services.worker.limits import Limits, Offload
 from services.worker.messages import (
     CancelAttempt,
     Exchanged,
@@ -24,7 +24,6 @@ from services.worker.messages import (
     Stepped,
     Submit,
 )
-from services.worker.scheduler.kv_offloading import Offload
 from services.worker.scheduler.scheduler import Scheduler
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_keys, pack_tokens, root_key, unpack_tokens

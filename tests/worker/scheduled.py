@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.worker.limits import Limits
-from services.worker.messages import Submit, Work
-from services.worker.scheduler.kv_offloading import Offload
+from services.worker.limits import Limits, Offload
+from services.worker.messages import Submit
+from services.worker.runner import Work
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens

@@ -1,4 +1,4 @@
-"""An OpenAI stream's bytes as events (pure).
+"""An OpenAI stream's bytes as events. Pure.
 
     bytes ─▶ lines ─▶ `data: {…}` ─▶ text, usage, finish reason, error ─▶ [DONE]
 

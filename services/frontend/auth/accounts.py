@@ -1,4 +1,4 @@
-"""Who asks, by the key that is shown, and what each may have. Pure; the clock is an argument.
+"""Who asks, by the key that is shown, and what each may have. Pure. The clock is an argument.
 
     enter ──▶ charge: the prompt, and max_tokens where the client gave them ──▶ leave: what it came to instead
       │          │

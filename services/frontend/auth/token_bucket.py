@@ -1,4 +1,4 @@
-"""So much a minute: a token bucket. Pure; the clock, in seconds, is an argument.
+"""So much a minute: a token bucket. Pure. The clock, in seconds, is an argument.
 
     per_minute ──────────   full at first, and a minute after it was empty
         │  take ▼  ▲ fills by per_minute / 60 a second

@@ -15,8 +15,8 @@ from services.frontend.openapi.operations import DESCRIBED, Described
 from services.frontend.openapi.schemas import Schema, components, ref
 from services.frontend.protocol.errors import ErrorBody
 from services.frontend.protocol.model_list import ModelEntry, ModelList
+from services.frontend.protocol.operations import KEPT, KEPT_RESPONSE, PATHS, Operation
 from services.frontend.protocol.responses_events import Response, ResponseDeleted
-from services.frontend.serving.request_context import KEPT, KEPT_RESPONSE, PATHS, Operation
 from shared.version import VERSION
 
 PATH = "/openapi.json"

@@ -15,11 +15,11 @@ from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import ChatAnswer, CompletionAnswer
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.embeddings import EmbeddingAnswer, EmbeddingRequest
+from services.frontend.protocol.operations import Operation
 from services.frontend.protocol.responses_events import Response, ResponseEvent
 from services.frontend.protocol.responses_items import INPUT_ITEMS
 from services.frontend.protocol.responses_request import ResponseRequest
 from services.frontend.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from services.frontend.serving.request_context import Operation
 
 
 class Described(Struct, frozen=True):

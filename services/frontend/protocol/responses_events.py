@@ -1,4 +1,4 @@
-"""What clients of /v1/responses get: the response, and the events of a streamed one. Values alone; pure.
+"""What clients of /v1/responses get: the response, and the events of a streamed one. Values alone. Pure.
 
 created, in_progress
 output_item.added ─▶ content_part.added ─▶ ….delta … ─▶ ….done ─▶ content_part.done ─▶ output_item.done    each item

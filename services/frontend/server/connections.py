@@ -1,4 +1,4 @@
-"""Which client connections there are, and which of them must go. Pure: the clock is an argument, a connection any key.
+"""Which client connections there are, and which of them must go. Pure. The clock is an argument, a connection any key.
 
     opened ──▶ idle ──bytes──▶ heading ──a whole head──▶ busy ──answered──▶ idle
                 │ idle_s          │ header_s: told 408                 gone: from any state

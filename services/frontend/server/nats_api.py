@@ -29,13 +29,14 @@ from services.frontend.auth.access import HEADER, Access
 from services.frontend.auth.accounts import Account
 from services.frontend.metrics import Metrics
 from services.frontend.protocol.errors import failure_of
+from services.frontend.protocol.operations import OPERATIONS, Operation
 from services.frontend.requests import deadline
 from services.frontend.requests.service import Frontend
 from services.frontend.server.inbox_probe import Gone, Inbox, Inboxes
 from services.frontend.server.middleware import REQUEST_ID_HEADER
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.dispatch import Exchange
-from services.frontend.serving.request_context import OPERATIONS, Asking, Operation, RequestId, request_id
+from services.frontend.serving.request_context import Asking, RequestId, request_id
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable

@@ -23,6 +23,7 @@ from services.frontend.openapi import document
 from services.frontend.openapi.chunk_structs import Version
 from services.frontend.protocol.chat import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.protocol.errors import failure, failure_of
+from services.frontend.protocol.operations import KEPT, KEPT_RESPONSE, PATHS, Operation
 from services.frontend.requests import deadline
 from services.frontend.requests.admission import Place
 from services.frontend.requests.service import Frontend
@@ -31,7 +32,7 @@ from services.frontend.server.port import Port
 from services.frontend.server.sse import Body
 from services.frontend.serving.dispatch import Exchange
 from services.frontend.serving.reply import Reply
-from services.frontend.serving.request_context import KEPT, KEPT_RESPONSE, PATHS, Asking, Operation
+from services.frontend.serving.request_context import Asking
 from shared.errors import HeadraceError, InvalidRequest
 from shared.version import VERSION
 

@@ -22,11 +22,12 @@ from services.frontend.protocol import chat
 from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.model_list import ModelEntry, ModelList
+from services.frontend.protocol.operations import Operation
 from services.frontend.requests.service import Frontend
 from services.frontend.serving.chat import Generation
 from services.frontend.serving.embeddings import Embeddings
 from services.frontend.serving.reply import Reply, Whole
-from services.frontend.serving.request_context import Asking, Operation
+from services.frontend.serving.request_context import Asking
 from services.frontend.serving.response_directory import ResponseDesk
 from services.frontend.serving.responses import Responses
 from services.frontend.serving.tokenize import Tokens

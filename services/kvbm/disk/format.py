@@ -1,4 +1,4 @@
-"""One block on disk: a page that says what it is, then its bytes.
+"""One block on disk: a page that says what it is, then its bytes. Pure.
 
     segment-000000                          segment-000001
     | record 0 | record 1 | … | record n-1 | record n | …            all records of a layout have one size
@@ -19,11 +19,11 @@ alone.
 from __future__ import annotations
 
 import struct
-from typing import Literal
 
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
+from services.kvbm.tiers.disk_results import NotRead
 from shared.blocks import Content
 from shared.errors import HeadraceError
 from shared.hashing import KEY_BYTES
@@ -40,10 +40,6 @@ _HAS_PARENT = 1
 _BLANK = bytes(PAGE_BYTES)
 VARIABLE_BYTES = PAGE_BYTES - _CHECKSUM.size - _FIXED.size
 """Room for tokens, LoRA and salt together: 1,000 tokens a block."""
-
-NotRead = Literal["blank", "torn", "version", "layout"]
-"""Why a page is no record of ours: never written; its checksum or its lengths are wrong; another format version;
-another layout or payload size."""
 
 
 class HeaderTooLarge(HeadraceError):

@@ -8,9 +8,9 @@ from functools import partial
 from operator import itemgetter
 from typing import Protocol
 
-from services.kvbm.disk.format import Geometry, Header, NotRead
+from services.kvbm.disk.format import Geometry, Header
 from services.kvbm.disk.segments import Segments
-from services.kvbm.tiers.disk_results import Found
+from services.kvbm.tiers.disk_results import Found, NotRead
 from shared.blocks import Content
 from shared.hashing import ContentKey
 

@@ -24,7 +24,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from services.kvbm.disk.format import PAGE_BYTES, Geometry, Header, NotRead, decode_header
+from services.kvbm.disk.format import PAGE_BYTES, Geometry, Header, decode_header
+from services.kvbm.tiers.disk_results import NotRead
 
 SEGMENT = re.compile(r"segment-(\d{6,9})")
 PROBE = "probe"

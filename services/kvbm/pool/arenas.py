@@ -1,4 +1,4 @@
-"""Which layout has which arena of the pool.
+"""Which layout has which arena of the pool. Pure.
 
              give                        give to another layout, while nobody uses the first
     free ─────────▶ given to a layout ──────────────────────────────────────────────────────▶ given to the other

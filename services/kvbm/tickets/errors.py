@@ -1,4 +1,4 @@
-"""Why a worker's request to the block store was not done. Each has the code with which it crosses the wire.
+"""Why a worker's request to the block store was not done. Each has the code with which it crosses the wire. Pure.
 
 Refusal
 ├── BadRequest      a key of a wrong length, too many blocks, slots that were not granted, a ticket of the other kind

@@ -1,4 +1,4 @@
-"""What owners are answered, and within which bounds."""
+"""What owners are answered, and within which bounds. Pure."""
 
 from __future__ import annotations
 

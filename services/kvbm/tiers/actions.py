@@ -1,4 +1,4 @@
-"""What the tiers are told, and what they decide: sizes, slots to write to, reads of the disk, spills to it."""
+"""What the tiers are told, and what they decide: sizes, slots to write to, reads of the disk, spills to it. Pure."""
 
 from __future__ import annotations
 

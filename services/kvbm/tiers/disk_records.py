@@ -1,4 +1,4 @@
-"""DiskRecords: the records of one layout's disk tier, and which block each of them has.
+"""DiskRecords: the records of one layout's disk tier, and which block each of them has. Pure.
 
     off ──back(found)──▶ on ──gone──▶ off              what a disk holds is found first
 

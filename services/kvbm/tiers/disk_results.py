@@ -1,4 +1,4 @@
-"""What the disk tier answers: the ends of a request, what was found, and its statistics."""
+"""What the disk tier answers: the ends of a request, what was found, and its statistics. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.kvbm.disk.format import NotRead
 from shared.blocks import Content
 
+NotRead = Literal["blank", "torn", "version", "layout"]
+"""Why a page is no record of ours: never written; its checksum or its lengths are wrong; another format version;
+another layout or payload size."""
 Why = Literal["off", "busy", "no space", "error", "too large", "missing", "other key", "damaged"] | NotRead
 """Why a block was not written or not read.
 
@@ -16,7 +18,7 @@ Why = Literal["off", "busy", "no space", "error", "too large", "missing", "other
     no space, error         the disk refused
     too large               its tokens do not fit the header
     missing                 the file ends before the record does
-    blank … layout          the header is no record of this layout (`disk_format.NotRead`)
+    blank … layout          the header is no record of this layout (`NotRead`)
     other key, damaged      the record holds another block; the payload, or the memory to write, is not what was written
 """
 

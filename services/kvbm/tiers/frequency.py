@@ -1,4 +1,4 @@
-"""Sightings: how often each block was seen lately, whether or not any tier has it (pure).
+"""Sightings: how often each block was seen lately, whether or not any tier has it. Pure.
 
 A block is worth a write to disk when it was seen twice: most prompts come once. Counts stop at `ENOUGH`; of more keys
 than the limit the ones seen longest ago are forgotten.

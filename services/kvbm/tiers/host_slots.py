@@ -1,4 +1,4 @@
-"""HostSlots: the slots of one layout's host tier, who writes to them, who reads them.
+"""HostSlots: the slots of one layout's host tier, who writes to them, who reads them. Pure.
 
             grant                     publish              hold
     free ─────────────▶ writing ───────────────▶ ready ◀──────────▶ ready, held

@@ -1,4 +1,4 @@
-"""Shelf: what can be found in one tier, and who goes first when room is needed.
+"""Shelf: what can be found in one tier, and who goes first when room is needed. Pure.
 
     key ──▶ place (a slot or a record) and content          put ─▶ Stored      take ─▶ Evicted
      └────▶ the eviction policy, which names a victim among those that may leave

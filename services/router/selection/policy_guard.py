@@ -1,4 +1,4 @@
-"""Asks the policy; where it fails, the built-in `kv` chooses instead. Pure: the clock is an argument.
+"""Asks the policy; where it fails, the built-in `kv` chooses instead. Pure. The clock is an argument.
 
     trusted ──(more than `strikes` over budget)──▶ off, for good: `kv` from then on
        └─ an exception, or a choice that is none: `kv` for this question (late as well: it counts as over budget)

@@ -1,4 +1,4 @@
-"""EngineCore: one engine's life without the channel, the clock and the arithmetic (pure).
+"""EngineCore: one engine's life without the channel, the clock and the arithmetic. Pure.
 
     opening ─▶ ┌─▶ obey a command …  ─▶ begin ── works ──▶ (somebody computes them) ──▶ finish ─┐
                └──────────────◀──────────┘ None: nothing to do                  ◀────────────────┘
@@ -23,7 +23,6 @@ from services.worker.messages import (
     KV_EVENTS,
     PARTS,
     CancelAttempt,
-    Drawn,
     EngineOrder,
     KvbmAsk,
     KvbmDown,
@@ -35,9 +34,9 @@ from services.worker.messages import (
     Stepped,
     Submit,
     TakeSnapshot,
-    Work,
 )
 from services.worker.mover import Mover
+from services.worker.runner import Drawn, Work
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
 from shared.kv_events import to_kv_events, to_snapshot

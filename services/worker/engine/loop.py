@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.worker.engine.core import EngineCore
-from services.worker.messages import EngineCommand, EngineReport, Runner, Shutdown
+from services.worker.messages import EngineCommand, EngineReport, Shutdown
+from services.worker.runner import Runner
 
 
 class Channel(Protocol):

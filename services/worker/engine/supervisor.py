@@ -19,9 +19,9 @@ from typing import assert_never
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.channel import PeerGone
+from services.worker.engine.contract import Engine
 from services.worker.messages import (
     CancelAttempt,
-    Engine,
     Failed,
     KvbmAsk,
     KvbmDown,

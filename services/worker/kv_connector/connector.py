@@ -1,5 +1,5 @@
 """Exchange: an engine's side of its machine's block store: attached to it or not, and what is copied to and from it
-(pure but for the mover and the attachment that it is given).
+(pure but for the mover and the attachment that it is given). Pure.
 
                 KvbmUp, or the back-off is over         no copy is under way
     detached ──────────────────────────────▶ quieting ──────────────────────▶ attaching ── Attached ──▶ attached

@@ -1,4 +1,4 @@
-"""Fetches: blocks on their way from the kvbm to the device, for the sequences that wait for them (pure).
+"""Fetches: blocks on their way from the kvbm to the device, for the sequences that wait for them. Pure.
 
     queued ──Fetch──▶ open ──▶ no block more will be loaded ──▶ settled: the last copy has ended, the ticket is released
        │               ▲ │       the last answer came; unwanted;              │

@@ -1,4 +1,4 @@
-"""What the two lines of an exchange, stores and fetches, share: how they ask, and what ends the link (pure)."""
+"""What the two lines of an exchange, stores and fetches, share: how they ask, and what ends the link. Pure."""
 
 from __future__ import annotations
 

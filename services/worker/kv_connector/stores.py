@@ -1,4 +1,4 @@
-"""Stores: blocks on their way from the device to the kvbm (pure).
+"""Stores: blocks on their way from the device to the kvbm. Pure.
 
     collected ──Store──▶ asked ──Granted──▶ saving ──Copied──▶ ending ──Settled──▶ over
         64 blocks,        │                   │                  ▲

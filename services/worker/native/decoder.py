@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.messages import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, Linear
@@ -23,6 +22,7 @@ from services.worker.native.pooling import RowSpan, Sums
 from services.worker.native.rope import tables
 from services.worker.native.step import Group, Span, Step, lay_out
 from services.worker.native.weights import Layer, Weights
+from services.worker.runner import Work
 
 _SCORES_LIMIT = 2 << 20
 """Attention scores held at once by a prefill (elements, 8 MiB): a chunk's rows are tiled to stay below."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from services.worker.config import Dtype
-from services.worker.messages import Drawn, Loading, LoadRunner, Ready, Work
+from services.worker.messages import Loading, Ready
 from services.worker.native.calibration import calibrated
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
@@ -25,6 +25,7 @@ from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, load_weights
 from services.worker.native.weights_digest import weights_digest
+from services.worker.runner import Drawn, LoadRunner, Work
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.errors import ModelError

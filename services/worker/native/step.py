@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.messages import Work
+from services.worker.runner import Work
 
 Ints = NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""The shell's account of the attempts it has taken (pure).
+"""The shell's account of the attempts it has taken. Pure.
 
               admit                       a part with a finish reason
     unknown ────────▶ living ──────────────────────────────────────────▶ ended (remembered for a while)

@@ -1,4 +1,4 @@
-"""Step frames by frontend: numbered, kept for resending, sent in order (pure).
+"""Step frames by frontend: numbered, kept for resending, sent in order. Pure.
 
     one frontend's frames, by sequence
 

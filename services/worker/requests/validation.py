@@ -1,4 +1,4 @@
-"""What may come in: checks of a Generate against what is served (pure).
+"""What may come in: checks of a Generate against what is served. Pure.
 
 The frontend validates for the client's sake; this is the worker's own border, since anybody who may publish to NATS can
 send bytes here.

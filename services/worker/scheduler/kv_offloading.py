@@ -1,4 +1,4 @@
-"""Offloading: which blocks of the device the kvbm is offered, and which are held while they are copied (pure).
+"""Offloading: which blocks of the device the kvbm is offered, and which are held while they are copied. Pure.
 
     filled     stored ──▶ queue (the oldest goes, where it is full) ──▶ offered, if still there
     evicted    cached, and among the next to leave ──▶ offered, once
@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from math import ceil
-from typing import Literal
 
+from services.worker.limits import Offload
 from shared.blocks import BlockPool, Content
 from shared.hashing import ContentKey
 
-Offload = Literal["filled", "evicted", "off"]
 HORIZON_SHARE = 1 / 8
 HORIZON_BLOCKS = 256
 """Blocks are offered when they would leave with so many allocations more, or this share of the device: half a second's

@@ -1,4 +1,4 @@
-"""Onboarding: which waiting sequences wait for blocks that the kvbm may hold, and what they hold for it (pure).
+"""Onboarding: which waiting sequences wait for blocks that the kvbm may hold, and what they hold for it. Pure.
 
                    look                 wanted                  settled
     waiting ──────────────────▶ noted ─────────▶ asked ───────────────────────▶ waiting, admitted like any other

@@ -1,4 +1,4 @@
-"""What a scheduler's steps came to."""
+"""What a scheduler's steps came to. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which sequences the next step computes (pure).
+"""The scheduler: which tokens of which sequences the next step computes. Pure.
 
 Continuous batching with chunked prefill over a paged KV cache with prefix reuse.
 
@@ -49,7 +49,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 
 from services.worker.limits import Limits
-from services.worker.messages import Drawn, EngineLoad, Submit, Work
+from services.worker.messages import EngineLoad, Submit
+from services.worker.runner import Drawn, Work
 from services.worker.scheduler.kv_offloading import Offloading
 from services.worker.scheduler.kv_onboarding import Onboarding, Wanted
 from services.worker.scheduler.outcome import Outcome

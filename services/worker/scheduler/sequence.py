@@ -1,4 +1,4 @@
-"""One attempt as the scheduler sees it (pure)."""
+"""One attempt as the scheduler sees it. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from math import inf
 from sys import intern
 
-from services.worker.messages import Submit, Work
+from services.worker.messages import Submit
+from services.worker.runner import Work
 from shared.blocks import Content
 from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, token_array
 

@@ -1,4 +1,4 @@
-"""How many tokens one engine step may compute, from the speed it showed so far (pure)."""
+"""How many tokens one engine step may compute, from the speed it showed so far. Pure."""
 
 from __future__ import annotations
 

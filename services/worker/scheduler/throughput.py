@@ -1,4 +1,4 @@
-"""How fast an engine is in the long run: what routers compare engines by (pure)."""
+"""How fast an engine is in the long run: what routers compare engines by. Pure."""
 
 from __future__ import annotations
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from services.worker.messages import Drawn, Ready, Work
+from services.worker.messages import Ready
 from services.worker.mover import Mover
+from services.worker.runner import Drawn, Work
 from shared.errors import ConfigError
 from shared.messages import TokenLogprob
 

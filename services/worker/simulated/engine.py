@@ -21,8 +21,9 @@ from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.messages import EngineOrder, EngineReport, Submit, Work
+from services.worker.messages import EngineOrder, EngineReport, Submit
 from services.worker.model_facts import facts_of
+from services.worker.runner import Work
 from services.worker.simulated.model import SimulatedModel
 from services.worker.simulated.runner import simulated_model
 

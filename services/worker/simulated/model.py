@@ -1,4 +1,4 @@
-"""SimulatedModel: takes a model's time and says something, without its arithmetic (pure).
+"""SimulatedModel: takes a model's time and says something, without its arithmetic. Pure.
 
 The output says the prompt's tokens again, from the first to the last and then from the start, without ends of sequence.
 So it is text where the prompt is, and a continuation elsewhere draws the same tokens. An answer ends by itself at a
@@ -12,7 +12,8 @@ from math import hypot
 from struct import pack
 from zlib import crc32
 
-from services.worker.messages import Drawn, Ready, Work
+from services.worker.messages import Ready
+from services.worker.runner import Drawn, Work
 from services.worker.simulated.mover import SimulatedMover
 from services.worker.simulated.timing import Timing
 from shared.hashing import pack_tokens

@@ -1,4 +1,4 @@
-"""SimulatedMover: takes the time that copies would take, and moves nothing (pure).
+"""SimulatedMover: takes the time that copies would take, and moves nothing. Pure.
 
 A link has two directions that do not slow each other; in each of them one batch is copied after another. Loads are
 looked at all the same: one whose slot was granted anew meanwhile is not good.

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from services.worker.config import SimulatedConfig
-from services.worker.messages import Drawn, Ready, Work
+from services.worker.messages import Ready
+from services.worker.runner import Drawn, Work
 from services.worker.simulated.model import SimulatedModel
 from services.worker.simulated.mover import SimulatedMover
 from services.worker.simulated.timing import Table, Timing

@@ -1,4 +1,4 @@
-"""Timing: how long a simulated engine's step takes (pure).
+"""Timing: how long a simulated engine's step takes. Pure.
 
 By formula, in the terms of a roofline:
 
@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.config import SimulatedConfig
-from services.worker.messages import Work
+from services.worker.runner import Work
 from services.worker.simulated.mover import SimulatedMover
 from shared.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""What a mover needs of what copies: CUDA's (`cuda_copier`), and its twin between host memories (`host_copier`)."""
+"""What a mover needs of a copier: CUDA's (`cuda_copier`), or its twin between host memories (`host_copier`). Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the device refuses, in our words; CUDA's own errors end where these begin.
+"""What the device refuses, in our words; CUDA's own errors end where these begin. Pure.
 
 HeadraceError
 ├── DeviceFailed           a call of CUDA's failed; nothing more is known than its text

@@ -22,9 +22,9 @@ from services.frontend.openapi.operations import DESCRIBED
 from services.frontend.protocol.chat import decode_chat
 from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
+from services.frontend.protocol.operations import PATHS, Operation
 from services.frontend.protocol.responses_request import decode_response
 from services.frontend.protocol.tokenize import decode_detokenize, decode_tokenize
-from services.frontend.serving.request_context import PATHS, Operation
 from shared.errors import InvalidRequest
 from tests.frontend.json_schemas import misfit, pointed, values
 from tests.frontend.peers import MODEL, clients, world

@@ -12,7 +12,6 @@ from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import Limits
 from services.worker.messages import (
     CancelAttempt,
-    Drawn,
     EngineCommand,
     EngineReport,
     KvbmUp,
@@ -21,8 +20,8 @@ from services.worker.messages import (
     Stepped,
     Submit,
     TakeSnapshot,
-    Work,
 )
+from services.worker.runner import Drawn, Work
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.kvbm_messages import StoreLayout

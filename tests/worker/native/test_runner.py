@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from services.worker.config import Dtype
 from services.worker.limits import Limits
-from services.worker.messages import Loading, Runner, Submit
+from services.worker.messages import Loading, Submit
 from services.worker.mover import Copied, Copy, Mover
 from services.worker.native.config import read_config
 from services.worker.native.prepare import prepare
@@ -24,6 +24,7 @@ from services.worker.native.runner import NativeRunner, load_native
 from services.worker.native.tensor_file import write_tensors
 from services.worker.native.weights import Checkpoint
 from services.worker.native.weights_digest import weights_digest
+from services.worker.runner import Runner
 from services.worker.scheduler.scheduler import MOST_NOT_FINITE, Scheduler
 from shared.errors import ModelError
 from shared.hashing import pack_tokens

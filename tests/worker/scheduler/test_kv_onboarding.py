@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.worker.scheduler.kv_offloading import Offload
+from services.worker.limits import Offload
 from shared.blocks import BlockPool
 from shared.hashing import ContentKey
 from shared.messages import NOT_BEGUN, Pooling, Sampling

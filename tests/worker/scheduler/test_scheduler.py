@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.messages import Drawn, Work
+from services.worker.runner import Drawn, Work
 from services.worker.scheduler.scheduler import MOST_NOT_FINITE
 from shared.errors import ModelError
 from shared.hashing import content_keys, pack_tokens, root_key

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.config import SimulatedConfig, WorkerConfig
-from services.worker.messages import Work
 from services.worker.mover import Copy
+from services.worker.runner import Work
 from services.worker.simulated.timing import Table, Timing
 from shared.config import load
 from shared.errors import ConfigError

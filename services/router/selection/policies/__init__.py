@@ -1,1 +1,1 @@
-"""The built-in routing policies, one a file; `services.router.selection.policy` holds their interface."""
+"""The built-in routing policies, one a file; `selection.policy` holds their interface. Pure."""

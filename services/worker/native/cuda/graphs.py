@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.messages import Work
 from services.worker.native.cuda.buffers import Buffers
 from services.worker.native.cuda.decoder import CudaDecoder
 from services.worker.native.cuda.layout import Counts
 from services.worker.native.linear import Array
+from services.worker.runner import Work
 from services.worker.transfer.cuda import Stream
 
 _TYPICAL_CONTEXT = 4096

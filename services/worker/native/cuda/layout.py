@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.messages import Work
+from services.worker.runner import Work
 
 Int32s = NDArray[np.int32]
 

@@ -10,7 +10,7 @@ from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import EngineConfig
 from services.worker.limits import MAX_STEP_TOKENS
-from services.worker.messages import Loading, LoadRunner
+from services.worker.messages import Loading
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
 from services.worker.native.cuda.faults import naming_no_room
@@ -21,6 +21,7 @@ from services.worker.native.grammars import Grammars
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import tensor_shapes
 from services.worker.native.weights_digest import weights_digest
+from services.worker.runner import LoadRunner
 from services.worker.transfer.device_memory import DeviceMemory
 from shared.messages import KvLayout
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from services.worker.config import CudaConfig
 from services.worker.limits import MAX_STEP_TOKENS
-from services.worker.messages import Drawn, Ready, Work
+from services.worker.messages import Ready
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers
@@ -37,6 +37,7 @@ from services.worker.native.grammars import Grammars
 from services.worker.native.linear import Array
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import answered, spans_of
+from services.worker.runner import Drawn, Work
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
