@@ -87,8 +87,8 @@ class Asker:
             return
         self.overlaps.append(reply.overlap.blocks)
         cached = reply.overlap.blocks * BLOCK_SIZE
-        self._loop.call_later(PREFILL_S, self._outbox.tell, MODEL, Prefilled(request, 1, cached, PREFILL_S))
-        self._loop.call_later(DECODE_S, self._outbox.tell, MODEL, Finished(request, 1))
+        self._loop.call_later(PREFILL_S, self._outbox.publish_load, MODEL, Prefilled(request, 1, cached, PREFILL_S))
+        self._loop.call_later(DECODE_S, self._outbox.publish_load, MODEL, Finished(request, 1))
 
     def forget(self) -> None:
         """What came until now was warm-up."""

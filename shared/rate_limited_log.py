@@ -18,7 +18,7 @@ class Tally:
     count: int = 0
 
 
-class Complaint:
+class RateLimitedLog:
     """About one source. `what` begins its lines in the log; `tally` counts with it."""
 
     def __init__(self, what: str, tally: Tally | None = None) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shared.bus import zmtp
 from shared.errors import ProtocolError
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 
 SEND_LIMIT_BATCHES = 20_000
 SEND_LIMIT_BYTES = 64 << 20
@@ -48,7 +48,7 @@ class EventPort:
         self._loop = asyncio.get_running_loop()
         self._waiting = _Waiting()
         self._connections: dict[_Connection, None] = {}
-        self._complaint = Complaint("a connection to the KV events is closed")
+        self._complaint = RateLimitedLog("a connection to the KV events is closed")
         self._accept_again: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
@@ -175,7 +175,7 @@ class _Connection:
         topic: bytes,
         waiting: _Waiting,
         moved: Callable[[_Connection], None],
-        complaint: Complaint,
+        complaint: RateLimitedLog,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._socket = accepted

@@ -43,7 +43,7 @@ class _Request:
             self.answer.set_exception(wrong)
 
 
-class Stream:
+class ReplyStream:
     """Answers that wait to be read, or the error that ends them."""
 
     def __init__(self, inbox: str, subject: str, pending_limit: int) -> None:
@@ -88,7 +88,7 @@ class Stream:
             self._wake.set()
 
 
-class Replies:
+class Inbox:
     """Everything a bus waits for. Requests and probes are answered on `prefix` and one more token."""
 
     def __init__(self, inbox: str = "_INBOX") -> None:
@@ -97,7 +97,7 @@ class Replies:
         self._numbers = count()
         self._requests: dict[str, _Request] = {}
         self._probes: dict[str, Callable[[], None]] = {}
-        self._streams: dict[Stream, None] = {}
+        self._streams: dict[ReplyStream, None] = {}
 
     def take(self, message: Message) -> None:
         """An answer below `prefix`; one that nobody waits for any more is ignored."""
@@ -133,13 +133,13 @@ class Replies:
         """Later answers to a request are ignored."""
         self._requests.pop(reply, None)
 
-    def stream(self, subject: str, pending_limit: int) -> Stream:
+    def stream(self, subject: str, pending_limit: int) -> ReplyStream:
         """A stream's receiving end; `end` it afterwards."""
-        stream = Stream(self._inbox, subject, pending_limit)
+        stream = ReplyStream(self._inbox, subject, pending_limit)
         self._streams[stream] = None
         return stream
 
-    def end(self, stream: Stream) -> None:
+    def end(self, stream: ReplyStream) -> None:
         self._streams.pop(stream, None)
 
     def validate(self) -> None:

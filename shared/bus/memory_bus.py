@@ -20,9 +20,9 @@ from typing import Literal
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
 from shared.bus.faults import Weather, calm
-from shared.bus.inbox import NO_RESPONDERS, Replies
-from shared.bus.receive_queue import Receiver
-from shared.bus.replay_buffer import EventRing
+from shared.bus.inbox import NO_RESPONDERS, Inbox
+from shared.bus.receive_queue import ReceiveQueue
+from shared.bus.replay_buffer import ReplayBuffer
 from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
 from shared.messages import EventSource
 from shared.rate_limited_log import Tally
@@ -42,7 +42,7 @@ def matches(pattern: str, subject: str) -> bool:
 class MemorySubscription:
     """One subscription of one MemoryBus."""
 
-    def __init__(self, bus: MemoryBus, subject: str, queue: str, receiver: Receiver) -> None:
+    def __init__(self, bus: MemoryBus, subject: str, queue: str, receiver: ReceiveQueue) -> None:
         self.bus = bus
         self.subject = subject
         self.queue = queue
@@ -146,7 +146,7 @@ class MemoryBroker:
     def open(self, topic: str, ring_batches: int, owner: str) -> MemoryEventPublisher:
         """A new publisher with an endpoint of its own."""
         endpoint = f"memory://{next(self._names)}"
-        publisher = MemoryEventPublisher(self, endpoint, topic, EventRing(ring_batches), owner)
+        publisher = MemoryEventPublisher(self, endpoint, topic, ReplayBuffer(ring_batches), owner)
         self._publishers[endpoint] = publisher
         return publisher
 
@@ -177,7 +177,7 @@ class MemoryBus:
     def __init__(self, broker: MemoryBroker, name: str = "", *, payload_limit_bytes: int = 4 << 20) -> None:
         self.broker = broker
         self.name = name
-        self.replies = Replies()
+        self.replies = Inbox()
         self._payload_limit_bytes = payload_limit_bytes
         self._malformed = Tally()
         self._state: Literal["connected", "away", "closed"] = "connected"
@@ -221,7 +221,7 @@ class MemoryBus:
         subjects.check(subject, wildcards=True)
         if self._state == "closed":
             raise BusDown("the bus is closed")
-        receiver = Receiver(
+        receiver = ReceiveQueue(
             subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, malformed=self._malformed
         )
         subscription = MemorySubscription(self, subject, queue, receiver)
@@ -298,7 +298,7 @@ class MemoryBus:
 class MemoryEventPublisher:
     """The sending end of one source, with its listeners."""
 
-    def __init__(self, broker: MemoryBroker, endpoint: str, topic: str, ring: EventRing, owner: str) -> None:
+    def __init__(self, broker: MemoryBroker, endpoint: str, topic: str, ring: ReplayBuffer, owner: str) -> None:
         self._broker = broker
         self.ring = ring
         self.owner = owner

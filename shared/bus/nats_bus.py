@@ -24,7 +24,7 @@ from nats.aio.subscription import Subscription as RemoteSubscription
 
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
-from shared.bus.inbox import Replies
+from shared.bus.inbox import Inbox
 from shared.bus.nats_connection import (
     FAILURES,
     UNSENT_LIMIT_BYTES,
@@ -42,10 +42,10 @@ from shared.bus.nats_connection import (
     translated,
     wait_sent,
 )
-from shared.bus.receive_queue import Receiver
+from shared.bus.receive_queue import ReceiveQueue
 from shared.config import NatsConfig
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout
-from shared.rate_limited_log import Complaint, Tally
+from shared.rate_limited_log import RateLimitedLog, Tally
 
 RETRY_WAIT_S = 0.25
 WATCH_INTERVAL_S = 0.05
@@ -76,7 +76,7 @@ async def connect(config: NatsConfig, name: str, refused: Callable[[str], None] 
 class NatsSubscription:
     """One subscription, the same across connections."""
 
-    def __init__(self, bus: NatsBus, subject: str, queue: str, receiver: Receiver) -> None:
+    def __init__(self, bus: NatsBus, subject: str, queue: str, receiver: ReceiveQueue) -> None:
         self._bus = bus
         self._subject = subject
         self._queue = queue
@@ -125,13 +125,13 @@ class NatsBus:
         self._config = config
         self._name = name
         self._refused = refused
-        self._replies = Replies(config.inbox)
+        self._replies = Inbox(config.inbox)
         self._subscriptions: list[NatsSubscription] = []
         self._client: DirectClient | None = None
         self._closed = False
         self.connections = 0
         self.unreadable = Tally() if unreadable is None else unreadable
-        self._torn = Complaint("unreadable message from NATS", self.unreadable)
+        self._torn = RateLimitedLog("unreadable message from NATS", self.unreadable)
         self._complained_at = -math.inf
         self._reported_at = -math.inf
         self._keeper = asyncio.get_running_loop().create_task(self._keep_connected(), name="nats connection")
@@ -194,7 +194,7 @@ class NatsBus:
         subjects.check(subject, wildcards=True)
         if self._closed:
             raise BusDown("the bus is closed")
-        receiver = Receiver(
+        receiver = ReceiveQueue(
             subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, malformed=self.unreadable
         )
         subscription = NatsSubscription(self, subject, queue, receiver)

@@ -48,7 +48,7 @@ class Outbox:
         self._posted.append((subject, payload))
         self._wake.set()
 
-    def tell(self, model: str, event: LoadEvent) -> None:
+    def publish_load(self, model: str, event: LoadEvent) -> None:
         """Tell every router of a model."""
         waiting = self._events.setdefault(model, [])
         if len(waiting) >= EVENTS_LIMIT:

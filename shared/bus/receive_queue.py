@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
 from shared.errors import PayloadTooLarge, ProtocolError
-from shared.rate_limited_log import Complaint, Tally
+from shared.rate_limited_log import RateLimitedLog, Tally
 
 PENDING_LIMIT_BYTES = 64 << 20
 _FAIR_SHARE = 64
@@ -26,7 +26,7 @@ _FAIR_SHARE = 64
 _log = logging.getLogger(__name__)
 
 
-class Receiver:
+class ReceiveQueue:
     """Owns the task from construction (in a running loop) until `drain`.
 
     Beyond `pending_limit` messages or PENDING_LIMIT_BYTES waiting, new ones are dropped. What cannot be read counts in
@@ -54,7 +54,7 @@ class Receiver:
         self._received = 0
         self._dropped = 0
         self._failed = 0
-        self._malformed = Complaint(f"unreadable message on {subject}", malformed)
+        self._malformed = RateLimitedLog(f"unreadable message on {subject}", malformed)
         self._closing = False
         self._wake = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._hand_over(), name=f"receive {subject}")

@@ -7,7 +7,7 @@ from collections import deque
 RING_BYTES = 64 << 20
 
 
-class EventRing:
+class ReplayBuffer:
     """Batches in order of their sequence. Over either bound the oldest go; the newest always stays."""
 
     def __init__(self, limit_batches: int, limit_bytes: int = RING_BYTES) -> None:

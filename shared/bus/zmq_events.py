@@ -29,10 +29,10 @@ from typing import Literal
 import zmq
 
 from shared.bus.event_port import SEND_LIMIT_BATCHES, EventPort
-from shared.bus.replay_buffer import RING_BYTES, EventRing
+from shared.bus.replay_buffer import RING_BYTES, ReplayBuffer
 from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
 from shared.messages import EventSource
-from shared.rate_limited_log import Complaint, Tally
+from shared.rate_limited_log import RateLimitedLog, Tally
 from shared.socket_path import reachable
 
 RECEIVE_LIMIT_BATCHES = 20_000
@@ -140,7 +140,7 @@ class ZmqEventPublisher:
         host: str,
         advertise: str,
         topic: str,
-        ring: EventRing,
+        ring: ReplayBuffer,
         malformed: Tally,
         directory: str = "",
     ) -> None:
@@ -180,7 +180,7 @@ class ZmqEventPublisher:
             )
         self._answers: deque[_Answer] = deque()
         self._resume: asyncio.Handle | None = None
-        self._complaint = Complaint("malformed question for a replay of KV events", malformed)
+        self._complaint = RateLimitedLog("malformed question for a replay of KV events", malformed)
         self._reader = _Reader(self._replay, self._asked)
 
     @property
@@ -270,7 +270,7 @@ class ZmqEventSubscription:
         self._context = context
         self._source = source
         self._receive = receive
-        self._complaint = Complaint(f"malformed KV event from {source.publish}")
+        self._complaint = RateLimitedLog(f"malformed KV event from {source.publish}")
         self._opened = ExitStack()
         socket = context.socket(zmq.SUB)
         try:
@@ -330,7 +330,7 @@ class _Replay:
     """One question to a source's ROUTER."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, complaint: Complaint
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, complaint: RateLimitedLog
     ) -> None:
         self.batches: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
         self._so_far: list[tuple[int, bytes]] = []
@@ -402,7 +402,7 @@ class ZmqEvents:
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> ZmqEventPublisher:
         """Within a running event loop. Raises ConfigError where `host` is not this machine's."""
-        ring = EventRing(ring_batches)
+        ring = ReplayBuffer(ring_batches)
         return ZmqEventPublisher(
             self._context, self._host, self._advertise, topic, ring, self._malformed, self._directory
         )

@@ -27,7 +27,7 @@ from shared.discovery.contract import Added, Discovery, LeftOut, Owner, Removed,
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
 from shared.messages import PING, PONG, Instance, ModelCard, Ping
 from shared.metrics import counter
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 
 PING_TIMEOUT_S = 1.0
 
@@ -60,7 +60,7 @@ class Directory:
             "headrace_directory_unreadable_values",
             "Discovery values that did not parse, or were left out at a limit; counted again at each listing",
         )
-        self._complaint = Complaint("discovery: a key is left out")
+        self._complaint = RateLimitedLog("discovery: a key is left out")
 
     @property
     def instances(self) -> Mapping[str, Instance]:

@@ -25,10 +25,10 @@ from shared.discovery.etcd_lease import EtcdRegistration, KeepAlive
 from shared.discovery.etcd_listing import list_prefix
 from shared.discovery.etcd_watch import EtcdWatch
 from shared.discovery.intake import DEFAULT, Intake, Limits
-from shared.discovery.key_feed import Sight, changes, listed
+from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import ConfigError, DiscoveryDown
 from shared.metrics import counter
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 
 T = TypeVar("T")
 
@@ -59,11 +59,11 @@ class EtcdDiscovery:
         self._connect: Callable[[], EtcdClient] = lambda: EtcdClient(endpoints, user, password, failures.inc)
         self._ttl_s = ttl_s
         self._limits = limits
-        self._left_out = Complaint("discovery: a key is left out of a listing")
+        self._left_out = RateLimitedLog("discovery: a key is left out of a listing")
         self._client = self._connect()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="etcd-calls")
         self._keep_alive: KeepAlive | None = None
-        self._watches: dict[EtcdWatch, Sight] = {}
+        self._watches: dict[EtcdWatch, KeyFeed] = {}
         self._registrations: WeakSet[EtcdRegistration] = WeakSet()
 
     async def register(self, entries: Entries) -> EtcdRegistration:
@@ -80,7 +80,7 @@ class EtcdDiscovery:
     async def watch(
         self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
     ) -> AsyncGenerator[Change]:
-        sight = Sight()
+        sight = KeyFeed()
         watch = EtcdWatch(self._connect(), prefix, sight, self._ttl_s, read, self._limits)
         self._watches[watch] = sight
         try:

@@ -26,7 +26,7 @@ from shared.discovery.contract import Read
 from shared.discovery.etcd_client import EtcdClient
 from shared.discovery.etcd_listing import list_prefix, text
 from shared.discovery.intake import DEFAULT, Intake, Limits
-from shared.discovery.key_feed import Sight
+from shared.discovery.key_feed import KeyFeed
 from shared.errors import DiscoveryDown
 
 _RETRY_S = (0.1, 1.0)
@@ -40,7 +40,7 @@ class EtcdWatch:
         self,
         client: EtcdClient,
         prefix: str,
-        sight: Sight,
+        sight: KeyFeed,
         ttl_s: float,
         read: Read | None = None,
         limits: Limits = DEFAULT,
@@ -76,7 +76,7 @@ class EtcdWatch:
             except DiscoveryDown as wrong:
                 if not self._stopping.is_set():
                     self._client.report(wrong)
-            self._sight.lose()
+            self._sight.lost()
             self._stopping.wait(SystemRandom().uniform(*_RETRY_S))
         self._client.close()
 
@@ -89,14 +89,14 @@ class EtcdWatch:
         listing would show more."""
         intake, sight = self._intake, self._sight
         sight.leave_out(intake.left_out)
-        sight.show(dict(intake.entries))
+        sight.set(dict(intake.entries))
         self._heard = time.monotonic()
         requests = self._requests(revision + 1)
         call = self._call = _RPC.WatchStub(etcd.channel).Watch(requests, metadata=etcd.metadata)
         for answer in call:
             now = time.monotonic()
             if now - self._heard > self._ttl_s / 2:
-                sight.doubt()
+                sight.mark_stale()
             self._heard = now
             changed = False
             for event in answer.events:
@@ -106,7 +106,7 @@ class EtcdWatch:
             if intake.left_out != sight.left_out:
                 sight.leave_out(intake.left_out)
             if changed:
-                sight.show(dict(intake.entries))
+                sight.set(dict(intake.entries))
             if answer.canceled or self._stopping.is_set():
                 return False
             if intake.look_due:

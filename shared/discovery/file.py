@@ -28,7 +28,7 @@ from shared.discovery.intake import DEFAULT, Intake, Limits
 from shared.discovery.key_feed import listed
 from shared.discovery.key_view import KeyView
 from shared.errors import ConfigError, DiscoveryDown
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 
 POLL_S = 0.25
 
@@ -179,7 +179,7 @@ class FileDiscovery:
     def __init__(self, directory: Path, *, limits: Limits = DEFAULT) -> None:
         self._directory = directory
         self._limits = limits
-        self._left_out = Complaint("discovery: a key is left out of a listing")
+        self._left_out = RateLimitedLog("discovery: a key is left out of a listing")
         try:
             _make(directory)
             sweep(directory)
@@ -213,9 +213,9 @@ class FileDiscovery:
                     yield LeftOut(left_out.count - counted, left_out.key, left_out.why)
                     counted = left_out.count
                 now = time.monotonic()
-                for change in view.seen(now, intake.entries, 0):
+                for change in view.update(now, intake.entries, 0):
                     yield change
-                for change in view.judged(now, dict.fromkeys(view.due(now), "gone")):
+                for change in view.verdicts(now, dict.fromkeys(view.suspects(now), "gone")):
                     yield change
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Mapping
 from shared.discovery.contract import Alive, Change, LeftOut, Owner
 from shared.discovery.intake import Intake
 from shared.discovery.key_view import KeyView
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 
 
-class Sight:
+class KeyFeed:
     """What a back end shows of a prefix now. Set from one thread, awaited in the event loop that made it."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Sight:
         """(keys and values in order of creation, or None: out of sight; how often sight was lost so far)."""
         return self._state
 
-    def show(self, found: Mapping[str, bytes]) -> None:
+    def set(self, found: Mapping[str, bytes]) -> None:
         """Any thread. `found` must not be changed afterwards."""
         self._set(found, self._state[1])
 
@@ -43,11 +43,11 @@ class Sight:
         self._left_out = left_out
         self._wake()
 
-    def doubt(self) -> None:
+    def mark_stale(self) -> None:
         """Any thread. Leases may have ended unseen: what is gone from the next state on may come back."""
         self._set(self._state[0], self._state[1] + 1)
 
-    def lose(self) -> None:
+    def lost(self) -> None:
         """Any thread. The back end is away. Before anything was shown this says nothing new."""
         found, losses = self._state
         self._set(None, losses if found is None else losses + 1)
@@ -77,7 +77,7 @@ class Sight:
         self._changed.clear()
 
 
-async def changes(sight: Sight, *, ttl_s: float, alive: Alive | None) -> AsyncGenerator[Change]:
+async def changes(sight: KeyFeed, *, ttl_s: float, alive: Alive | None) -> AsyncGenerator[Change]:
     """What `Discovery.watch` yields, until the sight is closed."""
     view = KeyView(ttl_s)
     clock = asyncio.get_running_loop().time
@@ -95,16 +95,16 @@ async def changes(sight: Sight, *, ttl_s: float, alive: Alive | None) -> AsyncGe
         if found is None:
             view.lost()
         else:
-            for change in view.seen(clock(), found, losses):
+            for change in view.update(clock(), found, losses):
                 yield change
-        owners = await _asked(view.due(clock()), alive)
+        owners = await _asked(view.suspects(clock()), alive)
         shown = sight.state[0]  # meanwhile a key may have come back, or all be out of sight
         if shown is not None:
-            for change in view.judged(clock(), {key: owners[key] for key in owners.keys() - shown.keys()}):
+            for change in view.verdicts(clock(), {key: owners[key] for key in owners.keys() - shown.keys()}):
                 yield change
 
 
-def listed(intake: Intake, complaint: Complaint) -> dict[str, bytes]:
+def listed(intake: Intake, complaint: RateLimitedLog) -> dict[str, bytes]:
     """What `Discovery.list` returns of what was taken in."""
     left_out = intake.left_out
     if left_out.count:

@@ -37,7 +37,7 @@ class KeyView:
         self._losses = 0
         self._doubt_until = float("-inf")
 
-    def seen(self, now: float, found: Mapping[str, bytes], losses: int) -> list[Change]:
+    def update(self, now: float, found: Mapping[str, bytes], losses: int) -> list[Change]:
         """The back end shows `found`, having been lost from sight `losses` times so far."""
         self._blind = False
         if losses != self._losses:
@@ -71,13 +71,13 @@ class KeyView:
         """When `due` will name a key; None: not before something is seen."""
         return None if self._blind else min(self.missing.values(), default=None)
 
-    def due(self, now: float) -> dict[str, bytes]:
+    def suspects(self, now: float) -> dict[str, bytes]:
         """Missing keys whose owners are to be asked now, with their last values."""
         if self._blind:
             return {}
         return {key: self.entries[key] for key, when in self.missing.items() if when <= now}
 
-    def judged(self, now: float, asked: Mapping[str, Owner]) -> list[Change]:
+    def verdicts(self, now: float, asked: Mapping[str, Owner]) -> list[Change]:
         """The owners of missing keys were asked."""
         changes: list[Change] = []
         for key, owner in asked.items():

@@ -11,9 +11,9 @@ from functools import partial
 from shared.bus.faults import Weather, calm
 from shared.discovery.contract import Alive, Change, Entries, Read
 from shared.discovery.intake import DEFAULT, Intake, Limits
-from shared.discovery.key_feed import Sight, changes, listed
+from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import DiscoveryDown
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 
 
 class MemoryStore:
@@ -30,7 +30,7 @@ class MemoryStore:
         """How long watchers keep a key that is missing after an outage, and how soon a lost lease is granted anew."""
         self.weather = weather
         """Watches are streams: it may show late, and must not lose or reorder."""
-        self._sights: dict[Sight, tuple[str, str, Intake]] = {}
+        self._sights: dict[KeyFeed, tuple[str, str, Intake]] = {}
         """Who watches → the prefix, its name, and what it takes in."""
         self._keys: dict[str, tuple[bytes, MemoryRegistration]] = {}
         self._registrations: dict[MemoryRegistration, None] = {}
@@ -88,13 +88,13 @@ class MemoryStore:
         self._keys = {key: entry for key, entry in self._keys.items() if entry[1] is not registration}
         self._show()
 
-    def watch(self, sight: Sight, prefix: str, name: str, intake: Intake) -> None:
+    def watch(self, sight: KeyFeed, prefix: str, name: str, intake: Intake) -> None:
         """Show `sight` what `intake` takes in of what is below `prefix`, from now on."""
         self._sights[sight] = (prefix, name, intake)
         if not self.away:
             _look(sight, intake, self.found(prefix))
 
-    def unwatch(self, sight: Sight) -> None:
+    def unwatch(self, sight: KeyFeed) -> None:
         self._sights.pop(sight, None)
 
     def _show(self) -> None:
@@ -104,13 +104,13 @@ class MemoryStore:
 
     def _blind(self) -> None:
         for sight, (_, name, _) in self._sights.items():
-            self.weather("discovery", name, "watch", sight.lose)
+            self.weather("discovery", name, "watch", sight.lost)
 
 
-def _look(sight: Sight, intake: Intake, found: dict[str, bytes]) -> None:
+def _look(sight: KeyFeed, intake: Intake, found: dict[str, bytes]) -> None:
     intake.look(found)
     sight.leave_out(intake.left_out)
-    sight.show(intake.entries)
+    sight.set(intake.entries)
 
 
 class MemoryRegistration:
@@ -174,11 +174,11 @@ class MemoryDiscovery:
     def __init__(self, store: MemoryStore, name: str = "", *, limits: Limits = DEFAULT) -> None:
         self._store = store
         self._limits = limits
-        self._left_out = Complaint("discovery: a key is left out of a listing")
+        self._left_out = RateLimitedLog("discovery: a key is left out of a listing")
         self._name = name
         self.registrations: list[MemoryRegistration] = []
         """All that were made here."""
-        self._sights: set[Sight] = set()
+        self._sights: set[KeyFeed] = set()
 
     async def register(self, entries: Entries) -> MemoryRegistration:
         registration = MemoryRegistration(self._store, entries)
@@ -189,7 +189,7 @@ class MemoryDiscovery:
     async def watch(
         self, prefix: str, *, alive: Alive | None = None, read: Read | None = None
     ) -> AsyncGenerator[Change]:
-        sight = Sight()
+        sight = KeyFeed()
         self._sights.add(sight)
         self._store.watch(sight, prefix, self._name, Intake(read, self._limits))
         try:

@@ -47,7 +47,7 @@ from shared.errors import ConfigError, ModelError
 from shared.messages import INSTANCE, JSON_HEADER, PING, PONG, EventSource, Instance, Pong, ServiceName
 from shared.metrics import counted, process_registry
 from shared.runtime import logs, observe
-from shared.runtime.observe import Vitals
+from shared.runtime.observe import Health
 from shared.runtime.usage import usage
 from shared.version import VERSION
 
@@ -81,7 +81,7 @@ class Runtime:
     registry: CollectorRegistry
     tasks: asyncio.TaskGroup
     stopping: asyncio.Event
-    vitals: Vitals = field(default_factory=Vitals)
+    vitals: Health = field(default_factory=Health)
     doors: Bus | None = None
     """What clients of NATS send comes by this connection, where a process has one for it: a flood of theirs breaks it
     and not the one to other services."""
@@ -210,7 +210,7 @@ def run(
 class _Ending:
     """The signals of one process: the first asks for a drain, what comes after it ends `serving`."""
 
-    def __init__(self, vitals: Vitals, drain_limit_s: float) -> None:
+    def __init__(self, vitals: Health, drain_limit_s: float) -> None:
         self.stopping = asyncio.Event()
         self.forced = False
         self.serving: asyncio.Task[None] | None = None
@@ -242,7 +242,7 @@ async def _live(
     service: ServiceName, instance: str, process: Process, serve: Callable[[Runtime], Awaitable[None]]
 ) -> int:
     """The status to exit with. Raises what `serve` raised."""
-    vitals = Vitals()
+    vitals = Health()
     ending = _Ending(vitals, process.drain_limit_s)
     ending.serving = asyncio.create_task(_serve(service, instance, process, serve, vitals, ending.stopping))
     try:
@@ -264,7 +264,7 @@ async def _serve(
     instance: str,
     process: Process,
     serve: Callable[[Runtime], Awaitable[None]],
-    vitals: Vitals,
+    vitals: Health,
     stopping: asyncio.Event,
 ) -> None:
     """Opens what a Runtime is made of, serves, and closes it in the opposite order."""

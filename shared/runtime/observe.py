@@ -25,7 +25,7 @@ IDLE_S = 75.0
 _EVERYWHERE = ("0.0.0.0", "::", "")  # noqa: S104 - compared with, not bound
 
 
-class Vitals:
+class Health:
     """What a process says of itself at /health and to Ping. The service sets it."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Vitals:
         self._reasons = list(reasons)
 
 
-def add_routes(app: web.Application, vitals: Vitals, registry: CollectorRegistry | None) -> None:
+def add_routes(app: web.Application, vitals: Health, registry: CollectorRegistry | None) -> None:
     """The three paths on an application of the service's own; without a registry only what strangers may know: whether
     it lives and is ready."""
 
@@ -91,7 +91,7 @@ def advertised(host: str) -> str:
 
 
 @asynccontextmanager
-async def serving(config: ObserveConfig, vitals: Vitals, registry: CollectorRegistry) -> AsyncIterator[str]:
+async def serving(config: ObserveConfig, vitals: Health, registry: CollectorRegistry) -> AsyncIterator[str]:
     """Serves the three paths at `config`'s host and port; gives the base URL. Raises ConfigError if it cannot."""
     app = web.Application()
     add_routes(app, vitals, registry)

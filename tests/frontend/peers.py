@@ -74,7 +74,7 @@ from shared.messages import (
     TokenLogprob,
 )
 from shared.runtime.lifecycle import Runtime
-from shared.runtime.observe import Vitals
+from shared.runtime.observe import Health
 
 NAMESPACE = "test"
 MODEL = "tiny/model-1.0"
@@ -336,7 +336,7 @@ class World:
         self.workers = [ScriptedWorker(new(name), name) for name in ("w1", "w2")]
         self.registrations: dict[str, Registration] = {}
         self.registry = CollectorRegistry()
-        self.vitals = Vitals()
+        self.vitals = Health()
         self.bus = MemoryBus(broker)
         """The frontend's, where it is not connected to NATS itself."""
         self.serving: Bus = self.bus if connected is None else connected("f1")

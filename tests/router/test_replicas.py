@@ -177,7 +177,7 @@ async def test_reservations_made_while_nats_is_away_are_told_when_it_is_back() -
     async with two() as (first, second):
         own_bus(first).lose()
         told = Reserved("r", 1, "f", "w0", 0, 5000, 300, router="0a")
-        first.router._outbox.tell(MODEL, told)
+        first.router._outbox.publish_load(MODEL, told)
         assert not await first.router._outbox.flush()
         own_bus(first).find()
         load = second.router.models[MODEL].load

@@ -52,7 +52,7 @@ from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
 from shared.errors import RateLimited, Unavailable
 from shared.messages import CANCEL, STEP_FRAME, Cancel, LoadEvent, Part, Prefilled
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 BATCH_S = 0.005
@@ -75,7 +75,7 @@ class Frontend:
         self._questions = Questions(runtime, limits, metrics, self._feed)
         self._watch = Watch(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
-        self._flooded = Complaint("step frames come faster than they are read")
+        self._flooded = RateLimitedLog("step frames come faster than they are read")
         self._abandoned = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -263,7 +263,7 @@ class Frontend:
             if one.last_tokens is None:  # else the client has had its first token from an attempt before this one
                 first_token_s = asyncio.get_running_loop().time() - one.started
                 event = msgspec.structs.replace(event, first_token_s=first_token_s)
-        self._outbox.tell(one.stream.job.model, event)
+        self._outbox.publish_load(one.stream.job.model, event)
 
     def _emit(self, one: Running, action: Emit) -> None:
         now = asyncio.get_running_loop().time()

@@ -41,7 +41,7 @@ from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
 from shared.messages import JSON_HEADER
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 STATUS_HEADER = "Headrace-Status"
@@ -114,8 +114,8 @@ class NatsDoor:
         self._publish = runtime.bus.publish
         # Where services have no prefix of their own, clients' replies cannot be kept apart from theirs.
         self._ours = (f"{subjects.ROOT}.", *(() if inbox == CLIENTS_INBOX else (f"{inbox}.",)))
-        self._complaint = Complaint("a request over NATS has no inbox of a client as its reply subject")
-        self._lost = Complaint("an answer over NATS is lost")
+        self._complaint = RateLimitedLog("a request over NATS has no inbox of a client as its reply subject")
+        self._lost = RateLimitedLog("an answer over NATS is lost")
         self._refusals = 0
         self._inboxes = Inboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []

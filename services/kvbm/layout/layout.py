@@ -38,7 +38,7 @@ from shared.blocks import Content
 from shared.hashing import KEY_BYTES
 from shared.messages import EventSource, Tier
 from shared.pool.map import ArenaMap
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 MakeDisk = Callable[[Callable[[list[FoundOnDisk]], None], Callable[[str], None]], Disk]
@@ -92,7 +92,7 @@ class Layout:
                 metrics=metrics,
             )
         self._askers = Askers(slots, self._checksums)
-        self._discards = Complaint(f"layout {self.digest}: blocks are discarded")
+        self._discards = RateLimitedLog(f"layout {self.digest}: blocks are discarded")
         self._settling: asyncio.Handle | None = None
         self._ended = False
 

@@ -27,7 +27,7 @@ from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout, Unavailable
 from shared.pool.format import PoolUnfit
 from shared.pool.lock import check_directory, kvbm_of
-from shared.rate_limited_log import Complaint
+from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 LOOK_INTERVAL_S = 1.0
@@ -70,7 +70,7 @@ class KvbmClient:
         """As the engine told it last."""
         self._unlinked_s = 0.0
         """Since when it has no link."""
-        self._unlinked = Complaint("no blocks are exchanged")
+        self._unlinked = RateLimitedLog("no blocks are exchanged")
         self._tasks: asyncio.TaskGroup | None = None
         self._asks: set[asyncio.Task[None]] = set()
         """Of the engine that runs."""

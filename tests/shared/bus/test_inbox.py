@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from shared.bus.contract import Message
-from shared.bus.inbox import NO_RESPONDERS, PROBE_LIMIT, Replies
+from shared.bus.inbox import NO_RESPONDERS, PROBE_LIMIT, Inbox
 from shared.errors import BusDown
 
 
@@ -16,7 +16,7 @@ def nobody(reply: str) -> Message:
 
 
 def test_over_the_bound_the_oldest_probe_is_forgotten() -> None:
-    replies = Replies()
+    replies = Inbox()
     gone: list[int] = []
     inboxes = [replies.probe(partial(gone.append, number)) for number in range(PROBE_LIMIT + 1)]
     replies.validate()
@@ -26,7 +26,7 @@ def test_over_the_bound_the_oldest_probe_is_forgotten() -> None:
 
 
 def test_a_probe_that_was_answered_is_over() -> None:
-    replies = Replies()
+    replies = Inbox()
     gone: list[str] = []
     inbox = replies.probe(lambda: gone.append("gone"))
     replies.take(Message(inbox, b"here"))
@@ -35,7 +35,7 @@ def test_a_probe_that_was_answered_is_over() -> None:
 
 
 def test_a_lost_connection_does_not_say_gone() -> None:
-    replies = Replies()
+    replies = Inbox()
     gone: list[str] = []
     replies.probe(lambda: gone.append("gone"))
     replies.fail(BusDown("lost"))
@@ -43,7 +43,7 @@ def test_a_lost_connection_does_not_say_gone() -> None:
 
 
 async def test_only_the_first_answer_to_a_request_counts() -> None:
-    replies = Replies()
+    replies = Inbox()
     inbox, answer = replies.request("subject")
     replies.take(Message(inbox, b"first"))
     replies.take(Message(inbox, b"second"))
@@ -54,7 +54,7 @@ async def test_only_the_first_answer_to_a_request_counts() -> None:
 
 
 async def test_a_stream_gives_what_came_before_the_connection_was_lost() -> None:
-    replies = Replies()
+    replies = Inbox()
     stream = replies.stream("subject", pending_limit=8)
     messages = stream.messages(1.0)
     stream.take(Message(stream.inbox, b"first"))
@@ -65,6 +65,6 @@ async def test_a_stream_gives_what_came_before_the_connection_was_lost() -> None
 
 
 def test_reply_subjects_begin_with_the_inbox_that_was_asked_for() -> None:
-    replies = Replies("_INBOX_services")
+    replies = Inbox("_INBOX_services")
     assert replies.probe(lambda: None).startswith("_INBOX_services.")
     assert replies.stream("subject", 1).inbox.startswith("_INBOX_services.")

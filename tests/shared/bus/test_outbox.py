@@ -56,7 +56,7 @@ async def test_load_events_go_out_in_order_as_one_message() -> None:
     box, heard, _, _ = await opened()
     events = [Finished("a", 1), Finished("b", 1)]
     for event in events:
-        box.tell(MODEL, event)
+        box.publish_load(MODEL, event)
     box.post(CANCEL_W1, CANCEL.encode(Cancel("a", 1)))
     assert await box.flush()
     await heard.all()
@@ -67,7 +67,7 @@ async def test_load_events_go_out_in_order_as_one_message() -> None:
 async def test_while_nats_is_away_load_events_wait() -> None:
     box, heard, bus, _ = await opened()
     bus.lose()
-    box.tell(MODEL, Finished("a", 1))
+    box.publish_load(MODEL, Finished("a", 1))
     assert not await box.flush()
     bus.find()
     assert await box.flush()
@@ -80,7 +80,7 @@ async def test_at_the_bound_the_oldest_half_is_dropped_and_counted(monkeypatch: 
     monkeypatch.setattr(outbox, "EVENTS_A_MESSAGE", 2)
     box, heard, _, registry = await opened()
     for number in range(5):
-        box.tell(MODEL, Finished(str(number), 1))
+        box.publish_load(MODEL, Finished(str(number), 1))
     assert await box.flush()
     await heard.all()
     assert [[event.request for event in batch.events] for batch in heard.load] == [["2", "3"], ["4"]]
@@ -91,8 +91,8 @@ async def test_an_address_that_is_no_subject_costs_only_its_own_message() -> Non
     box, heard, _, registry = await opened()
     box.post("no worker's id", CANCEL.encode(Cancel("a", 1)))
     box.post(CANCEL_W1, CANCEL.encode(Cancel("b", 1)))
-    box.tell("", Finished("a", 1))
-    box.tell(MODEL, Finished("b", 1))
+    box.publish_load("", Finished("a", 1))
+    box.publish_load(MODEL, Finished("b", 1))
     assert await box.flush()
     await heard.all()
     assert heard.cancels == [Cancel("b", 1)]
@@ -126,13 +126,13 @@ async def test_what_is_told_while_two_flushes_wait_goes_out_once(lost: bool) -> 
     await heard.listen()
     bus = CongestedBus(broker)
     box = Outbox(bus, "n", CollectorRegistry(), batch_s=0.005)
-    box.tell(MODEL, Finished("a", 1))
+    box.publish_load(MODEL, Finished("a", 1))
     first = asyncio.create_task(box.flush())
     await asyncio.sleep(0)
-    box.tell(MODEL, Finished("b", 1))
+    box.publish_load(MODEL, Finished("b", 1))
     second = asyncio.create_task(box.flush())
     await asyncio.sleep(0)
-    box.tell(MODEL, Finished("c", 1))
+    box.publish_load(MODEL, Finished("c", 1))
     if lost:
         bus.lose()
     bus.opened.set()

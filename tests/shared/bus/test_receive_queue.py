@@ -10,7 +10,7 @@ import pytest
 from shared import rate_limited_log
 from shared.bus import receive_queue
 from shared.bus.contract import Message
-from shared.bus.receive_queue import Receiver
+from shared.bus.receive_queue import ReceiveQueue
 from shared.errors import PayloadTooLarge, ProtocolError
 from shared.rate_limited_log import Tally
 
@@ -23,7 +23,7 @@ async def test_waiting_messages_are_bounded_in_bytes(monkeypatch: pytest.MonkeyP
         await release.wait()
         seen.append(len(message.payload))
 
-    receiving = Receiver("subject", receive, pending_limit=1000, dropped=told.append)
+    receiving = ReceiveQueue("subject", receive, pending_limit=1000, dropped=told.append)
     for size in (60, 60, 30, 10, 1):
         receiving.offer(Message("subject", bytes(size)))
         receiving.validate()
@@ -42,7 +42,7 @@ async def test_headers_count_towards_the_bound_in_bytes(monkeypatch: pytest.Monk
     async def receive(message: Message) -> None:
         await release.wait()
 
-    receiving = Receiver("subject", receive, pending_limit=1000, dropped=told.append)
+    receiving = ReceiveQueue("subject", receive, pending_limit=1000, dropped=told.append)
     for _ in range(3):
         receiving.offer(Message("subject", b"", headers={"name": "x" * 40}))
         receiving.validate()
@@ -62,7 +62,7 @@ async def test_a_cancelled_drain_ends_the_receiver_where_it_stands() -> None:
         finally:
             ended.set()
 
-    receiving = Receiver("subject", receive, pending_limit=10)
+    receiving = ReceiveQueue("subject", receive, pending_limit=10)
     receiving.offer(Message("subject", b""))
     receiving.offer(Message("subject", b""))
     await started.wait()
@@ -89,7 +89,7 @@ async def test_a_receiver_that_never_waits_lets_others_run() -> None:
         pass
 
     counting = asyncio.create_task(count_turns())
-    receiving = Receiver("subject", receive, pending_limit=10_000)
+    receiving = ReceiveQueue("subject", receive, pending_limit=10_000)
     for _ in range(10_000):
         receiving.offer(Message("subject", b""))
     await receiving.drain()
@@ -102,7 +102,7 @@ async def test_a_flood_of_unreadable_messages_is_counted_and_told_in_one_line(ca
         raise ProtocolError("not msgpack")
 
     tally = Tally()
-    receiving = [Receiver(f"subject.{each}.>", receive, pending_limit=1000, malformed=tally) for each in "ab"]
+    receiving = [ReceiveQueue(f"subject.{each}.>", receive, pending_limit=1000, malformed=tally) for each in "ab"]
     for one in receiving:
         for _ in range(200):
             one.offer(Message("subject.x", b"garbage"))
@@ -122,7 +122,7 @@ async def test_the_next_minute_unreadable_messages_are_told_again(
         raise ProtocolError("not msgpack")
 
     monkeypatch.setattr(rate_limited_log, "COMPLAIN_INTERVAL_S", 0.0)
-    receiving = Receiver("subject", receive, pending_limit=10)
+    receiving = ReceiveQueue("subject", receive, pending_limit=10)
     for _ in range(3):
         receiving.offer(Message("subject", b"garbage"))
     await receiving.drain()
@@ -133,7 +133,7 @@ async def test_an_answer_over_the_limit_is_a_failure_and_told_whole(caplog: pyte
     async def receive(message: Message) -> None:
         raise PayloadTooLarge(2, 1)
 
-    receiving = Receiver("subject", receive, pending_limit=10)
+    receiving = ReceiveQueue("subject", receive, pending_limit=10)
     receiving.offer(Message("subject", b""))
     await receiving.drain()
     assert (receiving.statistics().malformed, receiving.statistics().failed) == (0, 1)

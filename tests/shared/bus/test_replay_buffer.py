@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bus.replay_buffer import EventRing
+from shared.bus.replay_buffer import ReplayBuffer
 
 
 @given(
@@ -17,7 +17,7 @@ from shared.bus.replay_buffer import EventRing
 def test_a_ring_holds_the_newest_batches_that_fit(
     limit_batches: int, limit_bytes: int, batches: list[tuple[int, bytes]], first: int
 ) -> None:
-    ring = EventRing(limit_batches, limit_bytes)
+    ring = ReplayBuffer(limit_batches, limit_bytes)
     published: list[tuple[int, bytes]] = []
     sequence = 0
     for step, payload in batches:
@@ -34,7 +34,7 @@ def test_a_ring_holds_the_newest_batches_that_fit(
 
 
 def test_a_ring_forgets_the_oldest_over_its_bytes() -> None:
-    ring = EventRing(limit_batches=100, limit_bytes=10)
+    ring = ReplayBuffer(limit_batches=100, limit_bytes=10)
     for sequence in range(5):
         ring.append(sequence, b"1234")
         ring.validate()
@@ -45,7 +45,7 @@ def test_a_ring_forgets_the_oldest_over_its_bytes() -> None:
 
 
 def test_a_sequence_that_does_not_grow_empties_the_ring() -> None:
-    ring = EventRing(limit_batches=100)
+    ring = ReplayBuffer(limit_batches=100)
     for sequence in (0, 1, 2, 0):
         ring.append(sequence, b"")
         ring.validate()

@@ -20,7 +20,7 @@ from shared.discovery.contract import Owner
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.etcd_client import EtcdClient
 from shared.discovery.etcd_watch import EtcdWatch
-from shared.discovery.key_feed import Sight
+from shared.discovery.key_feed import KeyFeed
 from shared.errors import ConfigError, DiscoveryDown
 from tests.servers import EtcdServer, etcd_server
 from tests.shared.watched import watching
@@ -101,7 +101,7 @@ async def test_while_etcd_is_frozen_past_the_ttl_no_living_instance_is_lost(
 
 
 async def test_a_silent_stream_is_given_up_for_a_new_connection(own_etcd: EtcdServer) -> None:
-    sight = Sight()
+    sight = KeyFeed()
     watch = EtcdWatch(EtcdClient((own_etcd.endpoint,), "", "", lambda: None), PREFIX, sight, TTL_S)
     async with asyncio.timeout(60):
         while sight.state != ({}, 0):

@@ -20,7 +20,7 @@ OWNERS: st.SearchStrategy[Owner] = st.sampled_from(["publishes", "answers", "sil
 
 def test_the_first_look_is_told_whole_and_then_synced() -> None:
     view = KeyView(TTL_S)
-    assert view.seen(0.0, {"b": b"1", "a": b"2"}, 0) == [Added("b", b"1"), Added("a", b"2"), Synced()]
+    assert view.update(0.0, {"b": b"1", "a": b"2"}, 0) == [Added("b", b"1"), Added("a", b"2"), Synced()]
 
 
 @pytest.mark.parametrize("owner", ["gone", "silent", "answers"])
@@ -28,78 +28,78 @@ def test_of_a_key_that_is_seen_to_go_the_owner_is_asked_at_once_and_it_goes_unle
     owner: Owner,
 ) -> None:
     view = KeyView(TTL_S)
-    view.seen(0.0, {"a": b"1"}, 0)
-    assert view.seen(1.0, {}, 0) == []
-    assert view.due(1.0) == {"a": b"1"}
-    assert view.judged(1.0, {"a": owner}) == [Removed("a")]
+    view.update(0.0, {"a": b"1"}, 0)
+    assert view.update(1.0, {}, 0) == []
+    assert view.suspects(1.0) == {"a": b"1"}
+    assert view.verdicts(1.0, {"a": owner}) == [Removed("a")]
 
 
 def test_a_key_that_is_seen_to_go_stays_while_its_owner_says_that_it_publishes_it() -> None:
     view = KeyView(TTL_S)
-    view.seen(0.0, {"a": b"1"}, 0)
-    view.seen(1.0, {}, 0)
-    assert view.judged(1.0, {"a": "publishes"}) == []
+    view.update(0.0, {"a": b"1"}, 0)
+    view.update(1.0, {}, 0)
+    assert view.verdicts(1.0, {"a": "publishes"}) == []
     assert view.next_due == 11.0
-    assert view.seen(2.0, {"a": b"2"}, 0) == [Added("a", b"2")]
+    assert view.update(2.0, {"a": b"2"}, 0) == [Added("a", b"2")]
     assert view.next_due is None
-    view.seen(3.0, {}, 0)
-    assert view.judged(3.0, {"a": "publishes"}) == []
-    assert view.judged(13.0, {"a": "silent"}) == [Removed("a")]
+    view.update(3.0, {}, 0)
+    assert view.verdicts(3.0, {"a": "publishes"}) == []
+    assert view.verdicts(13.0, {"a": "silent"}) == [Removed("a")]
 
 
 def test_a_key_that_was_seen_to_go_before_an_outage_is_in_doubt_after_it() -> None:
     view = KeyView(TTL_S)
-    view.seen(0.0, {"a": b"1"}, 0)
-    view.seen(1.0, {}, 0)
-    view.judged(1.0, {"a": "publishes"})
+    view.update(0.0, {"a": b"1"}, 0)
+    view.update(1.0, {}, 0)
+    view.verdicts(1.0, {"a": "publishes"})
     view.lost()
-    view.seen(5.0, {}, 1)
+    view.update(5.0, {}, 1)
     assert view.next_due == 15.0
-    assert view.judged(15.0, {"a": "silent"}) == []
+    assert view.verdicts(15.0, {"a": "silent"}) == []
 
 
 def test_after_an_outage_a_missing_key_stays_for_one_ttl_and_goes_if_its_owner_is_silent() -> None:
     view = KeyView(TTL_S)
-    view.seen(0.0, {"a": b"1"}, 0)
-    assert view.seen(1.0, {}, 1) == []
-    assert view.due(10.9) == {}
-    assert view.due(11.0) == {"a": b"1"}
-    assert view.judged(11.0, {"a": "gone"}) == [Removed("a")]
+    view.update(0.0, {"a": b"1"}, 0)
+    assert view.update(1.0, {}, 1) == []
+    assert view.suspects(10.9) == {}
+    assert view.suspects(11.0) == {"a": b"1"}
+    assert view.verdicts(11.0, {"a": "gone"}) == [Removed("a")]
 
 
 def test_a_missing_key_whose_owner_answers_is_asked_again_each_ttl() -> None:
     view = KeyView(TTL_S)
-    view.seen(0.0, {"a": b"1"}, 0)
-    view.seen(1.0, {}, 1)
-    assert view.judged(11.0, {"a": "silent"}) == []
+    view.update(0.0, {"a": b"1"}, 0)
+    view.update(1.0, {}, 1)
+    assert view.verdicts(11.0, {"a": "silent"}) == []
     assert view.next_due == 21.0
-    assert view.judged(21.0, {"a": "gone"}) == [Removed("a")]
+    assert view.verdicts(21.0, {"a": "gone"}) == [Removed("a")]
 
 
 def test_a_missing_key_that_comes_back_unchanged_is_not_told() -> None:
     view = KeyView(TTL_S)
-    view.seen(0.0, {"a": b"1"}, 0)
-    view.seen(1.0, {}, 1)
-    assert view.seen(2.0, {"a": b"1"}, 1) == []
+    view.update(0.0, {"a": b"1"}, 0)
+    view.update(1.0, {}, 1)
+    assert view.update(2.0, {"a": b"1"}, 1) == []
     assert view.next_due is None
 
 
 def test_what_goes_within_a_ttl_after_an_outage_is_missing_too() -> None:
     view = KeyView(TTL_S)
-    view.seen(0.0, {"a": b"1"}, 0)
-    view.seen(1.0, {"a": b"1"}, 1)
-    assert view.seen(10.9, {}, 1) == []
+    view.update(0.0, {"a": b"1"}, 0)
+    view.update(1.0, {"a": b"1"}, 1)
+    assert view.update(10.9, {}, 1) == []
     assert view.next_due == 20.9
 
 
 def test_nobody_is_asked_while_the_back_end_is_out_of_sight() -> None:
     view = KeyView(TTL_S)
-    view.seen(0.0, {"a": b"1"}, 0)
-    view.seen(1.0, {}, 1)
+    view.update(0.0, {"a": b"1"}, 0)
+    view.update(1.0, {}, 1)
     view.lost()
     assert view.next_due is None
-    assert view.due(100.0) == {}
-    assert view.seen(100.0, {}, 2) == []
+    assert view.suspects(100.0) == {}
+    assert view.update(100.0, {}, 2) == []
     assert view.next_due == 110.0
 
 
@@ -154,7 +154,7 @@ class Watching(RuleBasedStateMachine):
             self.lost_at = self.now
         self.away = False
         told_before = dict(self.told)
-        self.take(self.view.seen(self.now, dict(self.stored), self.losses))
+        self.take(self.view.update(self.now, dict(self.stored), self.losses))
         assert self.synced == 1
         assert {key: self.told[key] for key in self.stored} == self.stored
         assert self.told.keys() - self.stored.keys() == self.view.missing.keys()
@@ -163,12 +163,12 @@ class Watching(RuleBasedStateMachine):
 
     @rule(owners=st.fixed_dictionaries(dict.fromkeys("abc", OWNERS)))
     def ask(self, owners: dict[str, Owner]) -> None:
-        due = self.view.due(self.now)
+        due = self.view.suspects(self.now)
         assert not (due and self.away)
         # In truth nobody is asked of whom the view does not know that the key is gone.
         asked = [key for key in due if key not in self.stored]
         seen_to_go = set(self.view.seen_to_go)
-        self.take(self.view.judged(self.now, {key: owners[key] for key in asked}))
+        self.take(self.view.verdicts(self.now, {key: owners[key] for key in asked}))
         for key in asked:
             kept = owners[key] == "publishes" or (owners[key] != "gone" and key not in seen_to_go)
             assert (key in self.told) == kept

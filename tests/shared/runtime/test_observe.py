@@ -11,14 +11,14 @@ from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, Gauge
 
 from shared.config import ObserveConfig
-from shared.runtime.observe import Vitals, add_routes, advertised, serving
+from shared.runtime.observe import Health, add_routes, advertised, serving
 from tests.servers import free_port
 
 DEADLINE_S = 10.0
 
 
 def test_a_process_that_drains_is_never_ready_again() -> None:
-    vitals = Vitals()
+    vitals = Health()
     assert vitals.reasons == ["starting"]
     vitals.ready()
     assert not vitals.reasons
@@ -37,7 +37,7 @@ def test_a_socket_at_any_address_is_advertised_by_the_machines_name() -> None:
 
 
 async def test_a_service_may_serve_the_paths_itself() -> None:
-    vitals, registry, app = Vitals(), CollectorRegistry(), web.Application()
+    vitals, registry, app = Health(), CollectorRegistry(), web.Application()
     Gauge("headrace_answers", "The answer", registry=registry).set(42)
     add_routes(app, vitals, registry)
     async with TestServer(app) as server, ClientSession() as session:
@@ -52,7 +52,7 @@ async def test_a_service_may_serve_the_paths_itself() -> None:
 
 async def test_a_body_that_no_path_reads_is_not_decompressed_either() -> None:
     """It would be in the event loop: a few MB stop it for seconds. One that is no gzip would end the connection."""
-    async with serving(ObserveConfig(port=free_port()), Vitals(), CollectorRegistry()) as url:
+    async with serving(ObserveConfig(port=free_port()), Health(), CollectorRegistry()) as url:
         where = urlsplit(url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port)
         head = b"GET /live HTTP/1.1\r\nHost: x\r\n"
