@@ -216,9 +216,7 @@ class Router:
             self.models[ask.model].load.withdrawn((ask.request, ask.attempt))
         elif self._following.others or self._now() < self._joined_by_s:
             # A router that misses it sees the attempt in the report of the worker.
-            self._outbox.publish_load(
-                ask.model, reserved
-            )  # a router that misses it sees the attempt in the worker's report
+            self._outbox.publish_load(ask.model, reserved)
         self._in_a_row = (self._in_a_row + 1) % SELECTS_A_TURN
         if not self._in_a_row and self._following.others:
             await asyncio.sleep(0)

@@ -1,0 +1,159 @@
+"""The mechanical part of our rules for plain English (CONTRIBUTING.md, "Language").
+
+    python -m tests.language [PATH …]     prints each finding as path:line: rule: text; without paths, of the whole tree
+
+Docstrings are held to all rules; other strings of the product, names of tests and documents to the list of words.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = ("shared", "services", "deploy", "benchmarks", "tests")
+PRODUCT = ("shared", "services", "deploy", "benchmarks")
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "deploy/compose/README.md",
+    "benchmarks/README.md",
+)
+
+WORDS = {
+    "anew": "again",
+    "beside": "next to, in addition to",
+    "besides": "in addition",
+    "behind": "after",
+    "lest": "so that … not",
+    "told": "reported, notified",
+    "nobody": "no client, no worker, …",
+    "somebody": "a client, a worker, …",
+    "whoever": "the client that …",
+    "whom": "the client that …",
+    "shall": "must",
+    "he": "it, or its name",
+    "him": "it, or its name",
+    "his": "its",
+    "thereby": "so",
+    "therein": "in it",
+    "thereof": "of it",
+    "hitherto": "so far",
+}
+"""Words that are not used, and what to say in their place."""
+PHRASES = {"as such": "leave it out", "by and by": "later", "not any more": "no longer", "so many": "how many, N"}
+ALLOWED = re.compile(
+    r"behind (?:a|an|the|its|your|such a) (?:\w+ )?(?:proxy|proxies|balancer|firewall|NAT)", re.IGNORECASE
+)
+"""A place in a network, not a time."""
+_FORBIDDEN = re.compile(rf"\b(?:{'|'.join([*WORDS, *PHRASES])})\b", re.IGNORECASE)
+_BEGINNINGS = re.compile(
+    r"(?:Of|As|See|It|They|Them|That|Those|These|Whether it|Who|Whom|Whose|And|Or|But|Also|Likewise|The same|Ditto)\b|…"
+)
+"""A first sentence that begins so has no noun of its own."""
+SENTENCE_WORDS = 36
+"""At most in one sentence; 20 is the aim."""
+FEWEST_WORDS = 3
+"""Of a docstring: fewer say nothing that the name does not."""
+_CODE = re.compile(r"``?[^`]*``?")
+
+
+class Finding(NamedTuple):
+    """One breach of one rule."""
+
+    path: str
+    line: int
+    rule: str
+    text: str
+
+
+def words(text: str) -> Iterator[tuple[int, str]]:
+    """Forbidden words and phrases in `text`, each with the number of lines before it."""
+    plain = ALLOWED.sub(lambda match: " " * len(match[0]), _CODE.sub(lambda match: " " * len(match[0]), text))
+    for match in _FORBIDDEN.finditer(plain):
+        found = match[0].lower()
+        yield text.count("\n", 0, match.start()), f"{found!r}: say {WORDS.get(found) or PHRASES[found]}"
+
+
+def docstring(text: str) -> Iterator[tuple[int, str]]:
+    """Breaches in one docstring, each with the number of lines before it."""
+    first, *_ = paragraphs = re.split(r"\n\s*\n", text.strip())
+    if _BEGINNINGS.match(first):
+        yield 0, f"begins with {first.split()[0]!r}: begin with the thing that it is about"
+    if text.rstrip().endswith("…"):
+        yield 0, "ends in the middle of a sentence"
+    if len(first.split()) < FEWEST_WORDS:
+        yield 0, f"{first!r}: too short to say anything"
+    for paragraph in paragraphs:
+        if re.search(r"^\s{2,}|  |──|[│├└]|^\s*[-*>|]", paragraph, re.MULTILINE) and paragraph is not first:
+            continue  # a picture, a table, a list
+        for sentence in re.split(r"(?<=[.:;!?])\s+", _CODE.sub("x", paragraph)):
+            if len(sentence.split()) > SENTENCE_WORDS:
+                yield 0, f"a sentence of {len(sentence.split())} words: {' '.join(sentence.split()[:6])} …"
+
+
+def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Every string that stands alone as a statement: of modules, classes, functions, attributes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str()) as constant):
+                yield constant
+
+
+def in_code(path: Path, root: Path = ROOT) -> Iterator[Finding]:
+    """Findings in one Python file."""
+    name = str(path.relative_to(root))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    in_product = name.startswith(PRODUCT)
+    documented = set()
+    for constant in _docstrings(tree):
+        documented.add(id(constant))
+        text = ast.literal_eval(repr(constant.value))
+        for lines, wrong in words(text):
+            yield Finding(name, constant.lineno + lines, "word", wrong)
+        if in_product:
+            for lines, wrong in docstring(text):
+                yield Finding(name, constant.lineno + lines, "docstring", wrong)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if in_product and id(node) not in documented and " " in text:
+                for _, wrong in words(text):
+                    yield Finding(name, node.lineno, "string", wrong)
+            case ast.FunctionDef(name=function) | ast.AsyncFunctionDef(name=function) if function.startswith("test_"):
+                for _, wrong in words(function.replace("_", " ")):
+                    yield Finding(name, node.lineno, "test name", wrong)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if (comment := re.search(r"(?:^|\s)# (.*)", line)) and in_product:
+            for _, wrong in words(comment[1]):
+                yield Finding(name, number, "comment", wrong)
+
+
+def in_document(path: Path, root: Path = ROOT) -> Iterator[Finding]:
+    """Findings in one document; code in it is passed over."""
+    text = re.sub(
+        r"^```.*?^```", lambda match: re.sub(r"[^\n]", " ", match[0]), path.read_text("utf-8"), flags=re.S | re.M
+    )
+    for lines, wrong in words(text):
+        yield Finding(str(path.relative_to(root)), 1 + lines, "word", wrong)
+
+
+def findings(paths: Sequence[Path] = ()) -> Iterator[Finding]:
+    """All findings below `paths`, or in the whole tree."""
+    chosen = [path.resolve() for path in paths] or [ROOT]
+    code = [path for top in CODE for path in sorted((ROOT / top).rglob("*.py"))]
+    documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
+    for path in code + documents:
+        if any(path == each or path.is_relative_to(each) for each in chosen):
+            yield from in_code(path) if path.suffix == ".py" else in_document(path)
+
+
+if __name__ == "__main__":
+    found = list(findings([Path(each) for each in sys.argv[1:]]))
+    print("\n".join(f"{each.path}:{each.line}: {each.rule}: {each.text}" for each in found))
+    sys.exit(bool(found))
