@@ -37,7 +37,7 @@ START_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
 _POLL_S = 0.05
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_TETHER = ROOT / "deploy" / "local" / "tether.py"
+_TETHER = ROOT / "deploy" / "local" / "stack" / "die_with_parent.py"
 
 _PEER = """
 import json, sys, stack

@@ -26,7 +26,7 @@ START_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
 """Above every service's own bound."""
 _POLL_S = 0.05
-_TETHER = (sys.executable, "-I", "-S", str(ROOT / "deploy" / "local" / "tether.py"))
+_TETHER = (sys.executable, "-I", "-S", str(ROOT / "deploy" / "local" / "stack" / "die_with_parent.py"))
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
