@@ -1,37 +1,53 @@
-"""What came from others and could not be read: every one counted, and one line in the log a minute at most."""
+"""Log lines about input from outside: every problem is counted, and each key has at most one line in an interval.
+
+Other processes decide how often such a problem occurs, so a flood of them must not fill the log.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+import math
 
-COMPLAIN_INTERVAL_S = 60.0
+INTERVAL_S = 60.0
+KEYS_LIMIT = 1024
+"""At most this many keys are remembered. Beyond it the one that was logged longest ago is forgotten."""
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Tally:
-    """The sum over many complaints, those that are over included."""
-
-    count: int = 0
-
-
 class RateLimitedLog:
-    """About one source. `what` begins its lines in the log; `tally` counts with it."""
+    """Counts problems, and logs each key's problems at most once in `interval_s`. Needs a running event loop."""
 
-    def __init__(self, what: str, tally: Tally | None = None) -> None:
-        self._what = what
-        self._tally = Tally() if tally is None else tally
-        self._logged_at_s: float | None = None
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._keys: dict[str, tuple[int, float]] = {}
+        """Key → its problems so far, and when one was logged; the key that was logged longest ago is first."""
         self.count = 0
+        """The problems of all keys so far."""
 
-    def add(self, wrong: object, count: int = 1) -> None:
-        """`count` more; `wrong` says what is wrong with the latest. Within a running event loop."""
+    def warn(self, key: str, problem: object, count: int = 1) -> None:
+        """Count `count` problems of `key`. Log a warning with `key` and `problem` if a line of the key is due."""
+        self._add(logging.WARNING, key, problem, count)
+
+    def error(self, key: str, problem: object) -> None:
+        """Count one problem of `key`. Log an error with `key` and `problem` if a line of the key is due."""
+        self._add(logging.ERROR, key, problem, 1)
+
+    def reset(self, key: str) -> bool:
+        """Forget `key`, so that its next problem is logged at once. Return whether it had any."""
+        return self._keys.pop(key, None) is not None
+
+    def _add(self, level: int, key: str, problem: object, count: int) -> None:
         self.count += count
-        self._tally.count += count
         now_s = asyncio.get_running_loop().time()
-        if self._logged_at_s is None or now_s - self._logged_at_s >= COMPLAIN_INTERVAL_S:
-            self._logged_at_s = now_s
-            _log.warning("%s (%d so far, told once a minute): %s", self._what, self.count, wrong)
+        so_far, logged_at_s = self._keys.get(key, (0, -math.inf))
+        so_far += count
+        if now_s - logged_at_s < self._interval_s:
+            self._keys[key] = so_far, logged_at_s
+            return
+        self._keys.pop(key, None)
+        self._keys[key] = so_far, now_s
+        if len(self._keys) > KEYS_LIMIT:
+            del self._keys[next(iter(self._keys))]
+        _log.log(level, "%s: %s (%d so far; logged every %g s at most)", key, problem, so_far, self._interval_s)

@@ -13,12 +13,12 @@ from typing import assert_never
 
 from services.router.config import RouterConfig
 from services.router.explain import asked_for, explain, model_states, policy_trouble
-from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter
 from services.router.sync.feed import Feed
 from shared.bus.contract import Message
 from shared.errors import BusDown, ProtocolError
 from shared.messages import EXPLANATIONS, JSON_HEADER, ROUTER_STATE, Explanations, RouterState
+from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 UNKNOWN_PAUSE_S = 0.3
@@ -35,13 +35,13 @@ class Desk:
         config: RouterConfig,
         models: Mapping[str, ModelRouter],
         feeds: Mapping[str, Feed],
-        seldom: Seldom,
+        limited_log: RateLimitedLog,
     ) -> None:
         self._runtime = runtime
         self._config = config
         self._models = models
         self._feeds = feeds
-        self._seldom = seldom
+        self._limited_log = limited_log
         self._pausing: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
@@ -94,4 +94,4 @@ class Desk:
         try:
             await self._runtime.bus.publish(message.reply, payload, headers=JSON_HEADER)
         except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
-            self._seldom.warn(channel, wrong)
+            self._limited_log.warn(channel, wrong)

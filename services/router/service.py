@@ -27,7 +27,6 @@ from services.router.config import RouterConfig
 from services.router.index.store_ids import store
 from services.router.metrics import Metrics
 from services.router.queries import Desk
-from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy_guard import Trouble
 from services.router.sync.follower import Following
@@ -50,6 +49,7 @@ from shared.messages import (
     SelectReply,
     is_json,
 )
+from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 QUEUE = "router"
@@ -97,16 +97,16 @@ class Router:
         self._config = config
         self._now = asyncio.get_running_loop().time
         self._metrics = Metrics(runtime.registry)
-        self._seldom = Seldom(self._now)
+        self._limited_log = RateLimitedLog()
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
         self._following = Following(
-            *(runtime, config, self._metrics, self._seldom),
+            *(runtime, config, self._metrics, self._limited_log),
             appeared=self._appeared,
             forgotten=self._forgotten,
         )
         self.models = self._following.models
         self.feeds = self._following.feeds
-        self._desk = Desk(runtime, config, self.models, self.feeds, self._seldom)
+        self._desk = Desk(runtime, config, self.models, self.feeds, self._limited_log)
         self._subscriptions: list[Subscription] = []
         self._answering: dict[str, list[Subscription]] = {}
         """By model."""
@@ -237,14 +237,14 @@ class Router:
         if trouble.kind == "off":
             _log.error("policy %s of model %s: %s", self._config.policy, model, trouble.problem)
         else:
-            self._seldom.warn(f"policy {self._config.policy}", f"{trouble.kind}: {trouble.problem}")
+            self._limited_log.warn(f"policy {self._config.policy}", f"{trouble.kind}: {trouble.problem}")
 
     async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
         headers = JSON_HEADER if is_json(message.headers) else None
         try:
             await self._runtime.bus.publish(message.reply, SELECT_REPLY.encode(reply, headers), headers=headers)
         except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
-            self._seldom.warn("select", wrong)
+            self._limited_log.warn("select", wrong)
             return False
         self._metrics.answered(reply, time.perf_counter() - arrived)
         return True
@@ -258,7 +258,7 @@ class Router:
         except ProtocolError as wrong:
             self._malformed("reservations", wrong)
         except BusDown as wrong:
-            self._seldom.warn("reservations", wrong)
+            self._limited_log.warn("reservations", wrong)
 
     # --- what others tell
 
@@ -313,7 +313,7 @@ class Router:
 
     def _malformed(self, channel: str, wrong: ProtocolError) -> None:
         self._metrics.malformed.labels(channel).inc()
-        self._seldom.warn(channel, wrong)
+        self._limited_log.warn(channel, wrong)
 
     # --- by and by
 
@@ -340,7 +340,7 @@ class Router:
         self._metrics.followed([feed.status() for feed in self.feeds.values()])
         dropped = sum(each.statistics().dropped for each in self._all_subscriptions())
         if dropped > self._dropped:
-            self._seldom.warn("messages", f"they come faster than they are read: {dropped} lost so far")
+            self._limited_log.warn("messages", f"they come faster than they are read: {dropped} lost so far")
         self._dropped = dropped
         self._metrics.dropped.set(dropped)
 

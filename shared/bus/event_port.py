@@ -32,6 +32,7 @@ ANSWERS_LIMIT = 64
 """That wait for one subscriber; more pings get no answer."""
 ACCEPT_AGAIN_S = 0.5
 """After the machine refused one, most often since this process has too many files open."""
+_CLOSED = "a connection to the KV events is closed"
 
 
 class EventPort:
@@ -48,7 +49,7 @@ class EventPort:
         self._loop = asyncio.get_running_loop()
         self._waiting = _Waiting()
         self._connections: dict[_Connection, None] = {}
-        self._complaint = RateLimitedLog("a connection to the KV events is closed")
+        self._limited_log = RateLimitedLog()
         self._accept_again: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
@@ -86,16 +87,16 @@ class EventPort:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as wrong:
-            self._complaint.add(wrong)
+            self._limited_log.warn(_CLOSED, wrong)
             self._loop.remove_reader(self._listener.fileno())
             again = self._loop.add_reader
             self._accept_again = self._loop.call_later(ACCEPT_AGAIN_S, again, self._listener.fileno(), self._accept)
             return
         if len(self._connections) >= self._subscribers_limit:
-            self._complaint.add(f"{self._subscribers_limit} others are connected")
+            self._limited_log.warn(_CLOSED, f"{self._subscribers_limit} others are connected")
             accepted.close()
             return
-        connection = _Connection(accepted, self._topic, self._waiting, self._moved, self._complaint, self._loop)
+        connection = _Connection(accepted, self._topic, self._waiting, self._moved, self._limited_log, self._loop)
         self._connections[connection] = None
         connection.greet()
 
@@ -175,14 +176,14 @@ class _Connection:
         topic: bytes,
         waiting: _Waiting,
         moved: Callable[[_Connection], None],
-        complaint: RateLimitedLog,
+        limited_log: RateLimitedLog,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._socket = accepted
         self._said = zmtp.Subscriber(topic)
         self._waiting = waiting
         self._moved = moved
-        self._complaint = complaint
+        self._limited_log = limited_log
         self._loop = loop
         self._rest = memoryview(b"")
         self._answers: deque[bytes] = deque()
@@ -223,7 +224,7 @@ class _Connection:
 
     def _give_up(self) -> None:
         if not self._said.ready:
-            self._complaint.add(f"no handshake in {HANDSHAKE_LIMIT_S:g} s")
+            self._limited_log.warn(_CLOSED, f"no handshake in {HANDSHAKE_LIMIT_S:g} s")
             self.close()
 
     def _read(self) -> None:
@@ -239,7 +240,7 @@ class _Connection:
             self.close()
             return
         except ProtocolError as wrong:
-            self._complaint.add(wrong)
+            self._limited_log.warn(_CLOSED, wrong)
             self.close()
             return
         if not self._said.subscribed:

@@ -25,7 +25,7 @@ from shared.bus.receive_queue import ReceiveQueue
 from shared.bus.replay_buffer import ReplayBuffer
 from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
 from shared.messages import EventSource
-from shared.rate_limited_log import Tally
+from shared.rate_limited_log import RateLimitedLog
 
 
 def matches(pattern: str, subject: str) -> bool:
@@ -179,7 +179,7 @@ class MemoryBus:
         self.name = name
         self.replies = Inbox()
         self._payload_limit_bytes = payload_limit_bytes
-        self._malformed = Tally()
+        self._unreadable = RateLimitedLog()
         self._state: Literal["connected", "away", "closed"] = "connected"
         self.connections = 1
         self.hung = False
@@ -191,7 +191,7 @@ class MemoryBus:
 
     @property
     def malformed(self) -> int:
-        return self._malformed.count
+        return self._unreadable.count
 
     async def confirm(self, connections: int) -> None:
         if self._state != "connected" or connections != self.connections or self.hung:
@@ -222,7 +222,7 @@ class MemoryBus:
         if self._state == "closed":
             raise BusDown("the bus is closed")
         receiver = ReceiveQueue(
-            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, malformed=self._malformed
+            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, unreadable=self._unreadable
         )
         subscription = MemorySubscription(self, subject, queue, receiver)
         self.broker.add(subscription)

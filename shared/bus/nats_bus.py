@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
@@ -45,7 +44,7 @@ from shared.bus.nats_connection import (
 from shared.bus.receive_queue import ReceiveQueue
 from shared.config import NatsConfig
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout
-from shared.rate_limited_log import RateLimitedLog, Tally
+from shared.rate_limited_log import RateLimitedLog
 
 RETRY_WAIT_S = 0.25
 WATCH_INTERVAL_S = 0.05
@@ -118,7 +117,7 @@ class NatsBus:
         name: str,
         *,
         refused: Callable[[str], None] = lambda _why: None,
-        unreadable: Tally | None = None,
+        unreadable: RateLimitedLog | None = None,
     ) -> None:
         """`refused` is `connect`'s. `unreadable` counts what comes here and cannot be read, as that of another bus
         does."""
@@ -130,10 +129,8 @@ class NatsBus:
         self._client: DirectClient | None = None
         self._closed = False
         self.connections = 0
-        self.unreadable = Tally() if unreadable is None else unreadable
-        self._torn = RateLimitedLog("unreadable message from NATS", self.unreadable)
-        self._complained_at = -math.inf
-        self._reported_at = -math.inf
+        self.unreadable = RateLimitedLog() if unreadable is None else unreadable
+        self._outages = RateLimitedLog(COMPLAIN_INTERVAL_S)
         self._keeper = asyncio.get_running_loop().create_task(self._keep_connected(), name="nats connection")
 
     @property
@@ -195,7 +192,7 @@ class NatsBus:
         if self._closed:
             raise BusDown("the bus is closed")
         receiver = ReceiveQueue(
-            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, malformed=self.unreadable
+            subject, receive, pending_limit=pending_limit, dropped=dropped, over=over, unreadable=self.unreadable
         )
         subscription = NatsSubscription(self, subject, queue, receiver)
         self._subscriptions.append(subscription)
@@ -352,25 +349,20 @@ class NatsBus:
 
     def _report(self, wrong: Exception) -> None:
         """Something went wrong on a live connection; most often, a user may not publish or subscribe somewhere."""
-        now = asyncio.get_running_loop().time()
         if isinstance(wrong, nats.errors.UnexpectedEOF):
             pass  # told when the connection has ended
         elif isinstance(wrong, ProtocolError):
-            self._torn.add(wrong)
-        elif now - self._reported_at >= COMPLAIN_INTERVAL_S:
-            self._reported_at = now
-            _log.error("NATS: %s", wrong)
+            self.unreadable.warn("unreadable message from NATS", wrong)
+        else:
+            self._outages.error("NATS", wrong)
 
     def _complain(self, wrong: Exception) -> None:
         """A connection could not be made; said at once and then every few seconds."""
         refused = refusal(wrong, self._config)
         if not self.connections:
             self._refused(refused)
-        now = asyncio.get_running_loop().time()
-        if now - self._complained_at < COMPLAIN_INTERVAL_S:
-            return
-        self._complained_at = now
+        waiting = f"waiting for NATS at {shown(self._config.url)}"
         if refused:
-            _log.error("%s; trying on", refused)
+            self._outages.error(waiting, refused)
         else:
-            _log.warning("waiting for NATS at %s: %s", shown(self._config.url), wrong)
+            self._outages.warn(waiting, wrong)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
 from shared.errors import PayloadTooLarge, ProtocolError
-from shared.rate_limited_log import RateLimitedLog, Tally
+from shared.rate_limited_log import RateLimitedLog
 
 PENDING_LIMIT_BYTES = 64 << 20
 _FAIR_SHARE = 64
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class ReceiveQueue:
     """Owns the task from construction (in a running loop) until `drain`.
 
-    Beyond `pending_limit` messages or PENDING_LIMIT_BYTES waiting, new ones are dropped. What cannot be read counts in
-    `malformed` too.
+    Beyond `pending_limit` messages or PENDING_LIMIT_BYTES waiting, new ones are dropped. What cannot be read is
+    logged in `unreadable`, which several queues may share.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ReceiveQueue:
         pending_limit: int,
         dropped: Callable[[int], None] | None = None,
         over: Callable[[Message], None] | None = None,
-        malformed: Tally | None = None,
+        unreadable: RateLimitedLog | None = None,
     ) -> None:
         assert pending_limit > 0
         self._subject = subject
@@ -54,7 +54,8 @@ class ReceiveQueue:
         self._received = 0
         self._dropped = 0
         self._failed = 0
-        self._malformed = RateLimitedLog(f"unreadable message on {subject}", malformed)
+        self._malformed = 0
+        self._unreadable = RateLimitedLog() if unreadable is None else unreadable
         self._closing = False
         self._wake = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._hand_over(), name=f"receive {subject}")
@@ -86,7 +87,7 @@ class ReceiveQueue:
             dropped=self._dropped,
             pending=len(self._waiting),
             failed=self._failed,
-            malformed=self._malformed.count,
+            malformed=self._malformed,
         )
 
     async def drain(self) -> None:
@@ -132,7 +133,8 @@ class ReceiveQueue:
     def _went_wrong(self, message: Message, wrong: Exception) -> None:
         """The sender's fault, or ours. (An answer over the payload limit is a ProtocolError, but of our making.)"""
         if isinstance(wrong, ProtocolError) and not isinstance(wrong, PayloadTooLarge):
-            self._malformed.add(f"{message.subject}: {wrong}")
+            self._malformed += 1
+            self._unreadable.warn(f"unreadable message on {self._subject}", f"{message.subject}: {wrong}")
         else:
             self._failed += 1
             _log.error("receiving from %s failed on %s", self._subject, message.subject, exc_info=wrong)

@@ -32,7 +32,7 @@ from shared.bus.event_port import SEND_LIMIT_BATCHES, EventPort
 from shared.bus.replay_buffer import RING_BYTES, ReplayBuffer
 from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
 from shared.messages import EventSource
-from shared.rate_limited_log import RateLimitedLog, Tally
+from shared.rate_limited_log import RateLimitedLog
 from shared.socket_path import reachable
 
 RECEIVE_LIMIT_BATCHES = 20_000
@@ -141,7 +141,7 @@ class ZmqEventPublisher:
         advertise: str,
         topic: str,
         ring: ReplayBuffer,
-        malformed: Tally,
+        malformed: RateLimitedLog,
         directory: str = "",
     ) -> None:
         self._topic = topic.encode()
@@ -180,7 +180,7 @@ class ZmqEventPublisher:
             )
         self._answers: deque[_Answer] = deque()
         self._resume: asyncio.Handle | None = None
-        self._complaint = RateLimitedLog("malformed question for a replay of KV events", malformed)
+        self._malformed = malformed
         self._reader = _Reader(self._replay, self._asked)
 
     @property
@@ -207,7 +207,7 @@ class ZmqEventPublisher:
 
     def _asked(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-            self._complaint.add(f"{len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+            self._malformed.warn("malformed request for a replay of KV events", _sizes(frames))
         elif len(self._answers) < REPLAYS_WAITING_LIMIT:
             batches = self._ring.since(int.from_bytes(frames[2], "big"))
             self._answers.append(_Answer(frames[0], deque(batches), asyncio.get_running_loop().time() + REPLAY_LIMIT_S))
@@ -270,7 +270,7 @@ class ZmqEventSubscription:
         self._context = context
         self._source = source
         self._receive = receive
-        self._complaint = RateLimitedLog(f"malformed KV event from {source.publish}")
+        self._malformed = RateLimitedLog()
         self._opened = ExitStack()
         socket = context.socket(zmq.SUB)
         try:
@@ -293,13 +293,13 @@ class ZmqEventSubscription:
     @property
     def malformed(self) -> int:
         """Messages that were not three frames of topic, sequence and payload."""
-        return self._complaint.count
+        return self._malformed.count
 
     async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
         """As in the contract; ProtocolError where the source's address is none."""
         if not self._source.replay or self._closed:
             raise RequestTimeout(f"{self._source.publish} has no replay")
-        replay = _Replay(self._context, self._source.replay, first, self._complaint)
+        replay = _Replay(self._context, self._source.replay, first, self._malformed)
         self._replays.add(replay)
         try:
             async with asyncio.timeout(timeout_s):
@@ -321,7 +321,7 @@ class ZmqEventSubscription:
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
-            self._complaint.add(f"{len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+            self._malformed.warn(f"malformed KV event from {self._source.publish}", _sizes(frames))
         else:
             self._receive(int.from_bytes(frames[1], "big"), frames[2])
 
@@ -330,12 +330,13 @@ class _Replay:
     """One question to a source's ROUTER."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, complaint: RateLimitedLog
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, malformed: RateLimitedLog
     ) -> None:
         self.batches: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
         self._so_far: list[tuple[int, bytes]] = []
         self._size_bytes = 0
-        self._complaint = complaint
+        self._endpoint = endpoint
+        self._malformed = malformed
         self._opened = ExitStack()
         socket = context.socket(zmq.DEALER)
         try:
@@ -363,7 +364,7 @@ class _Replay:
             return
         # SGLang answers without the topic.
         if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
-            self._complaint.add(f"a replay's {len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+            self._malformed.warn(f"malformed replay from {self._endpoint}", _sizes(frames))
         elif frames[-2] == END:
             self.batches.set_result(self._so_far)
         else:
@@ -385,7 +386,7 @@ class ZmqEvents:
         self._directory = directory
         self._advertise = advertise or host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._malformed = Tally()
+        self._malformed = RateLimitedLog()
 
     @property
     def malformed(self) -> int:
@@ -414,6 +415,10 @@ class ZmqEvents:
     def close(self) -> None:
         """End what is still open."""
         self._context.destroy(linger=0)
+
+
+def _sizes(frames: list[bytes]) -> str:
+    return f"{len(frames)} frames of {[len(frame) for frame in frames]} bytes"
 
 
 def _address(host: str) -> str:

@@ -60,7 +60,7 @@ class Directory:
             "headrace_directory_unreadable_values",
             "Discovery values that did not parse, or were left out at a limit; counted again at each listing",
         )
-        self._complaint = RateLimitedLog("discovery: a key is left out")
+        self._limited_log = RateLimitedLog()
 
     @property
     def instances(self) -> Mapping[str, Instance]:
@@ -111,7 +111,7 @@ class Directory:
             return self._catalogue.remove(key)
 
     def _leave_out(self, left_out: LeftOut) -> None:
-        self._complaint.add(f"{left_out.key}: {left_out.why}", left_out.count)
+        self._limited_log.warn("discovery: a key is left out", f"{left_out.key}: {left_out.why}", left_out.count)
         self._unreadable.inc(left_out.count)
 
     def _tell(self, changes: Iterable[DirectoryChange]) -> None:

@@ -59,7 +59,7 @@ class EtcdDiscovery:
         self._connect: Callable[[], EtcdClient] = lambda: EtcdClient(endpoints, user, password, failures.inc)
         self._ttl_s = ttl_s
         self._limits = limits
-        self._left_out = RateLimitedLog("discovery: a key is left out of a listing")
+        self._left_out = RateLimitedLog()
         self._client = self._connect()
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="etcd-calls")
         self._keep_alive: KeepAlive | None = None

@@ -179,7 +179,7 @@ class FileDiscovery:
     def __init__(self, directory: Path, *, limits: Limits = DEFAULT) -> None:
         self._directory = directory
         self._limits = limits
-        self._left_out = RateLimitedLog("discovery: a key is left out of a listing")
+        self._left_out = RateLimitedLog()
         try:
             _make(directory)
             sweep(directory)

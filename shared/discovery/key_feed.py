@@ -104,11 +104,11 @@ async def changes(sight: KeyFeed, *, ttl_s: float, alive: Alive | None) -> Async
                 yield change
 
 
-def listed(intake: Intake, complaint: RateLimitedLog) -> dict[str, bytes]:
+def listed(intake: Intake, limited_log: RateLimitedLog) -> dict[str, bytes]:
     """What `Discovery.list` returns of what was taken in."""
     left_out = intake.left_out
     if left_out.count:
-        complaint.add(f"{left_out.key}: {left_out.why}", left_out.count)
+        limited_log.warn("discovery: a key is left out of a listing", f"{left_out.key}: {left_out.why}", left_out.count)
     return intake.entries
 
 

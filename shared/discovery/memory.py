@@ -174,7 +174,7 @@ class MemoryDiscovery:
     def __init__(self, store: MemoryStore, name: str = "", *, limits: Limits = DEFAULT) -> None:
         self._store = store
         self._limits = limits
-        self._left_out = RateLimitedLog("discovery: a key is left out of a listing")
+        self._left_out = RateLimitedLog()
         self._name = name
         self.registrations: list[MemoryRegistration] = []
         """All that were made here."""

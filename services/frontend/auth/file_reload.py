@@ -18,9 +18,10 @@ from typing import Generic, TypeVar
 from prometheus_client import Gauge
 
 from shared.errors import ConfigError
+from shared.rate_limited_log import RateLimitedLog
 
 POLL_S = 2.0
-COMPLAIN_S = 60.0
+_STALE = "what was read before stays in force"
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Followed(Generic[T]):
         self._use = use
         self._stale = stale
         self._seen: list[bytes] = []
-        self._complained_s: float | None = None
+        self._limited_log = RateLimitedLog()
 
     async def load(self) -> None:
         """Read them now. Raises ConfigError, and then nothing has changed."""
@@ -69,11 +70,11 @@ class Followed(Generic[T]):
             try:
                 await self.load()
             except ConfigError as wrong:
-                self._complain(wrong)
+                self._stale.set(1)
+                self._limited_log.error(_STALE, wrong)
             else:
-                if self._seen is not seen or self._complained_s is not None:  # also where they are as before the fault
+                if self._limited_log.reset(_STALE) or self._seen is not seen:  # also where they are as before the fault
                     _log.info("%s: read again, and in force", self._what)
-                self._complained_s = None
 
     def _look(self) -> tuple[list[bytes], T] | None:
         """None: they are as they were."""
@@ -89,10 +90,3 @@ class Followed(Generic[T]):
         if len(content) > self._limit_bytes:
             raise ConfigError(f"{file}: more than {self._limit_bytes} bytes")
         return content
-
-    def _complain(self, wrong: ConfigError) -> None:
-        self._stale.set(1)
-        now_s = asyncio.get_running_loop().time()
-        if self._complained_s is None or now_s - self._complained_s >= COMPLAIN_S:
-            self._complained_s = now_s
-            _log.error("%s; what was read before stays in force", wrong)

@@ -75,7 +75,7 @@ class Frontend:
         self._questions = Questions(runtime, limits, metrics, self._feed)
         self._watch = Watch(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
-        self._flooded = RateLimitedLog("step frames come faster than they are read")
+        self._limited_log = RateLimitedLog()
         self._abandoned = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -209,7 +209,7 @@ class Frontend:
 
     def _on_dropped(self, _count: int) -> None:
         self._metrics.dropped_frames.inc()
-        self._flooded.add("frames are lost")
+        self._limited_log.warn("step frames come faster than they are read", "frames are lost")
 
     # --- actions out
 

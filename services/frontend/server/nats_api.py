@@ -114,8 +114,7 @@ class NatsDoor:
         self._publish = runtime.bus.publish
         # Where services have no prefix of their own, clients' replies cannot be kept apart from theirs.
         self._ours = (f"{subjects.ROOT}.", *(() if inbox == CLIENTS_INBOX else (f"{inbox}.",)))
-        self._complaint = RateLimitedLog("a request over NATS has no inbox of a client as its reply subject")
-        self._lost = RateLimitedLog("an answer over NATS is lost")
+        self._limited_log = RateLimitedLog()
         self._refusals = 0
         self._inboxes = Inboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
@@ -173,7 +172,10 @@ class NatsDoor:
             except ProtocolError:
                 pass
         self._metrics.unanswerable.inc()
-        self._complaint.add(f"{message.reply!r}, on {message.subject}")
+        self._limited_log.warn(
+            "a request over NATS has no inbox of a client as its reply subject",
+            f"{message.reply!r}, on {message.subject}",
+        )
         return False
 
     def _refuse(self, message: Message) -> None:
@@ -199,7 +201,7 @@ class NatsDoor:
         except Gone:
             self._metrics.disconnected.inc()
         except BusDown as why:
-            self._lost.add(f"{message.subject}: {why}")
+            self._limited_log.warn("an answer over NATS is lost", f"{message.subject}: {why}")
             await self._fail(asked, Unavailable("NATS was away, and a part of the answer may be lost"))
         except asyncio.CancelledError:
             await self._fail(asked, Unavailable("this frontend has ended"), tries=1)
@@ -248,7 +250,7 @@ class NatsDoor:
                 break
             except BusDown as why:
                 if not left:
-                    self._lost.add(f"{message.subject}: {why}")
+                    self._limited_log.warn("an answer over NATS is lost", f"{message.subject}: {why}")
                     break
             await asyncio.sleep(AGAIN_S)
         return wrong.status

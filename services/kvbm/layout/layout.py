@@ -92,7 +92,7 @@ class Layout:
                 metrics=metrics,
             )
         self._askers = Askers(slots, self._checksums)
-        self._discards = RateLimitedLog(f"layout {self.digest}: blocks are discarded")
+        self._limited_log = RateLimitedLog()
         self._settling: asyncio.Handle | None = None
         self._ended = False
 
@@ -200,8 +200,9 @@ class Layout:
         slots, events = self.tickets.discard(ask.owner, unpack_keys(ask.keys))
         if slots or events:
             named = len(ask.keys) // KEY_BYTES
-            self._discards.add(
-                f"engine {ask.owner} named {named} blocks that may be wrong, {len(slots)} were in memory"
+            self._limited_log.warn(
+                f"layout {self.digest}: blocks are discarded",
+                f"engine {ask.owner} named {named} blocks that may be wrong, {len(slots)} were in memory",
             )
         self._discarded(slots, events, "discarded")
         return wire.Settled()

@@ -27,7 +27,6 @@ from services.router.index import kv_events
 from services.router.index.chains import Chains, Clearing, Mismatch
 from services.router.index.kv_events import Batch, Removed, Stored
 from services.router.metrics import Metrics
-from services.router.rate_limited_log import Seldom
 from services.router.sync.digest_check import DigestCheck, Digests, Verdict
 from services.router.sync.silence import Silence
 from services.router.sync.snapshots import slices
@@ -35,6 +34,7 @@ from services.router.sync.source import Action, Apply, Clear, Replay, Source, Ta
 from shared.errors import ProtocolError, Unavailable
 from shared.kvbm_messages import LayoutReport
 from shared.messages import EventSource, KvState, SnapshotRequest, SourceState
+from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 _SLICE_BLOCKS = 2048
@@ -73,7 +73,7 @@ class Feed:
         chains: Mapping[int, Chains],
         config: SourceConfig,
         metrics: Metrics,
-        seldom: Seldom,
+        limited_log: RateLimitedLog,
         *,
         clear_later: Callable[[Clearing], None],
         trust: Callable[[bool], None],
@@ -85,7 +85,7 @@ class Feed:
         self._chains = chains
         self._config = config
         self._metrics = metrics
-        self._seldom = seldom
+        self._limited_log = limited_log
         self._clear_later = clear_later
         self._trust = trust
         self._snapshot_turns = snapshot_turns
@@ -138,7 +138,7 @@ class Feed:
         self._silence.worked(since_s, self._now_s())
         if self._silence.silent:
             problem = f"no KV events for {self._config.silence_s:g} s, though requests compute new blocks"
-            self._seldom.warn(f"KV events of {self._name}", problem)
+            self._limited_log.warn(f"KV events of {self._name}", problem)
         self._judge_use()
 
     def status(self) -> SourceState:
@@ -184,7 +184,7 @@ class Feed:
         if len(self._actions) >= self._config.held_limit_batches:
             self._dropped += 1
             self._metrics.events.labels("dropped").inc()
-            self._seldom.warn(f"flood of {self._name}", f"{len(self._actions)} batches wait, new ones are dropped")
+            self._limited_log.warn(f"flood of {self._name}", f"{len(self._actions)} batches wait, new ones are dropped")
             return
         self._perform(self.source.heard(sequence, self._decode(payload)))
 
@@ -194,7 +194,7 @@ class Feed:
         except ProtocolError as wrong:
             self._rejected += 1
             self._metrics.events.labels("rejected").inc()
-            self._seldom.warn(f"KV events of {self._name}", wrong)
+            self._limited_log.warn(f"KV events of {self._name}", wrong)
             return None
 
     # --- actions
@@ -314,7 +314,7 @@ class Feed:
             return
         except (Unavailable, ProtocolError) as wrong:
             self._metrics.snapshots.labels("failed").inc()
-            self._seldom.warn(f"snapshot of {self._name}", wrong)
+            self._limited_log.warn(f"snapshot of {self._name}", wrong)
             self._perform(self.source.failed(action.ticket))
             return
         if taken is not None:
@@ -354,7 +354,7 @@ class Feed:
             raw = await self._subscription.replay(action.first, timeout_s=self._config.replay_timeout_s)
         except (Unavailable, ProtocolError) as wrong:
             self._metrics.replays.labels("failed").inc()
-            self._seldom.warn(f"replay of {self._name}", wrong)
+            self._limited_log.warn(f"replay of {self._name}", wrong)
             self._perform(self.source.failed(action.ticket))
             return
         batches: list[tuple[int, Batch | None]] = []

@@ -20,7 +20,6 @@ from services.router.config import RouterConfig
 from services.router.index.chains import Chains, Clearing
 from services.router.index.store_ids import Store, kvbm_of, layout_of, same_worker
 from services.router.metrics import Metrics
-from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN, load_policy
 from services.router.sync.feed import Feed, Origin
@@ -28,6 +27,7 @@ from shared import subjects
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import ProtocolError
 from shared.messages import EventSource, Instance, ModelCard
+from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 MODELS_LIMIT = 256
@@ -49,7 +49,7 @@ class Following:
         runtime: Runtime,
         config: RouterConfig,
         metrics: Metrics,
-        seldom: Seldom,
+        limited_log: RateLimitedLog,
         *,
         appeared: Callable[[str], None],
         forgotten: Callable[[str], None],
@@ -58,7 +58,7 @@ class Following:
         self._runtime = runtime
         self._config = config
         self._metrics = metrics
-        self._seldom = seldom
+        self._limited_log = limited_log
         self._appeared = appeared
         self._forgotten = forgotten
         self._make_policy = load_policy(config.policy)
@@ -93,7 +93,7 @@ class Following:
             before = model.seats.standing_still
             model.tick(asyncio.get_running_loop().time(), listening=self._runtime.bus.connected)
             for worker in sorted(model.seats.standing_still - before):
-                self._seldom.warn(f"worker {worker}", f"stands still; passed over for {model.model}")
+                self._limited_log.warn(f"worker {worker}", f"stands still; passed over for {model.model}")
             await asyncio.sleep(0)
 
     # --- the directory
@@ -158,7 +158,7 @@ class Following:
         for name in [name for name in cards if name not in self.models]:
             if len(self.models) >= MODELS_LIMIT and not self._forget_one():
                 del cards[name]
-                self._seldom.warn("models", f"{name} is left out: {MODELS_LIMIT} are known already")
+                self._limited_log.warn("models", f"{name} is left out: {MODELS_LIMIT} are known already")
             else:
                 self._model(name)
 
@@ -203,14 +203,14 @@ class Following:
         """Whether the address was one that can be followed."""
         try:
             self.feeds[origin.name] = Feed(
-                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._seldom),
+                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._limited_log),
                 clear_later=lambda clearing: self._clear_later([clearing]),
                 trust=trust,
                 snapshot_turns=self._snapshot_turns,
             )
         except ProtocolError as wrong:
             self._metrics.malformed.labels("event source").inc()
-            self._seldom.warn("event source", wrong)
+            self._limited_log.warn("event source", wrong)
             return False
         self._fed[origin.name] = model
         return True
@@ -250,7 +250,7 @@ class Following:
                 if len(named) < STORES_LIMIT:
                     named.setdefault(store, (name, stream))
                 else:
-                    self._seldom.warn(f"kvbm {kvbm}", f"layout {layout_of(store)[:64]} is one too many to follow")
+                    self._limited_log.warn(f"kvbm {kvbm}", f"layout {layout_of(store)[:64]} is one too many to follow")
         return named
 
     def _follow_store(self, store: Store, stream: EventSource, model: str) -> None:

@@ -70,7 +70,7 @@ class KvbmClient:
         """As the engine told it last."""
         self._unlinked_s = 0.0
         """Since when it has no link."""
-        self._unlinked = RateLimitedLog("no blocks are exchanged")
+        self._limited_log = RateLimitedLog()
         self._tasks: asyncio.TaskGroup | None = None
         self._asks: set[asyncio.Task[None]] = set()
         """Of the engine that runs."""
@@ -169,7 +169,7 @@ class KvbmClient:
             if was.kvbm:
                 self._unlinked_s = asyncio.get_running_loop().time()
             if link.reason and self._kvbm:  # else it only repeats why there is none
-                self._unlinked.add(link.reason)
+                self._limited_log.warn("no blocks are exchanged", link.reason)
 
     def _show(self, link: KvbmLink) -> None:
         before, self.shown = self.shown, link

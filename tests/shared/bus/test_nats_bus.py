@@ -138,7 +138,7 @@ async def test_what_waits_for_an_answer_fails_when_the_connection_is_lost(own_na
 
 async def test_a_bus_connects_to_a_server_that_starts_later(tmp_path: Path) -> None:
     server = NatsServer(tmp_path)
-    with logged("waiting for NATS", "shared.bus.nats_bus") as waiting:
+    with logged("waiting for NATS", "shared.rate_limited_log") as waiting:
         connecting = asyncio.create_task(connect(NatsConfig(url=server.url), "early"))
         await asyncio.wait_for(waiting.wait(), DEADLINE_S)
     await asyncio.to_thread(server.start)
@@ -171,7 +171,7 @@ async def test_a_refused_password_is_said_loudly_and_tried_again(
     try:
         secret = secrets.token_hex(8)
         config = NatsConfig(url=server.url, user="service", password=secret)
-        with logged("refuses user 'service'", "shared.bus.nats_bus") as refused:
+        with logged("refuses user 'service'", "shared.rate_limited_log") as refused:
             why: list[str] = []
             connecting = asyncio.create_task(connect(config, "test", why.append))
             await asyncio.wait_for(refused.wait(), DEADLINE_S)
@@ -201,7 +201,7 @@ async def test_what_a_user_may_not_do_is_said_and_the_rest_goes_on(tmp_path: Pat
                 heard.put_nowait(message.payload)
 
             await bus.subscribe("allowed", receive)
-            with logged("permissions violation", "shared.bus.nats_bus") as said:
+            with logged("permissions violation", "shared.rate_limited_log") as said:
                 await bus.publish("forbidden", b"")
                 await asyncio.wait_for(said.wait(), DEADLINE_S)
             await bus.publish("allowed", b"heard")
@@ -339,7 +339,7 @@ async def test_a_server_that_does_not_speak_nats_is_left_and_tried_again(tmp_pat
     server = NatsServer(tmp_path)
     host, _, port = server.url.removeprefix("nats://").partition(":")
     listening = await asyncio.start_server(nonsense, host, int(port))
-    with logged("waiting for NATS", "shared.bus.nats_bus") as said:
+    with logged("waiting for NATS", "shared.rate_limited_log") as said:
         connecting = asyncio.create_task(connect(NatsConfig(url=server.url), "test"))
         async with asyncio.timeout(DEADLINE_S):
             await said.wait()

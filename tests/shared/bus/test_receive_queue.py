@@ -7,12 +7,11 @@ import logging
 
 import pytest
 
-from shared import rate_limited_log
 from shared.bus import receive_queue
 from shared.bus.contract import Message
 from shared.bus.receive_queue import ReceiveQueue
 from shared.errors import PayloadTooLarge, ProtocolError
-from shared.rate_limited_log import Tally
+from shared.rate_limited_log import RateLimitedLog
 
 
 async def test_waiting_messages_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,28 +100,25 @@ async def test_a_flood_of_unreadable_messages_is_counted_and_told_in_one_line(ca
     async def receive(message: Message) -> None:
         raise ProtocolError("not msgpack")
 
-    tally = Tally()
-    receiving = [ReceiveQueue(f"subject.{each}.>", receive, pending_limit=1000, malformed=tally) for each in "ab"]
+    unreadable = RateLimitedLog()
+    receiving = [ReceiveQueue(f"subject.{each}.>", receive, pending_limit=1000, unreadable=unreadable) for each in "ab"]
     for one in receiving:
         for _ in range(200):
             one.offer(Message("subject.x", b"garbage"))
         await one.drain()
         assert (one.statistics().malformed, one.statistics().failed) == (200, 0)
-    assert tally.count == 400
+    assert unreadable.count == 400
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert [record.exc_info for record in caplog.records] == [None] * 2
     for told, subject in zip(caplog.messages, ("subject.a.>", "subject.b.>"), strict=True):
-        assert told == f"unreadable message on {subject} (1 so far, told once a minute): subject.x: not msgpack"
+        assert told == f"unreadable message on {subject}: subject.x: not msgpack (1 so far; logged every 60 s at most)"
 
 
-async def test_the_next_minute_unreadable_messages_are_told_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_next_minute_unreadable_messages_are_told_again(caplog: pytest.LogCaptureFixture) -> None:
     async def receive(message: Message) -> None:
         raise ProtocolError("not msgpack")
 
-    monkeypatch.setattr(rate_limited_log, "COMPLAIN_INTERVAL_S", 0.0)
-    receiving = ReceiveQueue("subject", receive, pending_limit=10)
+    receiving = ReceiveQueue("subject", receive, pending_limit=10, unreadable=RateLimitedLog(interval_s=0.0))
     for _ in range(3):
         receiving.offer(Message("subject", b"garbage"))
     await receiving.drain()

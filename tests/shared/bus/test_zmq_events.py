@@ -127,7 +127,7 @@ async def test_malformed_questions_are_ignored_counted_and_logged_once(
     assert await asyncio.wait_for(asker.recv_multipart(), DEADLINE_S) == [b"", b"", END, b""]
     publisher.close()
     assert events.malformed == 4
-    assert caplog.text.count("malformed question") == 1
+    assert caplog.text.count("malformed request for a replay") == 1
 
 
 async def test_a_question_of_more_than_a_kilobyte_ends_its_connection_before_it_is_read(
