@@ -1,32 +1,26 @@
-"""Nothing goes wrong in the worlds of many seeds; SIMULATION_SEEDS says of how many (5,000)."""
+"""Nothing goes wrong in the worlds of many seeds: the first ones, the same in each run, and new ones.
+
+The environment may set SIMULATION_SEEDS, how many of the first ones, and SIMULATION_NEW, how many new ones. A failure
+names its seed and the command that runs it again, and the header of the run names the range of the new ones.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 
+from tests.simulation.conftest import NEW, SEEDS, first_new
 from tests.simulation.seeds import failures
 
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "5000"))
-BLOCK = 20
+BLOCK = 10
 """Seeds a test: few, since a machine that does much else has only so long for a test."""
-PROCESSES = 2
+BLOCKS = [
+    (first, min(BLOCK, start + count - first))
+    for start, count in ((0, SEEDS), (first_new, NEW))
+    for first in range(start, start + count, BLOCK)
+]
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
-def test_nothing_goes_wrong_from_seed(first: int, processes: ProcessPoolExecutor) -> None:
-    share = -(-min(BLOCK, SEEDS - first) // PROCESSES)
-    starts = range(first, min(first + BLOCK, SEEDS), share)
-    counts = [min(share, SEEDS - start) for start in starts]
-    found = [told for one in processes.map(failures, starts, counts) for told in one]
+@pytest.mark.parametrize(("first", "count"), BLOCKS)
+def test_nothing_goes_wrong_from_seed(first: int, count: int) -> None:
+    found = failures(first, count)
     assert not found, "\n" + "\n".join(found)

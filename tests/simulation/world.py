@@ -73,6 +73,8 @@ class World:
         self._quiet_s = 0.0
         """When it became quiet."""
         self._nats_away = False
+        self._replaced: set[str] = set()
+        """Instances that ended, or are ending, and have a replacement."""
         self._pool = ""
         """The directory of the kvbm's."""
         loop.set_exception_handler(self._on_exception)
@@ -158,10 +160,10 @@ class World:
             case "kill":
                 target.kill()
                 self._hang_up(target)
-                return partial(self._start, target.service)
+                return self._replacement(target)
             case "stop":
                 target.stop()
-                return partial(self._start, target.service)
+                return self._replacement(target)
             case "freeze":
                 target.freeze()
                 return target.thaw
@@ -197,6 +199,15 @@ class World:
             case _:
                 assert_never(fault.kind)
         return None
+
+    def _replacement(self, ending: Process) -> Callable[[], None] | None:
+        """The start of another process in place of `ending`: once, though it may be stopped twice or killed while it
+        drains. Two kvbm would wait for one pool.
+        """
+        if ending.instance in self._replaced:
+            return None
+        self._replaced.add(ending.instance)
+        return partial(self._start, ending.service)
 
     def _hang_up(self, process: Process) -> None:
         """The process is no more, and with it the connections of its clients."""
