@@ -13,18 +13,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from importlib import import_module
 from typing import Protocol, cast
 
 from services.kvbm.tiers.eviction_queue import Line
 from services.kvbm.tiers.reuse import ReusePolicy
 from shared.errors import ConfigError
 from shared.hashing import ContentKey
+from shared.plugin import FAILURES, load_plugin, problem_of
 
 MayGo = Callable[[ContentKey], bool]
-FAILURES = (Exception, SystemExit)
-"""What a policy may raise, being a plug-in, without ending the store."""
-_PROBLEM_LIMIT = 200
 
 
 class EvictionPolicy(Protocol):
@@ -239,23 +236,12 @@ def named(name: str, capacity_blocks: int) -> EvictionPolicy:
     """A policy of its own for one tier, built in or `module:attribute`. Raises ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name](capacity_blocks)
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(f"eviction policy {name}: not one of {', '.join(BUILT_IN)} and not module:attribute")
+    plugin = load_plugin("eviction policy", name, BUILT_IN)
     try:
-        made = getattr(import_module(module), attribute)(capacity_blocks)
+        made = plugin(capacity_blocks)
         missing = [each for each in ("stored", "used", "gone", "victim") if not callable(getattr(made, each, None))]
-    except FAILURES as wrong:  # its module may do anything while it is imported
+    except FAILURES as wrong:  # it may do anything while it is made
         raise ConfigError(f"eviction policy {name}: {problem_of(wrong)}") from wrong
     if missing:
         raise ConfigError(f"eviction policy {name}: it has no {', '.join(missing)}")
     return GuardedPolicy(cast(EvictionPolicy, made), capacity_blocks)
-
-
-def problem_of(wrong: BaseException) -> str:
-    """What a plug-in raised, in words that can be sent."""
-    try:
-        text = f"{type(wrong).__name__}: {wrong}"
-    except Exception:  # noqa: BLE001 - even its words are somebody's code
-        text = type(wrong).__name__
-    return text[:_PROBLEM_LIMIT].encode("utf-8", "replace").decode("utf-8")

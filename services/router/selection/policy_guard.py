@@ -19,8 +19,9 @@ from msgspec import Struct
 
 from services.router.selection.candidates import Facts, Question, Scored
 from services.router.selection.policies.kv import KvPolicy
-from services.router.selection.policy import FAILURES, Policy, problem_of, reason
+from services.router.selection.policy import Policy, reason
 from shared.errors import ProtocolError
+from shared.plugin import FAILURES, problem_of
 
 FORGIVEN = 100
 
