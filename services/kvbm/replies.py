@@ -11,9 +11,8 @@ import logging
 from collections import deque
 
 from services.kvbm.metrics import Metrics
-from shared.bus.contract import LAST_HEADER, Bus, Message
+from shared.bus.contract import Bus, Message
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError
-from shared.messages import JSON_HEADER, is_json
 
 _log = logging.getLogger(__name__)
 
@@ -30,11 +29,8 @@ class Answers:
 
     async def answer(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
         """In the encoding of the question. Whether it was sent."""
-        headers = dict(JSON_HEADER) if is_json(message.headers) else {}
-        if last:
-            headers[LAST_HEADER] = "true"
         try:
-            await self._bus.publish(message.reply, payload, headers=headers or None)
+            await self._bus.publish(message.reply, payload, headers=message.reply_headers(last=last))
         except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
             self._metrics.unanswered.inc()
             if isinstance(wrong, PayloadTooLarge):

@@ -15,15 +15,13 @@ import logging
 from services.router.metrics import Metrics
 from services.router.selection.model_router import ModelRouter
 from shared import subjects
-from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.contract import Message
 from shared.errors import ProtocolError, Unavailable
 from shared.messages import (
-    JSON_HEADER,
     RESERVATIONS,
     RESERVATIONS_REQUEST,
     Reservations,
     ReservationsRequest,
-    is_json,
 )
 from shared.runtime.lifecycle import Runtime
 
@@ -88,6 +86,6 @@ async def tell(runtime: Runtime, question: Message, model: ModelRouter | None, n
             [(each.reserved.request, each.reserved.attempt) for each in part if each.prefilled],
         )
         last = start + RESERVATIONS_A_MESSAGE >= len(living)
-        headers = {**(JSON_HEADER if is_json(question.headers) else {}), **({LAST_HEADER: "true"} if last else {})}
+        headers = question.reply_headers(last=last)
         await runtime.bus.publish(question.reply, RESERVATIONS.encode(answer, headers), headers=headers)
         await asyncio.sleep(0)

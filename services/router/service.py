@@ -37,7 +37,6 @@ from shared.discovery.contract import Registration
 from shared.errors import BusDown, ProtocolError
 from shared.kvbm_messages import KVBM_REPORT
 from shared.messages import (
-    JSON_HEADER,
     LOAD_EVENTS,
     LOAD_REPORT,
     RESERVATIONS_REQUEST,
@@ -47,7 +46,6 @@ from shared.messages import (
     Select,
     SelectRefused,
     SelectReply,
-    is_json,
 )
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
@@ -240,7 +238,7 @@ class Router:
             self._limited_log.warn(f"policy {self._config.policy}", f"{trouble.kind}: {trouble.problem}")
 
     async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
-        headers = JSON_HEADER if is_json(message.headers) else None
+        headers = message.reply_headers()
         try:
             await self._runtime.bus.publish(message.reply, SELECT_REPLY.encode(reply, headers), headers=headers)
         except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject

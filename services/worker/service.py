@@ -35,7 +35,7 @@ from services.worker.requests.attempts import Attempts
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
 from shared import subjects
-from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.contract import Message
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, Unavailable
 from shared.kv_events import encode_batch, in_chunks
@@ -43,7 +43,6 @@ from shared.messages import (
     CANCEL,
     GENERATE,
     GENERATE_REPLY,
-    JSON_HEADER,
     LOAD_REPORT,
     RESEND_REQUEST,
     RESENT,
@@ -58,7 +57,6 @@ from shared.messages import (
     Refused,
     Resent,
     SnapshotChunk,
-    is_json,
 )
 from shared.runtime.lifecycle import Runtime, settle_memory
 
@@ -307,13 +305,10 @@ class Worker:
     async def _answer(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
         """Whether it was sent. One that was not is not kept: who asked will ask again, or has gone. Raises
         ProtocolError where the question names no subject to answer to."""
-        headers = dict(JSON_HEADER) if is_json(message.headers) else {}
-        if last:
-            headers[LAST_HEADER] = "true"
         if not message.reply:
             raise ProtocolError("no reply subject")
         try:
-            await self._runtime.bus.publish(message.reply, payload, headers=headers or None)
+            await self._runtime.bus.publish(message.reply, payload, headers=message.reply_headers(last=last))
         except (BusDown, PayloadTooLarge) as wrong:
             _log.warning("%s: no answer: %s", message.subject, wrong)
             return False

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from shared.messages import EventSource
+from shared.messages import JSON_HEADER, EventSource, is_json
 
 LAST_HEADER = "Headrace-Last"
 """Set to "true" on the last message of a streamed reply."""
@@ -27,6 +27,11 @@ class Message(Struct, frozen=True):
     reply: str = ""
     """Where to answer; empty: no answer is wanted."""
     headers: Mapping[str, str] = {}
+
+    def reply_headers(self, *, last: bool = False) -> Mapping[str, str]:
+        """Return the headers of a reply in this message's encoding; `last`: it ends a streamed reply."""
+        headers = JSON_HEADER if is_json(self.headers) else {}
+        return {**headers, LAST_HEADER: "true"} if last else headers
 
 
 class SubscriptionStatistics(Struct, frozen=True):
