@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,8 @@ def main(arguments: Sequence[str], root: Path = HERE.parent) -> int:
             of_file[file] += took_s
         kept = {file: round(took_s, 1) for file, took_s in sorted(of_file.items()) if took_s > UNKNOWN_S}
         DURATIONS.write_text(json.dumps(kept, indent=0) + "\n", encoding="utf-8")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{used.ru_utime + used.ru_stime:.0f} s of processor time on {len(os.sched_getaffinity(0))} cores")
     print(f"{counted(last_lines)} in {time.monotonic() - began_s:.0f} s")
     return int(failed)
 

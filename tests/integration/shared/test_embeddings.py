@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from tests.integration.fleet import Fleet, fleet
-from tests.integration.stack import eventually
+from tests.integration.fleet import Fleet
+from tests.integration.shared.conftest import WithWorkers
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.reference import embedding, last_hidden_states
 
@@ -30,17 +30,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Path) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("embeddings")
-    where = ("--namespace", "embeddings", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
-    with fleet(folder, nats_url, *where) as one:
-        one.start("router", "router")
+def services(model: Path, with_workers: WithWorkers) -> Iterator[Fleet]:
+    def start(one: Fleet) -> None:
         for name in ("worker 1", "worker 2"):
             one.start("worker", name, "--model", str(model), "--threads", "1")
-        one.start("frontend", "frontend")
-        one.wait_ready()
-        router = one.services["router"]
-        eventually(lambda: router.metric("headrace_kv_sources") >= 2, limit_s=LIMIT_S, what="the router knows both")
+
+    with with_workers(start) as one:
         yield one
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
-from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.fleet import Fleet, Service
+from tests.integration.shared.conftest import WithWorkers
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
@@ -43,21 +44,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Path) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("thinking")
-    where = ("--namespace", "thinking", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
-    with fleet(folder, nats_url, *where) as one:
-        one.start("router", "router")
+def services(model: Path, with_workers: WithWorkers) -> Iterator[Fleet]:
+    def start(one: Fleet) -> None:
         for name in WORKERS:
             start_worker(one, name, model)
-        one.start("frontend", "frontend")
-        one.wait_ready()
-        router = one.services["router"]  # it sees the workers later than the frontend does, now and then
-        eventually(
-            lambda: router.metric("headrace_kv_sources") == len(WORKERS),
-            limit_s=LIMIT_S,
-            what="the router knows the workers",
-        )
+
+    with with_workers(start) as one:
         yield one
 
 

@@ -16,7 +16,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from services.worker.native.grammars import KEPT
-from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.fleet import Fleet, Service
+from tests.integration.shared.conftest import WithWorkers
 from tests.integration.stack import eventually
 from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
@@ -60,17 +61,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Path) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("held")
-    where = ("--namespace", "held", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
-    settings = folder / "frontend.toml"
-    settings.write_text('[tool_parser]\ntiny = "hermes"\n')
-    with fleet(folder, nats_url, *where) as one:
-        one.start("router", "router")
-        start_workers(one, model, *WORKERS)
-        one.start("frontend", "frontend", "--config", str(settings))
-        one.wait_ready()
-        known(one)
+def services(model: Path, with_workers: WithWorkers) -> Iterator[Fleet]:
+    with with_workers(lambda one: start_workers(one, model, *WORKERS)) as one:
         yield one
 
 

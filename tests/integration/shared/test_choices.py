@@ -16,7 +16,8 @@ from openai.types import CompletionUsage
 
 from deploy.local.stack.model import fetch_default
 from services.worker.native.prepare import prepare
-from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.fleet import Fleet, Service
+from tests.integration.shared.conftest import WithWorkers
 from tests.integration.stack import ROOT, eventually
 from tests.tiny_model import write_tiny_model
 
@@ -39,24 +40,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, tiny: Path) -> Iterator[Fleet]:
+def services(tmp_path_factory: pytest.TempPathFactory, tiny: Path, with_workers: WithWorkers) -> Iterator[Fleet]:
     folder, models = tmp_path_factory.mktemp("choices"), ROOT / ".headrace" / "models"
     smol = folder / SMOL
     smol.mkdir()
     for file in prepare(fetch_default(models, lambda what, share: None), models, lambda loading: None).iterdir():
         (smol / file.name).symlink_to(file)
-    where = ("--namespace", "choices", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
-    with fleet(folder, nats_url, *where) as one:
-        one.start("router", "router")
+
+    def start(one: Fleet) -> None:
         start_worker(one, SMOL, smol)
         for name in WORKERS:
             start_worker(one, name, tiny)
-        one.start("frontend", "frontend", "--limits-frozen-s", "1.5", "--limits-quiet-s", "0.5")
-        one.wait_ready()
-        router = one.services["router"]  # it sees the workers later than the frontend does, now and then
-        eventually(
-            lambda: router.metric("headrace_kv_sources") == 3, limit_s=LIMIT_S, what="the router knows the workers"
-        )
+
+    with with_workers(start) as one:
         yield one
 
 

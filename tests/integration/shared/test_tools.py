@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.fleet import Fleet, fleet
-from tests.integration.stack import eventually
+from tests.integration.fleet import Fleet
+from tests.integration.shared.conftest import WithWorkers
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 60.0
@@ -44,20 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Path) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("tools")
-    where = ("--namespace", "tools", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
-    settings = folder / "frontend.toml"
-    settings.write_text('[tool_parser]\ntiny = "hermes"\n')
-    with fleet(folder, nats_url, *where) as one:
-        one.start("router", "router")
-        start_worker(one, "worker 1", model)
-        one.start("frontend", "frontend", "--config", str(settings))
-        one.wait_ready()
-        router = one.services["router"]  # it sees the worker later than the frontend does, now and then
-        eventually(
-            lambda: router.metric("headrace_kv_sources") == 1, limit_s=LIMIT_S, what="the router knows the worker"
-        )
+def services(model: Path, with_workers: WithWorkers) -> Iterator[Fleet]:
+    with with_workers(lambda one: start_worker(one, "worker 1", model)) as one:
         yield one
 
 

@@ -1,0 +1,60 @@
+"""A router and a frontend that several modules share, one after another; each module brings workers of its own.
+
+The modules kill workers only. What is killed here is started again by its module, and a module's workers are gone
+before the next module begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+from tests.integration.fleet import Fleet, fleet
+from tests.integration.stack import eventually
+
+LIMIT_S = 60.0
+SETTINGS = '[tool_parser]\ntiny = "hermes"\n'
+
+WithWorkers = Callable[[Callable[[Fleet], None]], AbstractContextManager[Fleet]]
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Fleet]:
+    """The processes that stay: a router and a frontend."""
+    folder = tmp_path_factory.mktemp("shared")
+    settings = folder / "frontend.toml"
+    settings.write_text(SETTINGS)
+    where = ("--namespace", "shared", "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
+    with fleet(folder, nats_url, *where) as one:
+        one.start("router", "router")
+        limits = ("--limits-frozen-s", "1.5", "--limits-quiet-s", "0.5")
+        one.start("frontend", "frontend", "--config", str(settings), *limits)
+        yield one
+
+
+@pytest.fixture(scope="session")
+def with_workers(shared_fleet: Fleet) -> WithWorkers:
+    """The fleet with the workers that the argument starts, ready and known to the router; then without them."""
+    router = shared_fleet.services
+
+    def known(workers: int) -> bool:
+        return router["router"].metric("headrace_kv_sources") == workers
+
+    @contextmanager
+    def running(start: Callable[[Fleet], None]) -> Iterator[Fleet]:
+        stay = set(shared_fleet.services)
+        start(shared_fleet)
+        workers = set(shared_fleet.services) - stay
+        try:
+            shared_fleet.wait_ready()
+            # The router sees workers later than the frontend does, now and then.
+            eventually(lambda: known(len(workers)), limit_s=LIMIT_S, what="the router knows the workers")
+            yield shared_fleet
+        finally:
+            for name in workers:
+                shared_fleet.services.pop(name).kill()
+        eventually(lambda: known(0), limit_s=LIMIT_S, what="the router knows that the workers are gone")
+
+    return running
