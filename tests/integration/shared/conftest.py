@@ -15,7 +15,8 @@ from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 
 LIMIT_S = 60.0
-SETTINGS = '[tool_parser]\ntiny = "hermes"\n'
+SETTINGS = '[tool_parser]\nheld = "hermes"\ntools = "hermes"\n'
+"""Each module names its model after itself, as the frontend keeps what it has loaded of a model."""
 
 WithWorkers = Callable[[Callable[[Fleet], None]], AbstractContextManager[Fleet]]
 
@@ -37,23 +38,23 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Ite
 @pytest.fixture(scope="session")
 def with_workers(shared_fleet: Fleet) -> WithWorkers:
     """The fleet with the workers that the argument starts, ready and known to the router; then without them."""
-    router = shared_fleet.services
+    services = shared_fleet.services
 
     def known(workers: int) -> bool:
-        return router["router"].metric("headrace_kv_sources") == workers
+        return services["router"].metric("headrace_kv_sources") == workers
 
     @contextmanager
     def running(start: Callable[[Fleet], None]) -> Iterator[Fleet]:
         stay = set(shared_fleet.services)
         start(shared_fleet)
-        workers = set(shared_fleet.services) - stay
+        workers = len(shared_fleet.services) - len(stay)
         try:
             shared_fleet.wait_ready()
             # The router sees workers later than the frontend does, now and then.
-            eventually(lambda: known(len(workers)), limit_s=LIMIT_S, what="the router knows the workers")
+            eventually(lambda: known(workers), limit_s=LIMIT_S, what="the router knows the workers")
             yield shared_fleet
         finally:
-            for name in workers:
+            for name in set(shared_fleet.services) - stay:
                 shared_fleet.services.pop(name).kill()
         eventually(lambda: known(0), limit_s=LIMIT_S, what="the router knows that the workers are gone")
 

@@ -22,7 +22,7 @@ from tests.integration.stack import ROOT, eventually
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 60.0
-SMOL, TINY = "smol", "tiny"
+SMOL, TINY = "smol", "choices"
 WORKERS = ("worker 1", "worker 2")
 TOKENS = 1000
 READ_BEFORE = 100

@@ -26,7 +26,7 @@ TEXTS = [f"The mill at river {number} turns {'again and ' * (number % 40)}again"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", layers=4)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "embeddings", layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def client(services: Fleet) -> Iterator[openai.OpenAI]:
 
 
 def vectors(client: openai.OpenAI, texts: list[str]) -> NDArray[np.float32]:
-    answer = client.embeddings.create(model="tiny", input=texts)
+    answer = client.embeddings.create(model="embeddings", input=texts)
     return np.asarray([one.embedding for one in answer.data], np.float32)
 
 
@@ -55,7 +55,7 @@ def test_both_poolings_are_those_of_a_plain_decoder(client: openai.OpenAI, model
     tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXTS[39]).ids
     states = last_hidden_states(model, tokens)
     for pooling in ("mean", "last"):
-        answer = client.embeddings.create(model="tiny", input=TEXTS[39], extra_body={"pooling": pooling})
+        answer = client.embeddings.create(model="embeddings", input=TEXTS[39], extra_body={"pooling": pooling})
         expected = embedding(states, pooling)
         np.testing.assert_allclose(answer.data[0].embedding, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
         assert answer.usage.prompt_tokens == len(tokens)
@@ -65,7 +65,7 @@ def test_over_nats_the_same(services: Fleet, client: openai.OpenAI, nats_url: st
     async def ask() -> list[float]:
         connection = await nats.connect(nats_url)
         body = json.dumps({"input": [TEXTS[3]]}).encode()
-        reply = await connection.request("headrace.embeddings.frontend.embeddings", body, timeout=LIMIT_S)
+        reply = await connection.request("headrace.shared.frontend.embeddings", body, timeout=LIMIT_S)
         await connection.close()
         found: list[float] = json.loads(reply.data)["data"][0]["embedding"]
         return found

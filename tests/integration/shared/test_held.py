@@ -54,7 +54,7 @@ BEGINS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context_length=8192)
+    directory = write_tiny_model(tmp_path_factory.mktemp("model") / "held", context_length=8192)
     shown = "{% if tools %}{{ tools | tojson }}{% endif %}"
     (directory / "chat_template.jinja").write_text(shown + CHAT_TEMPLATE)
     return directory
@@ -89,7 +89,7 @@ def url(services: Fleet) -> str:
 
 def asked(held: str, sampling: dict[str, Any] = GREEDY, *, n: int = 1) -> dict[str, Any]:
     return {
-        "model": "tiny",
+        "model": "held",
         "messages": [{"role": "user", "content": "The mill at the river turns"}],
         "max_tokens": TOKENS if n == 1 else TOKENS // 2,
         "stream": True,

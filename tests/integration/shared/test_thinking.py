@@ -38,7 +38,9 @@ class Said(NamedTuple):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context_length=4096, marks=(OPEN, CLOSE))
+    directory = write_tiny_model(
+        tmp_path_factory.mktemp("model") / "thinking", context_length=4096, marks=(OPEN, CLOSE)
+    )
     (directory / "chat_template.jinja").write_text("{{ messages[-1].content }}<think>\n")
     return directory
 
@@ -68,7 +70,7 @@ def ask(client: openai.OpenAI, then: Callable[[], None] = lambda: None, **more: 
     """Greedily, streamed; `then` happens in the middle of it."""
     thought, content, tokens = "", "", list[str]()
     stream = client.chat.completions.create(
-        model="tiny", messages=HELLO, temperature=0, stream=True, logprobs=True, extra_body=more
+        model="thinking", messages=HELLO, temperature=0, stream=True, logprobs=True, extra_body=more
     )
     for number, chunk in enumerate(stream):
         if number == READ_BEFORE:
@@ -105,7 +107,7 @@ def test_what_an_answer_is_held_to_follows_thinking_of_a_budget(client: openai.O
 
 def test_each_of_several_answers_has_the_budget(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="tiny",
+        model="thinking",
         messages=HELLO,
         max_tokens=40,
         n=3,

@@ -38,7 +38,7 @@ def said(*calls: tuple[str, dict[str, Any]]) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context_length=65536)
+    directory = write_tiny_model(tmp_path_factory.mktemp("model") / "tools", context_length=65536)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 
@@ -63,7 +63,7 @@ def client(services: Fleet) -> Iterator[openai.OpenAI]:
 def streamed(client: openai.OpenAI, text: str, then: Callable[[], None] = lambda: None) -> Any:
     """The message that the client makes of a stream; `then` happens in the middle of it."""
     messages: Any = [{"role": "user", "content": text}]
-    with client.chat.completions.stream(model="tiny", messages=messages, tools=TOOLS) as stream:
+    with client.chat.completions.stream(model="tools", messages=messages, tools=TOOLS) as stream:
         for number, _ in enumerate(stream):
             if number == READ_BEFORE:
                 then()
@@ -79,7 +79,7 @@ def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
 def test_the_official_client_reads_calls_streamed_and_not(client: openai.OpenAI) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [("write", {"text": TEXT}), ("get_time", {})]
     messages: Any = [{"role": "user", "content": said(*calls)}]
-    answer = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+    answer = client.chat.completions.create(model="tools", messages=messages, tools=TOOLS)
     for message in (answer.choices[0].message, streamed(client, said(*calls))):
         assert called(message) == calls
         assert message.content == "I write.\n"
