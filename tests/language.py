@@ -49,9 +49,11 @@ WORDS = {
 """Words that are not used, and what to say in their place."""
 PHRASES = {"as such": "leave it out", "by and by": "later", "not any more": "no longer", "so many": "how many, N"}
 ALLOWED = re.compile(
-    r"behind (?:a|an|the|its|your|such a) (?:\w+ )?(?:proxy|proxies|balancer|firewall|NAT)", re.IGNORECASE
+    r"behind (?:a|an|the|its|your) (?:\w+ )?(?:proxy|proxies|balancer|firewall)"  # a place in a network, not a time
+    r"|(?:leav\w*|left) (?:\w+ ){0,3}behind|(?:told|tell) apart",
+    re.IGNORECASE,
 )
-"""A place in a network, not a time."""
+"""Idioms that use a word of the list in its plain sense."""
 _FORBIDDEN = re.compile(rf"\b(?:{'|'.join([*WORDS, *PHRASES])})\b", re.IGNORECASE)
 _BEGINNINGS = re.compile(
     r"(?:Of|As|See|It|They|Them|That|Those|These|Whether it|Who|Whom|Whose|And|Or|But|Also|Likewise|The same|Ditto)\b|…"
