@@ -1,8 +1,8 @@
 """Clients: the official `openai` one at each frontend, and a plain NATS client. They try once, and tell what they saw.
 
 A client whose frontend takes no connection, or said lately that it is not ready, goes to the next one, as a balancer
-would, and one that NATS tells that no frontend listens asks again soon: nobody was asked yet. Nothing else is tried
-again.
+would, and one that NATS tells that no frontend listens asks again soon: its request went nowhere yet. Nothing else is
+tried again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class NatsClient:
             self._connected.set()
 
         async def error(_wrong: Exception) -> None:
-            """Told by `lost` too."""
+            """Set by `lost` too."""
 
         await self._client.connect(
             self._url,
@@ -229,7 +229,7 @@ class _Piece(Struct):
 
 
 def take(answer: Answer, piece: _Piece | ChatCompletion | ChatCompletionChunk | Completion, now_s: float) -> None:
-    """Put one more piece behind what the client has."""
+    """Append one more piece to what the client has."""
     answer.heard_s = now_s
     for choice in piece.choices:
         said = getattr(choice, "delta", None) or getattr(choice, "message", None)

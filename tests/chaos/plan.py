@@ -152,7 +152,7 @@ def questions(count: int) -> tuple[Question, ...]:
 
 
 def asks(seed: int, *, per_s: float, questions: int, frontends: int) -> Iterator[Ask]:
-    """Without end, at random intervals: whoever comes does not wait for those before."""
+    """Yield arrivals without end, at random intervals: no arrival waits for those before it."""
     draw = Random(f"asks {seed}")
     while True:
         yield Ask(

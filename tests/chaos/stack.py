@@ -70,7 +70,7 @@ FAST = Detection(lease_ttl_s=3.0, quiet_s=0.5, frozen_s=2.0, stall_s=4.0)
 
 
 class Stack:
-    """`instances` of each service, named "worker 0" and so on, beside "kvbm", "nats" and "etcd"."""
+    """`instances` of each service, named "worker 0" and so on, next to "kvbm", "nats" and "etcd"."""
 
     def __init__(self, directory: Path, instances: int, detection: Detection, device: Device) -> None:
         """`device`: where the workers compute; for a GPU the directory lies in memory, as CUDA pins nothing else."""
@@ -161,7 +161,7 @@ class Stack:
             raise TimeoutError(missing) from None
 
     async def missing(self) -> str:
-        """What is not as it should be: everyone ready, published, and nobody else; empty: all is whole."""
+        """Describe what is wrong; empty when every instance is ready and published, and no other is."""
         ended = [name for name, program in self.programs.items() if not program.running]
         if ended:
             return f"ended by themselves: {ended}"
@@ -197,7 +197,7 @@ class Stack:
             return None
 
     async def left(self) -> dict[str, float]:
-        """What is still held, by metric and service, when nobody asks any more."""
+        """Return what is still held, by metric and service, when no client asks any longer."""
         held: dict[str, float] = {}
         for name in self.urls:
             for metric, labels, value in _HELD.findall(await self._metrics(name)):

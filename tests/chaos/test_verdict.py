@@ -187,7 +187,7 @@ def test_a_frontend_that_is_cut_off_from_nats_may_fail_nats_clients_only_and_los
         assert (judged.cut_from_nats, kinds(judged)) == ((1, []) if excused else (0, ["lost"]))
 
 
-def test_a_frontend_that_is_away_from_nats_for_long_may_fail_whom_it_had_before_that_could_be_known() -> None:
+def test_a_frontend_without_nats_for_long_may_fail_the_requests_it_had_before_that_could_be_known() -> None:
     ends: tuple[Literal["failed", "silent"], ...] = ("failed", "silent")
     cases: tuple[tuple[int, float, Kind, float, bool], ...] = (
         (0, 10.0, "hang nats", 90.0, True),
@@ -213,7 +213,7 @@ def test_while_nats_is_away_a_deadline_may_pass_and_nothing_else_may_fail() -> N
         assert (judged.expired_without_nats, judged.good) == (int(excused), excused)
 
 
-def test_a_fault_that_does_not_heal_and_one_with_trouble_are_told() -> None:
+def test_a_fault_that_does_not_heal_and_one_with_trouble_are_reported() -> None:
     sick = happened("kill", "worker", at_s=5.0)
     sick.whole_s = None
     troubled = happened("restart", "router", at_s=15.0)
@@ -223,7 +223,7 @@ def test_a_fault_that_does_not_heal_and_one_with_trouble_are_told() -> None:
     assert "kill worker 0" in judged.violations[0].what
 
 
-def test_what_is_left_behind_is_told() -> None:
+def test_what_is_left_behind_is_reported() -> None:
     left = {"headrace_reservations of router 0": 2.0, "headrace_inflight_requests of frontend 0": 0.0}
     judged = judge(REFERENCES, [], [], [], left, ENDED_S)
     assert [(one.kind, one.what) for one in judged.violations] == [("left", "headrace_reservations of router 0: 2")]

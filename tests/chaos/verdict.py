@@ -1,7 +1,7 @@
 """What a run amounts to: every request's fate against what it should have been, and every process's size. Pure.
 
 answered     the text, its end and its usage are those of the undisturbed run, else the request counts as wrong
-failed       an error that the client was told. None may be, but where its deadline passed while NATS was away, or where
+failed       an error that the client received. None may be, but where its deadline passed while NATS was away, or where
              NATS was cut from the frontend in the middle of an answer over NATS
 broken       its connection broke. Only with the process at the other end of it, frontend or NATS server
 silent       a NATS client gave up after a long silence. Only where a frontend was killed under it, or where NATS was
@@ -35,7 +35,7 @@ CUT = "unavailable"
 LONG_S = 20.0
 """A frontend that is cut off waits so long for NATS on behalf of a request, and keeps its connection for as long."""
 TOLD_AFTER_S = 10.0
-"""Once NATS is back, its clients are told."""
+"""Seconds after NATS is back until its clients notice."""
 UNREADY_AFTER_S = 12.0
 """By then its /health has said so, and a balancer has looked."""
 UNNOTICED_S = 41.0
@@ -69,7 +69,7 @@ class Answer(Struct):
     heard_s: float = 0.0
     """When the last piece came, the end included."""
     code: str = ""
-    """Of the error, as the client was told."""
+    """Text of the error that the client received."""
     error: str = ""
     moved: bool = False
     """The frontend that it tried first took no connection."""
@@ -136,7 +136,7 @@ def judge(
     left: Mapping[str, float],
     ended_s: float,
 ) -> Verdict:
-    """`left`: what is held though nobody asks any more, by metric and program."""
+    """`left`: what is held though no client asks any longer, by metric and program."""
     violations: list[Violation] = []
     excuses = {"frontend": 0, "nats": 0, "cut": 0, "deadline": 0}
     for answer in answers:
@@ -222,7 +222,7 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
 
 
 def _cut_for_long(answer: Answer, happened: Happened) -> bool:
-    """Whether a frontend was away from NATS for too long for it: asked before that could be known, and told so, or
+    """Whether a frontend was away from NATS for too long for it: asked before that could be known, and refused, or
     handed by NATS to a connection that is given up."""
     kind, began_s, undone_s = happened.fault.kind, happened.began_s, happened.undone_s
     over_nats = answer.frontend < 0

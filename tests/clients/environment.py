@@ -1,11 +1,11 @@
 """An environment for other people's clients: programs of tests run in it against our frontend.
 
-It stands beside our own .venv because these clients pin what we do not (LiteLLM: openai below 3), and they are no
+It is apart from our own .venv because these clients pin what we do not (LiteLLM: openai below 3), and they are no
 dependency of Headrace: only a test that asks for them makes it, from requirements.lock, with the uv of our .venv.
 
     .headrace/clients/requirements.lock   a copy of the lock file that it was made from; written last, so that it is
                                           there exactly if the environment is whole
-    .headrace/clients.lock                held (flock) by whoever makes it; the kernel drops it with its holder
+    .headrace/clients.lock                held (flock) by the process that makes it; the kernel drops it with its holder
 
 requirements.lock is made of requirements.in: `uv pip compile --universal --generate-hashes -p 3.11 requirements.in -o
 requirements.lock`.
@@ -55,7 +55,7 @@ def _uv(*arguments: str) -> None:
 
 def variables(**more: str) -> dict[str, str]:
     """What a program finds in its environment: nothing of ours that would steer a client, and `more`. LiteLLM asks
-    GitHub for prices at its import, again and again, unless it is told not to."""
+    GitHub for prices at its import, again and again, unless a setting forbids it."""
     kept = {name: value for name in ("HOME", "PATH", "TMPDIR", "LANG") if (value := os.environ.get(name)) is not None}
     ours = {"NO_PROXY": "127.0.0.1", "PYTHONUNBUFFERED": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     return {**kept, **ours, **more}

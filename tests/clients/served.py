@@ -1,4 +1,4 @@
-"""What clients of all kinds ask in tests: real processes behind one frontend, and a second frontend that wants keys.
+"""What clients of all kinds ask in tests: real processes with one frontend, and a second frontend that wants keys.
 
 SPEAKER   SmolLM2 in arithmetic, with a template that knows tools: what it says is held to grammars, or not judged
 ECHO      says the last message back: what a test writes there is what the model says

@@ -32,7 +32,7 @@ ENDLESS: Any = {**LONG, "extra_body": {"ignore_eos": True}}
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """A person."""
 
     name: str
     born: int
@@ -148,7 +148,7 @@ def test_a_real_model_is_held_to_a_call_whole_and_streamed(client: OpenAI, choic
 
 
 def strict(tool: Any) -> Any:
-    """The tool, with nothing beside what its schema names."""
+    """The tool, with nothing but what its schema names."""
     function = tool["function"]
     parameters = {**function["parameters"], "additionalProperties": False}
     return {**tool, "function": {**function, "parameters": parameters, "strict": True}}
@@ -343,7 +343,7 @@ def test_without_the_right_key_nothing_is_answered(stack: Served) -> None:
         assert known.chat.completions.create(model=ECHO, messages=asks("x")).choices[0].message.content == "x"
 
 
-def test_a_key_beyond_its_limit_is_told_when_to_ask_again(stack: Served) -> None:
+def test_a_key_beyond_its_limit_learns_when_to_ask_again(stack: Served) -> None:
     with OpenAI(base_url=stack.guarded, api_key=SLOW_KEY, max_retries=0, timeout=LIMIT_S) as client:
         raw = client.chat.completions.with_raw_response.create(model=ECHO, messages=asks("x"))
         assert raw.headers["x-ratelimit-limit-requests"] == "1"

@@ -77,7 +77,7 @@ class Answer(NamedTuple):
 
 
 def prompt(length: int, seed: object) -> list[int]:
-    """Tokens of a conversation that nobody else has."""
+    """Return tokens of a conversation that no other test has."""
     draw = random.Random(repr(seed))
     return [3 + draw.randrange(VOCABULARY - 3) for _ in range(length)]
 
@@ -199,7 +199,7 @@ class Wire:
         return await self.end(name, await self.begin(name, tokens, max_tokens))
 
     async def score(self, name: str, tokens: list[int], max_tokens: int = 8, logprobs: int = 20) -> Scored:
-        """Asked, with so many of the likeliest tokens at each place."""
+        """Ask, with `logprobs` of the likeliest tokens at each place."""
         request = await self.begin(name, tokens, max_tokens, logprobs)
         answer = await self.end(name, request)
         parts = (await self.peer(name)).parts(request)
@@ -226,7 +226,7 @@ class Wire:
     # --- the kvbm
 
     async def state(self) -> wire.LayoutState | None:
-        """Of the one layout; None: nobody answers, or nobody has attached."""
+        """Return the state of the one layout; None when kvbm does not answer or no engine has attached."""
         instance = await self.instance("kvbm")
         try:
             answer = await self._bus.request(instance.subjects["stat"], b"", timeout_s=2.0)
@@ -243,7 +243,7 @@ class Wire:
         return await eventually(seen, what)
 
     async def attached(self) -> None:
-        """Until the workers exchange blocks with the kvbm that runs now, and nobody of before may still write."""
+        """Wait until the workers exchange blocks with the present kvbm, and no earlier engine may still write."""
         await asyncio.to_thread(self.machine.fleet.wait_ready, *WORKERS)
         await self.until_state(
             lambda layout: layout.owners >= len(ATTACHED) and layout.host.state == "on", "all have attached"
@@ -325,7 +325,7 @@ async def connected(machine: Machine, nats_url: str) -> AsyncIterator[Wire]:
 
 @asynccontextmanager
 async def settled(machine: Machine, nats_url: str) -> AsyncIterator[Wire]:
-    """To a machine on which all are attached; afterwards nobody holds anything."""
+    """Connect to a machine on which all are attached; afterwards no block is held."""
     async with connected(machine, nats_url) as one:
         await one.attached()
         yield one

@@ -164,7 +164,7 @@ def both(balanced: Balanced) -> Balanced:
     return balanced
 
 
-def test_while_no_frontend_is_there_clients_are_told_so_as_by_a_frontend(balanced: Balanced) -> None:
+def test_while_no_frontend_is_there_clients_get_the_answer_that_a_frontend_would_give(balanced: Balanced) -> None:
     status, body = balanced.ask()
     assert status == 503
     assert json.loads(body)["error"]["message"] == "no frontend answers"

@@ -144,7 +144,7 @@ async def asking(services: Fleet, nats_url: str, door: Door, payload: bytes) -> 
 
 
 async def reserved(services: Fleet, count: int) -> None:
-    """Until the router has so many reservations."""
+    """Wait until the router has `count` reservations."""
     router = services.services["router"]
     while await asyncio.to_thread(router.metric, "headrace_reservations") != count:  # noqa: ASYNC110 - another process
         await asyncio.sleep(0.02)

@@ -32,7 +32,7 @@ def both_frozen(nats: NatsServer, etcd: EtcdServer) -> None:
 
 
 @pytest.mark.parametrize("away", [nats_dead, etcd_dead, both_frozen])
-async def test_every_process_ends_when_told_to_whoever_is_away(
+async def test_every_process_ends_on_sigterm_whichever_server_is_away(
     own_nats: NatsServer, own_etcd: EtcdServer, tmp_path: Path, away: Away
 ) -> None:
     model = str(write_tiny_model(tmp_path / "tiny"))

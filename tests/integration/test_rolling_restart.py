@@ -63,7 +63,7 @@ def body(question: Question) -> dict[str, object]:
 
 
 class Clients:
-    """Ask one question after the other until they are told to stop; every answer is kept."""
+    """Ask one question after the other until the test stops them; every answer is kept."""
 
     def __init__(self, services: Fleet, nats_url: str) -> None:
         self.answers: dict[Question, set[str]] = {}

@@ -151,7 +151,7 @@ def test_a_client_with_nothing_but_nats_gets_a_streamed_answer(up: Up) -> None:
 
 
 def test_forged_blocks_with_equal_routing_hashes_never_share_cached_bytes(client: OpenAI) -> None:
-    """The pair has one XXH3-64 hash; greedy answers behind either must be those of an undisturbed run."""
+    """The pair has one XXH3-64 hash; greedy answers after either must be those of an undisturbed run."""
 
     def answer(block: Sequence[int]) -> tuple[str, int]:
         tail = [504, 3575, 282, 4649, 314]

@@ -49,7 +49,7 @@ class Answer:
 
     request: Request
     frontend: str
-    """Whom it asked."""
+    """The frontend that it asked."""
     deadline_s: float
     choices: list[Choice] = field(default_factory=list)
     end: End | None = None

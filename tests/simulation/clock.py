@@ -24,7 +24,7 @@ from typing import TypeVar, TypeVarTuple, Unpack
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
 CALLBACKS_LIMIT = 200_000
-"""Run without time moving on: beyond, somebody spins."""
+"""Callbacks that may run without time moving on; more mean that a process spins."""
 
 
 Ts = TypeVarTuple("Ts")
@@ -96,7 +96,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._turns.extend(self._held.pop(owner, ()))
 
     def thaw_all(self) -> None:
-        """Nobody is frozen any more."""
+        """Thaw everything."""
         for owner in list(self._held):
             self.thaw(owner)
 

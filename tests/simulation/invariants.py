@@ -1,4 +1,4 @@
-"""What holds once it is quiet: nobody waits, nothing is held, and every router knows what every worker caches."""
+"""What holds once it is quiet: no request waits, nothing is held, and every router knows what every worker caches."""
 
 from __future__ import annotations
 

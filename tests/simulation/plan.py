@@ -1,7 +1,7 @@
 """What a seed decides before anything runs: who is there, what is asked, and what goes wrong.
 
-Each seed takes some kinds of trouble and leaves out the others, so that a rare one is not always hidden behind a
-common one. Some seeds have clear skies, and one fault or none: of them more is asked.
+Each seed takes some kinds of trouble and leaves out the others, so that a common one does not always
+hide a rare one. Some seeds have clear skies, and one fault or none: of them more is asked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EMBEDDING_SIZE = 4
 SHARED_TOKENS = 24
 """Of the longest common prefix."""
 STARTED_S = 0.1
-"""By then everybody is there, under clear skies; who asks before may be told to come again."""
+"""Seconds until every process is there, under clear skies; earlier requests may be refused with 503."""
 
 FaultKind = Literal[
     "kill",  # SIGKILL; its lease ends by its TTL; another one starts after `for_s`
@@ -43,7 +43,7 @@ FaultKind = Literal[
 NEVER_MISSED: frozenset[FaultKind] = frozenset(
     ("freeze engine", "lose discovery", "wipe discovery", "expire lease", "mute events", "set the clock")
 )
-"""However many of them happen, somebody can serve, as long as not every worker's lease expires."""
+"""However many of them happen, some worker can serve, as long as not every worker's lease expires."""
 UNNOTICED: frozenset[FaultKind] = NEVER_MISSED | frozenset[FaultKind](("kill engine", "lose all NATS"))
 """One of them, also where there is one router only; of the other kinds one, where another router can take over."""
 

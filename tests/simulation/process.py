@@ -288,7 +288,7 @@ class Process:
         return self.engine
 
     async def _serve_kvbm(self, runtime: Runtime) -> None:
-        """Where the one before has not ended, it is tried again, as whoever supervises kvbm would."""
+        """Where the one before has not ended, it is tried again, as a supervisor of kvbm would."""
         config = KvbmConfig(
             namespace=NAMESPACE,
             pool=PoolConfig(directory=self._pool, size_bytes=pool_bytes(self._sizes.pool_slots)),
@@ -344,7 +344,7 @@ def model_of(facts: Ready, *, speed: float = 1.0, copy_s: float = 1.0) -> Simula
 
 
 def pool_bytes(slots: int) -> int:
-    """The size of a pool with so many slots of one page, a multiple of 16."""
+    """Return the size of a pool with `slots` slots of one page, a multiple of 16."""
     return ALIGN_BYTES + slots * PAGE_BYTES
 
 
@@ -369,7 +369,7 @@ class ShortMemory(MemoryEvents):
 
 @cache
 def _model() -> TemporaryDirectory[str]:
-    """Workers name a tokenizer, which nobody here reads."""
+    """Workers name a tokenizer, which no part of the simulation reads."""
     directory = TemporaryDirectory(prefix="headrace-simulation-")
     atexit.register(directory.cleanup)
     Path(directory.name, "tokenizer.json").write_text("{}", encoding="utf-8")

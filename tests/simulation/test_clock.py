@@ -61,7 +61,7 @@ def test_what_goes_to_a_thread_is_done_at_once() -> None:
     run(main)
 
 
-def test_waiting_for_what_nobody_will_do_is_a_deadlock() -> None:
+def test_waiting_for_what_no_task_will_do_is_a_deadlock() -> None:
     async def main(loop: SimulatedLoop) -> None:
         await asyncio.Event().wait()
 

@@ -101,12 +101,12 @@ def test_a_gap_that_is_not_seen_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert finds(r"has \d+ blocks of w\d too many", stormy())
 
 
-def test_a_kvbm_that_engines_are_not_told_of_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kvbm_of_whose_return_engines_do_not_hear_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvbmClient, "engine_ready", lambda _: None)
     assert finds("is attached to '', not to 'k", stormy())
 
 
-def test_what_kvbm_holds_for_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kvbm_holds_for_no_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layout, "expire", lambda _: [])
     monkeypatch.setattr(Layout, "release", lambda *_: Settled())  # that one is lost on its way is too rare
     assert finds("fetches=[1-9]", stormy())

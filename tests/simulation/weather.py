@@ -21,7 +21,7 @@ CALM_S = 0.0005
 RELIABLE = ("watch", "lease")
 ONCE = ".store"
 """NATS repeats nothing, and this alone would tell: a Store that came twice is granted twice, and the second grant lasts
-until its engine, some time later, asks for more and is told to attach anew."""
+until its engine, some time later, asks for more and has to attach again."""
 
 
 class StormyWeather:

@@ -3,7 +3,7 @@
     storm      requests come, faults befall, messages travel badly          `plan.storm_s`
     quiet      every fault is over; the world has QUIET_S to become right
     after      each frontend is asked once more, and must answer
-    end        everybody is stopped, and leaves nothing behind
+    end        every process is stopped, and leaves nothing behind
 
 All of it is one task on a loop that owns time (clock.py), so that a seed runs the same each time.
 """

@@ -46,7 +46,7 @@ def add_up(chunks: list[AIMessageChunk]) -> AIMessageChunk:
 
 
 def the_model_calls_and_is_told() -> None:
-    """The loop of an agent, whole and streamed, over a model that says what it is told to say."""
+    """The loop of an agent, whole and streamed, over a model that says what its prompt asks for."""
     echo = model("echo", stream_usage=True).bind_tools([multiply])
     asked = HumanMessage(CALL)
     for answer in (echo.invoke([asked]), add_up(list(echo.stream([asked])))):

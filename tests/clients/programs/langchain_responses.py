@@ -41,7 +41,7 @@ def add_up(chunks: list[AIMessageChunk]) -> AIMessageChunk:
 
 
 def the_model_calls_and_is_told(**settings: object) -> None:
-    """The loop of an agent, whole and streamed, over a model that says what it is told to say."""
+    """The loop of an agent, whole and streamed, over a model that says what its prompt asks for."""
     echo = model("echo", **settings).bind_tools([multiply], strict=settings.get("store"))
     asked = HumanMessage(CALL)
     for answer in (echo.invoke([asked]), add_up(list(echo.stream([asked])))):

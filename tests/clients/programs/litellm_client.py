@@ -37,7 +37,7 @@ def chat(model: str, messages: list[object], **more: object) -> litellm.ModelRes
 
 
 def the_model_calls_and_is_told() -> None:
-    """Whole and streamed, over a model that says what it is told to say; its message goes back as LiteLLM has it."""
+    """Whole and streamed, over a model that says what its prompt asks for; its message goes back as LiteLLM has it."""
     whole = chat("echo", [ASKED], tools=[MULTIPLY])
     streamed = add_up(list(chat("echo", [ASKED], tools=[MULTIPLY], stream=True)))
     for answer in (whole, streamed):

@@ -156,7 +156,7 @@ def test_a_killed_worker_changes_no_token_of_any_choice(
     services.wait_ready(*WORKERS)
 
 
-def test_a_client_that_goes_leaves_no_choice_behind(services: Fleet, client: openai.OpenAI) -> None:
+def test_a_client_that_goes_leaves_no_choice_running(services: Fleet, client: openai.OpenAI) -> None:
     frontend, router = services.services["frontend"], services.services["router"]
     cancelled = frontend.metric("headrace_model_cancellation_total")
     stream = client.completions.create(

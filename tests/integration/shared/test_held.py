@@ -1,4 +1,4 @@
-"""What an answer is held to, and calls, outlive two workers of one stream; and leave nothing behind when clients go.
+"""Structured output and tool calls outlive two workers of one stream, and leave nothing held when clients go.
 
 Real processes and a small model's real arithmetic. What is asked for ends further on than any answer comes.
 """
@@ -109,7 +109,7 @@ def text_of(chunk: Any) -> str:
 
 
 def read(client: OpenAI, body: dict[str, Any], at: dict[int, Callable[[], None]]) -> list[str]:
-    """The texts of a stream's choices; what is to happen `at` so many characters of all happens then."""
+    """Return the texts of a stream's choices; `at` says what to do once so and so many characters came."""
     texts, coming = [""] * body["n"], sorted(at)
     for chunk in client.chat.completions.create(**body):
         for choice in chunk.choices:

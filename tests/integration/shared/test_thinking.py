@@ -1,4 +1,4 @@
-"""Thinking that may take so many tokens and no more, of a small model's real arithmetic over real processes.
+"""Thinking within a budget of tokens, of a small model's real arithmetic over real processes.
 
 The template opens thinking; a model of random weights never ends it by itself.
 """
