@@ -109,7 +109,7 @@ def text_of(chunk: Any) -> str:
 
 
 def read(client: OpenAI, body: dict[str, Any], at: dict[int, Callable[[], None]]) -> list[str]:
-    """Return the texts of a stream's choices; `at` says what to do once so and so many characters came."""
+    """Return the texts of a stream's choices; `at` maps a number of characters to what happens once they came."""
     texts, coming = [""] * body["n"], sorted(at)
     for chunk in client.chat.completions.create(**body):
         for choice in chunk.choices:
