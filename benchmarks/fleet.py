@@ -26,7 +26,7 @@ from benchmarks.fleet_store import KVBM, BlockStore, PoolPlace, StoreSizes
 from benchmarks.loads import VOCABULARY, Load, Prompts, Request
 from services.router.config import RouterConfig
 from services.router.index.kv_events import decode
-from services.router.index.store_ids import store
+from services.router.index.shared_stores import store_id
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import load_policy
 from services.worker.engine.core import EngineCore
@@ -200,11 +200,11 @@ class Fleet:
         core = EngineCore(scheduler, self.load.block_size, exchange)
         worker = self.workers[name] = Worker(name, core, step_s, core.opening())
         attached_to = ("", "") if self.store is None else (KVBM, self.store.layout.digest)
-        self.router.card_up(_card(name, self.load.block_size, self._capacity_blocks, *attached_to), self.clock.now_s)
-        self.router.sends_events(name, True)
+        self.router.add_card(_card(name, self.load.block_size, self._capacity_blocks, *attached_to), self.clock.now_s)
+        self.router.set_sends_events(name, True)
         if self.store is not None:
-            if store(*attached_to) not in self.router.stores:
-                self.router.store_up(store(*attached_to))
+            if store_id(*attached_to) not in self.router.stores:
+                self.router.add_store(store_id(*attached_to))
             self.clock.after(HOP_S, partial(self._order, worker, KvbmUp(KVBM)))
         self.clock.after(REPORT_S * (len(self.workers) % 8) / 8, partial(self._report, worker))
         return name
@@ -223,7 +223,7 @@ class Fleet:
         """A worker dies; what it was doing goes on elsewhere, from the tokens that came."""
         worker = self.workers.pop(name)
         worker.gone = True
-        for clearing in self.router.card_down(name):
+        for clearing in self.router.remove_instance(name):
             while clearing.step(_SLICE_BLOCKS):
                 pass
         for request, _ in worker.attempts:
@@ -357,7 +357,7 @@ class Fleet:
         self.clock.after(HOP_S, lambda: self._told(event))
 
     def _told(self, event: LoadEvent) -> None:
-        self.router.told(event, self.clock.now_s)
+        self.router.apply_load_event(event, self.clock.now_s)
 
     def _report(self, worker: Worker) -> None:
         """As the worker's shell does: the engine's account after its last step, and the attempts as of now."""
@@ -379,7 +379,7 @@ class Fleet:
             kv=[KvState(0, 0, worker.last.event_sequence, worker.last.digest)],
             attempts=list(worker.attempts),
         )
-        self.clock.after(HOP_S, lambda: self.router.reported(report, self.clock.now_s))
+        self.clock.after(HOP_S, lambda: self.router.apply_load_report(report, self.clock.now_s))
         self.clock.after(REPORT_S, partial(self._report, worker))
 
     def _tick(self) -> None:

@@ -49,7 +49,7 @@ from benchmarks.index_workload import INSTANCES, Chain, draw_hashes
 from benchmarks.report import ROOT, Goal, report
 from services.router.index.chains import Chains
 from services.router.index.index import Index, Slot
-from services.router.index.kv_events import Stored, decode
+from services.router.index.kv_events import StoredEvent, decode
 from shared.messages import EVENT_BATCH, BlockStored, EventBatch
 
 UNLIMITED = 1 << 40
@@ -135,7 +135,7 @@ def _against(what: str, unit: str, rounds: int, ours: Callable[[], float], their
 
 def _filled(name: str, pairs: int) -> tuple[Index, list[Slot], list[Chain]]:
     index = Index(limit_bytes=UNLIMITED)
-    slots = [index.open((f"{number:016x}", 0)) for number in range(INSTANCES)]
+    slots = [index.open_slot((f"{number:016x}", 0)) for number in range(INSTANCES)]
     chains = list(workload.fill(name, pairs))
     for chain in chains:
         for number, depth in chain.held:
@@ -146,7 +146,7 @@ def _filled(name: str, pairs: int) -> tuple[Index, list[Slot], list[Chain]]:
 def _hold(index: Index, slot: Slot, tier: int, hashes: list[int]) -> None:
     """The chain's blocks are stored, 16 an event."""
     for start in range(0, len(hashes), 16):
-        index.stored(slot, tier, hashes[start : start + 16], hashes[start - 1] if start else None)
+        index.add_blocks(slot, tier, hashes[start : start + 16], hashes[start - 1] if start else None)
 
 
 def _compared(peer: Ask | None, pairs: int, rounds: int) -> Iterator[Row]:
@@ -185,9 +185,9 @@ def _with_stores(pairs: int, rounds: int) -> Iterator[Row]:
     for name in ("staggered", *(f"quarter {depth}" for depth in DEPTHS)):
         plain, _, chains = _filled(name, pairs)
         index, slots, _ = _filled(name, pairs)
-        stores = [index.open((f"store {number}", 0)) for number in range(STORES)]
+        stores = [index.open_slot((f"store {number}", 0)) for number in range(STORES)]
         for number, slot in enumerate(slots):
-            index.borrow(slot.candidate, stores[number % STORES].candidate)
+            index.set_lender(slot.candidate, stores[number % STORES].candidate)
         for chain in chains:
             for number, store in enumerate(stores):
                 depth = max([depth for instance, depth in chain.held if instance % STORES == number], default=0)
@@ -219,8 +219,8 @@ def _event(index: Index, slots: list[Slot], size: int) -> tuple[float, float]:
     events = [(hashes[at : at + size], hashes[at - 1] if at else None) for at in range(0, 1024, size)]
     stored = removed = 0
     for _ in range(workload.PASSES):
-        stored += _cpu_ns(lambda event: index.stored(slot, 0, *event), events)
-        removed += _cpu_ns(lambda event: index.removed(slot, 0, event[0]), events[::-1])
+        stored += _cpu_ns(lambda event: index.add_blocks(slot, 0, *event), events)
+        removed += _cpu_ns(lambda event: index.remove_blocks(slot, 0, event[0]), events[::-1])
     return stored / 1024 / workload.PASSES, removed / 1024 / workload.PASSES
 
 
@@ -278,9 +278,9 @@ def _sizes(pairs: int) -> Iterator[Row]:
     tracemalloc.start()
     index = Index(limit_bytes=UNLIMITED)
     draw = Random(7)
-    slots = [index.open((f"{number:016x}", 0)) for number in range(INSTANCES)]
+    slots = [index.open_slot((f"{number:016x}", 0)) for number in range(INSTANCES)]
     for _ in range(pairs // 16):
-        index.stored(draw.choice(slots), 0, draw_hashes(draw, 16))
+        index.add_blocks(draw.choice(slots), 0, draw_hashes(draw, 16))
     traced, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     yield _row("apart: bytes a pair", traced / index.statistics().blocks, "bytes")
@@ -305,8 +305,8 @@ def _stalls(pairs: int) -> Iterator[Row]:
     held = sum(trace.size for trace in apart.statistics("filename"))
     tracemalloc.stop()
     yield _row("map of an engine's own hashes", held / chains.statistics().blocks, "bytes a block")
-    slot = index.open(("b", 0))
-    longest = _longest(lambda: index.stored(slot, 0, draw_hashes(draw, 64)), pairs // 64)
+    slot = index.open_slot(("b", 0))
+    longest = _longest(lambda: index.add_blocks(slot, 0, draw_hashes(draw, 64)), pairs // 64)
     yield _row("longest stall of storing", longest, "ms")
     longest = _longest(lambda: chains.apply(_told(draw, 64)), pairs // 64)
     yield _row("longest stall of storing, an engine's own hashes too", longest, "ms")
@@ -315,10 +315,10 @@ def _stalls(pairs: int) -> Iterator[Row]:
     yield _row("longest stall of clearing", _longest(lambda: clearing.step(1024), 64), "ms")
 
 
-def _told(draw: Random, blocks: int) -> Stored:
+def _told(draw: Random, blocks: int) -> StoredEvent:
     """Blocks at the beginning of a chain."""
     tokens = draw.randbytes(4 * BLOCK_SIZE * blocks)
-    return Stored(
+    return StoredEvent(
         [*draw_hashes(draw, blocks)],
         None,
         tokens,

@@ -103,7 +103,7 @@ def apart(routers: int, questions: list[Select]) -> float:
     chosen: list[tuple[Select, Selected]] = []
     for model in models:
         for card in CARDS.values():
-            model.card_up(card, 0.0)
+            model.add_card(card, 0.0)
     for number, question in enumerate(questions):
         reply = models[number % routers].select(question, 0.0).reply
         assert isinstance(reply, Selected)

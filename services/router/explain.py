@@ -9,11 +9,11 @@ from services.router.selection.decision_log import Decision
 from services.router.selection.model_router import ModelRouter
 from shared.messages import Explanation, Explanations, ModelState
 
-AT_ONCE = 20
+DECISIONS_IN_ANSWER = 20
 """Decisions in one answer: the latest."""
 
 
-def asked_for(payload: bytes) -> str:
+def requested_id(payload: bytes) -> str:
     """The request that a question names, as an answer's `id` has it or bare; empty: the latest ones."""
     request = payload.decode("utf-8", "replace").strip().strip('"')
     if request.startswith("resp_"):  # …and the frontend that keeps it
@@ -23,9 +23,15 @@ def asked_for(payload: bytes) -> str:
 
 def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:
     """The decisions kept of a request, or of all requests where it is empty."""
-    found = [(decision.at_s, model.model, decision) for model in models for decision in model.explain(request, AT_ONCE)]
+    found = [
+        (decision.at_s, model.model, decision)
+        for model in models
+        for decision in model.explain(request, DECISIONS_IN_ANSWER)
+    ]
     found.sort(key=lambda each: each[0])
-    return Explanations(router, [_explained(name, decision, now_s) for _, name, decision in found[-AT_ONCE:]])
+    return Explanations(
+        router, [_explained(name, decision, now_s) for _, name, decision in found[-DECISIONS_IN_ANSWER:]]
+    )
 
 
 def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
@@ -53,10 +59,10 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-def policy_trouble(models: Iterable[ModelRouter]) -> str:
+def policy_problem(models: Iterable[ModelRouter]) -> str:
     """Why not all choices are the policy's, at the worst of the models; empty: they are."""
-    choosers = [model.chooser for model in models]
-    if any(chooser.off for chooser in choosers):
+    choosers = [model.guard for model in models]
+    if any(chooser.disabled for chooser in choosers):
         return "off: kv chooses"
     failures = sum(chooser.failures for chooser in choosers)
     return f"failed: kv made {failures} of its choices" if failures else ""

@@ -10,7 +10,7 @@ from shared.messages import SelectRefused, SelectReply, SourceState
 from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram
 
 
-class Metrics:
+class RouterMetrics:
     """One set a process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -82,13 +82,13 @@ class Metrics:
             "Models for which another router was asked what is reserved: told, failed, or alone (there was none)",
             ["outcome"],
         )
-        self.policy_troubles = counter(
+        self.policy_faults = counter(
             registry,
             "headrace_policy_troubles",
             "What was wrong with the policy: failed (kv chose, or no reason), slow (over its budget), off (for good)",
             ["kind"],
         )
-        self.standing_still = gauge(
+        self.frozen_workers = gauge(
             registry, "headrace_workers_standing_still", "Workers passed over: work and no step, or no report"
         )
         self.index_blocks = gauge(registry, "headrace_index_blocks", "Distinct blocks in the index")
@@ -111,12 +111,12 @@ class Metrics:
             (self.cached_tokens.labels(kind), self.hit_rate.labels(kind)) for kind in ("predicted", "actual")
         ]
 
-    def answered(self, reply: SelectReply, seconds: float) -> None:
+    def count_select(self, reply: SelectReply, seconds: float) -> None:
         """A question was answered."""
         (self.selects.labels(reply.code) if isinstance(reply, SelectRefused) else self._selected).inc()
         self.select_seconds.observe(seconds)
 
-    def predicted(self, prompt_tokens: int, predicted_tokens: int, actual_tokens: int) -> None:
+    def count_first_token(self, prompt_tokens: int, predicted_tokens: int, actual_tokens: int) -> None:
         """The first token of a request that we routed has come."""
         self.prompt_tokens.inc(prompt_tokens)
         self.hit_rate_error.observe(abs(predicted_tokens - actual_tokens) / prompt_tokens)
@@ -124,12 +124,12 @@ class Metrics:
             cached.inc(tokens)
             hit_rate.observe(tokens / prompt_tokens)
 
-    def loaded(self, statistics: list[LoadStatistics]) -> None:
+    def show_load(self, statistics: list[LoadStatistics]) -> None:
         """The reservations of all models."""
         self.reservations.set(sum(each.reservations for each in statistics))
         self.forgotten.set(sum(each.forgotten for each in statistics))
 
-    def followed(self, sources: list[SourceState]) -> None:
+    def show_sources(self, sources: list[SourceState]) -> None:
         """All event sources; one that is live and partial counts as partial."""
         states = ["partial" if each.partial and each.state == "live" else each.state for each in sources]
         for state in ("syncing", "live", "partial", "replaying", "refused"):
@@ -137,7 +137,7 @@ class Metrics:
         self.silent_sources.set(sum(each.silent for each in sources))
         self.torn.set(sum(each.torn for each in sources))
 
-    def indexed(self, statistics: list[IndexStatistics]) -> None:
+    def show_index(self, statistics: list[IndexStatistics]) -> None:
         """The sizes of all models' indexes."""
         self.index_blocks.set(sum(each.blocks for each in statistics))
         self.index_bytes.set(sum(each.bytes for each in statistics))

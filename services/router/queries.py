@@ -12,21 +12,22 @@ from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from services.router.config import RouterConfig
-from services.router.explain import asked_for, explain, model_states, policy_trouble
+from services.router.explain import explain, model_states, policy_problem, requested_id
+from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter
-from services.router.sync.feed import Feed
+from services.router.sync.feed import EventFeed
 from shared.bus.contract import Message
 from shared.errors import BusDown, ProtocolError
 from shared.messages import EXPLANATIONS, JSON_HEADER, ROUTER_STATE, Explanations, RouterState
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
-UNKNOWN_PAUSE_S = 0.3
-PAUSES_LIMIT = 64
+UNKNOWN_REQUEST_DELAY_S = 0.3
+DELAYED_LIMIT = 64
 """Beyond, the answer comes at once."""
 
 
-class Desk:
+class Queries:
     """Answers until closed."""
 
     def __init__(
@@ -34,8 +35,8 @@ class Desk:
         runtime: Runtime,
         config: RouterConfig,
         models: Mapping[str, ModelRouter],
-        feeds: Mapping[str, Feed],
-        limited_log: RateLimitedLog,
+        feeds: Mapping[str, EventFeed],
+        seldom: Seldom,
     ) -> None:
         self._runtime = runtime
         self._config = config
@@ -49,36 +50,36 @@ class Desk:
         for task in self._pausing:
             task.cancel()
 
-    async def explain(self, message: Message) -> None:
+    async def answer_explain(self, message: Message) -> None:
         """The payload is a request id, or empty for the latest choices."""
         await self._answer("explain", message, self._found(self._models, message))
 
-    async def explain_of(self, model: str, message: Message) -> None:
+    async def answer_explain_of(self, model: str, message: Message) -> None:
         """The same of one model, to everyone who routes it."""
         found = self._found([model], message)
-        if found.decisions or len(self._pausing) >= PAUSES_LIMIT:
+        if found.decisions or len(self._pausing) >= DELAYED_LIMIT:
             await self._answer("explain", message, found)
             return
         task = self._runtime.tasks.create_task(self._answer_later(message, found))
         self._pausing.add(task)
         task.add_done_callback(self._pausing.discard)
 
-    async def tell_state(self, message: Message) -> None:
+    async def answer_state(self, message: Message) -> None:
         """The payload is ignored."""
         sources = [feed.status() for _, feed in sorted(self._feeds.items())]
         state = RouterState(
             *(self._runtime.instance, self._config.policy, model_states(self._models), sources),
-            policy_trouble=policy_trouble(self._models.values()),
+            policy_trouble=policy_problem(self._models.values()),
         )
         await self._answer("state", message, state)
 
     def _found(self, names: Iterable[str], message: Message) -> Explanations:
         models = [self._models[name] for name in names if name in self._models]
         now_s = asyncio.get_running_loop().time()
-        return explain(self._runtime.instance, models, asked_for(message.payload), now_s)
+        return explain(self._runtime.instance, models, requested_id(message.payload), now_s)
 
     async def _answer_later(self, message: Message, found: Explanations) -> None:
-        await asyncio.sleep(UNKNOWN_PAUSE_S)
+        await asyncio.sleep(UNKNOWN_REQUEST_DELAY_S)
         await self._answer("explain", message, found)
 
     async def _answer(self, channel: str, message: Message, answer: Explanations | RouterState) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.router.metrics import Metrics
+from services.router.metrics import RouterMetrics
 from services.router.selection.model_router import ModelRouter
 from shared import subjects
 from shared.bus.contract import Message
@@ -26,15 +26,15 @@ from shared.messages import (
 from shared.runtime.lifecycle import Runtime
 
 ROUTERS_ASKED = 3
-SILENT_S = 1.0
+ANSWER_TIMEOUT_S = 1.0
 """After that without a message, a router is given up."""
-RESERVATIONS_A_MESSAGE = 1000
+RESERVATIONS_PER_MESSAGE = 1000
 """Far below the payload limit, whatever the ids, and a few milliseconds of work."""
 
 _log = logging.getLogger(__name__)
 
 
-async def join(runtime: Runtime, model: ModelRouter, metrics: Metrics) -> None:
+async def fetch_reservations(runtime: Runtime, model: ModelRouter, metrics: RouterMetrics) -> None:
     """Take on the living reservations of a model from another router, if there is one."""
     others = [
         each
@@ -44,7 +44,7 @@ async def join(runtime: Runtime, model: ModelRouter, metrics: Metrics) -> None:
     failures: list[str] = []
     for router in sorted(others, key=lambda each: each.started)[:ROUTERS_ASKED]:
         try:
-            taken = await _take_on(runtime, model, router.instance)
+            taken = await _fetch_from(runtime, model, router.instance)
         except (Unavailable, ProtocolError) as wrong:
             failures.append(f"{router.instance}: {wrong}")
             continue
@@ -58,34 +58,34 @@ async def join(runtime: Runtime, model: ModelRouter, metrics: Metrics) -> None:
         metrics.joins.labels("alone").inc()
 
 
-async def _take_on(runtime: Runtime, model: ModelRouter, router: str) -> int:
+async def _fetch_from(runtime: Runtime, model: ModelRouter, router: str) -> int:
     """How many came. Raises Unavailable or ProtocolError; what came until then is kept."""
     taken = 0
     now = asyncio.get_running_loop().time
     subject = subjects.reservations(runtime.namespace, router)
-    question = RESERVATIONS_REQUEST.encode(ReservationsRequest(model.model))
-    async with runtime.bus.stream(subject, question, idle_timeout_s=SILENT_S) as answers:
+    request = RESERVATIONS_REQUEST.encode(ReservationsRequest(model.model))
+    async with runtime.bus.stream(subject, request, idle_timeout_s=ANSWER_TIMEOUT_S) as answers:
         async for message in answers:
             part = RESERVATIONS.decode(message.payload)
             for reserved in part.reserved:
-                model.told(reserved, now())
+                model.apply_load_event(reserved, now())
             for attempt in part.prefilled:
-                model.load.prefilled(attempt)
+                model.load.mark_prefilled(attempt)
             taken += len(part.reserved)
     return taken
 
 
-async def tell(runtime: Runtime, question: Message, model: ModelRouter | None, name: str) -> None:
+async def send_reservations(runtime: Runtime, message: Message, model: ModelRouter | None, name: str) -> None:
     """Answer with all reservations of a model, or with none where it is not known. Raises BusDown."""
-    living = [] if model is None else model.load.living()
-    for start in range(0, max(len(living), 1), RESERVATIONS_A_MESSAGE):
-        part = living[start : start + RESERVATIONS_A_MESSAGE]
+    living = [] if model is None else model.load.reservations()
+    for start in range(0, max(len(living), 1), RESERVATIONS_PER_MESSAGE):
+        part = living[start : start + RESERVATIONS_PER_MESSAGE]
         answer = Reservations(
             name,
             [each.reserved for each in part],
             [(each.reserved.request, each.reserved.attempt) for each in part if each.prefilled],
         )
-        last = start + RESERVATIONS_A_MESSAGE >= len(living)
-        headers = question.reply_headers(last=last)
-        await runtime.bus.publish(question.reply, RESERVATIONS.encode(answer, headers), headers=headers)
+        last = start + RESERVATIONS_PER_MESSAGE >= len(living)
+        headers = {**(JSON_HEADER if is_json(message.headers) else {}), **({LAST_HEADER: "true"} if last else {})}
+        await runtime.bus.publish(message.reply, RESERVATIONS.encode(answer, headers), headers=headers)
         await asyncio.sleep(0)

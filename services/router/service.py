@@ -24,12 +24,13 @@ from itertools import count
 
 from services.router import replica_sync
 from services.router.config import RouterConfig
-from services.router.index.store_ids import store
-from services.router.metrics import Metrics
-from services.router.queries import Desk
+from services.router.index.shared_stores import store_id
+from services.router.metrics import RouterMetrics
+from services.router.queries import Queries
+from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter
-from services.router.selection.policy_guard import Trouble
-from services.router.sync.follower import Following
+from services.router.selection.policy_guard import PolicyFault
+from services.router.sync.follower import DirectoryFollower
 from shared import subjects
 from shared.bus.contract import Message, Receive, Subscription
 from shared.bus.outbox import Outbox
@@ -55,17 +56,17 @@ BATCH_S = 0.001
 """Reservations made within it go out together."""
 JOIN_LIMIT_S = 4.0
 """A router that starts says that it is there after so long, whatever it still waits for."""
-JOINS_WITHIN_S = 30.0
+JOINING_ROUTER_S = 30.0
 """After a router has asked for what is reserved it is taken to be there so long, whether discovery shows it or not."""
-SELECTS_A_TURN = 4
+SELECTS_PER_TURN = 4
 """Where there are other routers: then what they reserved is heard, and told what this one did, also within a burst. A
 turn of the loop has its price."""
-EVENTS_A_TURN = 256
+EVENTS_PER_TURN = 256
 """Of a batch of load events: what waited for NATS comes 4096 at a time, 8 ms of work."""
-LAYOUTS_A_REPORT = 1024
+LAYOUTS_PER_REPORT = 1024
 """A kvbm's report of more is not read."""
 _TICK_S = 0.1
-_TICKS_A_SHOW = 10
+_TICKS_PER_GAUGE_UPDATE = 10
 
 _log = logging.getLogger(__name__)
 
@@ -94,19 +95,19 @@ class Router:
         self._runtime = runtime
         self._config = config
         self._now = asyncio.get_running_loop().time
-        self._metrics = Metrics(runtime.registry)
-        self._limited_log = RateLimitedLog()
+        self._metrics = RouterMetrics(runtime.registry)
+        self._seldom = Seldom(self._now)
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
-        self._following = Following(
-            *(runtime, config, self._metrics, self._limited_log),
-            appeared=self._appeared,
-            forgotten=self._forgotten,
+        self._follower = DirectoryFollower(
+            *(runtime, config, self._metrics, self._seldom),
+            appeared=self._model_added,
+            forgotten=self._model_dropped,
         )
-        self.models = self._following.models
-        self.feeds = self._following.feeds
-        self._desk = Desk(runtime, config, self.models, self.feeds, self._limited_log)
+        self.models = self._follower.models
+        self.feeds = self._follower.feeds
+        self._queries = Queries(runtime, config, self.models, self.feeds, self._seldom)
         self._subscriptions: list[Subscription] = []
-        self._answering: dict[str, list[Subscription]] = {}
+        self._model_subscriptions: dict[str, list[Subscription]] = {}
         """By model."""
         self._joining: set[asyncio.Task[None]] = set()
         """One for each model that is not answered for yet."""
@@ -114,7 +115,7 @@ class Router:
         self._tasks: set[asyncio.Task[None]] = set()
         self._joined_by_s = -math.inf
         """By then a router that asked for what is reserved is in the directory."""
-        self._in_a_row = 0
+        self._selects_since_yield = 0
         self._dropped = 0
 
     async def start(self) -> None:
@@ -126,14 +127,14 @@ class Router:
             subjects.worker(namespace, "*", "load"): self._load_report,
             subjects.kvbm(namespace, "*", "load"): self._kvbm_report,
             subjects.select(namespace, instance): self._select,
-            subjects.reservations(namespace, instance): self._tell_reservations,
-            subjects.explain(namespace, instance): self._desk.explain,
-            subjects.router_state(namespace, instance): self._desk.tell_state,
+            subjects.reservations(namespace, instance): self._answer_reservations,
+            subjects.explain(namespace, instance): self._queries.answer_explain,
+            subjects.router_state(namespace, instance): self._queries.answer_state,
         }
         for subject, receive in own.items():
             self._subscriptions.append(await runtime.bus.subscribe(subject, receive))
         self._own(self._outbox.run())
-        self._following.start()
+        self._follower.start()
         if self._joining:
             await asyncio.wait(self._joining, timeout=JOIN_LIMIT_S)
         self._own(self._tick())
@@ -147,14 +148,14 @@ class Router:
             task.cancel()
         # At once: a NATS that is frozen costs each of them seconds.
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._all_subscriptions()))
-        self._desk.close()
-        self._following.close()
+        self._queries.close()
+        self._follower.close()
         await self._outbox.flush()
         for task in self._tasks:
             task.cancel()
 
     def _all_subscriptions(self) -> list[Subscription]:
-        return [*self._subscriptions, *(each for those in self._answering.values() for each in those)]
+        return [*self._subscriptions, *(each for those in self._model_subscriptions.values() for each in those)]
 
     def _own(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._runtime.tasks.create_task(work)
@@ -162,23 +163,23 @@ class Router:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _appeared(self, model: str) -> None:
-        task = self._own(self._answer_for(model))
+    def _model_added(self, model: str) -> None:
+        task = self._own(self._start_answering(model))
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
 
-    def _forgotten(self, model: str) -> None:
-        self._own(self._answer_no_more(self._answering.pop(model, [])))
+    def _model_dropped(self, model: str) -> None:
+        self._own(self._stop_answering(self._model_subscriptions.pop(model, [])))
 
-    async def _answer_for(self, model: str) -> None:
+    async def _start_answering(self, model: str) -> None:
         """From the first worker on; the model stays ours without workers, to answer that there are none."""
         namespace, bus = self._runtime.namespace, self._runtime.bus
         receivers: list[tuple[str, Receive, str]] = [
             (subjects.router_load(namespace, model), self._load_events, ""),
-            (subjects.explain(namespace, model), partial(self._desk.explain_of, model), ""),
+            (subjects.explain(namespace, model), partial(self._queries.answer_explain_of, model), ""),
             (subjects.select(namespace, model), self._select, QUEUE),
         ]
-        answering = self._answering[model] = []
+        answering = self._model_subscriptions[model] = []
         for subject, receive, queue in receivers:
             while True:
                 try:
@@ -187,9 +188,9 @@ class Router:
                 except BusDown:
                     await asyncio.sleep(_TICK_S)
             if len(answering) == 1:  # it hears what is reserved and ended from now on
-                await replica_sync.join(self._runtime, self.models[model], self._metrics)
+                await replica_sync.fetch_reservations(self._runtime, self.models[model], self._metrics)
 
-    async def _answer_no_more(self, answering: list[Subscription]) -> None:
+    async def _stop_answering(self, answering: list[Subscription]) -> None:
         for subscription in answering:
             await subscription.unsubscribe()
 
@@ -211,12 +212,12 @@ class Router:
         if reserved is None:
             return
         if not answered:
-            self.models[ask.model].load.withdrawn((ask.request, ask.attempt))
-        elif self._following.others or self._now() < self._joined_by_s:
+            self.models[ask.model].load.withdraw((ask.request, ask.attempt))
+        elif self._follower.other_routers or self._now() < self._joined_by_s:
             # A router that misses it sees the attempt in the report of the worker.
             self._outbox.publish_load(ask.model, reserved)
-        self._in_a_row = (self._in_a_row + 1) % SELECTS_A_TURN
-        if not self._in_a_row and self._following.others:
+        self._selects_since_yield = (self._selects_since_yield + 1) % SELECTS_PER_TURN
+        if not self._selects_since_yield and self._follower.other_routers:
             await asyncio.sleep(0)
 
     def _choose(self, ask: Select) -> tuple[SelectReply, Reserved | None]:
@@ -225,17 +226,17 @@ class Router:
             reason = f"no worker has served the model {ask.model[:200]} since this router started"
             return SelectRefused(ask.request[:256], ask.attempt, "unknown_model", reason), None
         choice = model.select(ask, self._now())
-        if choice.trouble is not None:
-            self._troubled(ask.model, choice.trouble)
+        if choice.fault is not None:
+            self._report_fault(ask.model, choice.fault)
         return choice.reply, choice.reserved
 
-    def _troubled(self, model: str, trouble: Trouble) -> None:
+    def _report_fault(self, model: str, fault: PolicyFault) -> None:
         """The policy failed, or was slow."""
-        self._metrics.policy_troubles.labels(trouble.kind).inc()
-        if trouble.kind == "off":
-            _log.error("policy %s of model %s: %s", self._config.policy, model, trouble.problem)
+        self._metrics.policy_faults.labels(fault.kind).inc()
+        if fault.kind == "off":
+            _log.error("policy %s of model %s: %s", self._config.policy, model, fault.problem)
         else:
-            self._limited_log.warn(f"policy {self._config.policy}", f"{trouble.kind}: {trouble.problem}")
+            self._seldom.warn(f"policy {self._config.policy}", f"{fault.kind}: {fault.problem}")
 
     async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
         headers = message.reply_headers()
@@ -244,15 +245,15 @@ class Router:
         except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
             self._limited_log.warn("select", wrong)
             return False
-        self._metrics.answered(reply, time.perf_counter() - arrived)
+        self._metrics.count_select(reply, time.perf_counter() - arrived)
         return True
 
-    async def _tell_reservations(self, message: Message) -> None:
+    async def _answer_reservations(self, message: Message) -> None:
         try:
             name = RESERVATIONS_REQUEST.decode(message.payload, message.headers).model
-            self._joined_by_s = self._now() + JOINS_WITHIN_S
+            self._joined_by_s = self._now() + JOINING_ROUTER_S
             if message.reply:
-                await replica_sync.tell(self._runtime, message, self.models.get(name), name)
+                await replica_sync.send_reservations(self._runtime, message, self.models.get(name), name)
         except ProtocolError as wrong:
             self._malformed("reservations", wrong)
         except BusDown as wrong:
@@ -270,18 +271,20 @@ class Router:
             self._malformed("load events", wrong)
             return
         for number, event in enumerate(batch.events, 1):
-            if not number % EVENTS_A_TURN:
+            if not number % EVENTS_PER_TURN:
                 await asyncio.sleep(0)
             try:
-                prediction = model.told(event, self._now())
+                prediction = model.apply_load_event(event, self._now())
             except ProtocolError as wrong:
                 self._malformed("load events", wrong)
                 continue
             if prediction is not None:
-                self._metrics.predicted(prediction.prompt_tokens, prediction.predicted_tokens, prediction.actual_tokens)
+                self._metrics.count_first_token(
+                    prediction.prompt_tokens, prediction.predicted_tokens, prediction.actual_tokens
+                )
                 feed = self.feeds.get(prediction.instance)
                 if feed is not None and prediction.new_blocks > 0:
-                    feed.worked(prediction.chosen_s)
+                    feed.prefill_seen(prediction.chosen_s)
 
     async def _load_report(self, message: Message) -> None:
         try:
@@ -291,21 +294,21 @@ class Router:
             return
         now_s = self._now()
         for model in self.models.values():
-            model.reported(report, now_s)
+            model.apply_load_report(report, now_s)
         feed = self.feeds.get(report.instance)
         if feed is not None:
-            feed.reported(report.kv)
+            feed.load_reported(report.kv)
 
     async def _kvbm_report(self, message: Message) -> None:
         try:
             report = KVBM_REPORT.decode(message.payload, message.headers)
-            if len(report.layouts) > LAYOUTS_A_REPORT:
-                raise ProtocolError(f"a kvbm's report of {len(report.layouts)} layouts, {LAYOUTS_A_REPORT} at most")
+            if len(report.layouts) > LAYOUTS_PER_REPORT:
+                raise ProtocolError(f"a kvbm's report of {len(report.layouts)} layouts, {LAYOUTS_PER_REPORT} at most")
         except ProtocolError as wrong:
             self._malformed("kvbm report", wrong)
             return
         for layout in report.layouts:
-            feed = self.feeds.get(store(report.instance, layout.layout))
+            feed = self.feeds.get(store_id(report.instance, layout.layout))
             if feed is not None:
                 feed.layout_reported(layout)
 
@@ -320,9 +323,9 @@ class Router:
         each time)."""
         for tick in count():
             await asyncio.sleep(_TICK_S)
-            await self._following.tidy()
-            if tick % _TICKS_A_SHOW == 0:
-                self._show()
+            await self._follower.tick()
+            if tick % _TICKS_PER_GAUGE_UPDATE == 0:
+                self._update_gauges()
             if self._runtime.stopping.is_set():
                 continue
             if self._runtime.bus.connected:
@@ -330,12 +333,12 @@ class Router:
             else:
                 self._runtime.vitals.unready("NATS cannot be reached")
 
-    def _show(self) -> None:
+    def _update_gauges(self) -> None:
         models: list[ModelRouter] = list(self.models.values())
-        self._metrics.indexed([model.index.statistics() for model in models])
-        self._metrics.standing_still.set(sum(len(model.seats.standing_still) for model in models))
-        self._metrics.loaded([model.load.statistics() for model in models])
-        self._metrics.followed([feed.status() for feed in self.feeds.values()])
+        self._metrics.show_index([model.index.statistics() for model in models])
+        self._metrics.frozen_workers.set(sum(len(model.eligibility.frozen) for model in models))
+        self._metrics.show_load([model.load.statistics() for model in models])
+        self._metrics.show_sources([feed.status() for feed in self.feeds.values()])
         dropped = sum(each.statistics().dropped for each in self._all_subscriptions())
         if dropped > self._dropped:
             self._limited_log.warn("messages", f"they come faster than they are read: {dropped} lost so far")

@@ -14,7 +14,7 @@ from services.frontend.metrics import Metrics as FrontendMetrics
 from services.kvbm.config import KvbmConfig
 from services.kvbm.metrics import Metrics as StoreMetrics
 from services.router.config import RouterConfig
-from services.router.metrics import Metrics as RouterMetrics
+from services.router.metrics import RouterMetrics as RouterMetrics
 from services.worker.config import WorkerConfig
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import Metrics as WorkerMetrics

@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from services.router.config import RouterConfig
-from services.router.explain import AT_ONCE, asked_for, explain, model_states, policy_trouble
-from services.router.selection.candidates import Facts, Question
-from services.router.selection.decision_log import ROWS
+from services.router.explain import DECISIONS_IN_ANSWER, explain, model_states, policy_problem, requested_id
+from services.router.selection.candidates import CandidateState, RoutingRequest
+from services.router.selection.decision_log import KEPT_CANDIDATES
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policy import BUILT_IN
@@ -34,7 +34,7 @@ def model(name: str, *instances: str, policy: str = "kv") -> ModelRouter:
     router = ModelRouter(name, "r1", RouterConfig(), BUILT_IN[policy](), Random(1))
     layout = KvLayout("float32", 1, 1, 4, 4)
     for instance in instances:
-        router.card_up(ModelCard(name, instance, "/m", "0", "0", 4096, 1000, 4, 1000, layout), 0.0)
+        router.add_card(ModelCard(name, instance, "/m", "0", "0", 4096, 1000, 4, 1000, layout), 0.0)
     return router
 
 
@@ -44,33 +44,33 @@ def ask(router: ModelRouter, request: str, now_s: float = 0.0, *, attempt: int =
 
 @pytest.mark.parametrize("payload", [b"abc", b"chatcmpl-abc", b"cmpl-abc", b"embd-abc", b'"chatcmpl-abc"', b" abc\n"])
 def test_a_request_is_named_bare_or_as_its_answer_names_it(payload: bytes) -> None:
-    assert asked_for(payload) == "abc"
+    assert requested_id(payload) == "abc"
 
 
 @pytest.mark.parametrize("payload", [b"chatcmpl-", b'"cmpl-"'])
 def test_a_name_of_nothing_but_its_beginning_is_not_empty(payload: bytes) -> None:
-    assert explain("r1", [model("m", "a")], asked_for(payload), 0.0).decisions == []
-    assert asked_for(payload) != ""
+    assert explain("r1", [model("m", "a")], requested_id(payload), 0.0).decisions == []
+    assert requested_id(payload) != ""
 
 
 @pytest.mark.parametrize("payload", [b"", b'""', b"\n"])
 def test_an_empty_question_names_none(payload: bytes) -> None:
-    assert asked_for(payload) == ""
+    assert requested_id(payload) == ""
 
 
 def test_bytes_that_are_no_text_name_a_request_that_nobody_has() -> None:
-    assert explain("r1", [model("m", "a")], asked_for(b"\xff\xfe"), 0.0).decisions == []
+    assert explain("r1", [model("m", "a")], requested_id(b"\xff\xfe"), 0.0).decisions == []
 
 
 def test_a_choice_is_told_with_what_came_of_it() -> None:
     router = model("m", "a", "b")
-    router.reported(LoadReport("a", 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=90.0), 0.0)
+    router.apply_load_report(LoadReport("a", 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=90.0), 0.0)
     ask(router, "r", 5.0)
     (before,) = explain("r1", [router], "r", 6.0).decisions
     assert (before.actual_cached_tokens, before.first_token_s, before.ended_s) == (None, None, None)
-    router.told(Prefilled("r", 1, 4, 0.25), 5.2)
-    router.told(Finished("r", 1), 7.0)
-    router.told(Finished("r", 1), 8.0)
+    router.apply_load_event(Prefilled("r", 1, 4, 0.25), 5.2)
+    router.apply_load_event(Finished("r", 1), 7.0)
+    router.apply_load_event(Finished("r", 1), 8.0)
     (told,) = explain("r1", [router], "r", 10.0).decisions
     assert (told.model, told.router, told.request, told.attempt, told.prompt_tokens) == ("m", "r1", "r", 1, 9)
     assert {row.instance for row in told.candidates} == {"a", "b"}
@@ -82,11 +82,13 @@ def test_a_choice_is_told_with_what_came_of_it() -> None:
 
 def test_the_latest_come_oldest_first_over_all_models() -> None:
     first, second = model("m1", "a"), model("m2", "a")
-    for number in range(AT_ONCE):
+    for number in range(DECISIONS_IN_ANSWER):
         ask(first, f"x{number}", 2.0 * number)
         ask(second, f"y{number}", 2.0 * number + 1)
     told = [each.request for each in explain("r1", [first, second], "", 100.0).decisions]
-    assert told == [f"{letter}{number}" for number in range(AT_ONCE // 2, AT_ONCE) for letter in "xy"]
+    assert told == [
+        f"{letter}{number}" for number in range(DECISIONS_IN_ANSWER // 2, DECISIONS_IN_ANSWER) for letter in "xy"
+    ]
 
 
 def test_all_attempts_of_a_request_are_told() -> None:
@@ -98,28 +100,28 @@ def test_all_attempts_of_a_request_are_told() -> None:
 
 
 def test_the_chosen_one_is_among_the_rows_however_badly_it_scores() -> None:
-    names = [f"w{number:02}" for number in range(2 * ROWS)]
+    names = [f"w{number:02}" for number in range(2 * KEPT_CANDIDATES)]
     router = model("m", *names, policy="round-robin")
-    for number in range(2 * ROWS):
+    for number in range(2 * KEPT_CANDIDATES):
         ask(router, f"r{number}")
         (told,) = explain("r1", [router], f"r{number}", 0.0).decisions
-        assert len(told.candidates) == ROWS
+        assert len(told.candidates) == KEPT_CANDIDATES
         assert told.instance in {row.instance for row in told.candidates}
 
 
 class NeverPolicy(KvPolicy):
     """Says never, and always, by infinite scores; its worker has a speed that is next to none."""
 
-    def score(self, question: Question, candidate: Facts) -> float:
-        return math.inf if candidate.candidate[0] == "a" else -math.inf
+    def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
+        return math.inf if candidate.id[0] == "a" else -math.inf
 
 
 def test_scores_and_times_without_a_bound_can_be_told_in_json() -> None:
     router = ModelRouter("m", "r1", RouterConfig(), NeverPolicy(), Random(1))
     for card in model("m", "a", "b").cards.values():
-        router.card_up(card)
+        router.add_card(card)
     for instance in "ab":
-        router.reported(LoadReport(instance, 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=1e-310), 0.0)
+        router.apply_load_report(LoadReport(instance, 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=1e-310), 0.0)
     ask(router, "r")
     told = explain("r1", [router], "r", 0.0)
     assert [row.instance for row in told.decisions[0].candidates] == ["b", "a"]
@@ -128,10 +130,10 @@ def test_scores_and_times_without_a_bound_can_be_told_in_json() -> None:
 
 def test_times_are_told_in_microseconds() -> None:
     router = model("m", "a")
-    router.reported(LoadReport("a", 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=700.0), 0.0)
+    router.apply_load_report(LoadReport("a", 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=700.0), 0.0)
     ask(router, "r", 1 / 3)
-    router.told(Prefilled("r", 1, 4, 2 / 3), 1.0)
-    router.told(Finished("r", 1), 1.0)
+    router.apply_load_event(Prefilled("r", 1, 4, 2 / 3), 1.0)
+    router.apply_load_event(Finished("r", 1), 1.0)
     (told,) = explain("r1", [router], "r", 4 / 3 + 1e-9).decisions
     assert (told.age_s, told.first_token_s, told.ended_s) == (1.0, 0.666667, 0.666667)
     assert told.candidates[0].predicted_s == 0.012857
@@ -143,16 +145,16 @@ def test_a_policy_that_does_not_choose_is_told_by_the_worst_of_its_models() -> N
     failing = ModelRouter("m", "r1", RouterConfig(policy="mine:Broken"), BrokenPolicy(), Random(1))
     slow = ModelRouter("m", "r1", RouterConfig(policy_strikes=0), KvPolicy(), Random(1), clock)
     for router in (fine, failing, slow):
-        router.card_up(next(iter(model(router.model, "a").cards.values())))
+        router.add_card(next(iter(model(router.model, "a").cards.values())))
         ask(router, "r")
     (told,) = explain("r1", [failing], "r", 0.0).decisions
     assert told.reason == (
         "mine:Broken failed (ZeroDivisionError: somebody's mistake), "
         "kv chose: uncached 9 + fetch 0 + waiting 0 + running 0"
     )
-    assert policy_trouble([fine]) == ""
-    assert policy_trouble([fine, failing]) == "failed: kv made 1 of its choices"
-    assert policy_trouble([fine, failing, slow]) == "off: kv chooses"
+    assert policy_problem([fine]) == ""
+    assert policy_problem([fine, failing]) == "failed: kv made 1 of its choices"
+    assert policy_problem([fine, failing, slow]) == "off: kv chooses"
 
 
 def test_a_models_state_counts_what_is_known_of_it() -> None:

@@ -41,7 +41,7 @@ async def test_the_example_follows_the_cache_until_it_is_crowded_there(example: 
         assert chosen[0].reason == "20 blocks cached, 0 requests there"
         crowd = Reserved("one more", 1, "f", "b", 0, 10, 10, router="another")
         await world.tell(crowd)
-        await until(lambda: world.router.models[MODEL].load.of(("b", 0)).requests == 6)
+        await until(lambda: world.router.models[MODEL].load.load_of(("b", 0)).requests == 6)
         assert (await world.chosen([*prompt, 1], "last")).instance == "a"
         assert world.metric("headrace_policy_troubles_total", kind="failed") == 0
 

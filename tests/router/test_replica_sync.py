@@ -78,20 +78,20 @@ async def test_a_router_that_starts_knows_what_is_reserved_and_how_far_it_is() -
         await until(lambda: load.statistics().reservations == 4)
         async with fleet(instance="0b", beside=world) as replica:
             told = replica.router.models[MODEL].load
-            assert {each.reserved.request: each.prefilled for each in told.living()} == {
+            assert {each.reserved.request: each.prefilled for each in told.reservations()} == {
                 "r0": True,
                 "r2": False,
                 "r3": False,
                 "r4": False,
             }
-            assert [told.of((name, 0)) for name in "ab"] == [load.of((name, 0)) for name in "ab"]
+            assert [told.load_of((name, 0)) for name in "ab"] == [load.load_of((name, 0)) for name in "ab"]
             assert replica.metric("headrace_router_joins_total", outcome="told") == 1
             await world.tell(*(Finished(f"r{number}", 1) for number in range(5)))
-            await until(lambda: not load.living() and not told.living())
+            await until(lambda: not load.reservations() and not told.reservations())
 
 
 async def test_many_reservations_come_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_sync, "RESERVATIONS_A_MESSAGE", 2)
+    monkeypatch.setattr(replica_sync, "RESERVATIONS_PER_MESSAGE", 2)
     async with fleet() as world:
         await world.worker("a")
         for number in range(5):
@@ -102,7 +102,7 @@ async def test_many_reservations_come_in_several_messages(monkeypatch: pytest.Mo
             parts = [RESERVATIONS.decode(message.payload) async for message in answers]
         assert [[each.request for each in part.reserved] for part in parts] == [["r0", "r1"], ["r2", "r3"], ["r4"]]
         async with fleet(instance="0b", beside=world) as replica:
-            assert len(replica.router.models[MODEL].load.living()) == 5
+            assert len(replica.router.models[MODEL].load.reservations()) == 5
 
 
 async def test_of_a_model_that_is_not_known_nothing_is_reserved() -> None:
@@ -142,13 +142,13 @@ async def test_an_end_that_is_heard_before_the_answer_comes_counts() -> None:
 async def _living(world: Fleet, *, meanwhile: OldRouter) -> list[str]:
     async with fleet(instance="0b", beside=world) as replica:
         assert meanwhile.open.is_set(), "it counted as started before it was told"
-        return [each.reserved.request for each in replica.router.models[MODEL].load.living()]
+        return [each.reserved.request for each in replica.router.models[MODEL].load.reservations()]
 
 
 async def test_until_it_is_told_it_answers_no_question_and_is_in_no_address_book() -> None:
     async with fleet() as world:  # lends its broker and worker, and stops listening itself
         await world.worker("a")
-        for subscription in world.router._answering[MODEL]:
+        for subscription in world.router._model_subscriptions[MODEL]:
             await subscription.unsubscribe()
         old = OldRouter(world, "old")
         await old.start(Reservations(MODEL, [reserved("r", tokens=5000)], []))
@@ -165,7 +165,7 @@ async def test_until_it_is_told_it_answers_no_question_and_is_in_no_address_book
 async def test_after_a_router_that_is_gone_silent_or_senseless_the_next_one_is_asked(
     wrong: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_sync, "SILENT_S", 0.05)
+    monkeypatch.setattr(replica_sync, "ANSWER_TIMEOUT_S", 0.05)
     monkeypatch.setattr(replica_sync, "ROUTERS_ASKED", 4)
     async with fleet() as world:
         await world.worker("a")
@@ -184,7 +184,7 @@ async def test_after_a_router_that_is_gone_silent_or_senseless_the_next_one_is_a
 async def test_where_no_router_tells_it_starts_without_and_says_so_aloud(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replica_sync, "SILENT_S", 0.02)
+    monkeypatch.setattr(replica_sync, "ANSWER_TIMEOUT_S", 0.02)
     async with fleet() as world:
         await world.worker("a")
         olds = [OldRouter(world, f"old{number}", started=float(number)) for number in range(5)]

@@ -65,14 +65,14 @@ async def test_a_burst_over_two_routers_is_known_to_both_and_spread() -> None:
         chosen = await asyncio.gather(*(first.chosen(tokens_of(f"{n:04}", 5), f"r{n}") for n in range(64)))
         assert {each.router for each in chosen} == {"0a", "0b"}
         loads = [world.router.models[MODEL].load for world in (first, second)]
-        await until(lambda: [len(load.living()) for load in loads] == [64, 64])
+        await until(lambda: [len(load.reservations()) for load in loads] == [64, 64])
         for number in range(4):
-            here = [load.of((f"w{number}", 0)) for load in loads]
+            here = [load.load_of((f"w{number}", 0)) for load in loads]
             assert here[0] == here[1]
         counts = Counter(each.instance for each in chosen)
         assert max(counts.values()) <= 24, "one router would give each of four 16"
         await first.tell(*(Finished(each.request, 1) for each in chosen))
-        await until(lambda: [len(load.living()) for load in loads] == [0, 0])
+        await until(lambda: [len(load.reservations()) for load in loads] == [0, 0])
 
 
 def question(number: int) -> bytes:
@@ -148,14 +148,14 @@ async def test_an_answer_that_cannot_be_sent_reserves_nothing_anywhere(fault: st
         reply = "no subject" if fault == "no subject" else "inbox"
         await first.router._select(Message("", question, reply))
         loads = [world.router.models[MODEL].load for world in (first, second)]
-        assert not loads[0].living()
+        assert not loads[0].reservations()
         if fault == "lost":
             own_bus(first).find()
         own_bus(first)._payload_limit_bytes = 1 << 20
         assert first.metric("headrace_selects_total", outcome="selected") == 0
         await first.ask_raw(question, router=True)
-        await until(lambda: [len(load.living()) for load in loads] == [1, 1])
-        assert [each.reserved.request for load in loads for each in load.living()] == ["r", "r"], "asked again"
+        await until(lambda: [len(load.reservations()) for load in loads] == [1, 1])
+        assert [each.reserved.request for load in loads for each in load.reservations()] == ["r", "r"], "asked again"
 
 
 async def test_a_question_asked_again_of_another_router_is_answered_alike_and_ends_once() -> None:
@@ -164,13 +164,13 @@ async def test_a_question_asked_again_of_another_router_is_answered_alike_and_en
         for number in range(8):
             question = SELECT.encode(select(tokens_of(f"{number:04}", 5), f"r{number}"))
             here = await first.ask_raw(question, router=True)
-            await until(lambda: [len(load.living()) for load in loads] == [number + 1] * 2)  # noqa: B023
+            await until(lambda: [len(load.reservations()) for load in loads] == [number + 1] * 2)  # noqa: B023
             there = await second.ask_raw(question, router=True)
             assert isinstance(here, Selected)
             assert isinstance(there, Selected)
             assert here.instance == there.instance
         await first.tell(*(Finished(f"r{number}", 1) for number in range(8)))
-        await until(lambda: [len(load.living()) for load in loads] == [0, 0])
+        await until(lambda: [len(load.reservations()) for load in loads] == [0, 0])
 
 
 async def test_reservations_made_while_nats_is_away_are_told_when_it_is_back() -> None:
@@ -181,7 +181,7 @@ async def test_reservations_made_while_nats_is_away_are_told_when_it_is_back() -
         assert not await first.router._outbox.flush()
         own_bus(first).find()
         load = second.router.models[MODEL].load
-        await until(lambda: load.of(("w0", 0)).queued_tokens == 5000)
+        await until(lambda: load.load_of(("w0", 0)).queued_tokens == 5000)
 
 
 async def test_what_waited_for_nats_and_comes_at_once_leaves_the_loop_to_others() -> None:
@@ -191,9 +191,9 @@ async def test_what_waited_for_nats_and_comes_at_once_leaves_the_loop_to_others(
         events = [Reserved(f"r{number}", 1, "f", "a", 0, 1, 1, router="0b") for number in range(EVENTS_A_MESSAGE)]
         await world.tell(*events)
         grown: set[int] = set()
-        while len(load.living()) < EVENTS_A_MESSAGE:
+        while len(load.reservations()) < EVENTS_A_MESSAGE:
             await asyncio.sleep(0)
-            grown.add(len(load.living()))
+            grown.add(len(load.reservations()))
         assert len(grown) >= 8
 
 
@@ -249,7 +249,7 @@ async def test_without_a_request_the_latest_choices_are_told() -> None:
 async def test_a_request_that_nobody_knows_is_answered_with_none_also_when_many_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(queries, "PAUSES_LIMIT", 3)
+    monkeypatch.setattr(queries, "DELAYED_LIMIT", 3)
     async with two() as (first, _):
         subject = subjects.explain(NAMESPACE, MODEL)
         told = await asyncio.gather(*(explained(first, subject, "unheard of") for _ in range(10)))
@@ -261,7 +261,7 @@ async def test_a_router_may_end_while_somebody_waits_for_its_answer() -> None:
     async with fleet() as world:
         await world.worker("a")
         asking = asyncio.create_task(explained(world, subjects.explain(NAMESPACE, MODEL), "unheard of"))
-        await until(lambda: bool(world.router._desk._pausing))
+        await until(lambda: bool(world.router._queries._pausing))
     asking.cancel()
 
 

@@ -104,10 +104,10 @@ async def test_reservations_are_told_to_all_routers_and_other_routers_reservatio
         told = Reserved("elsewhere", 1, "f", "a", 0, 5000, 300, router="ff")
         await world.tell(told)
         load = world.router.models[MODEL].load
-        await until(lambda: load.of(("a", 0)).queued_tokens == 5000)
+        await until(lambda: load.load_of(("a", 0)).queued_tokens == 5000)
         assert (await world.chosen(tokens_of("x", 2))).instance == "b"
         await world.tell(Finished("elsewhere", 1))
-        await until(lambda: load.of(("a", 0)).requests == 0)
+        await until(lambda: load.load_of(("a", 0)).requests == 0)
 
 
 async def test_a_frontend_whose_lease_ends_takes_its_reservations_along() -> None:
@@ -147,7 +147,7 @@ async def test_a_restarted_router_knows_what_was_cached_before_it_started() -> N
         worker.drops(prompt, 5)
         await world.finds("a", prompt, 5)
         feed = world.router.feeds["a"]
-        feed._perform(feed.source.start())  # what a new router does first
+        feed._run_actions(feed.source.start())  # what a new router does first
         await until(lambda: worker.snapshots == 2 and feed.source.state == "live")
         await world.finds("a", prompt, 5)
         await worker.stores(prompt)
@@ -381,10 +381,10 @@ async def test_a_worker_that_stands_still_is_passed_over_and_shown() -> None:
         prompt = tokens_of("x", 200)
         await a.stores(prompt)
         await world.finds("a", prompt, 200)
-        seats = world.router.models[MODEL].seats
+        eligibility = world.router.models[MODEL].eligibility
         await a.reports("long")
         await b.reports()
-        await until(lambda: seats.standing_still == {"a", "b"})
+        await until(lambda: eligibility.frozen == {"a", "b"})
         await until(lambda: world.metric("headrace_workers_standing_still") == 2)
         assert (await world.chosen([*prompt, 1], "nobody else")).instance == "a"
         await world.tell(Finished("nobody else", 1))

@@ -87,7 +87,7 @@ async def test_a_choice_counts_host_and_disk_as_cached_and_names_no_store() -> N
         selected = await world.chosen(X, explain=True)
         assert (selected.instance, selected.overlap) == ("a", Overlap(0, 2, 1))
         assert {each.instance: each.overlap for each in selected.candidates} == {"a": Overlap(0, 2, 1), "b": Overlap()}
-        load = world.router.models[MODEL].load.of(("a", 0))
+        load = world.router.models[MODEL].load.load_of(("a", 0))
         assert load.queued_tokens == 3 * BLOCK_SIZE
         assert load.active_blocks == 6, "what comes from the kvbm takes room on the device"
 
@@ -188,12 +188,12 @@ async def test_a_worker_that_attaches_keeps_what_it_holds_and_what_is_reserved_t
         await world.chosen(X)
         await worker.attaches("k", "l")
         await finds(world, "a", 2, 3)
-        assert world.router.models[MODEL].load.of(("a", 0)).requests == 1
+        assert world.router.models[MODEL].load.load_of(("a", 0)).requests == 1
         await worker.attaches("", "")
         await finds(world, "a", 2)
         assert worker.snapshots == 1
         assert "k/l" not in world.router.feeds, "nobody names it any more"
-        assert world.router.models[MODEL].load.of(("a", 0)).requests == 1
+        assert world.router.models[MODEL].load.load_of(("a", 0)).requests == 1
 
 
 async def test_a_layout_that_nobody_names_is_not_followed_and_one_that_its_kvbm_does_not_have_is_waited_for() -> None:

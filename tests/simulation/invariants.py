@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from services.router.index.store_ids import store
+from services.router.index.shared_stores import store_id
 from services.router.selection.model_router import ModelRouter
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import ContentKey, block_hash, event_hash, next_sequence_hash, seed_of
@@ -107,11 +107,11 @@ def _router(process: Process, workers: dict[str, Process], kvbms: Sequence[Proce
     indexed = sum(model.index.statistics().pairs.values())
     if indexed != cached:
         yield f"{process.instance}'s index has {indexed} blocks, {cached} of the living"
-    living = model.load.living()
+    living = model.load.reservations()
     if living:
         yield f"{process.instance} keeps the reservations {[one.reserved for one in living]}"
     stores = {
-        store(one.instance, digest): layout
+        store_id(one.instance, digest): layout
         for one in kvbms
         if one.kvbm is not None
         for digest, layout in one.kvbm.layouts.open.items()
@@ -139,7 +139,7 @@ def _picture(router: str, name: str, model: ModelRouter, scheduler: Scheduler) -
     """Whether the router's chains are what the worker's pool holds, and its index as far as its limit lets it."""
     truth = held(scheduler)
     chains = model.chains[name, 0]
-    told = {int(key): sequence for key, sequence in chains.held(0).items()}
+    told = {int(key): sequence for key, sequence in chains.blocks_in(0).items()}
     more = told.keys() - truth.keys()
     less = {key for key, sequence in truth.items() if sequence not in (None, told.get(key))}
     if more or less:

@@ -18,10 +18,10 @@ from services.frontend.requests.session import Action, Expired, Session
 from services.kvbm.layout.event_log import EventLog
 from services.kvbm.layout.layout import Layout
 from services.router.index.index import CandidateId
-from services.router.selection.load import Load
+from services.router.selection.load import LoadTracker
 from services.router.selection.speculation import Speculation
-from services.router.sync.follower import Following
-from services.router.sync.source import Source
+from services.router.sync.follower import DirectoryFollower
+from services.router.sync.source import SourceSync
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.service import Worker
 from shared.bus.contract import Message
@@ -96,8 +96,8 @@ def test_requests_that_wait_at_workers_in_vain_are_among_what_happens() -> None:
 
 
 def test_a_gap_that_is_not_seen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Source, "_gap", lambda _: [])
-    monkeypatch.setattr(Source, "validate", lambda _: None)
+    monkeypatch.setattr(SourceSync, "_close_gap", lambda _: [])
+    monkeypatch.setattr(SourceSync, "validate", lambda _: None)
     assert finds(r"has \d+ blocks of w\d too many", stormy())
 
 
@@ -119,16 +119,16 @@ def test_blocks_that_a_kvbm_does_not_tell_of_are_found(monkeypatch: pytest.Monke
 
 
 def test_reservations_that_are_not_ended_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Load, "finished", lambda _self, _attempt: None)
+    monkeypatch.setattr(LoadTracker, "mark_finished", lambda _self, _attempt: None)
     assert finds("reservations that nobody ended", clear())
 
 
 def test_reservations_of_workers_that_are_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(_self: Load, _instance: str) -> list[CandidateId]:
+    def kept(_self: LoadTracker, _instance: str) -> list[CandidateId]:
         return []
 
-    monkeypatch.setattr(Load, "instance_gone", kept)
-    monkeypatch.setattr(Load, "reported", lambda *_, **__: None)
+    monkeypatch.setattr(LoadTracker, "remove_instance", kept)
+    monkeypatch.setattr(LoadTracker, "apply_report", lambda *_, **__: None)
     assert finds("keeps the reservations", stormy())
 
 
@@ -160,7 +160,7 @@ def test_expectations_that_do_not_expire_are_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_blocks_of_workers_that_are_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Following, "_clear_later", lambda *_: None)
+    monkeypatch.setattr(DirectoryFollower, "_clear_later", lambda *_: None)
     assert finds("of the living", stormy())
 
 

@@ -1,17 +1,18 @@
-"""From one source's events to the index: engine hashes become sequence hashes. Pure.
+"""Applies the KV events of one source to the index: engine hashes become sequence hashes. Pure.
 
     engine     e0 ──▶ e1 ──▶ e2        opaque ids, their tokens and parents
-    ours       s0 ──▶ s1 ──▶ s2        XXH3 of the same chain: what prompts are asked with
+    ours       s0 ──▶ s1 ──▶ s2        XXH3 of the same chain: the hashes that prompts are looked up by
 
-A run whose parent is not known is kept, with the removals that follow it, and joined when the parent comes. The same
-block may be stored several times and is gone when it was removed as often. Blocks that hold more than tokens (images)
-are known but not routable, nor is what follows them.
+A run whose parent is not known is an *orphan*: it is parked together with the removals that follow it, and inserted
+when the parent comes. The same block may be stored several times; it is gone when it was removed as often. Blocks that
+depend on more than tokens (images) are known but not routable, and neither are the blocks after them.
 
-A store and the workers attached to it call the same block by the same name, and the beginning of a prefix may be on a
-device while the store holds the rest of it alone: so a store finds its blocks' parents at those workers too.
+A store and the workers attached to it use the same engine hash for the same block. The beginning of a prefix may be on
+a worker's device while only the store holds the rest of it. So a store also finds the parents of its blocks at its
+workers.
 
-Bounds: `limit_blocks` known blocks a tier (more are ignored and counted), `orphan_limit_blocks` in runs that wait for
-their parent (the oldest run goes).
+Limits: `limit_blocks` known blocks per tier (more are ignored and counted), and `orphan_limit_blocks` blocks in parked
+runs (the oldest run is dropped).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from services.router.index.index import TIERS, CandidateId, Index, Slot
-from services.router.index.kv_events import CacheEvent, Cleared, EngineHash, Removed, Stored
+from services.router.index.kv_events import CacheEvent, ClearedEvent, EngineHash, RemovedEvent, StoredEvent
 from shared.errors import ProtocolError
 from shared.hashing import SEED, seed_of, sequence_hashes, unpack_tokens
 from shared.messages import SnapshotBlock
@@ -34,62 +35,62 @@ _VOCABULARY_CHECKS = 64
 _LOW_BITS = (1 << 64) - 1
 
 
-class Mismatch(ProtocolError):
-    """The source contradicts its model card: nothing it says can be used."""
+class CardMismatch(ProtocolError):
+    """The source contradicts its model card, so none of its events can be used."""
 
 
 class ChainStatistics(Struct, frozen=True):
     """Counts of one source."""
 
     blocks: int
-    """Known now, each tier counted."""
+    """Number of known blocks; a block counts once per tier."""
     orphans: int
-    """Blocks waiting for their parent."""
+    """Number of blocks that wait for their parent."""
     ignored_blocks: int
-    """Stored beyond the limit, or in runs given up at the orphans' limit, since the start."""
+    """Number of blocks, since the start, that were stored beyond the limit or in runs dropped at the orphans' limit."""
     unknown_removals: int
-    """Removals of blocks that were not known, since the start."""
+    """Number of removals of unknown blocks since the start."""
 
 
 @dataclass(slots=True)
-class _Known:
-    """One tier's blocks."""
+class _TierBlocks:
+    """The known blocks of one tier."""
 
     hashes: dict[EngineHash, int | None] = field(default_factory=dict)
-    """Engine hash → sequence hash; None: not routable."""
+    """Engine hash → sequence hash; None if the block is not routable."""
     repeats: dict[EngineHash, int] = field(default_factory=dict)
-    """How often a block is stored beyond the first; the index is told of that one alone."""
+    """Engine hash → number of times the block is stored beyond the first. The index has only the first."""
     seeds: dict[EngineHash, int] = field(default_factory=dict)
-    """The hash seed of the block's chain where it is not the plain one."""
+    """Engine hash → the hash seed of its chain, where that is not the default seed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Orphan:
     """A run whose parent is unknown, and the removals since."""
 
-    run: Stored
+    run: StoredEvent
     removed: list[EngineHash] = field(default_factory=list)
 
 
-class Clearing:
-    """The blocks of a slot that was given up, still to be removed from the index."""
+class SlotCleanup:
+    """The blocks of a retired slot that are still to be removed from the index."""
 
-    def __init__(self, index: Index, slot: Slot, tiers: list[_Known]) -> None:
+    def __init__(self, index: Index, slot: Slot, tiers: list[_TierBlocks]) -> None:
         self._index = index
         self._slot = slot
         self._tiers = tiers
 
     def step(self, blocks: int) -> bool:
-        """Remove up to so many blocks; False when none are left."""
+        """Remove up to `blocks` blocks; return False when none are left."""
         for tier, known in enumerate(self._tiers):
             taken = [known.hashes.popitem()[1] for _ in range(min(blocks, len(known.hashes)))]
             blocks -= len(taken)
-            self._index.removed(self._slot, tier, [sequence for sequence in taken if sequence is not None])
+            self._index.remove_blocks(self._slot, tier, [sequence for sequence in taken if sequence is not None])
         return any(known.hashes for known in self._tiers)
 
 
 class Chains:
-    """What one candidate holds."""
+    """The blocks that one candidate holds."""
 
     def __init__(
         self,
@@ -103,61 +104,63 @@ class Chains:
     ) -> None:
         self._index = index
         self.candidate = candidate
-        self.slot = index.open(candidate)
+        self.slot = index.open_slot(candidate)
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._limit_blocks = limit_blocks
         self._orphan_limit_blocks = orphan_limit_blocks
-        self._tiers = [_Known() for _ in TIERS]
+        self._tiers = [_TierBlocks() for _ in TIERS]
         self._group: int | None = None
-        """The KV cache group we follow: the first that keeps whole prefixes."""
+        """The KV cache group that is followed: the first one that keeps whole prefixes."""
         self._followed = False
         self._orphans: dict[EngineHash, list[_Orphan]] = {}
-        """By the parent they wait for; oldest first."""
-        self._orphaned: dict[tuple[int, EngineHash], list[_Orphan]] = {}
-        """(tier, block) → the runs that have it, less those it was removed from."""
+        """Parent → the runs that wait for it; oldest first."""
+        self._runs_parked_with: dict[tuple[int, EngineHash], list[_Orphan]] = {}
+        """(tier, block) → the parked runs that contain it, without those that it was removed from."""
         self._orphan_blocks = 0
         self._vocabulary_checks = _VOCABULARY_CHECKS
         self._ignored_blocks = 0
         self._unknown_removals = 0
         self._digests = [0] * len(TIERS)
         self._store: Chains | None = None
-        """Of a worker: the store that it is attached to."""
-        self._attached: dict[Chains, None] = {}
-        """Of a store: the workers."""
+        """For a worker: the store that it is attached to."""
+        self._linked_workers: dict[Chains, None] = {}
+        """For a store: the workers that are attached to it."""
         self.exact = True
-        """Nothing that the source told of was left out since the last clear: our digest can be compared with its."""
+        """Whether every event since the last clear was applied in full, so that our digest can be compared with the
+        source's."""
 
-    def attach(self, store: Chains | None) -> None:
-        """The worker whose blocks these are gets blocks from this store now, and from no other. Linear in the store's
+    def link_store(self, store: Chains | None) -> None:
+        """Let the worker whose blocks these are get blocks from this store, and from no other. Linear in the store's
         orphans."""
         if self._store is not None:
-            del self._store._attached[self]
+            del self._store._linked_workers[self]
         self._store = store
         if store is not None:
-            store._attached[self] = None
-            store._adopt([parent for parent in store._orphans if self._tier_of(parent, 0) is not None])
+            store._linked_workers[self] = None
+            store._resolve_orphans([parent for parent in store._orphans if self._tier_with(parent, 0) is not None])
 
-    def apply(self, event: CacheEvent) -> Clearing | None:
-        """One event. Raises Mismatch where it contradicts the model card. A Clearing is work left to do."""
+    def apply(self, event: CacheEvent) -> SlotCleanup | None:
+        """Apply one event. Raises CardMismatch if it contradicts the model card. A returned SlotCleanup is work left to
+        do."""
         match event:
-            case Stored():
+            case StoredEvent():
                 self._stored(event)
-            case Removed():
+            case RemovedEvent():
                 self._removed(event)
-            case Cleared():
+            case ClearedEvent():
                 return self.clear()
         return None
 
-    def restore(self, blocks: Sequence[SnapshotBlock], tier: int = 0) -> None:
-        """Blocks of a snapshot, all in one tier, parents first; one whose parent is gone waits for it. Raises
+    def restore_snapshot(self, blocks: Sequence[SnapshotBlock], tier: int = 0) -> None:
+        """Add blocks of a snapshot, all in one tier, parents first; a block whose parent is unknown is parked. Raises
         ProtocolError."""
         for block in blocks:
             if len(block.tokens) != 4 * self._block_size:
-                raise Mismatch(f"snapshot block of {len(block.tokens)} bytes, block size {self._block_size}")
+                raise CardMismatch(f"snapshot block of {len(block.tokens)} bytes, block size {self._block_size}")
             self._check_vocabulary(block.tokens)
-            self._take(
-                Stored(
+            self._insert_or_park(
+                StoredEvent(
                     hashes=[block.hash],
                     parent=block.parent,
                     tokens=block.tokens,
@@ -171,19 +174,20 @@ class Chains:
                 )
             )
 
-    def clear(self) -> Clearing:
-        """Forget everything, at once for whoever asks the index; the Clearing does the rest in slices."""
+    def clear(self) -> SlotCleanup:
+        """Forget all blocks. The index no longer finds them at once; the returned SlotCleanup removes them in
+        slices."""
         clearing = self.close()
-        self.slot = self._index.open(self.candidate)
+        self.slot = self._index.open_slot(self.candidate)
         return clearing
 
-    def close(self) -> Clearing:
-        """The candidate is gone; no event may follow."""
-        clearing = Clearing(self._index, self.slot, self._tiers)
-        self._index.retire(self.slot)
-        self._tiers = [_Known() for _ in TIERS]
+    def close(self) -> SlotCleanup:
+        """Forget all blocks for good, because the candidate is gone; no event may follow."""
+        clearing = SlotCleanup(self._index, self.slot, self._tiers)
+        self._index.retire_slot(self.slot)
+        self._tiers = [_TierBlocks() for _ in TIERS]
         self._orphans.clear()
-        self._orphaned.clear()
+        self._runs_parked_with.clear()
         self._orphan_blocks = 0
         self._vocabulary_checks = _VOCABULARY_CHECKS
         self._digests = [0] * len(TIERS)
@@ -192,49 +196,49 @@ class Chains:
 
     # --- stored
 
-    def _stored(self, event: Stored) -> None:
-        if not event.hashes or not self._follows(event):
+    def _stored(self, event: StoredEvent) -> None:
+        if not event.hashes or not self._is_followed_group(event):
             return
         if event.block_size != self._block_size:
-            raise Mismatch(f"events have blocks of {event.block_size} tokens, the model card {self._block_size}")
+            raise CardMismatch(f"events have blocks of {event.block_size} tokens, the model card {self._block_size}")
         self._check_vocabulary(event.tokens)
-        self._take(event)
+        self._insert_or_park(event)
 
     def _check_vocabulary(self, tokens: bytes) -> None:
-        """Of the first few only: it takes as long as all the rest."""
+        """Check the first few events only, because the check takes as long as all other work on an event."""
         if self._vocabulary_checks and tokens:
             self._vocabulary_checks -= 1
             highest = max(unpack_tokens(tokens))
             if highest >= self._vocab_size:
-                raise Mismatch(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
+                raise CardMismatch(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
 
-    def _take(self, event: Stored) -> None:
-        """Place the run, and what waited for it; or let it wait for its parent."""
+    def _insert_or_park(self, event: StoredEvent) -> None:
+        """Insert the run and the orphans that waited for it; or park it until its parent comes."""
         ready = [event]
-        late: list[Removed] = []
+        late: list[RemovedEvent] = []
         while ready:
             run = ready.pop()
-            if run.parent is not None and self._tier_of(run.parent, run.tier) is None:
-                self._keep_orphan(run)
+            if run.parent is not None and self._tier_with(run.parent, run.tier) is None:
+                self._park(run)
                 continue
-            self._place(run.tier, run.parent, run.hashes, run.tokens, run.lora, run.salt, routable=run.routable)
+            self._insert(run.tier, run.parent, run.hashes, run.tokens, run.lora, run.salt, routable=run.routable)
             if self._orphans:
-                ready += self._joined(run.hashes, late)
+                ready += self._take_orphans_of(run.hashes, late)
             if self._store is not None and self._store._orphans:
-                self._store._adopt(run.hashes)
+                self._store._resolve_orphans(run.hashes)
         for removed in late:
             self._removed(removed)
 
-    def _adopt(self, parents: Sequence[EngineHash]) -> None:
-        """A worker has these: what waits here for one of them is placed."""
-        late: list[Removed] = []
-        for run in self._joined(parents, late):
-            self._take(run)
+    def _resolve_orphans(self, parents: Sequence[EngineHash]) -> None:
+        """Insert the orphans that wait for one of these blocks, which a worker has stored."""
+        late: list[RemovedEvent] = []
+        for run in self._take_orphans_of(parents, late):
+            self._insert_or_park(run)
         for removed in late:
             self._removed(removed)
 
-    def _follows(self, event: Stored) -> bool:
-        """Whether the event is about the one group of KV caches that we follow."""
+    def _is_followed_group(self, event: StoredEvent) -> bool:
+        """Return whether the event is about the one group of KV caches that is followed."""
         if not self._followed and not event.windowed:
             self._followed = True
             self._group = event.group
@@ -243,14 +247,15 @@ class Chains:
             return False
         return True
 
-    def _tier_of(self, block: EngineHash, first: int) -> _Known | None:
-        """A tier that has the block, preferably `first`, else one of ours, else an attached worker's."""
+    def _tier_with(self, block: EngineHash, first: int) -> _TierBlocks | None:
+        """Return a tier that has the block: preferably `first`, else another tier of this candidate, else of an
+        attached worker."""
         if block in self._tiers[first].hashes:
             return self._tiers[first]
-        known = (tier for chains in (self, *self._attached) for tier in chains._tiers if block in tier.hashes)
+        known = (tier for chains in (self, *self._linked_workers) for tier in chains._tiers if block in tier.hashes)
         return next(known, None)
 
-    def _place(
+    def _insert(
         self,
         number: int,
         parent: EngineHash | None,
@@ -261,13 +266,13 @@ class Chains:
         *,
         routable: int,
     ) -> None:
-        """Blocks behind a known parent, or at the beginning of a chain."""
+        """Insert blocks after a known parent, or at the beginning of a chain."""
         tier = self._tiers[number]
         if parent is None:
             above: int | None = None
             seed = seed_of(lora, salt)
         else:
-            home = self._tier_of(parent, number)
+            home = self._tier_with(parent, number)
             if home is None:
                 self._ignored_blocks += len(names)
                 self.exact = False
@@ -285,15 +290,15 @@ class Chains:
         tier.hashes.update(fresh)
         if seed != SEED:
             tier.seeds.update(dict.fromkeys(fresh, seed))
-        orphaned = self._orphaned
+        orphaned = self._runs_parked_with
         self._digests[number] ^= (
             _digest(name for name in fresh if (number, name) not in orphaned) if orphaned else _digest(fresh)
         )
         for before, stretch in stretches:
-            self._index.stored(self.slot, number, stretch, before)
+            self._index.add_blocks(self.slot, number, stretch, before)
 
-    def _within_limit(self, tier: _Known, names: Sequence[EngineHash]) -> Sequence[EngineHash]:
-        """Those that come before the first that is one too many."""
+    def _within_limit(self, tier: _TierBlocks, names: Sequence[EngineHash]) -> Sequence[EngineHash]:
+        """Return the leading blocks that fit within the limit."""
         room = self._limit_blocks - len(tier.hashes)
         if room >= len(names):
             return names
@@ -306,10 +311,11 @@ class Chains:
         return names
 
     def _without_repeats(
-        self, tier: _Known, names: Sequence[EngineHash], sequences: Sequence[int], above: int | None
+        self, tier: _TierBlocks, names: Sequence[EngineHash], sequences: Sequence[int], above: int | None
     ) -> tuple[dict[EngineHash, int | None], list[tuple[int | None, list[int]]]]:
-        """Those not known yet, with their sequence hashes, and these in stretches, each behind the block it follows.
-        The others are counted: what they are called already stays what they are, whatever is told of them now."""
+        """Return the blocks that are not known yet with their sequence hashes, and the same hashes in stretches, each
+        with the block that it follows. Known blocks are counted as repeats: a known engine hash keeps its sequence
+        hash, whatever the event says."""
         fresh: dict[EngineHash, int | None] = {}
         stretches: list[tuple[int | None, list[int]]] = []
         goes_on = False
@@ -329,7 +335,7 @@ class Chains:
 
     # --- removed
 
-    def _removed(self, event: Removed) -> None:
+    def _removed(self, event: RemovedEvent) -> None:
         if self._followed and event.group != self._group:
             return
         tier = self._tiers[event.tier]
@@ -337,7 +343,7 @@ class Chains:
         gone: list[EngineHash] = []
         for name in event.hashes:
             if name not in tier.hashes:
-                self._remove_orphan(event.tier, name)
+                self._remove_parked(event.tier, name)
                 continue
             if tier.repeats and name in tier.repeats:
                 tier.repeats[name] -= 1
@@ -346,24 +352,24 @@ class Chains:
                 continue
             sequence = tier.hashes.pop(name)
             tier.seeds.pop(name, None)
-            if not self._orphaned or (event.tier, name) not in self._orphaned:
+            if not self._runs_parked_with or (event.tier, name) not in self._runs_parked_with:
                 gone.append(name)
             if sequence is not None:
                 sequences.append(sequence)
         self._digests[event.tier] ^= _digest(gone)
-        self._index.removed(self.slot, event.tier, sequences)
+        self._index.remove_blocks(self.slot, event.tier, sequences)
 
     # --- orphans
 
-    def _keep_orphan(self, run: Stored) -> None:
+    def _park(self, run: StoredEvent) -> None:
         assert run.parent is not None
-        # A run with a parent has its seed from there, and these may be of any length.
+        # A run with a parent takes its seed from the parent; these strings may be of any length.
         orphan = _Orphan(msgspec.structs.replace(run, lora="", salt="") if run.lora or run.salt else run)
         self._orphans.setdefault(run.parent, []).append(orphan)
         for name in run.hashes:
             if not self._holds(run.tier, name):
                 self._digests[run.tier] ^= _digest((name,))
-            self._orphaned.setdefault((run.tier, name), []).append(orphan)
+            self._runs_parked_with.setdefault((run.tier, name), []).append(orphan)
         self._orphan_blocks += len(run.hashes)
         while self._orphan_blocks > self._orphan_limit_blocks:
             oldest = next(iter(self._orphans.values()))[0]
@@ -371,14 +377,14 @@ class Chains:
             self.exact = False
             self._forget_orphan(oldest)
 
-    def _remove_orphan(self, tier: int, name: EngineHash) -> None:
-        runs = self._orphaned.get((tier, name))
+    def _remove_parked(self, tier: int, name: EngineHash) -> None:
+        runs = self._runs_parked_with.get((tier, name))
         if runs is None:
             self._unknown_removals += 1
             return
         orphan = runs.pop()
         if not runs:
-            del self._orphaned[tier, name]
+            del self._runs_parked_with[tier, name]
             self._digests[tier] ^= _digest((name,))
         orphan.removed.append(name)
         if len(orphan.removed) == len(orphan.run.hashes):
@@ -393,38 +399,38 @@ class Chains:
             del self._orphans[run.parent]
         left = (Counter(run.hashes) - Counter(orphan.removed)).elements()
         for name in left:
-            runs = self._orphaned[run.tier, name]
+            runs = self._runs_parked_with[run.tier, name]
             runs.remove(orphan)
             if not runs:
-                del self._orphaned[run.tier, name]
+                del self._runs_parked_with[run.tier, name]
                 if not self._holds(run.tier, name):
                     self._digests[run.tier] ^= _digest((name,))
         self._orphan_blocks -= len(run.hashes)
 
-    def _joined(self, names: Sequence[EngineHash], late: list[Removed]) -> list[Stored]:
-        """Runs that wait for one of `names`. Their removals go to `late`: what follows a removed block must find it
-        first."""
-        runs: list[Stored] = []
+    def _take_orphans_of(self, names: Sequence[EngineHash], late: list[RemovedEvent]) -> list[StoredEvent]:
+        """Remove and return the runs that wait for one of `names`. Their removals are appended to `late`, because
+        blocks after a removed block must find it first."""
+        runs: list[StoredEvent] = []
         for name in names:
             for orphan in list(self._orphans.get(name, ())):
                 self._forget_orphan(orphan)
                 runs.append(orphan.run)
                 if orphan.removed:
-                    late.append(Removed(orphan.removed, orphan.run.tier, orphan.run.group))
+                    late.append(RemovedEvent(orphan.removed, orphan.run.tier, orphan.run.group))
         return runs
 
     def _holds(self, tier: int, name: EngineHash) -> bool:
-        return name in self._tiers[tier].hashes or (tier, name) in self._orphaned
+        return name in self._tiers[tier].hashes or (tier, name) in self._runs_parked_with
 
     # --- for people and tests
 
     def digest(self, tier: int) -> int:
-        """XOR of the low 64 bits of the engine hashes of all blocks that the source holds in a tier, as it tells:
-        orphans and blocks that cannot be routed to included."""
+        """Return the XOR of the low 64 bits of the engine hashes of all blocks that the source holds in a tier
+        according to its events. Orphans and blocks that are not routable are included."""
         return self._digests[tier]
 
     def statistics(self) -> ChainStatistics:
-        """Counts, in constant time."""
+        """Return counts, in constant time."""
         return ChainStatistics(
             blocks=sum(len(tier.hashes) for tier in self._tiers),
             orphans=self._orphan_blocks,
@@ -432,8 +438,8 @@ class Chains:
             unknown_removals=self._unknown_removals,
         )
 
-    def held(self, tier: int) -> dict[EngineHash, int | None]:
-        """Engine hash → sequence hash of the blocks known in a tier; a copy."""
+    def blocks_in(self, tier: int) -> dict[EngineHash, int | None]:
+        """Return a copy of engine hash → sequence hash for the blocks known in a tier."""
         return dict(self._tiers[tier].hashes)
 
     def validate(self) -> None:
@@ -447,17 +453,17 @@ class Chains:
         assert all(waiting for waiting in self._orphans.values())
         assert self._orphan_blocks == sum(len(orphan.run.hashes) for orphan in runs) <= self._orphan_limit_blocks
         assert all(len(orphan.removed) < len(orphan.run.hashes) for orphan in runs)
-        assert all(chains._store is self for chains in self._attached)
-        assert self._store is None or self in self._store._attached
-        listed = sum(len(orphans) for orphans in self._orphaned.values())
+        assert all(chains._store is self for chains in self._linked_workers)
+        assert self._store is None or self in self._store._linked_workers
+        listed = sum(len(orphans) for orphans in self._runs_parked_with.values())
         assert listed == sum(len(orphan.run.hashes) - len(orphan.removed) for orphan in runs)
         for number, tier in enumerate(self._tiers):
-            held = tier.hashes.keys() | {name for at, name in self._orphaned if at == number}
+            held = tier.hashes.keys() | {name for at, name in self._runs_parked_with if at == number}
             assert self._digests[number] == _digest(held)
 
 
 def _digest(names: Iterable[EngineHash]) -> int:
-    """XOR of the low 64 bits of each; of bytes the last eight, big-endian."""
+    """Return the XOR of the low 64 bits of each hash; for bytes these are the last eight, big-endian."""
     bits = 0
     for name in names:
         bits ^= name if isinstance(name, int) else int.from_bytes(name[-8:], "big")

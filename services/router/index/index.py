@@ -1,20 +1,19 @@
-"""Who caches what: sequence hash → the candidates that hold the block, per tier. Pure.
+"""The index of cached blocks: sequence hash → the candidates that hold the block, per tier. Pure.
 
-    find([s0 s1 s2 s3 s4 …])          a jump from run to run (`services.router.index.runs`), and work where holders
-    change:
-         └── H1 ──┘└─ H2 ─┘              H1 = device {A, B}   H2 = device {A}, host {B}
-                   └ B goes on in its host tier
+    find([s0 s1 s2 s3 s4 …])     jumps from run to run (`index.runs`) and works only where holders change
+         └── H1 ──┘└─ H2 ─┘         H1 = device {A, B}   H2 = device {A}, host {B}
+                   └ B continues in its host tier
 
-A sequence hash names the whole prefix, so an index needs no tree: a block that leaves the middle of a chain ends the
-overlap there, one that comes back joins the chain again. Each block counts in its best tier; the chain of a
-candidate ends at the first block it holds in none. What a block store holds is told once, in a slot of its own, and
-counts for every candidate that borrows from it (`services.router.index.shared_stores`), where that has not the block
-itself higher up: so a chain may go from a worker's device to the store and back.
+A sequence hash names the whole prefix, so the index needs no tree. If a block in the middle of a chain is removed, the
+overlap ends there; if it is stored again, the chain is whole again. Each block counts in its best tier. The chain of a
+candidate ends at the first block that it holds in no tier. The blocks of a block store are kept once, in a slot of
+their own. They count for every candidate that borrows from the store (`services.router.index.shared_stores`), unless
+the candidate holds the block itself in a higher tier. So a chain may go from a worker's device to the store and back.
 
-A candidate holds blocks in a *slot*, one bit in the holders' masks. `retire` hides all of a slot at once; whoever
-stored its blocks removes them in slices, and the bit is used again once it is empty. A block stored n times in a slot
-and tier must be removed n times. Bytes are bounded: at the limit the runs that were stored or touched longest ago go
-first, for all their holders.
+A candidate holds blocks in a *slot*, which is one bit in the holders' masks. `retire_slot` hides all blocks of a slot
+at once; the caller that added its blocks removes them in slices, and the bit is used again once the slot is empty. A
+block that was added n times to a slot and tier must be removed n times. The size in bytes is bounded: at the limit, the
+runs that were added or touched longest ago are dropped first, for all their holders.
 
 `benchmarks/index.py` measures it.
 """
@@ -28,58 +27,59 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.router.index.runs import Holders, Masks, Runs, leaves, piece, piece_either_way
+from services.router.index.runs import Holders, Masks, Runs, match_end, matching_piece, matching_piece_either_way
 from services.router.index.shared_stores import CandidateId as CandidateId
-from services.router.index.shared_stores import Lending
-from services.router.index.tier_counts import Lower
+from services.router.index.shared_stores import SharedStores
+from services.router.index.tier_counts import TierCounts
 from shared.messages import Overlap, Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 BLOCK_BYTES = 150
-"""One sequence hash at the most: an int, its place in a run, and 108 of the dict. CPython gives a dict in which keys
-come and go three to six times the places they need; one that only grows takes half of that."""
+"""Most bytes for one sequence hash: an int, its place in a run, and 108 bytes in the dict. When keys come and go,
+CPython allocates three to six times the entries that a dict needs; a dict that only grows takes half of that."""
 RUN_BYTES = 150
 HOLDERS_BYTES = 480
-"""One distinct set of holders with its key, two masks and its place in the table, for few slots."""
+"""Bytes for one distinct set of holders with its key, two masks and its table entry, while there are few slots."""
 REPEAT_BYTES = 120
-"""One block that a slot holds more than once."""
+"""Bytes for one block that a slot holds more than once."""
 
-_NAMED_LIMIT_BYTES = 16 << 20
-"""Of names remembered by mask; forgotten within 2 ms."""
-_NAMED_BYTES = 150
-"""One mask, and its place among them."""
+_MEMO_LIMIT_BYTES = 16 << 20
+"""Limit of the memo from masks to candidates; emptying it takes up to 2 ms."""
+_MEMO_ENTRY_BYTES = 150
+"""Bytes for one mask and its table entry."""
 
 
 class IndexStatistics(Struct, frozen=True):
     """Sizes and counts of an index."""
 
     blocks: int
-    """Distinct sequence hashes."""
+    """Number of distinct sequence hashes."""
     pairs: dict[Tier, int]
-    """(block, candidate) pairs, retired slots included until their blocks are removed."""
+    """Number of (block, candidate) pairs by tier. Retired slots count until their blocks are removed."""
     holder_sets: int
     bytes: int
-    """Estimate; at most the limit."""
+    """Estimated size; never above the limit."""
     dropped_blocks: int
-    """Blocks given up at the limit since the start."""
+    """Number of blocks dropped at the limit since the start."""
     runs: int = 0
 
 
 class Slot:
-    """A candidate's place in the index: open ──▶ retired (hidden) ──▶ freed (empty, its number is another's)."""
+    """The place of a candidate in the index: open ──▶ retired (hidden) ──▶ freed (empty; its number is reused)."""
 
-    __slots__ = ("alone", "candidate", "dropped_blocks", "number", "state")
+    __slots__ = ("candidate", "dropped_blocks", "number", "only_holder_masks", "state")
 
     def __init__(self, candidate: CandidateId, number: int) -> None:
         self.candidate = candidate
         self.number = number
         bit = 1 << number
-        self.alone: tuple[Masks, ...] = ((bit, 0, 0), (0, bit, 0), (0, 0, bit))
-        """By tier: the masks of blocks that only this slot holds."""
+        self.only_holder_masks: tuple[Masks, ...] = ((bit, 0, 0), (0, bit, 0), (0, 0, bit))
+        """By tier, the masks of blocks that only this slot holds."""
         self.state: Literal["open", "retired", "freed"] = "open"
         self.dropped_blocks = 0
-        """Given up at the limit: the picture is incomplete if there are any."""
+        """Number of its blocks that were dropped at the limit. If it is not 0, the index is incomplete for this
+        candidate."""
 
 
 class Index:
@@ -89,58 +89,58 @@ class Index:
         self._limit_bytes = limit_bytes
         self._runs = Runs()
         self._slots: list[Slot | None] = []
-        """By number; None: free."""
+        """Slots by number; None marks a free number."""
         self._pairs: list[list[int]] = [[], [], []]
-        """By tier and slot: blocks held."""
+        """Number of blocks held, by tier and slot."""
         self._repeats: list[list[dict[int, int]]] = [[], [], []]
-        """By tier and slot: hash → how often it is held beyond the first."""
+        """By tier and slot: hash → number of times it is held beyond the first."""
         self._repeats_count = 0
         self._retired = 0
-        """Mask of slots that `find` does not see."""
-        self._lending = Lending()
-        self._named: dict[int, dict[CandidateId, None]] = {}
-        """Mask → the candidates of its slots; a bounded memo, emptied when a slot changes hands."""
-        self._named_bytes = 0
+        """Mask of retired slots, which `find` ignores."""
+        self._stores = SharedStores()
+        self._candidates_by_mask: dict[int, dict[CandidateId, None]] = {}
+        """Mask → the candidates of its slots. It is a bounded memo, emptied when a slot changes hands."""
+        self._memo_bytes = 0
         self._dropped_blocks = 0
         self._unchecked_blocks = 0
-        """Blocks that may be stored or removed before the size must be looked at."""
+        """Number of blocks that may be added or removed before the size must be checked again."""
 
     # --- slots
 
-    def open(self, candidate: CandidateId) -> Slot:
-        """A slot for the blocks of `candidate`, which has no other open one."""
-        self._forget_names()
+    def open_slot(self, candidate: CandidateId) -> Slot:
+        """Open a slot for the blocks of `candidate`, which has no other open slot."""
+        self._clear_memo()
         if None in self._slots:
             slot = Slot(candidate, self._slots.index(None))
             self._slots[slot.number] = slot
-            self._lending.opened(candidate, slot.number)
+            self._stores.slot_opened(candidate, slot.number)
             return slot
         slot = Slot(candidate, len(self._slots))
         self._slots.append(slot)
-        self._lending.opened(candidate, slot.number)
+        self._stores.slot_opened(candidate, slot.number)
         for tier in range(3):
             self._pairs[tier].append(0)
             self._repeats[tier].append({})
-        self._drop_coldest()  # all holders' masks may be longer now
+        self._drop_coldest()  # the masks of all holders may be longer now
         self._unchecked_blocks = 0
         return slot
 
-    def retire(self, slot: Slot) -> None:
-        """Hide all that the slot holds, at once. The caller removes its blocks after that, at leisure; when the last
-        is gone the slot is freed."""
+    def retire_slot(self, slot: Slot) -> None:
+        """Hide all blocks of the slot at once. The caller then removes them in slices; the slot is freed when the last
+        one is removed."""
         assert slot.state == "open"
         slot.state = "retired"
         self._retired |= 1 << slot.number
-        self._lending.retired(slot.candidate)
+        self._stores.slot_retired(slot.candidate)
         self._free_if_empty(slot)
 
-    def borrow(self, candidate: CandidateId, lender: CandidateId | None) -> None:
-        """What `lender` holds in host memory or on disk counts for `candidate` too from now on. The lender, which is a
-        store, is not found any more. None: only what it holds itself counts."""
-        self._lending.borrow(candidate, lender)
+    def set_lender(self, candidate: CandidateId, lender: CandidateId | None) -> None:
+        """From now on, count the blocks that `lender` holds in host memory or on disk for `candidate` too. The lender
+        is a store; `find` no longer returns it. With None, only the candidate's own blocks count."""
+        self._stores.set_lender(candidate, lender)
 
     def blocks_of(self, slot: Slot) -> int:
-        """Blocks held in the slot, each tier counted."""
+        """Return the number of blocks held in the slot; a block counts once per tier."""
         return 0 if slot.state == "freed" else sum(row[slot.number] for row in self._pairs)
 
     def _free_if_empty(self, slot: Slot) -> None:
@@ -148,40 +148,41 @@ class Index:
             slot.state = "freed"
             self._retired &= ~(1 << slot.number)
             self._slots[slot.number] = None
-            self._forget_names()
+            self._clear_memo()
 
     # --- events
 
-    def stored(self, slot: Slot, tier: int, hashes: Sequence[int], parent: int | None = None) -> None:
-        """Consecutive blocks of a chain are held in the slot's tier (an index into TIERS), once more than before.
-        `parent` is the block before them, where it is known: runs grow by it."""
+    def add_blocks(self, slot: Slot, tier: int, hashes: Sequence[int], parent: int | None = None) -> None:
+        """Add consecutive blocks of a chain to the slot's tier (an index into TIERS). A block that is held already is
+        counted once more. `parent` is the block before them, if it is known: runs grow by it."""
         assert slot.state == "open"
         runs = self._runs
         bit = 1 << slot.number
-        before = None if parent is None else runs.ending(parent)
+        before = None if parent is None else runs.ending_with(parent)
         at = added = 0
         count = len(hashes)
         while at < count:
-            run = runs.of(hashes[at])
+            run = runs.find(hashes[at])
             if run is None:
-                before, blocks = runs.add(hashes, at, slot.alone[tier], before)
+                before, blocks = runs.add(hashes, at, slot.only_holder_masks[tier], before)
                 added += blocks
                 at += blocks
                 continue
-            start, blocks = piece(run, hashes, at)
+            start, blocks = matching_piece(run, hashes, at)
             if run.holders.masks[tier] & bit:
                 self._repeat(slot.number, tier, hashes[at : at + blocks])
             else:
-                holders = runs.holders(_with(run.holders.masks, tier, bit))
-                run = runs.change(run, start, start + blocks, holders, before)
+                holders = runs.holders_of(_with(run.holders.masks, tier, bit))
+                run = runs.set_holders(run, start, start + blocks, holders, before)
                 added += blocks
             at += blocks
             before = run if run.last == hashes[at - 1] else None
         self._pairs[tier][slot.number] += added
-        self._count(count)
+        self._check_size(count)
 
-    def removed(self, slot: Slot, tier: int, hashes: Sequence[int]) -> None:
-        """The blocks, in any order, are held once less; those not held are ignored (they may have been dropped)."""
+    def remove_blocks(self, slot: Slot, tier: int, hashes: Sequence[int]) -> None:
+        """Remove the blocks, given in any order, once each. Blocks that are not held are ignored, because they may have
+        been dropped at the limit."""
         if slot.state == "freed":
             return
         runs = self._runs
@@ -191,7 +192,7 @@ class Index:
         count = len(hashes)
         while at < count:
             block = hashes[at]
-            run = runs.of(block)
+            run = runs.find(block)
             if run is None or not run.holders.masks[tier] & bit:
                 at += 1
                 continue
@@ -201,24 +202,24 @@ class Index:
                     at += 1
                     continue
             else:
-                start, blocks = piece_either_way(run, hashes, at)
+                start, blocks = matching_piece_either_way(run, hashes, at)
             masks = _without(run.holders.masks, tier, bit)
             if any(masks):
-                runs.change(run, start, start + blocks, runs.holders(masks))
+                runs.set_holders(run, start, start + blocks, runs.holders_of(masks))
             else:
-                runs.drop(run, start, start + blocks)
+                runs.remove(run, start, start + blocks)
             at += blocks
             gone += blocks
         if gone:
             self._pairs[tier][slot.number] -= gone
             self._free_if_empty(slot)
-            self._count(gone)
+            self._check_size(gone)
 
     def touch(self, hashes: Sequence[int]) -> None:
-        """These leading blocks of a chain were asked for: they are the warmest now."""
+        """Make these leading blocks of a chain the warmest, because a request asked for them."""
         at = 0
         while at < len(hashes):
-            run = self._runs.of(hashes[at])
+            run = self._runs.find(hashes[at])
             if run is None:
                 return
             self._runs.touch(run)
@@ -227,16 +228,16 @@ class Index:
     # --- the question
 
     def find(self, hashes: Sequence[int]) -> dict[CandidateId, Overlap]:
-        """How many leading blocks each candidate holds, per tier; candidates without the first are left out. `hashes`
-        are the sequence hashes of one prompt, from its first block on.
+        """Return how many leading blocks each candidate holds, per tier. Candidates that do not hold the first block
+        are left out. `hashes` are the sequence hashes of one prompt, from its first block on.
 
-        Cost: two lookups a run, up to where the last candidate's chain ends, and work where holders change.
+        Cost: two lookups per run, up to the end of the longest chain, and some work where holders change.
         """
         found: dict[CandidateId, Overlap] = {}
-        of = self._runs.of
-        lower: Lower | None = None
+        of = self._runs.find
+        lower: TierCounts | None = None
         current: Holders | None = None
-        alive = ~(self._retired | self._lending.lenders)
+        alive = ~(self._retired | self._stores.lenders)
         at = 0
         count = len(hashes)
         while at < count:
@@ -245,63 +246,65 @@ class Index:
                 current = None if run is None else run.holders
                 if current is None:
                     left = 0
-                elif current.below or lower is not None:
-                    lower = lower or Lower()
-                    left = self._descend(lower, alive, current, at)
+                elif current.lower_tiers or lower is not None:
+                    lower = lower or TierCounts()
+                    left = self._match_tiers(lower, alive, current, at)
                 else:
-                    left = alive & current.any
+                    left = alive & current.any_tier
                 if at and left != alive:
-                    self._settle(found, alive & ~left, at, lower)
+                    self._record_depth(found, alive & ~left, at, lower)
                 if run is None or not left:
                     return found
                 alive = left
             end = at + run.size
-            at = end if end <= count and hashes[end - 1] == run.last else leaves(run.hashes, hashes, at)
+            at = end if end <= count and hashes[end - 1] == run.last else match_end(run.hashes, hashes, at)
         if current is not None:
-            self._settle(found, alive, count, lower)
+            self._record_depth(found, alive, count, lower)
         return found
 
-    def _descend(self, lower: Lower, alive: int, holders: Holders, at: int) -> int:
-        """Which of the slots `alive` hold the blocks from `at` on; `lower` has heard in which tiers."""
+    def _match_tiers(self, lower: TierCounts, alive: int, holders: Holders, at: int) -> int:
+        """Return which of the slots `alive` hold the block at `at`, and update `lower` with their tiers."""
         device, host, disk = holders.masks
-        if holders.below & self._lending.lenders:
-            host = self._lending.widened(host)
-            disk = self._lending.widened(disk) if disk else 0
+        if holders.lower_tiers & self._stores.lenders:
+            host = self._stores.with_borrowers(host)
+            disk = self._stores.with_borrowers(disk) if disk else 0
         left = alive & (device | host | disk)
         host &= left & ~device
-        lower.changed(left, host, left & disk & ~device & ~host, at)
+        lower.update(left, host, left & disk & ~device & ~host, at)
         return left
 
-    def _settle(self, found: dict[CandidateId, Overlap], ended: int, depth: int, lower: Lower | None) -> None:
-        """The chains of the slots in `ended` are `depth` blocks long."""
+    def _record_depth(
+        self, found: dict[CandidateId, Overlap], ended: int, depth: int, lower: TierCounts | None
+    ) -> None:
+        """Record that the chains of the slots in `ended` are `depth` blocks long."""
         if lower is not None:
-            for slots, host, disk in lower.ended(ended, depth):
-                self._name(found, slots, Overlap(depth - host - disk, host, disk))
+            for slots, host, disk in lower.counts_at(ended, depth):
+                self._assign(found, slots, Overlap(depth - host - disk, host, disk))
             ended &= ~lower.slots
-        self._name(found, ended, Overlap(depth))
+        self._assign(found, ended, Overlap(depth))
 
-    def _name(self, found: dict[CandidateId, Overlap], slots: int, overlap: Overlap) -> None:
-        names = self._names(slots)
+    def _assign(self, found: dict[CandidateId, Overlap], slots: int, overlap: Overlap) -> None:
+        names = self._candidates_in(slots)
         if not found:
-            found.update(dict.fromkeys(names, overlap))  # takes the hashes of `names` over: a tuple's is dear
+            found.update(dict.fromkeys(names, overlap))  # copies the hashes of `names`: hashing a tuple is slow
             return
         for candidate in names:
             found[candidate] = overlap
 
-    def _names(self, mask: int) -> dict[CandidateId, None]:
-        names = self._named.get(mask)
+    def _candidates_in(self, mask: int) -> dict[CandidateId, None]:
+        names = self._candidates_by_mask.get(mask)
         if names is None:
-            if self._named_bytes >= _NAMED_LIMIT_BYTES:
-                self._forget_names()
-            names = self._named[mask] = dict.fromkeys(self._each_name(mask))
-            self._named_bytes += sys.getsizeof(names) + _NAMED_BYTES
+            if self._memo_bytes >= _MEMO_LIMIT_BYTES:
+                self._clear_memo()
+            names = self._candidates_by_mask[mask] = dict.fromkeys(self._list_candidates(mask))
+            self._memo_bytes += sys.getsizeof(names) + _MEMO_ENTRY_BYTES
         return names
 
-    def _forget_names(self) -> None:
-        self._named.clear()
-        self._named_bytes = 0
+    def _clear_memo(self) -> None:
+        self._candidates_by_mask.clear()
+        self._memo_bytes = 0
 
-    def _each_name(self, mask: int) -> Iterator[CandidateId]:
+    def _list_candidates(self, mask: int) -> Iterator[CandidateId]:
         while mask:
             number = mask.bit_length() - 1
             mask ^= 1 << number
@@ -319,7 +322,7 @@ class Index:
         self._repeats_count += len(repeats) - before
 
     def _unrepeat(self, repeats: dict[int, int], block: int) -> bool:
-        """Whether the block was held more than once, and is once less now."""
+        """Remove the block once if it is held more than once; return whether it was."""
         count = repeats.get(block)
         if count is None:
             return False
@@ -334,36 +337,37 @@ class Index:
 
     @property
     def bytes(self) -> int:
-        """Estimated size."""
+        """Estimated size in bytes."""
         runs = self._runs
         return (
             BLOCK_BYTES * runs.blocks
             + RUN_BYTES * runs.runs
-            + self._holders_bytes * runs.sets
+            + self._holders_bytes * runs.holder_sets
             + REPEAT_BYTES * self._repeats_count
         )
 
     @property
     def _holders_bytes(self) -> int:
-        """One set: five ints have a bit for every slot at most, and 30 bits take 4 bytes."""
+        """Bytes of one set of holders: each of its five ints has up to one bit per slot, and 30 bits take 4 bytes."""
         return HOLDERS_BYTES + 20 * len(self._slots) // 30
 
     @property
-    def _most_bytes(self) -> int:
-        """By which one block stored or removed can make the index larger."""
+    def _largest_growth_bytes(self) -> int:
+        """Most bytes by which one block added or removed can grow the index."""
         return BLOCK_BYTES + 2 * RUN_BYTES + self._holders_bytes + REPEAT_BYTES
 
     @property
-    def crowded(self) -> bool:
-        """Near the limit: what is asked for should be touched, so that it stays."""
+    def nearly_full(self) -> bool:
+        """Whether the index is near its limit: then the blocks that requests ask for should be touched, so that they
+        stay."""
         return self.bytes > self._limit_bytes * 7 // 8
 
-    def _count(self, blocks: int) -> None:
-        """So many blocks were stored or removed."""
+    def _check_size(self, blocks: int) -> None:
+        """Count blocks that were added or removed, and check the size when it may have reached the limit."""
         self._unchecked_blocks -= blocks
         if self._unchecked_blocks < 0:
             self._drop_coldest()
-            self._unchecked_blocks = (self._limit_bytes - self.bytes) // self._most_bytes
+            self._unchecked_blocks = (self._limit_bytes - self.bytes) // self._largest_growth_bytes
 
     def _drop_coldest(self) -> None:
         while self.bytes > self._limit_bytes:
@@ -376,11 +380,11 @@ class Index:
                     bit = mask & -mask
                     mask ^= bit
                     self._lose(bit.bit_length() - 1, tier, blocks)
-            self._runs.drop(run, 0, len(blocks))
+            self._runs.remove(run, 0, len(blocks))
             self._dropped_blocks += len(blocks)
 
     def _lose(self, number: int, tier: int, blocks: array[int]) -> None:
-        """A slot's blocks are given up in one tier."""
+        """Drop blocks of a slot in one tier."""
         repeats = self._repeats[tier][number]
         if repeats:
             for block in blocks:
@@ -394,11 +398,11 @@ class Index:
     # --- for people and tests
 
     def statistics(self) -> IndexStatistics:
-        """Sizes and counts, in constant time but for the number of slots."""
+        """Return sizes and counts. Linear in the number of slots only."""
         return IndexStatistics(
             blocks=self._runs.blocks,
             pairs={tier: sum(self._pairs[number]) for number, tier in enumerate(TIERS)},
-            holder_sets=self._runs.sets,
+            holder_sets=self._runs.holder_sets,
             bytes=self.bytes,
             dropped_blocks=self._dropped_blocks,
             runs=self._runs.runs,
@@ -408,7 +412,7 @@ class Index:
         """Assert every invariant. Linear in the pairs."""
         self._runs.validate()
         pairs = [[0] * len(self._slots) for _ in TIERS]
-        for run in self._runs.each():
+        for run in self._runs.coldest_first():
             for tier, mask in enumerate(run.holders.masks):
                 for number in range(len(self._slots)):
                     pairs[tier][number] += (mask >> number & 1) * len(run.hashes)
@@ -425,14 +429,16 @@ class Index:
             for tier in range(3):
                 for block, count in self._repeats[tier][number].items():
                     assert count > 0
-                    home = self._runs.of(block)
+                    home = self._runs.find(block)
                     assert home is not None, "a repeat without its block"
                     assert home.holders.masks[tier] >> number & 1, "a repeat without its block"
-        self._lending.validate()
+        self._stores.validate()
         owners = [slot.candidate for slot in self._slots if slot is not None and slot.state == "open"]
         assert len(owners) == len(set(owners)), "one open slot a candidate"
         assert self.bytes <= self._limit_bytes
-        assert self._named_bytes == sum(sys.getsizeof(names) + _NAMED_BYTES for names in self._named.values())
+        assert self._memo_bytes == sum(
+            sys.getsizeof(names) + _MEMO_ENTRY_BYTES for names in self._candidates_by_mask.values()
+        )
 
 
 def _with(masks: Masks, tier: int, bit: int) -> Masks:

@@ -1,12 +1,12 @@
-"""Payloads of the KV event stream, in every shape engines have used, as one small set of records. Pure.
+"""Decodes payloads of the KV event stream, in every format that engines have used, into one set of Structs. Pure.
 
     vLLM from 0.32     [ts, [{type: BlockStored, block_hashes: …, …}, …], rank]     maps
     before             [ts, [["BlockStored", hashes, parent, tokens, …], …]]        arrays, tails of any length
     SGLang             both, by version; a salt is a field of its own: `cache_salt` in maps, in arrays a map
                        {cache_salt: …} where vLLM has the LoRA's name; hashes may be negative
 
-Both are decoded by typed decoders, once. What is checked here: size, types, the number of tokens, their range. What
-needs the model card (block size, vocabulary) is checked in `services.router.index.chains`.
+Typed decoders read each payload once. This module checks its size, its types, the number of tokens and their range.
+Checks that need the model card (block size, vocabulary) are in `services.router.index.chains`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shared.hashing import pack_tokens
 from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventHash
 
 EngineHash = int | bytes
-"""An engine's own name for a block: opaque, compared and nothing else."""
+"""The engine's own hash of a block. It is opaque, and only compared for equality."""
 
 PAYLOAD_LIMIT_BYTES = 8 << 20
 BATCH_LIMIT_BLOCKS = 65_536
-"""Of all events of a batch, of which each counts as one at least. A larger one is refused: no engine's step makes it,
-and it would stall the loop."""
+"""Most blocks in all events of a batch; each event counts as at least one. A larger batch is refused: no engine step
+produces it, and it would block the loop."""
 
 _TIERS = {
     0: ("gpu", "device", "cuda", "hbm"),
@@ -34,53 +34,54 @@ _TIERS = {
 _MEDIA = {medium: tier for tier, media in _TIERS.items() for medium in media}
 
 _WINDOWED = ("sliding_window", "chunked_local_attention", "mamba", "linear_attention", "short_conv")
-"""Kinds of KV cache that keep only the end of a prefix, or a state: they do not say how much of it is reusable."""
+"""Kinds of KV cache that keep only the end of a prefix, or a state. Their events do not say how much of a prefix is
+reusable."""
 
 
-class Stored(Struct, frozen=True):
-    """A run of blocks behind `parent`, each of `block_size` tokens."""
+class StoredEvent(Struct, frozen=True):
+    """A run of blocks after `parent`, each of `block_size` tokens."""
 
     hashes: list[EngineHash]
     parent: EngineHash | None
     tokens: bytes
-    """Packed u32."""
+    """Token ids, packed as u32."""
     block_size: int
     tier: int
     group: int | None
     windowed: bool
-    """The group's kind keeps no whole prefixes."""
+    """Whether the group's kind of cache does not keep whole prefixes."""
     lora: str
     salt: str
-    """Of the chain; known where the run begins the chain."""
+    """The salt of the chain; known only if the run begins the chain."""
     routable: int
-    """Leading blocks that depend on their tokens, LoRA and salt alone. The rest also hold images or embeddings, which
-    routing hashes cannot name."""
+    """Number of leading blocks that depend on their tokens, LoRA and salt alone. The other blocks also contain images
+    or embeddings, which routing hashes do not cover."""
 
 
-class Removed(Struct, frozen=True):
-    """Blocks are gone from a tier."""
+class RemovedEvent(Struct, frozen=True):
+    """Blocks were removed from a tier."""
 
     hashes: list[EngineHash]
     tier: int
     group: int | None
 
 
-class Cleared(Struct, frozen=True):
-    """All blocks of all tiers are gone."""
+class ClearedEvent(Struct, frozen=True):
+    """All blocks of all tiers were removed."""
 
 
-CacheEvent = Stored | Removed | Cleared
+CacheEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
-class Batch(Struct, frozen=True):
-    """One payload."""
+class DecodedBatch(Struct, frozen=True):
+    """The events of one payload."""
 
     time_s: float
-    """The engine's clock; only compared with itself."""
+    """The engine's clock, in seconds; compared only with itself."""
     rank: int
     events: list[CacheEvent]
     ignored: int
-    """Events of tiers that we do not know."""
+    """Number of events of unknown tiers."""
 
 
 class _StoredMap(BlockStored, frozen=True, tag_field="type", tag="BlockStored"):
@@ -131,8 +132,8 @@ _ARRAYS: msgspec.msgpack.Decoder[_ArrayBatch] = msgspec.msgpack.Decoder(_ArrayBa
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def decode(payload: bytes) -> Batch:
-    """One payload. Raises ProtocolError on anything that is not an event batch, and on counts that contradict."""
+def decode(payload: bytes) -> DecodedBatch:
+    """Decode one payload. Raises ProtocolError if it is not an event batch, or if its counts contradict each other."""
     raw = _read(payload)
     rank = raw.data_parallel_rank
     if rank is not None and rank < 0:
@@ -144,16 +145,16 @@ def decode(payload: bytes) -> Batch:
         if blocks > BATCH_LIMIT_BLOCKS:
             raise ProtocolError(f"event batch of more than {BATCH_LIMIT_BLOCKS} blocks")
         if isinstance(event, AllBlocksCleared | _ClearedArray):
-            events.append(Cleared())
+            events.append(ClearedEvent())
             continue
         tier = 0 if event.medium is None else _MEDIA.get(event.medium.lower())
         if tier is None:
             ignored += 1
         elif isinstance(event, BlockRemoved | _RemovedArray):
-            events.append(Removed(event.block_hashes, tier, event.group_idx))
+            events.append(RemovedEvent(event.block_hashes, tier, event.group_idx))
         else:
             events.append(_stored(event, tier))
-    return Batch(raw.ts, rank or 0, events, ignored)
+    return DecodedBatch(raw.ts, rank or 0, events, ignored)
 
 
 def _read(payload: bytes) -> _MapBatch | _ArrayBatch:
@@ -168,7 +169,7 @@ def _read(payload: bytes) -> _MapBatch | _ArrayBatch:
             raise ProtocolError(f"event batch: {wrong}") from None
 
 
-def _stored(event: _StoredMap | _StoredArray, tier: int) -> Stored:
+def _stored(event: _StoredMap | _StoredArray, tier: int) -> StoredEvent:
     blocks = len(event.block_hashes)
     if event.block_size <= 0 or len(event.token_ids) != blocks * event.block_size:
         raise ProtocolError(
@@ -180,7 +181,7 @@ def _stored(event: _StoredMap | _StoredArray, tier: int) -> Stored:
         raise ProtocolError("BlockStored: a token id is not a u32") from None
     lora = event.lora_name if isinstance(event.lora_name, str) else ""
     salt, routable = _read_keys(event, lora)
-    return Stored(
+    return StoredEvent(
         hashes=event.block_hashes,
         parent=event.parent_block_hash,
         tokens=tokens,
@@ -189,13 +190,13 @@ def _stored(event: _StoredMap | _StoredArray, tier: int) -> Stored:
         group=event.group_idx,
         windowed=event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind.startswith(_WINDOWED),
         lora=lora,
-        salt=salt or _own_salt(event),
+        salt=salt or _salt_field(event),
         routable=routable,
     )
 
 
-def _own_salt(event: _StoredMap | _StoredArray) -> str:
-    """The salt where it is a field of its own."""
+def _salt_field(event: _StoredMap | _StoredArray) -> str:
+    """Return the salt if it is a field of its own."""
     if isinstance(event, _StoredMap):
         return event.cache_salt or ""
     return event.lora_name.cache_salt if isinstance(event.lora_name, _Metadata) else ""
@@ -208,7 +209,7 @@ def _read_keys(event: _StoredMap | _StoredArray, lora: str) -> tuple[str, int]:
     with the salt.
     """
     if event.lora_id is not None and not lora:
-        return "", 0  # a LoRA whose name we are not told
+        return "", 0  # the LoRA's name is missing
     salt = ""
     for number, keys in enumerate(event.extra_keys or ()):
         foreign = [key for key in keys or () if key != lora or not lora]

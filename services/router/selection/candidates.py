@@ -1,7 +1,7 @@
-"""What a policy is asked, and what it answers with. Pure.
+"""The inputs of a routing policy, and its scores. Pure.
 
-One of each is made for every candidate and question, and some are kept: they hold no cycles, so the garbage collector
-need not look at them (`gc=False`).
+One CandidateState and one ScoredCandidate are created for every candidate and request, and some are kept. They contain
+no cycles, so the garbage collector need not track them (`gc=False`).
 """
 
 from __future__ import annotations
@@ -12,105 +12,107 @@ from random import Random
 from msgspec import Struct
 
 from services.router.index.index import CandidateId
-from services.router.selection.load import UNTOLD as UNTOLD
+from services.router.selection.load import UNKNOWN_SPEED as UNKNOWN_SPEED
 from services.router.selection.load import CandidateLoad
-from services.router.selection.load import Speed as Speed
+from services.router.selection.load import WorkerSpeed as WorkerSpeed
 from shared.hashing import SEED, block_hash, next_sequence_hash
 from shared.messages import Overlap
 
 HOST_BYTES_PER_S = 50e9
-"""What one GPU copies from pinned host memory. From memory to memory it is a fifth, but an engine on a CPU computes a
-hundred times as slowly."""
+"""Bytes per second that one GPU copies from pinned host memory. A copy from memory to memory has a fifth of that, but
+an engine on a CPU computes a hundred times as slowly."""
 DISK_BYTES_PER_S = 4e9
-"""What one NVMe disk reads with eight requests at once."""
+"""Bytes per second that one NVMe disk reads with eight requests in flight."""
 
 
-class Fleet(Struct, frozen=True):
-    """All candidates together, as far as one must know it to judge each of them."""
+class FleetAverage(Struct, frozen=True):
+    """Averages over all candidates, as far as policies need them to judge a single one."""
 
     requests: float = 0.0
-    """In flight, of the mean candidate."""
+    """Requests in flight at the mean candidate."""
     prefill_tokens_per_s: float = 0.0
-    """The mean of those who told; 0: nobody did."""
+    """Mean prefill speed of the candidates that report one; 0 if none does."""
 
     @staticmethod
-    def of(candidates: Sequence[Facts]) -> Fleet:
-        """Of at least one candidate."""
+    def of(candidates: Sequence[CandidateState]) -> FleetAverage:
+        """Compute the averages of at least one candidate."""
         requests = sum([each.load.requests for each in candidates]) / len(candidates)
         told = [each.speed.prefill_tokens_per_s for each in candidates if each.speed.prefill_tokens_per_s]
-        return Fleet(requests, sum(told) / len(told) if told else 0.0)
+        return FleetAverage(requests, sum(told) / len(told) if told else 0.0)
 
 
-class Question(Struct, frozen=True):
+class RoutingRequest(Struct, frozen=True):
     """One prompt that needs a candidate."""
 
     prompt_tokens: int
     block_size: int
-    """Tokens a block."""
+    """Tokens per block."""
     session: str = ""
-    """Requests of one session prefer the same candidate, all else nearly equal."""
+    """Id of the client's session. Requests of one session prefer the same candidate if scores are nearly equal."""
     priority: int = 0
-    fleet: Fleet = Fleet()
+    fleet: FleetAverage = FleetAverage()
     host_s: float = 0.0
-    """What fetching one block from host memory takes; 0: not known."""
+    """Seconds to fetch one block from host memory; 0 if unknown."""
     disk_s: float = 0.0
-    """The same from disk."""
+    """Seconds to fetch one block from disk; 0 if unknown."""
 
 
-class Facts(Struct, frozen=True, gc=False):
-    """What is known of one candidate."""
+class CandidateState(Struct, frozen=True, gc=False):
+    """The state of one candidate, as of now."""
 
-    candidate: CandidateId
+    id: CandidateId
     overlap: Overlap
-    """Leading blocks of the prompt that it holds."""
+    """Leading blocks of the prompt that it holds, per tier."""
     load: CandidateLoad
     total_blocks: int
-    """Its capacity."""
-    speed: Speed = UNTOLD
+    """Its capacity in blocks."""
+    speed: WorkerSpeed = UNKNOWN_SPEED
     age_s: float = 1e9
-    """Since it began to serve: one that has just joined ramps up."""
+    """Seconds since it began to serve; an instance that has just joined ramps up."""
 
 
-def predicted_s(facts: Facts, question: Question) -> float | None:
-    """Until the prompt's first token, if it went there; None: how fast the worker is was not told. Blocks are fetched
-    while those before it are computed."""
-    rate = facts.speed.prefill_tokens_per_s
+def predicted_first_token_s(candidate: CandidateState, request: RoutingRequest) -> float | None:
+    """Predict the seconds until the prompt's first token if the candidate got it; None if the worker's speed is
+    unknown. Blocks are fetched while earlier requests are computed."""
+    rate = candidate.speed.prefill_tokens_per_s
     if not rate:
         return None
-    overlap = facts.overlap
-    uncached_tokens = question.prompt_tokens - overlap.blocks * question.block_size
-    fetch_s = overlap.host * question.host_s + overlap.disk * question.disk_s
-    return max(facts.load.queued_tokens / rate, fetch_s) + uncached_tokens / rate
+    overlap = candidate.overlap
+    uncached_tokens = request.prompt_tokens - overlap.blocks * request.block_size
+    fetch_s = overlap.host * request.host_s + overlap.disk * request.disk_s
+    return max(candidate.load.queued_tokens / rate, fetch_s) + uncached_tokens / rate
 
 
-class Scored(Struct, frozen=True, gc=False):
+class ScoredCandidate(Struct, frozen=True, gc=False):
     """A candidate with its score; lower is better."""
 
-    facts: Facts
+    candidate: CandidateState
     score: float
 
 
-def best(question: Question, scored: Sequence[Scored], draw: Random, *, session_margin: float = 0.0) -> Scored:
-    """The lowest score. Among equals: the session's own candidate, else the least busy, else any. For a session those
-    are equal that are within `session_margin` of the lowest."""
+def best(
+    request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random, *, session_margin: float = 0.0
+) -> ScoredCandidate:
+    """Return the candidate with the lowest score. Among equal scores prefer the session's own candidate, else the least
+    busy one, else a random one. For a session, scores within `session_margin` of the lowest count as equal."""
     lowest = min([each.score for each in scored])
-    if question.session:
+    if request.session:
         near = [each for each in scored if each.score <= lowest + session_margin]
-        return max(near, key=lambda each: _affinity(question.session, each.facts.candidate))
+        return max(near, key=lambda each: _affinity(request.session, each.candidate.id))
     equal = [each for each in scored if each.score == lowest]
     if len(equal) > 1:
-        calm = min(busyness(each.facts) for each in equal)
-        equal = [each for each in equal if busyness(each.facts) == calm]
+        calm = min(busyness(each.candidate) for each in equal)
+        equal = [each for each in equal if busyness(each.candidate) == calm]
     return equal[0] if len(equal) == 1 else draw.choice(equal)
 
 
-def busyness(facts: Facts) -> tuple[int, int, int]:
-    """Load as something to compare: requests, then prompt tokens to compute, then blocks in use."""
-    load = facts.load
+def busyness(candidate: CandidateState) -> tuple[int, int, int]:
+    """Return the load as a sort key: requests, then prompt tokens to compute, then blocks in use."""
+    load = candidate.load
     return load.requests, load.queued_tokens, load.active_blocks
 
 
 def _affinity(session: str, candidate: CandidateId) -> int:
-    """Rendezvous hashing: when a candidate goes, only its own sessions move."""
+    """Return a rendezvous hash: when a candidate leaves, only its own sessions move."""
     instance, rank = candidate
     return next_sequence_hash(block_hash(session.encode()), block_hash(f"{instance}/{rank}".encode()), SEED)

@@ -1,8 +1,9 @@
-"""The latest choices and what came of them, for people who ask. Pure.
+"""Log of the latest choices and their outcomes, for `headrace explain`. Pure.
 
-    chosen ──▶ first token told ──▶ end told
+    chosen ──▶ first token reported ──▶ end reported
 
-Kept as they were decided, and put into words only when somebody asks: most are never asked about.
+An entry keeps the inputs of the policy. Reasons are put into words only when a user asks, because most entries are
+never read.
 """
 
 from __future__ import annotations
@@ -14,91 +15,93 @@ import msgspec
 from msgspec import Struct
 
 from services.router.index.index import CandidateId
-from services.router.selection.candidates import Question, Scored, predicted_s
+from services.router.selection.candidates import RoutingRequest, ScoredCandidate, predicted_first_token_s
 from services.router.selection.load import AttemptId
-from services.router.selection.policy import Policy, reason
-from services.router.selection.policy_guard import Verdict
+from services.router.selection.policy import Policy, explain_candidate
+from services.router.selection.policy_guard import PolicyChoice
 from shared.messages import Candidate, Prefilled, Selected
 
-ROWS = 16
-"""Candidates kept of a decision: the best, and the chosen one."""
+KEPT_CANDIDATES = 16
+"""Number of candidates kept of a decision: the best ones and the chosen one."""
 _COUNT_MOST = (1 << 64) - 1
-"""A message carries no more; sums of what workers report may be."""
+"""Largest count that a message can carry; sums of the numbers that workers report may be larger."""
 
 
 class Decision(Struct):
-    """A choice, and what came of it."""
+    """A choice and its outcome."""
 
     selected: Selected
     at_s: float
     prompt_tokens: int
     predicted_cached_tokens: int
     actual_cached_tokens: int | None = None
-    """As the worker counted; None: not told yet."""
+    """Cached prompt tokens as the worker counted them; None until it reported them."""
     first_token_s: float | None = None
-    """As the client saw it; None: not told yet, or an earlier attempt brought it."""
+    """Seconds to the first token as the client saw it; None until it is reported, or if an earlier attempt produced
+    it."""
     ended_s: float | None = None
-    """From the choice until its end was told; None: not yet."""
+    """Seconds from the choice to the reported end; None until then."""
 
 
 class Prediction(Struct, frozen=True):
-    """What a first token told about a choice of ours."""
+    """Predicted and actual cached tokens of one choice, known at its first token."""
 
     prompt_tokens: int
     predicted_tokens: int
     actual_tokens: int
     instance: str
     chosen_s: float
-    """When."""
+    """When the choice was made, in seconds on the router's clock."""
     new_blocks: int
-    """Full blocks that were computed, less one that may have been cached: a prompt's last token always is computed."""
+    """Number of full blocks that were computed, without one that may have been cached: the last token of a prompt is
+    always computed."""
 
 
-class _Kept(Struct):
-    """A decision, and what its rows are made of."""
+class _Entry(Struct):
+    """A decision and the inputs that its rows are made from."""
 
     decision: Decision
-    question: Question
+    request: RoutingRequest
     policy: Policy
-    scored: Sequence[Scored]
+    scored: Sequence[ScoredCandidate]
 
 
-class Decisions:
-    """Those of one model; over the limit the oldest goes."""
+class DecisionLog:
+    """The decisions of one model; at the limit the oldest is dropped."""
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._kept: dict[AttemptId, _Kept] = {}
-        """Oldest first."""
+        self._kept: dict[AttemptId, _Entry] = {}
+        """Decisions by attempt; oldest first."""
 
-    def add(self, selected: Selected, question: Question, verdict: Verdict, at_s: float) -> None:
-        """A choice was made; `selected` has no rows."""
-        rows = tuple(verdict.scored[:ROWS])
-        if verdict.chosen not in rows:  # a policy may pick what it does not score best
-            rows = (*rows[: ROWS - 1], verdict.chosen)
-        cached = selected.overlap.blocks * question.block_size
+    def add(self, selected: Selected, request: RoutingRequest, choice: PolicyChoice, at_s: float) -> None:
+        """Add a choice; `selected` has no rows yet."""
+        rows = tuple(choice.scored[:KEPT_CANDIDATES])
+        if choice.chosen not in rows:  # a policy may pick a candidate that it does not score best
+            rows = (*rows[: KEPT_CANDIDATES - 1], choice.chosen)
+        cached = selected.overlap.blocks * request.block_size
         attempt = selected.request, selected.attempt
         self._kept.pop(attempt, None)
-        self._kept[attempt] = _Kept(
-            Decision(selected, at_s, question.prompt_tokens, cached), question, verdict.policy, rows
+        self._kept[attempt] = _Entry(
+            Decision(selected, at_s, request.prompt_tokens, cached), request, choice.policy, rows
         )
         if len(self._kept) > self._limit:
             del self._kept[next(iter(self._kept))]
 
-    def keeps(self, attempt: AttemptId, candidate: CandidateId) -> bool:
-        """Whether this choice is here."""
-        kept = self._kept.get(attempt)
-        return kept is not None and (kept.decision.selected.instance, kept.decision.selected.rank) == candidate
+    def contains(self, attempt: AttemptId, candidate: CandidateId) -> bool:
+        """Return whether the log has a choice of this candidate for the attempt."""
+        entry = self._kept.get(attempt)
+        return entry is not None and (entry.decision.selected.instance, entry.decision.selected.rank) == candidate
 
-    def prefilled(self, event: Prefilled) -> Prediction | None:
-        """The first token was told; None if it was before, or is of no choice that is kept: two routers may have been
-        asked, and only one's answer was in time."""
-        kept = self._kept.get((event.request, event.attempt))
-        if kept is None or kept.decision.actual_cached_tokens is not None:
+    def record_first_token(self, event: Prefilled) -> Prediction | None:
+        """Record a reported first token. Returns None if it was recorded before, or if the log has no such choice: a
+        frontend may ask two routers and use only the first answer."""
+        entry = self._kept.get((event.request, event.attempt))
+        if entry is None or entry.decision.actual_cached_tokens is not None:
             return None
-        if event.instance not in ("", kept.decision.selected.instance):
+        if event.instance not in ("", entry.decision.selected.instance):
             return None
-        decision, block_size = kept.decision, kept.question.block_size
+        decision, block_size = entry.decision, entry.request.block_size
         actual_tokens = min(max(event.cached_tokens, 0), decision.prompt_tokens)
         decision.actual_cached_tokens = actual_tokens
         decision.first_token_s = event.first_token_s if event.first_token_s > 0 else None
@@ -111,56 +114,57 @@ class Decisions:
             (decision.prompt_tokens - 1) // block_size - actual_tokens // block_size,
         )
 
-    def ended(self, attempt: AttemptId, now_s: float) -> None:
-        """Its end was told."""
-        kept = self._kept.get(attempt)
-        if kept is not None and kept.decision.ended_s is None:
-            kept.decision.ended_s = now_s - kept.decision.at_s
+    def record_end(self, attempt: AttemptId, now_s: float) -> None:
+        """Record the end of an attempt."""
+        entry = self._kept.get(attempt)
+        if entry is not None and entry.decision.ended_s is None:
+            entry.decision.ended_s = now_s - entry.decision.at_s
 
-    def of(self, attempt: AttemptId) -> Decision:
-        """One that is kept, with its rows."""
-        return _in_words(self._kept[attempt])
+    def get(self, attempt: AttemptId) -> Decision:
+        """Return a decision of the log, with its rows."""
+        return _with_candidates(self._kept[attempt])
 
-    def explain(self, request: str, latest: int) -> list[Decision]:
-        """The latest kept of a request, or of all requests where it is empty; oldest first, with their rows. A client's
-        own name for it does as well, before the hyphen and what the frontend added: then there may be several. So there
-        are where the request asks for several things, whose names differ behind a slash."""
-        found = [kept for (name, _), kept in self._kept.items() if request in ("", name, *_names(name))]
-        return [_in_words(kept) for kept in found[-latest:]]
+    def find(self, request: str, latest: int) -> list[Decision]:
+        """Return the latest decisions of a request, or of all requests if `request` is empty; oldest first, with their
+        rows. `request` may also be the client's own id, which is the part before the hyphen and the frontend's suffix;
+        several requests may have it. A request for several choices has several decisions, whose ids differ after a
+        slash."""
+        found = [entry for (name, _), entry in self._kept.items() if request in ("", name, *_client_ids(name))]
+        return [_with_candidates(entry) for entry in found[-latest:]]
 
     def validate(self) -> None:
         """Assert every invariant."""
         assert len(self._kept) <= self._limit
-        assert all(1 <= len(kept.scored) <= ROWS for kept in self._kept.values())
+        assert all(1 <= len(entry.scored) <= KEPT_CANDIDATES for entry in self._kept.values())
 
 
-def _names(name: str) -> tuple[str, str]:
-    """Of the whole request, and of that its client's own."""
+def _client_ids(name: str) -> tuple[str, str]:
+    """Return the id of the whole request, and the client's own part of that."""
     whole = name.partition("/")[0]
     return whole, whole.rpartition("-")[0]
 
 
-def _in_words(kept: _Kept) -> Decision:
-    rows = tuple(_row(kept, scored) for scored in kept.scored)
-    selected = msgspec.structs.replace(kept.decision.selected, candidates=rows)
-    return msgspec.structs.replace(kept.decision, selected=selected)
+def _with_candidates(entry: _Entry) -> Decision:
+    rows = tuple(_row(entry, scored) for scored in entry.scored)
+    selected = msgspec.structs.replace(entry.decision.selected, candidates=rows)
+    return msgspec.structs.replace(entry.decision, selected=selected)
 
 
-def _row(kept: _Kept, scored: Scored) -> Candidate:
-    facts = scored.facts
-    first_token_s = predicted_s(facts, kept.question)
+def _row(entry: _Entry, scored: ScoredCandidate) -> Candidate:
+    candidate = scored.candidate
+    first_token_s = predicted_first_token_s(candidate, entry.request)
     return Candidate(
-        instance=facts.candidate[0],
-        rank=facts.candidate[1],
-        overlap=facts.overlap,
-        score=_told(scored.score),
-        active_blocks=min(facts.load.active_blocks, _COUNT_MOST),
-        queued_tokens=min(facts.load.queued_tokens, _COUNT_MOST),
-        reason=reason(kept.policy, kept.question, facts)[0],
-        predicted_s=None if first_token_s is None else round(_told(first_token_s), 6),
+        instance=candidate.id[0],
+        rank=candidate.id[1],
+        overlap=candidate.overlap,
+        score=_finite(scored.score),
+        active_blocks=min(candidate.load.active_blocks, _COUNT_MOST),
+        queued_tokens=min(candidate.load.queued_tokens, _COUNT_MOST),
+        reason=explain_candidate(entry.policy, entry.request, candidate)[0],
+        predicted_s=None if first_token_s is None else round(_finite(first_token_s), 6),
     )
 
 
-def _told(number: float) -> float:
-    """As JSON can tell it, which knows no infinity."""
+def _finite(number: float) -> float:
+    """Return a number that JSON can express, which has no infinity."""
     return max(-sys.float_info.max, min(float(number), sys.float_info.max))

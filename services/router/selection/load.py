@@ -1,22 +1,25 @@
-"""How busy each candidate is: reservations, corrected by the workers' own reports. Pure.
+"""The load of each candidate: reservations, corrected by the workers' own reports. Pure.
 
     reserved ──▶ prefill ──▶ decode ──▶ released
                         Prefilled   Finished, a lease that ended, or a worker that does not know the attempt
 
-A candidate's load is what its last report says, moved on by what has been told since:
+A candidate's load is its last report, updated by the events since:
 
     queued tokens = reported waiting tokens - those of known attempts that were prefilled since
                     + uncached tokens of reservations that the report does not know yet and that are not prefilled
     active blocks = reported held blocks - those of known attempts that ended since
                     + blocks of reservations that the report does not know yet
 
-Of a question with a priority, prompt tokens reserved at a lower one are not ahead: workers compute the higher first.
+For a request with a priority, prompt tokens reserved at a lower priority are not ahead of it: workers compute the
+higher priority first.
 
-Events come in any order and more than once: what is told of an attempt before its reservation is remembered, up to a
-bound. Nothing is released by a timer alone: an attempt is given up only when reports keep coming without it.
+Events come in any order and may come more than once. The end or first token of an attempt that comes before its
+reservation is remembered, up to a limit. No reservation is released by a timer alone: an attempt is given up only when
+reports keep coming without it.
 
-A worker *stands still* when its reports show work and no engine step for `frozen_s`, or when no report has come for
-that long. Only one who listens all the time can tell: whoever was cut off, or stood still himself, starts afresh.
+A worker is *frozen* when its reports show work but no engine step for `frozen_s`, or when no report has come for that
+long. Only a router that receives reports without interruption can tell. A router that was cut off, or was frozen
+itself, therefore starts again from the time of its recovery.
 """
 
 from __future__ import annotations
@@ -34,52 +37,53 @@ AttemptId = tuple[str, int]
 
 
 class CandidateLoad(Struct, frozen=True, gc=False):
-    """One candidate's load as of now."""
+    """The load of one candidate, as of now."""
 
     requests: int = 0
-    """Attempts reserved, prefilling or decoding."""
+    """Number of attempts reserved, prefilling or decoding."""
     queued_tokens: int = 0
-    """Prompt tokens still to be computed."""
+    """Number of prompt tokens still to be computed."""
     active_blocks: int = 0
-    """Blocks that running attempts use, or will."""
+    """Number of blocks that running attempts use, or will use."""
 
 
 IDLE = CandidateLoad()
 _PRIORITIES_LIMIT = 16
-"""Remembered at once."""
+"""Most priorities remembered at once."""
 
 
-class Speed(Struct, frozen=True, gc=False):
-    """How fast one worker is, as it reports; 0: not told."""
+class WorkerSpeed(Struct, frozen=True, gc=False):
+    """The speed that one worker reports; 0 if unknown."""
 
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
-    """A step that only decodes, with what runs there now."""
+    """Seconds of a step that only decodes, with the attempts that run there now."""
 
 
-UNTOLD = Speed()
+UNKNOWN_SPEED = WorkerSpeed()
 
 
 class LoadStatistics(Struct, frozen=True):
-    """Counts of the whole."""
+    """Counts over all candidates."""
 
     reservations: int
     remembered: int
-    """Attempts whose end or first token was told before their reservation, or that ended lately."""
+    """Number of attempts whose end or first token came before their reservation, or that ended lately."""
     forgotten: int
-    """Released because the worker's reports did not know them, or at the limit, since the start."""
+    """Number of reservations released, since the start, because the worker's reports did not have them, or at the
+    limit."""
 
 
-class Reservation(Struct):
-    """One attempt's load; changed by `Load` alone."""
+class PromptReservation(Struct):
+    """The load of one attempt; only LoadTracker changes it."""
 
     reserved: Reserved
     since_s: float
     prefilled: bool = False
     known: bool = False
-    """In the candidate's last report."""
+    """Whether the candidate's last report has the attempt."""
     known_s: float = 0.0
-    """When a report last had it."""
+    """When a report last had the attempt."""
 
     @property
     def candidate(self) -> CandidateId:
@@ -91,22 +95,22 @@ class Reservation(Struct):
 
 
 @dataclass(slots=True)
-class _Place:
-    """One candidate's sums."""
+class _CandidateSums:
+    """The sums over one candidate's reservations and its last report."""
 
     attempts: set[AttemptId] = field(default_factory=set)
     reported_requests: int = 0
-    """In the last report, less those of ours in it."""
+    """Number of attempts in the last report that have no reservation here."""
     reported_tokens: int = 0
     reported_blocks: int = 0
     new_tokens: int = 0
-    """Of reservations that the report does not know and that are not prefilled."""
+    """Uncached tokens of reservations that the report does not have and that are not prefilled."""
     new_blocks: int = 0
-    """Of reservations that the report does not know."""
+    """Blocks of reservations that the report does not have."""
     queued: dict[int, int] = field(default_factory=dict)
     """Priority → tokens of all reservations that are not prefilled."""
     loads: dict[int, CandidateLoad] = field(default_factory=dict)
-    """Priority → what these sums come to for a question of that priority: a memo, emptied when they change."""
+    """Priority → load as a request of that priority meets it; a memo, emptied when a sum changes."""
 
     def load(self, priority: int) -> CandidateLoad:
         if len(self.loads) >= _PRIORITIES_LIMIT:
@@ -119,8 +123,8 @@ class _Place:
         )
         return load
 
-    def queue(self, reservation: Reservation, tokens: int) -> None:
-        """So many tokens of the reservation are queued more, or less."""
+    def queue(self, reservation: PromptReservation, tokens: int) -> None:
+        """Change the number of queued tokens at the reservation's priority by `tokens`, which may be negative."""
         priority = reservation.reserved.priority
         self.queued[priority] = self.queued.get(priority, 0) + tokens
         if not self.queued[priority]:
@@ -128,18 +132,18 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _Worker:
-    """One instance's last report."""
+class _WorkerReport:
+    """The progress in one instance's last report."""
 
     progress: int
     busy: bool
     heard_s: float
     moved_s: float
-    """When it last made a step, or had nothing to do."""
+    """When it last made a step or had no work."""
 
 
-class Load:
-    """All reservations of one model. Times are seconds on any clock that only grows."""
+class LoadTracker:
+    """All reservations of one model. Times are seconds on any monotonic clock."""
 
     def __init__(
         self,
@@ -155,35 +159,35 @@ class Load:
         self._grace_s = grace_s
         self._unknown_s = unknown_s
         self._frozen_s = frozen_s
-        self._reservations: dict[AttemptId, Reservation] = {}
-        self._places: dict[CandidateId, _Place] = {}
+        self._reservations: dict[AttemptId, PromptReservation] = {}
+        self._sums: dict[CandidateId, _CandidateSums] = {}
         self._frontends: dict[str, set[AttemptId]] = {}
-        self.speeds: dict[str, Speed] = {}
-        """By instance, as last reported; of those that have reported."""
-        self._workers: dict[str, _Worker] = {}
-        """By instance, the same."""
-        self._looked_s: float | None = None
-        self._early: OrderedDict[AttemptId, bool] = OrderedDict()
-        """Attempts without a reservation: True ended, False prefilled; oldest first."""
+        self.speeds: dict[str, WorkerSpeed] = {}
+        """Speed by instance, as last reported; instances that have not reported have no entry."""
+        self._workers: dict[str, _WorkerReport] = {}
+        """Progress by instance, with the same keys as `speeds`."""
+        self._checked_s: float | None = None
+        self._without_reservation: OrderedDict[AttemptId, bool] = OrderedDict()
+        """Attempts without a reservation; oldest first. True: the attempt ended; False: it was prefilled."""
         self._forgotten = 0
 
     # --- events
 
-    def reserved(self, event: Reserved, now_s: float) -> bool:
-        """Take on an attempt's load; False for one that is there already or has ended. At the limit the oldest
-        reservation goes."""
+    def add_reservation(self, event: Reserved, now_s: float) -> bool:
+        """Add an attempt's load; return False for an attempt that is reserved already or has ended. At the limit the
+        oldest reservation is released."""
         attempt = event.request, event.attempt
-        early = self._early.get(attempt)
+        early = self._without_reservation.get(attempt)
         if attempt in self._reservations or early:
             return False
         if len(self._reservations) >= self._limit:
             self._forgotten += 1
             self._release(next(iter(self._reservations)))
-        self._early.pop(attempt, None)
-        reservation = Reservation(event, since_s=now_s, prefilled=early is not None)
+        self._without_reservation.pop(attempt, None)
+        reservation = PromptReservation(event, since_s=now_s, prefilled=early is not None)
         self._reservations[attempt] = reservation
         self._frontends.setdefault(event.frontend, set()).add(attempt)
-        place = self._places.setdefault(reservation.candidate, _Place())
+        place = self._sums.setdefault(reservation.candidate, _CandidateSums())
         place.attempts.add(attempt)
         place.new_blocks += event.blocks
         place.new_tokens += reservation.queued_tokens
@@ -191,35 +195,35 @@ class Load:
         place.loads.clear()
         return True
 
-    def prefilled(self, attempt: AttemptId) -> Reservation | None:
-        """Its first token has come; the reservation, the first time."""
+    def mark_prefilled(self, attempt: AttemptId) -> PromptReservation | None:
+        """Record the first token of an attempt. Returns its reservation the first time, else None."""
         reservation = self._reservations.get(attempt)
         if reservation is None:
             self._remember(attempt, ended=False)
             return None
         if reservation.prefilled:
             return None
-        self._take_tokens(reservation)
+        self._unqueue(reservation)
         reservation.prefilled = True
         return reservation
 
-    def finished(self, attempt: AttemptId) -> None:
-        """It has ended; whatever is told of it later is ignored."""
+    def mark_finished(self, attempt: AttemptId) -> None:
+        """Release an attempt that has ended; later events about it are ignored."""
         if attempt in self._reservations:
             self._release(attempt)
         self._remember(attempt, ended=True)
 
-    def reported(self, report: LoadReport, now_s: float, *, ranks: int = 1) -> None:
-        """A worker's own account. Of an instance with several ranks only which attempts it has is taken from it: the
-        rest is their sum, and nobody says whose."""
-        self._heard(report, now_s)
+    def apply_report(self, report: LoadReport, now_s: float, *, ranks: int = 1) -> None:
+        """Apply a worker's own report. Of an instance with several ranks only the attempts are used: the other figures
+        are sums over the ranks."""
+        self._update_worker(report, now_s)
         alone = ranks == 1
         if alone:
-            self._places.setdefault((report.instance, 0), _Place())
-        places = [(report.instance, rank) for rank in range(ranks) if (report.instance, rank) in self._places]
+            self._sums.setdefault((report.instance, 0), _CandidateSums())
+        places = [(report.instance, rank) for rank in range(ranks) if (report.instance, rank) in self._sums]
         running = set(report.attempts)
         for candidate in places:
-            place = self._places[candidate]
+            place = self._sums[candidate]
             place.new_tokens = place.new_blocks = 0
             place.queued.clear()
             place.loads.clear()
@@ -244,22 +248,22 @@ class Load:
                 ours = sum(self._reservations[attempt].known for attempt in place.attempts)
                 place.reported_requests = max(report.waiting + report.running - ours, 0)
 
-    def _heard(self, report: LoadReport, now_s: float) -> None:
+    def _update_worker(self, report: LoadReport, now_s: float) -> None:
         busy = report.waiting + report.running > 0
-        self.speeds[report.instance] = Speed(_told(report.prefill_tokens_per_s), _told(report.step_s))
+        self.speeds[report.instance] = WorkerSpeed(_plausible(report.prefill_tokens_per_s), _plausible(report.step_s))
         worker = self._workers.get(report.instance)
         if worker is None:
-            self._workers[report.instance] = _Worker(report.progress, busy, now_s, now_s)
+            self._workers[report.instance] = _WorkerReport(report.progress, busy, now_s, now_s)
             return
         if report.progress != worker.progress or not (busy and worker.busy):
             worker.moved_s = now_s
         worker.progress, worker.busy, worker.heard_s = report.progress, busy, now_s
 
-    def standing_still(self, now_s: float, *, listening: bool = True) -> frozenset[str]:
-        """The instances that stand still, as of now; to be asked a few times a second. Not `listening`: reports may
-        have been missed since the last time."""
-        asleep = self._looked_s is None or now_s - self._looked_s > self._frozen_s / 2
-        self._looked_s = now_s
+    def frozen_instances(self, now_s: float, *, listening: bool = True) -> frozenset[str]:
+        """Return the instances that are frozen now; to be called a few times a second. `listening` is False if reports
+        may have been missed since the last call."""
+        asleep = self._checked_s is None or now_s - self._checked_s > self._frozen_s / 2
+        self._checked_s = now_s
         if asleep or not listening:
             for worker in self._workers.values():
                 worker.heard_s = worker.moved_s = now_s
@@ -270,63 +274,63 @@ class Load:
             if worker.heard_s <= since_s or (worker.busy and worker.moved_s <= since_s)
         )
 
-    def frontend_gone(self, frontend: str) -> list[AttemptId]:
-        """Its lease ended: what it asked for is released."""
+    def remove_frontend(self, frontend: str) -> list[AttemptId]:
+        """Release the reservations of a frontend whose lease ended."""
         attempts = sorted(self._frontends.get(frontend, ()))
         for attempt in attempts:
             self._release(attempt)
         return attempts
 
-    def withdrawn(self, attempt: AttemptId) -> None:
-        """A reservation that nobody is to count; the attempt may be reserved again."""
+    def withdraw(self, attempt: AttemptId) -> None:
+        """Release a reservation that must not count; the attempt may be reserved again."""
         if attempt in self._reservations:
             self._release(attempt)
 
-    def instance_gone(self, instance: str) -> list[AttemptId]:
-        """Its lease ended: what was reserved there is released, and its reports are forgotten."""
+    def remove_instance(self, instance: str) -> list[AttemptId]:
+        """Release the reservations at an instance whose lease ended, and forget its reports."""
         released: list[AttemptId] = []
         self._workers.pop(instance, None)
         self.speeds.pop(instance, None)
-        for candidate in [place for place in self._places if place[0] == instance]:
-            for attempt in sorted(self._places[candidate].attempts):
+        for candidate in [place for place in self._sums if place[0] == instance]:
+            for attempt in sorted(self._sums[candidate].attempts):
                 self._release(attempt)
                 released.append(attempt)
-            self._places.pop(candidate, None)
+            self._sums.pop(candidate, None)
         return released
 
     # --- questions
 
-    def of(self, candidate: CandidateId, priority: int = 0) -> CandidateLoad:
-        """The candidate's load as of now, as a question of that priority meets it."""
-        place = self._places.get(candidate)
+    def load_of(self, candidate: CandidateId, priority: int = 0) -> CandidateLoad:
+        """Return the candidate's load, as of now, as a request of that priority meets it."""
+        place = self._sums.get(candidate)
         if place is None:
             return IDLE
         return place.loads.get(priority) or place.load(priority)
 
     def candidate_of(self, attempt: AttemptId) -> CandidateId | None:
-        """Where an attempt that has not ended is reserved."""
+        """Return the candidate where an attempt that has not ended is reserved."""
         reservation = self._reservations.get(attempt)
         return None if reservation is None else reservation.candidate
 
     def statistics(self) -> LoadStatistics:
-        """Counts, in constant time."""
-        return LoadStatistics(len(self._reservations), len(self._early), self._forgotten)
+        """Return counts, in constant time."""
+        return LoadStatistics(len(self._reservations), len(self._without_reservation), self._forgotten)
 
-    def living(self) -> list[Reservation]:
-        """All reservations as of now, oldest first; for a router that starts. Linear."""
+    def reservations(self) -> list[PromptReservation]:
+        """Return all reservations, oldest first, for a router that starts. Linear."""
         return list(self._reservations.values())
 
     # --- changes
 
     def _remember(self, attempt: AttemptId, *, ended: bool) -> None:
-        ended = self._early.pop(attempt, False) or ended
-        self._early[attempt] = ended
-        if len(self._early) > self._remembered_limit:
-            self._early.popitem(last=False)
+        ended = self._without_reservation.pop(attempt, False) or ended
+        self._without_reservation[attempt] = ended
+        if len(self._without_reservation) > self._remembered_limit:
+            self._without_reservation.popitem(last=False)
 
-    def _take_tokens(self, reservation: Reservation) -> None:
-        """Its prompt is not queued any more."""
-        place = self._places[reservation.candidate]
+    def _unqueue(self, reservation: PromptReservation) -> None:
+        """Take the prompt of the reservation out of the queued tokens."""
+        place = self._sums[reservation.candidate]
         tokens = reservation.queued_tokens
         place.queue(reservation, -tokens)
         place.loads.clear()
@@ -337,8 +341,8 @@ class Load:
 
     def _release(self, attempt: AttemptId) -> None:
         reservation = self._reservations[attempt]
-        self._take_tokens(reservation)
-        place = self._places[reservation.candidate]
+        self._unqueue(reservation)
+        place = self._sums[reservation.candidate]
         blocks = reservation.reserved.blocks
         if reservation.known:
             place.reported_blocks = max(place.reported_blocks - blocks, 0)
@@ -346,12 +350,12 @@ class Load:
             place.new_blocks -= blocks
         self._drop(attempt)
         if not place.attempts and not (place.reported_requests or place.reported_tokens or place.reported_blocks):
-            del self._places[reservation.candidate]
+            del self._sums[reservation.candidate]
 
     def _drop(self, attempt: AttemptId) -> None:
-        """Take the attempt out of every table; its sums are the caller's."""
+        """Remove the attempt from every table; the caller updates the sums."""
         reservation = self._reservations.pop(attempt)
-        self._places[reservation.candidate].attempts.discard(attempt)
+        self._sums[reservation.candidate].attempts.discard(attempt)
         frontend = self._frontends[reservation.reserved.frontend]
         frontend.discard(attempt)
         if not frontend:
@@ -360,12 +364,14 @@ class Load:
     def validate(self) -> None:
         """Assert every invariant. Linear in the reservations."""
         assert len(self._reservations) <= self._limit
-        assert len(self._early) <= self._remembered_limit
+        assert len(self._without_reservation) <= self._remembered_limit
         assert self.speeds.keys() == self._workers.keys()
-        assert all(not self._early.get(attempt) for attempt in self._reservations), "an ended attempt is reserved"
+        assert all(not self._without_reservation.get(attempt) for attempt in self._reservations), (
+            "an ended attempt is reserved"
+        )
         assert sum(len(attempts) for attempts in self._frontends.values()) == len(self._reservations)
-        assert sum(len(place.attempts) for place in self._places.values()) == len(self._reservations)
-        for candidate, place in self._places.items():
+        assert sum(len(place.attempts) for place in self._sums.values()) == len(self._reservations)
+        for candidate, place in self._sums.items():
             here = [self._reservations[attempt] for attempt in place.attempts]
             assert all(reservation.candidate == candidate for reservation in here)
             new = [reservation for reservation in here if not reservation.known]
@@ -376,6 +382,6 @@ class Load:
             assert min(place.reported_requests, place.reported_tokens, place.reported_blocks) >= 0
 
 
-def _told(rate: float) -> float:
-    """As reported, if it can be: what policies make of it must stay a number."""
+def _plausible(rate: float) -> float:
+    """Return the reported rate, or 0 if it is not plausible: policies compute with it and must get a finite number."""
     return rate if 1e-9 < rate < 1e12 else 0.0

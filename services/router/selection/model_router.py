@@ -1,12 +1,12 @@
-"""One model's routing: who can serve it, what they cache, how busy they are, and the choice among them. Pure.
+"""Routing for one model: who can serve it, what they cache, how busy they are, and the choice among them. Pure.
 
-Select ──▶ checked ──▶ seats ──▶ facts: overlap, load ──▶ chooser: the policy ──▶ reserved ──▶ Selected
-                                   ▲              ▲                                  │
-                index, speculation, history      load ◀──────────────────────────────┘  in the same step, so that the
-                                                                                        next question sees it
+Select ──▶ validated ──▶ eligible ──▶ states: overlap, load ──▶ guard: the policy ──▶ reserved ──▶ Selected
+                                        ▲           ▲                                    │
+                     index, speculation, history   load ◀────────────────────────────────┘  in the same step, so that
+                                                                                            the next request sees it
 
-A question asked again, because its answer was late or lost, is answered with what is reserved for it, here or by
-another router, as long as that may be chosen: so it runs where all routers count it.
+A frontend repeats a Select if the answer was late or lost. The repeated Select is answered with the reservation that
+this or another router has for it, as long as that candidate is eligible: so the attempt runs where all routers count it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ import msgspec
 from msgspec import Struct
 
 from services.router.config import RouterConfig
-from services.router.index.chains import Chains, Clearing
+from services.router.index.chains import Chains, SlotCleanup
 from services.router.index.index import CandidateId, Index
-from services.router.index.store_ids import Store, same_worker, store_of
-from services.router.selection.candidates import DISK_BYTES_PER_S, HOST_BYTES_PER_S, Facts, Fleet, Question, predicted_s
-from services.router.selection.decision_log import Decision, Decisions, Prediction
-from services.router.selection.eligibility import Nobody, Refusal, Seats
-from services.router.selection.load import UNTOLD, Load
+from services.router.index.shared_stores import StoreId, store_id_of
+from services.router.selection.candidates import (
+    DISK_BYTES_PER_S,
+    HOST_BYTES_PER_S,
+    CandidateState,
+    FleetAverage,
+    RoutingRequest,
+    predicted_first_token_s,
+)
+from services.router.selection.decision_log import Decision, DecisionLog, Prediction
+from services.router.selection.eligibility import Eligibility, NoCandidate, Refusal
+from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
 from services.router.selection.policy import Policy
-from services.router.selection.policy_guard import Chooser, Trouble, Verdict
-from services.router.selection.speculation import Run, Speculation
+from services.router.selection.policy_guard import PolicyChoice, PolicyFault, PolicyGuard
+from services.router.selection.speculation import ExpectedRun, Speculation
 from shared.errors import ProtocolError
 from shared.hashing import unpack_hashes
 from shared.messages import (
@@ -45,26 +52,26 @@ from shared.messages import (
     SelectRefused,
 )
 
-RETRY_MOST_S = 60.0
-"""What those who are refused for the wait are told at most."""
+RETRY_AFTER_LIMIT_S = 60.0
+"""Upper limit in seconds of `retry_after_s` when a request is refused because its wait would be too long."""
 _ID_LIMIT = 256
 _EXCLUDED_LIMIT = 4096
-_EXPIRED_A_TICK = 1000
+_EXPIRED_PER_TICK = 1000
 _NOTHING = Overlap()
 
 
-class Choice(Struct, frozen=True):
-    """The answer to a Select, and what the other routers must hear."""
+class Selection(Struct, frozen=True):
+    """The answer to a Select, and the reservation that the other routers must hear of."""
 
     reply: Selected | SelectRefused
     reserved: Reserved | None = None
-    """None: nothing new is."""
-    trouble: Trouble | None = None
-    """What was wrong with the policy; the reply is right all the same."""
+    """The new reservation; None if nothing new was reserved."""
+    fault: PolicyFault | None = None
+    """What was wrong with the policy, if anything; the reply is valid all the same."""
 
 
 class ModelRouter:
-    """State and decisions for one model. Times are seconds on a clock that only grows."""
+    """State and decisions for one model. Times are seconds on a monotonic clock."""
 
     def __init__(
         self,
@@ -75,54 +82,56 @@ class ModelRouter:
         draw: Random,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`clock` times the policy, which is not timed without one."""
+        """Create the router of a model without instances. `clock` times the policy; without it the policy is not
+        timed."""
         self.model = model
         self.index = Index(limit_bytes=config.index.limit_bytes)
-        self.load = Load(
+        self.load = LoadTracker(
             limit=config.load.limit,
             grace_s=config.load.grace_s,
             unknown_s=config.load.unknown_s,
             frozen_s=config.load.frozen_s,
         )
-        self.chooser = Chooser(
+        self.guard = PolicyGuard(
             *(policy, draw),
             name=config.policy,
             clock=clock,
             budget_s=config.policy_budget_ms / 1000,
             strikes=config.policy_strikes,
         )
-        self.seats = Seats(model, draw, ramp_s=config.load.ramp_s)
-        self.cards = self.seats.cards
+        self.eligibility = Eligibility(model, draw, ramp_s=config.load.ramp_s)
+        self.cards = self.eligibility.cards
         self.chains: dict[CandidateId, Chains] = {}
-        self.stores: dict[Store, Chains] = {}
-        """What the kvbms hold that are followed: no candidates, but what they hold counts for those attached."""
-        self.attached: dict[Store, set[str]] = {}
-        """The instances whose cards name it, followed or not; none without any."""
-        self.decisions = Decisions(limit=max(config.explained, 1))
+        self.stores: dict[StoreId, Chains] = {}
+        """Blocks of the followed stores. A store is not a candidate; its blocks count for the instances attached to
+        it."""
+        self.instances_of_store: dict[StoreId, set[str]] = {}
+        """Store → the instances whose cards name it, whether or not it is followed; never empty."""
+        self.decisions = DecisionLog(limit=max(config.explained, 1))
         self._router = router
         self._config = config
         self._without_events: set[str] = set()
         limit_bytes = config.index.speculation_limit_bytes
         self.speculation = Speculation(ttl_s=config.index.speculation_s, limit_bytes=limit_bytes)
         self.history = Speculation(ttl_s=config.index.history_s, limit_bytes=limit_bytes)
-        """The same for instances that send no events, kept longer and renewed by use."""
+        """Speculation for instances that send no events: kept longer, and renewed by use."""
 
     # --- who is there
 
-    def card_up(self, card: ModelCard, now_s: float = 0.0) -> None:
-        """An instance serves the model now. One that did so in another way before goes down first, unless only what it
-        is attached to is another."""
+    def add_card(self, card: ModelCard, now_s: float = 0.0) -> None:
+        """Add an instance that serves the model, or update its card. If more than its store differs from the card
+        before, the instance must be removed first (`same_worker`)."""
         before = self.cards.get(card.instance)
         if before is None:
-            self.seats.up(card, now_s)
+            self.eligibility.add_card(card, now_s)
             for rank in range(max(card.ranks, 1)):
                 candidate = card.instance, rank
                 self.chains[candidate] = self._new_chains(candidate, card)
-            self._attach(card.instance, None, store_of(card))
+            self._link_store(card.instance, None, store_id_of(card))
         else:
             assert same_worker(before, card)
             self.cards[card.instance] = card
-            self._attach(card.instance, store_of(before), store_of(card))
+            self._link_store(card.instance, store_id_of(before), store_id_of(card))
 
     def _new_chains(self, candidate: CandidateId, card: ModelCard) -> Chains:
         return Chains(
@@ -134,122 +143,125 @@ class ModelRouter:
             orphan_limit_blocks=self._config.index.orphan_limit_blocks,
         )
 
-    def _attach(self, instance: str, before: Store | None, after: Store | None) -> None:
-        """It gets blocks from another store, or from none."""
+    def _link_store(self, instance: str, before: StoreId | None, after: StoreId | None) -> None:
+        """Link the instance to another store, or to none."""
         if before == after:
             return
         if before is not None:
-            self.attached[before].discard(instance)
-            if not self.attached[before]:
-                del self.attached[before]
+            self.instances_of_store[before].discard(instance)
+            if not self.instances_of_store[before]:
+                del self.instances_of_store[before]
         if after is not None:
-            self.attached.setdefault(after, set()).add(instance)
+            self.instances_of_store.setdefault(after, set()).add(instance)
         for rank in range(max(self.cards[instance].ranks, 1)):
-            self.index.borrow((instance, rank), None if after is None else (after, 0))
-            self.chains[instance, rank].attach(None if after is None else self.stores.get(after))
+            self.index.set_lender((instance, rank), None if after is None else (after, 0))
+            self.chains[instance, rank].link_store(None if after is None else self.stores.get(after))
 
-    def card_down(self, instance: str) -> list[Clearing]:
-        """It serves the model no longer: its blocks and reservations are gone. Returns the clearing left to do."""
+    def remove_instance(self, instance: str) -> list[SlotCleanup]:
+        """Remove the blocks and reservations of an instance that no longer serves the model. Returns the cleanup left
+        to do."""
         if instance not in self.cards:
             return []
-        self.load.instance_gone(instance)
-        self._attach(instance, store_of(self.cards[instance]), None)
-        self.seats.down(instance)
+        self.load.remove_instance(instance)
+        self._link_store(instance, store_id_of(self.cards[instance]), None)
+        self.eligibility.remove_card(instance)
         self._without_events.discard(instance)
         gone = [candidate for candidate in self.chains if candidate[0] == instance]
         return [self.chains.pop(candidate).close() for candidate in gone]
 
-    def store_up(self, name: Store) -> Chains:
-        """What the store holds is told to these chains from now on. Somebody is attached to it."""
+    def add_store(self, name: StoreId) -> Chains:
+        """Start to follow a store that at least one instance is attached to; its events are to be applied to the
+        returned chains."""
         assert name not in self.stores
-        card = self.cards[next(iter(self.attached[name]))]
+        card = self.cards[next(iter(self.instances_of_store[name]))]
         chains = self.stores[name] = self._new_chains((name, 0), card)
-        for worker in self._chains_attached(name):
-            worker.attach(chains)
+        for worker in self._chains_linked_to(name):
+            worker.link_store(chains)
         return chains
 
-    def store_down(self, name: Store) -> Clearing:
-        """It is followed no longer. Returns the clearing left to do."""
-        for worker in self._chains_attached(name):
-            worker.attach(None)
+    def remove_store(self, name: StoreId) -> SlotCleanup:
+        """Stop following a store. Returns the cleanup left to do."""
+        for worker in self._chains_linked_to(name):
+            worker.link_store(None)
         return self.stores.pop(name).close()
 
-    def _chains_attached(self, name: Store) -> list[Chains]:
-        instances = self.attached.get(name, ())
+    def _chains_linked_to(self, name: StoreId) -> list[Chains]:
+        instances = self.instances_of_store.get(name, ())
         return [
             self.chains[instance, rank] for instance in instances for rank in range(max(self.cards[instance].ranks, 1))
         ]
 
-    def sends_events(self, instance: str, sends: bool) -> None:
-        """Whether events tell what the instance caches; without, what was routed there is all we know."""
+    def set_sends_events(self, instance: str, sends: bool) -> None:
+        """Set whether the instance sends events. Without events, the prompts routed there are all that is known of its
+        cache."""
         (self._without_events.discard if sends else self._without_events.add)(instance)
 
     # --- select
 
-    def select(self, ask: Select, now_s: float) -> Choice:
-        """Choose and reserve."""
+    def select(self, ask: Select, now_s: float) -> Selection:
+        """Choose a candidate and reserve the load there."""
         try:
-            hashes = self._checked(ask)
-            seats = self.seats.asked(ask, now_s)
+            hashes = self._validated_hashes(ask)
+            eligible = self.eligibility.eligible(ask, now_s)
         except ProtocolError as wrong:
-            return Choice(_refused(ask, "bad_request", str(wrong)))
-        except Nobody as nobody:
-            return Choice(_refused(ask, nobody.code, str(nobody)))
+            return Selection(_refused(ask, "bad_request", str(wrong)))
+        except NoCandidate as nobody:
+            return Selection(_refused(ask, nobody.code, str(nobody)))
         attempt = ask.request, ask.attempt
         before = self.load.candidate_of(attempt)
         if before is not None:
-            seats = [seat for seat in seats if seat.candidate == before] or seats
-        card = self.cards[seats[0].instance]
+            eligible = [each for each in eligible if each.id == before] or eligible
+        card = self.cards[eligible[0].instance]
         block_size = card.block_size
-        # One token of a prompt is always computed, so its last block is never all cached.
+        # One token of a prompt is always computed, so its last block is never fully cached.
         findable = hashes[: (ask.prompt_tokens - 1) // block_size]
         overlaps = self.index.find(findable)
-        self.speculation.extend(overlaps, findable, ask.hashes, now_s)
-        remembered = self.history.extend(overlaps, findable, ask.hashes, now_s)
-        load, speed, priority = self.load.of, self.load.speeds.get, ask.priority
-        facts = [
-            Facts(
+        self.speculation.extend_overlaps(overlaps, findable, ask.hashes, now_s)
+        remembered = self.history.extend_overlaps(overlaps, findable, ask.hashes, now_s)
+        load, speed, priority = self.load.load_of, self.load.speeds.get, ask.priority
+        candidates = [
+            CandidateState(
                 candidate,
                 overlaps.get(candidate, _NOTHING),
                 load(candidate, priority),
                 total_blocks,
-                speed(instance, UNTOLD),
+                speed(instance, UNKNOWN_SPEED),
                 now_s - since_s,
             )
-            for candidate, instance, total_blocks, since_s, _ in seats
+            for candidate, instance, total_blocks, since_s, _ in eligible
         ]
         block_bytes = _block_bytes(card.kv_layout)
-        question = Question(
-            *(ask.prompt_tokens, block_size, ask.session, priority, Fleet.of(facts)),
+        request = RoutingRequest(
+            *(ask.prompt_tokens, block_size, ask.session, priority, FleetAverage.of(candidates)),
             host_s=block_bytes / HOST_BYTES_PER_S,
             disk_s=block_bytes / DISK_BYTES_PER_S,
         )
-        verdict = self.chooser.choose(question, facts)
-        if ask.wait_limit_s > 0 and before is None and not _in_time([verdict.chosen.facts], ask, question):
-            in_time = _in_time(facts, ask, question)
+        choice = self.guard.choose(request, candidates)
+        if ask.wait_limit_s > 0 and before is None and not _in_time([choice.chosen.candidate], ask, request):
+            in_time = _in_time(candidates, ask, request)
             if not in_time:
-                return Choice(_overloaded(ask, facts, question), trouble=verdict.trouble)
-            verdict = self.chooser.choose(question, in_time)
-        chosen = verdict.chosen.facts
-        repeated = chosen.candidate == before
-        reserved = None if repeated else self._reserve(ask, question, chosen, now_s)
-        self._expect(ask, hashes, chosen, remembered, now_s)
-        selected = self._answer(ask, verdict)
-        if not (repeated and self.decisions.keeps(attempt, chosen.candidate)):
-            self.decisions.add(selected, question, verdict, now_s)
+                return Selection(_overloaded(ask, candidates, request), fault=choice.fault)
+            choice = self.guard.choose(request, in_time)
+        chosen = choice.chosen.candidate
+        repeated = chosen.id == before
+        reserved = None if repeated else self._reserve(ask, request, chosen, now_s)
+        self._speculate(ask, hashes, chosen, remembered, now_s)
+        selected = self._selected(ask, choice)
+        if not (repeated and self.decisions.contains(attempt, chosen.id)):
+            self.decisions.add(selected, request, choice, now_s)
         if ask.explain:
-            selected = self.decisions.of(attempt).selected
-        return Choice(selected, reserved, verdict.trouble)
+            selected = self.decisions.get(attempt).selected
+        return Selection(selected, reserved, choice.fault)
 
-    def _checked(self, ask: Select) -> list[int]:
-        """The prompt's hashes. Raises ProtocolError, naming the field."""
+    def _validated_hashes(self, ask: Select) -> list[int]:
+        """Return the prompt's hashes. Raises ProtocolError, which names the field."""
         if max(len(ask.request), len(ask.frontend), len(ask.session), len(ask.lora)) > _ID_LIMIT or not ask.request:
             raise ProtocolError(f"request, frontend, session and lora have at most {_ID_LIMIT} characters")
         if len(ask.excluded) > _EXCLUDED_LIMIT:
             raise ProtocolError(f"excluded has at most {_EXCLUDED_LIMIT} instances")
         if ask.attempt < 0 or ask.prompt_tokens < 1 or ask.max_tokens < 0:
             raise ProtocolError("attempt and max_tokens are not negative, prompt_tokens is positive")
-        if not (ask.time_left_s >= 0 and ask.wait_limit_s >= 0):  # NaN is not either
+        if not (ask.time_left_s >= 0 and ask.wait_limit_s >= 0):  # also refuses NaN
             raise ProtocolError("time_left_s and wait_limit_s are not negative: nobody waits for the answer any more")
         if len(ask.hashes) > 8 * self._config.most_hashes:
             raise ProtocolError(f"hashes of more than {self._config.most_hashes} blocks")
@@ -268,89 +280,96 @@ class ModelRouter:
             raise ProtocolError("hashes repeat: those of one prompt are all different")
         return hashes
 
-    def _reserve(self, ask: Select, question: Question, chosen: Facts, now_s: float) -> Reserved | None:
-        """What is reserved now; None for an attempt whose end was told."""
-        size = question.block_size
+    def _reserve(self, ask: Select, request: RoutingRequest, chosen: CandidateState, now_s: float) -> Reserved | None:
+        """Reserve the attempt; return None for an attempt that has ended already."""
+        size = request.block_size
         reserved = Reserved(
             request=ask.request,
             attempt=ask.attempt,
             frontend=ask.frontend,
-            instance=chosen.candidate[0],
-            rank=chosen.candidate[1],
+            instance=chosen.id[0],
+            rank=chosen.id[1],
             uncached_tokens=ask.prompt_tokens - chosen.overlap.blocks * size,
             blocks=-(-ask.prompt_tokens // size) - chosen.overlap.device,
             router=self._router,
             priority=ask.priority,
         )
-        self.load.withdrawn((ask.request, ask.attempt))
-        return reserved if self.load.reserved(reserved, now_s) else None
+        self.load.withdraw((ask.request, ask.attempt))
+        return reserved if self.load.add_reservation(reserved, now_s) else None
 
-    def _expect(
-        self, ask: Select, hashes: Sequence[int], chosen: Facts, remembered: Iterable[Run], now_s: float
+    def _speculate(
+        self,
+        ask: Select,
+        hashes: Sequence[int],
+        chosen: CandidateState,
+        remembered: Iterable[ExpectedRun],
+        now_s: float,
     ) -> None:
-        """The prompt's blocks will be where it was sent."""
-        slot = self.chains[chosen.candidate].slot
+        """Expect the prompt's blocks where the prompt was sent."""
+        slot = self.chains[chosen.id].slot
         known = chosen.overlap.blocks
-        if chosen.candidate[0] in self._without_events:
+        if chosen.id[0] in self._without_events:
             self.history.renew([run for run in remembered if run.slot is slot], now_s)
             self.history.add(slot, ask.hashes[8 * known :], now_s)
         else:
             self.speculation.add(slot, ask.hashes[8 * known :], now_s)
-        if self.index.crowded:
+        if self.index.nearly_full:
             self.index.touch(hashes[:known])
 
-    def _answer(self, ask: Select, verdict: Verdict) -> Selected:
-        chosen = verdict.chosen.facts
+    def _selected(self, ask: Select, choice: PolicyChoice) -> Selected:
+        chosen = choice.chosen.candidate
         return Selected(
             request=ask.request,
             attempt=ask.attempt,
-            instance=chosen.candidate[0],
-            rank=chosen.candidate[1],
+            instance=chosen.id[0],
+            rank=chosen.id[1],
             router=self._router,
             overlap=chosen.overlap,
-            reason=verdict.reason,
+            reason=choice.reason,
         )
 
     # --- what happens afterwards
 
-    def told(self, event: LoadEvent, now_s: float) -> Prediction | None:
-        """A load event, of this router or another. Raises ProtocolError on numbers that cannot be."""
+    def apply_load_event(self, event: LoadEvent, now_s: float) -> Prediction | None:
+        """Apply a load event of this or another router. Raises ProtocolError if a number is negative."""
         match event:
             case Reserved():
                 if min(event.attempt, event.rank, event.uncached_tokens, event.blocks) < 0:
                     raise ProtocolError("reserved: a negative number")
-                # Of one that is not here nobody would release it; one that comes later reports what it runs.
+                # No event would release a reservation at an unknown instance; if it joins later, it reports its
+                # attempts.
                 if event.router != self._router and (event.instance, event.rank) in self.chains:
-                    self.load.reserved(event, now_s)
+                    self.load.add_reservation(event, now_s)
             case Prefilled():
-                self.load.prefilled((event.request, event.attempt))
-                return self.decisions.prefilled(event)
+                self.load.mark_prefilled((event.request, event.attempt))
+                return self.decisions.record_first_token(event)
             case Finished():
-                self.load.finished((event.request, event.attempt))
-                self.decisions.ended((event.request, event.attempt), now_s)
+                self.load.mark_finished((event.request, event.attempt))
+                self.decisions.record_end((event.request, event.attempt), now_s)
             case _:
                 assert_never(event)
         return None
 
-    def reported(self, report: LoadReport, now_s: float) -> None:
-        """A worker's own account; of one that does not serve this model nothing is taken."""
+    def apply_load_report(self, report: LoadReport, now_s: float) -> None:
+        """Apply a worker's load report; ignore it if the worker does not serve this model."""
         card = self.cards.get(report.instance)
         if card is not None:
-            self.load.reported(report, now_s, ranks=max(card.ranks, 1))
+            self.load.apply_report(report, now_s, ranks=max(card.ranks, 1))
 
-    def frontend_gone(self, frontend: str) -> None:
-        """Its lease ended."""
-        self.load.frontend_gone(frontend)
+    def remove_frontend(self, frontend: str) -> None:
+        """Release the reservations of a frontend whose lease ended."""
+        self.load.remove_frontend(frontend)
 
     def tick(self, now_s: float, *, listening: bool = True) -> None:
-        """What time alone changes; some ten times a second. Not `listening`: messages may have been missed."""
-        self.seats.standing_still = self.load.standing_still(now_s, listening=listening)
-        self.speculation.expire(now_s, runs=_EXPIRED_A_TICK)
-        self.history.expire(now_s, runs=_EXPIRED_A_TICK)
+        """Update what depends on time; to be called some ten times a second. `listening` is False if messages may have
+        been missed."""
+        self.eligibility.frozen = self.load.frozen_instances(now_s, listening=listening)
+        self.speculation.expire(now_s, runs=_EXPIRED_PER_TICK)
+        self.history.expire(now_s, runs=_EXPIRED_PER_TICK)
 
     def explain(self, request: str, latest: int = 20) -> list[Decision]:
-        """The latest decisions kept of a request, or of all requests where it is empty; oldest first."""
-        return self.decisions.explain(request, latest)
+        """Return the latest decisions of a request, or of all requests if `request` is empty; oldest first."""
+        return self.decisions.find(request, latest)
 
     def validate(self) -> None:
         """Assert every invariant of every part."""
@@ -363,34 +382,46 @@ class ModelRouter:
             chains.validate()
         for chains in self.stores.values():
             chains.validate()
-        named = {(store_of(card), instance) for instance, card in self.cards.items() if store_of(card) is not None}
-        assert named == {(name, instance) for name, instances in self.attached.items() for instance in instances}
-        assert all(self.attached.values())
-        self.seats.validate()
+        named = {
+            (store_id_of(card), instance) for instance, card in self.cards.items() if store_id_of(card) is not None
+        }
+        assert named == {
+            (name, instance) for name, instances in self.instances_of_store.items() for instance in instances
+        }
+        assert all(self.instances_of_store.values())
+        self.eligibility.validate()
         self.decisions.validate()
 
 
 def _block_bytes(layout: KvLayout) -> int:
-    """Of one block; 0: not known."""
+    """Return the bytes of one block; 0 if unknown."""
     try:
         return layout.block_bytes
-    except KeyError:  # a foreign engine's dtype
+    except KeyError:  # the dtype of a foreign engine
         return 0
 
 
-def _in_time(facts: Sequence[Facts], ask: Select, question: Question) -> list[Facts]:
-    """Those whose first token would come within the asker's limit, and those of which that is not known."""
-    waits = [predicted_s(each, question) for each in facts]
-    return [each for each, wait_s in zip(facts, waits, strict=True) if wait_s is None or wait_s <= ask.wait_limit_s]
+def _in_time(candidates: Sequence[CandidateState], ask: Select, request: RoutingRequest) -> list[CandidateState]:
+    """Return the candidates whose first token would come within the frontend's limit, or whose speed is unknown."""
+    waits = [predicted_first_token_s(each, request) for each in candidates]
+    return [
+        each for each, wait_s in zip(candidates, waits, strict=True) if wait_s is None or wait_s <= ask.wait_limit_s
+    ]
 
 
-def _overloaded(ask: Select, facts: Sequence[Facts], question: Question) -> SelectRefused:
-    """Of `facts` none is in time; it is by the asker's limit sooner, once the soonest has caught up."""
-    soonest_s = min(predicted_s(each, question) or 0.0 for each in facts)
+def _overloaded(ask: Select, candidates: Sequence[CandidateState], request: RoutingRequest) -> SelectRefused:
+    """Refuse a request for which no candidate is in time; `retry_after_s` is when the soonest will have caught up."""
+    soonest_s = min(predicted_first_token_s(each, request) or 0.0 for each in candidates)
     reason = f"the first token would come in {soonest_s:.0f} s at the soonest, the limit is {ask.wait_limit_s:g} s"
-    retry_after_s = min(max(soonest_s - ask.wait_limit_s, 1.0), RETRY_MOST_S)
+    retry_after_s = min(max(soonest_s - ask.wait_limit_s, 1.0), RETRY_AFTER_LIMIT_S)
     return msgspec.structs.replace(_refused(ask, "overloaded", reason), retry_after_s=retry_after_s)
 
 
 def _refused(ask: Select, code: Refusal | Literal["bad_request", "overloaded"], reason: str) -> SelectRefused:
     return SelectRefused(ask.request[:_ID_LIMIT], ask.attempt, code, reason)
+
+
+def same_worker(before: ModelCard, after: ModelCard) -> bool:
+    """Return whether the cards differ at most in the store that the worker is attached to. If so, the worker's own
+    blocks and its reservations are still valid."""
+    return msgspec.structs.replace(before, kvbm=after.kvbm, kvbm_layout=after.kvbm_layout) == after

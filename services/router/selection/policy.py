@@ -1,11 +1,11 @@
-"""Choosing a candidate: the interface of policies, and how one is found by name. Pure.
+"""The interface of routing policies, and how a policy is found by name. Pure.
 
-    candidates ──filter──▶ those that may ──score──▶ lower is better ──pick──▶ the choice
+    candidates ──filter──▶ those worth scoring ──score──▶ lower is better ──pick──▶ the choice
 
-A policy of your own is a class with these three methods, named in the config as `module:attribute`. It is made once
-per model, without arguments, and may keep state. A fourth method, `reason`, is asked for nothing but explanations, and
-only of the candidates that are told: words are dear where every request scores every candidate.
-`services.router.selection.policy_guard` asks it, and what happens when it fails; docs/policies.md has an example.
+A policy of your own is a class with these three methods, named in the config as `module:attribute`. It is created once
+per model, without arguments, and may keep state. A fourth method, `reason`, is optional. It is called only for
+explanations, and only for the candidates that are shown: text is too slow to make for every candidate of every request.
+`services.router.selection.policy_guard` calls the policy and handles its failures; docs/policies.md has an example.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
 
-from services.router.selection.candidates import Facts, Question, Scored
+from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
 from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policies.least_loaded import LeastLoadedPolicy
 from services.router.selection.policies.power_of_two import PowerOfTwoPolicy
@@ -24,32 +24,50 @@ from shared.errors import ConfigError
 from shared.plugin import FAILURES, load_plugin, problem_of, sendable
 
 _REASON_LIMIT = 500
+_PROBLEM_LIMIT = 200
+FAILURES = (Exception, SystemExit)
+"""Exceptions that a policy, being a plug-in, may raise without ending the router."""
 
 
 class Policy(Protocol):
-    """Decides among candidates. Randomness comes in as `draw`, so that the same questions get the same answers."""
+    """Decides among candidates. Random numbers come from `draw`, so that the same requests get the same answers."""
 
-    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
-        """Those worth scoring. None left means that all stay."""
+    def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
+        """Return the candidates worth scoring. If the result is empty, all stay."""
         ...
 
-    def score(self, question: Question, candidate: Facts) -> float:
-        """What the candidate would cost; lower is better."""
+    def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
+        """Return the cost of choosing the candidate; lower is better."""
         ...
 
-    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
-        """One of `scored`, which is not empty."""
+    def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
+        """Return one of `scored`, which is not empty."""
         ...
 
 
-def reason(policy: Policy, question: Question, candidate: Facts) -> tuple[str, str]:
-    """Why `policy` scores the candidate as it does, in words, empty where it does not say; and what went wrong."""
+def explain_candidate(policy: Policy, request: RoutingRequest, candidate: CandidateState) -> tuple[str, str]:
+    """Return (the policy's reason for its score of the candidate, or "" if it gives none; the problem if `reason`
+    failed)."""
     try:
-        tell: Callable[[Question, Facts], object] | None = getattr(policy, "reason", None)
-        return "" if tell is None else sendable(str(tell(question, candidate)), _REASON_LIMIT), ""
-    except FAILURES as wrong:  # words that fail must not fail the choice
+        tell: Callable[[RoutingRequest, CandidateState], object] | None = getattr(policy, "reason", None)
+        return "" if tell is None else _sendable(str(tell(request, candidate))[:_REASON_LIMIT]), ""
+    except FAILURES as wrong:  # a reason that fails must not fail the choice
         problem = problem_of(wrong)
         return f"no reason: {problem}", problem
+
+
+def problem_of(wrong: BaseException) -> str:
+    """Describe an exception of a plug-in as text that can be sent."""
+    try:
+        text = f"{type(wrong).__name__}: {wrong}"
+    except Exception:  # noqa: BLE001 - even `__str__` is foreign code
+        text = type(wrong).__name__
+    return _sendable(text[:_PROBLEM_LIMIT])
+
+
+def _sendable(text: str) -> str:
+    """Replace what UTF-8 cannot encode."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 BUILT_IN: dict[str, Callable[[], Policy]] = {
@@ -62,15 +80,21 @@ BUILT_IN: dict[str, Callable[[], Policy]] = {
 
 
 def load_policy(name: str) -> Callable[[], Policy]:
-    """What makes the policy called `name`, built in or `module:attribute`. Raises ConfigError."""
+    """Return the factory of the policy `name`, which is built in or `module:attribute`. Raises ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    made = load_plugin("policy", name, BUILT_IN)
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(f"policy {name}: not one of {', '.join(BUILT_IN)} and not module:attribute")
+    try:
+        made = getattr(import_module(module), attribute)
+    except FAILURES as wrong:  # a policy is a plug-in: its module may raise anything during import
+        raise ConfigError(f"policy {name}: {problem_of(wrong)}") from wrong
     missing = [method for method in ("filter", "score", "pick") if not callable(getattr(made, method, None))]
     if missing or not callable(made):
         raise ConfigError(f"policy {name}: it is no class with {', '.join(missing) or 'a constructor'}")
     try:
         made()
-    except FAILURES as wrong:  # better now than at the first worker
+    except FAILURES as wrong:  # as above; it is better to fail now than when the first worker comes
         raise ConfigError(f"policy {name}: it cannot be made: {problem_of(wrong)}") from wrong
     return made

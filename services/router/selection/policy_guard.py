@@ -1,9 +1,10 @@
-"""Asks the policy; where it fails, the built-in `kv` chooses instead. Pure. The clock is an argument.
+"""Calls the policy; if it fails, the built-in `kv` chooses instead. Pure; the clock is an argument.
 
-    trusted ──(more than `strikes` over budget)──▶ off, for good: `kv` from then on
-       └─ an exception, or a choice that is none: `kv` for this question (late as well: it counts as over budget)
+    trusted ──(more than `strikes` choices over budget)──▶ disabled for good: `kv` chooses from then on
+       └─ an exception or an invalid choice: `kv` chooses for this request (if late, it counts as over budget too)
 
-One over-budget answer is forgiven for every FORGIVEN within it, so a busy machine's hiccups do not add up to a verdict.
+One choice over budget is forgiven for every CHOICES_PER_FORGIVEN_STRIKE within it, so that a busy machine's delays do
+not add up and disable the policy.
 """
 
 from __future__ import annotations
@@ -17,40 +18,40 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from services.router.selection.candidates import Facts, Question, Scored
+from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
 from services.router.selection.policies.kv import KvPolicy
-from services.router.selection.policy import Policy, reason
+from services.router.selection.policy import FAILURES, Policy, explain_candidate, problem_of
 from shared.errors import ProtocolError
 from shared.plugin import FAILURES, problem_of
 
-FORGIVEN = 100
+CHOICES_PER_FORGIVEN_STRIKE = 100
 
 _score = attrgetter("score")
 
 
-class Trouble(Struct, frozen=True):
-    """What was wrong with the policy's answer."""
+class PolicyFault(Struct, frozen=True):
+    """What was wrong with a choice of the policy."""
 
     kind: Literal["failed", "slow", "off"]
-    """failed: kv chose; or the policy did, and its `reason` failed. slow: its answer came too late, but counts. off: it
-    was slow once too often."""
+    """"failed": kv chose instead; or the policy chose and its `reason` failed. "slow": the choice came too late, but
+    counts. "off": the policy was slow once too often and is disabled."""
     problem: str
 
 
-class Verdict(Struct, frozen=True):
-    """A choice, and who made it."""
+class PolicyChoice(Struct, frozen=True):
+    """A choice and the policy that made it."""
 
     policy: Policy
-    scored: Sequence[Scored]
-    """Best first."""
-    chosen: Scored
+    scored: Sequence[ScoredCandidate]
+    """Scored candidates, best first."""
+    chosen: ScoredCandidate
     reason: str = ""
-    """Why, in the policy's words; where that was not the policy asked for, it says so."""
-    trouble: Trouble | None = None
+    """The reason in the policy's words. If another policy was asked first, the reason says so."""
+    fault: PolicyFault | None = None
 
 
-class Chooser:
-    """One model's policy, and how it has behaved."""
+class PolicyGuard:
+    """One model's policy, and a record of its failures."""
 
     def __init__(
         self,
@@ -62,93 +63,99 @@ class Chooser:
         budget_s: float = 0.005,
         strikes: int = 10,
     ) -> None:
-        """`name` is what people call the policy. `clock` tells seconds; without one nothing is timed, as it should be
-        for the built-in policies."""
+        """Guard `policy`. `name` is its name in logs and reasons. `clock` returns seconds; without it nothing is timed,
+        as is right for the built-in policies."""
         self._policy = policy
         self._name = name or type(policy).__name__
         self._fallback = KvPolicy()
         self.failures = 0
-        """Choices that kv made, as the policy failed."""
+        """Number of choices that kv made because the policy failed."""
         self._draw = draw
         self._clock = clock
         self._budget_s = budget_s
         self._strikes_allowed = strikes
         self._strikes = 0
         self._in_time = 0
-        """Answers within the budget since the last that was forgiven."""
+        """Number of choices within the budget since the last one that was forgiven."""
 
     @property
     def policy(self) -> Policy:
-        """The one that is asked."""
+        """The policy that is called."""
         return self._policy
 
     @property
-    def off(self) -> bool:
-        """Whether it is asked no more."""
+    def disabled(self) -> bool:
+        """Whether the policy is disabled for good."""
         return self._policy is self._fallback
 
-    def choose(self, question: Question, facts: Sequence[Facts]) -> Verdict:
-        """One of `facts`, which is not empty."""
-        facts = tuple(facts)  # the policy may want to change what it is shown
+    def choose(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> PolicyChoice:
+        """Choose one of `candidates`, which is not empty."""
+        candidates = tuple(candidates)  # the policy may try to change the sequence that it gets
         began_s = 0.0 if self._clock is None else self._clock()
         failure = ""
         try:
-            verdict = _ask(self._policy, question, facts, self._draw)
-            if verdict.trouble is not None:
-                failure = verdict.trouble.problem
-            elif self.off:
-                verdict = _instead(verdict, f"{self._name} is off")
-        except FAILURES as wrong:  # a policy is a plug-in: whatever it does, the request is routed
+            choice = _ask_policy(self._policy, request, candidates, self._draw)
+            if choice.fault is not None:
+                failure = choice.fault.problem
+            elif self.disabled:
+                choice = _by_fallback(choice, f"{self._name} is off")
+        except FAILURES as wrong:  # a policy is a plug-in: whatever it raises, the request is routed
             failure = problem_of(wrong)
             self.failures += 1
-            verdict = _instead(_ask(self._fallback, question, facts, self._draw), f"{self._name} failed ({failure})")
-        trouble = None if self._clock is None else self._timed(self._clock() - began_s)
+            choice = _by_fallback(
+                _ask_policy(self._fallback, request, candidates, self._draw), f"{self._name} failed ({failure})"
+            )
+        fault = None if self._clock is None else self._count_time(self._clock() - began_s)
         if failure:
-            late = trouble
-            trouble = Trouble("failed", failure) if late is None else Trouble(late.kind, f"{late.problem}; {failure}")
-        return verdict if trouble is verdict.trouble else msgspec.structs.replace(verdict, trouble=trouble)
+            late = fault
+            fault = (
+                PolicyFault("failed", failure) if late is None else PolicyFault(late.kind, f"{late.problem}; {failure}")
+            )
+        return choice if fault is choice.fault else msgspec.structs.replace(choice, fault=fault)
 
-    def _timed(self, took_s: float) -> Trouble | None:
-        """Every change of what we think of the policy's speed."""
+    def _count_time(self, took_s: float) -> PolicyFault | None:
+        """Record the time of a choice; return a fault if it was over budget."""
         if took_s <= self._budget_s:
             self._in_time += 1
-            if self._in_time >= FORGIVEN:
+            if self._in_time >= CHOICES_PER_FORGIVEN_STRIKE:
                 self._in_time = 0
                 self._strikes = max(self._strikes - 1, 0)
             return None
         self._strikes += 1
         problem = f"{1000 * took_s:.1f} ms, the budget is {1000 * self._budget_s:g}"
         if self._strikes <= self._strikes_allowed:
-            return Trouble("slow", problem)
+            return PolicyFault("slow", problem)
         self._policy, self._clock = self._fallback, None
-        return Trouble("off", f"{problem}; too slow too often: kv chooses from now on, until this router restarts")
+        return PolicyFault("off", f"{problem}; too slow too often: kv chooses from now on, until this router restarts")
 
 
-def _instead(verdict: Verdict, why: str) -> Verdict:
-    return msgspec.structs.replace(verdict, reason=f"{why}, kv chose: {verdict.reason}")
+def _by_fallback(choice: PolicyChoice, why: str) -> PolicyChoice:
+    return msgspec.structs.replace(choice, reason=f"{why}, kv chose: {choice.reason}")
 
 
-def _ask(policy: Policy, question: Question, facts: Sequence[Facts], draw: Random) -> Verdict:
-    left = tuple(policy.filter(question, facts) or ()) or facts
+def _ask_policy(
+    policy: Policy, request: RoutingRequest, candidates: Sequence[CandidateState], draw: Random
+) -> PolicyChoice:
+    left = tuple(policy.filter(request, candidates) or ()) or candidates
     score = policy.score
-    # A score that is no number fails here.
-    scores = [float(0.0 + score(question, candidate)) for candidate in left]
-    scored = tuple(map(Scored, left, scores))
-    if isnan(sum(scores)):  # cheap, but infinities add up to it as well
+    # A score that is not a number fails here.
+    scores = [float(0.0 + score(request, candidate)) for candidate in left]
+    scored = tuple(map(ScoredCandidate, left, scores))
+    if isnan(sum(scores)):  # cheap, but infinities may add up to NaN too
         for each in scored:
             _check(each)
-    chosen = policy.pick(question, scored, draw)
-    if not isinstance(chosen, Scored):
+    chosen = policy.pick(request, scored, draw)
+    if not isinstance(chosen, ScoredCandidate):
         raise ProtocolError(f"pick returned {type(chosen).__name__}, not one of the scored")
-    chosen = Scored(chosen.facts, float(0.0 + chosen.score))
+    chosen = ScoredCandidate(chosen.candidate, float(0.0 + chosen.score))
     _check(chosen)
-    if chosen.facts not in facts:
-        raise ProtocolError(f"the policy picked {chosen.facts.candidate}, which is no candidate")
-    words, problem = reason(policy, question, chosen.facts)
-    trouble = Trouble("failed", f"reason: {problem}") if problem else None
-    return Verdict(policy, sorted(scored, key=_score), chosen, words, trouble)
+    if chosen.candidate not in candidates:
+        raise ProtocolError(f"the policy picked {chosen.candidate.id}, which is no candidate")
+    words, problem = explain_candidate(policy, request, chosen.candidate)
+    fault = PolicyFault("failed", f"reason: {problem}") if problem else None
+    return PolicyChoice(policy, sorted(scored, key=_score), chosen, words, fault)
 
 
-def _check(scored: Scored) -> None:
+def _check(scored: ScoredCandidate) -> None:
     if isnan(scored.score):
-        raise ProtocolError(f"score of {scored.facts.candidate} is nan")
+        raise ProtocolError(f"score of {scored.candidate.id} is nan")

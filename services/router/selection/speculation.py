@@ -1,15 +1,16 @@
-"""What routed prompts will leave where they were sent, until events say so or time is up. Pure.
+"""Blocks that routed prompts are expected to leave where they were sent, until events confirm them or they expire. Pure.
 
-    sent to A:     s0 s1 │ s2 s3 s4       A was known to hold s0 s1; the run s2 s3 s4 is expected of it
-    asked next:    s0 s1   s2 s3 x4       found at A: 2 by the index and 2 by the run that begins with s2
+    sent to A:       s0 s1 │ s2 s3 s4       A is known to hold s0 s1; the run s2 s3 s4 is expected there
+    next request:    s0 s1   s2 s3 x4       found at A: 2 by the index and 2 by the run that begins with s2
 
-A burst of siblings comes faster than events do: without this each would find the cache empty, and be spread. Of
-candidates that send no events this is the router's whole knowledge, kept for longer, and renewed by use.
+A burst of similar requests comes faster than events do. Without speculation, each would find the cache empty, and they
+would be spread. For candidates that send no events, this is all that the router knows; it is kept for longer there, and
+renewed by use.
 
-The index is not touched. A sequence hash names its whole prefix, so the first one of a run finds it, it adds to every
-overlap that reaches its beginning, and a bisection tells how far it agrees with a prompt: a run costs the same however
-long it is. Events confirm a run by making the index find as much without it. It hangs on the candidate's slot: when
-that is cleared or closed, nothing is expected there any more.
+The index is not changed. A sequence hash names its whole prefix, so the first hash of a run is enough to find it. The
+run extends every overlap that reaches its beginning, and a binary search finds how far it agrees with a prompt: a run
+costs the same however long it is. Events confirm a run when the index finds as many blocks without it. A run belongs to
+the candidate's slot: when the slot is retired, its runs are ignored.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from services.router.index.index import CandidateId, Slot
 from shared.messages import Overlap
 
 RUN_BYTES = 600
-"""One run beside its hashes at the most, as traced: an object, its key, and its places in two tables in which keys
-come and go."""
+"""Most bytes of one run without its hashes, as measured: an object, its key, and its entries in two tables in which
+keys come and go."""
 _HASH_BYTES = 8
 _NOTHING = Overlap()
 
 
-class Run:
+class ExpectedRun:
     """Blocks expected in a slot, as packed sequence hashes."""
 
     __slots__ = ("expires_s", "first", "packed", "slot")
@@ -44,26 +45,27 @@ class Run:
 
 
 class Speculation:
-    """The runs that have not expired; at the limit the oldest go early."""
+    """The runs that have not expired; at the limit the oldest are dropped early."""
 
     def __init__(self, *, ttl_s: float, limit_bytes: int) -> None:
         self._ttl_s = ttl_s
         self._limit_bytes = limit_bytes
-        self._runs: OrderedDict[tuple[int, Slot], Run] = OrderedDict()
-        """By first hash and slot, soonest to expire first. (A plain dict is slow to find the first of many deleted.)"""
-        self._starts: dict[int, list[Run]] = {}
-        """The same by first hash."""
+        self._runs: OrderedDict[tuple[int, Slot], ExpectedRun] = OrderedDict()
+        """Runs by first hash and slot, soonest to expire first. (A plain dict is slow to find its first entry after
+        many were deleted.)"""
+        self._starts: dict[int, list[ExpectedRun]] = {}
+        """Runs by first hash."""
         self.bytes = 0
 
     def add(self, slot: Slot, packed: bytes, now_s: float) -> None:
-        """Blocks that the slot will soon hold, behind those it holds or is expected to hold."""
+        """Expect blocks in the slot, after those that it holds or is already expected to hold."""
         if self._ttl_s <= 0 or not packed or RUN_BYTES + len(packed) > self._limit_bytes:
             return
-        run = Run(slot, packed, now_s + self._ttl_s)
+        run = ExpectedRun(slot, packed, now_s + self._ttl_s)
         known = self._runs.get((run.first, slot))
         if known is not None:
             if known.expires_s > now_s and len(known.packed) >= len(packed):
-                return  # the same prompt again, whose last block is never looked for
+                return  # the same prompt again; its last block is never looked up
             self._drop(known)
         while self.bytes + run.size_bytes > self._limit_bytes:
             self._drop(next(iter(self._runs.values())))
@@ -71,14 +73,14 @@ class Speculation:
         self._starts.setdefault(run.first, []).append(run)
         self.bytes += run.size_bytes
 
-    def extend(
+    def extend_overlaps(
         self, found: dict[CandidateId, Overlap], hashes: Sequence[int], packed: bytes, now_s: float
-    ) -> list[Run]:
-        """Add what is expected to the overlaps `found`; the runs that added to one, in the prompt's order.
+    ) -> list[ExpectedRun]:
+        """Add expected blocks to the overlaps `found`; return the runs that extended one, in the prompt's order.
 
-        `packed` begins with `hashes`. Cost: one lookup a block as far as the longest overlap goes.
+        `packed` begins with `hashes`. Cost: one lookup per block, up to the end of the longest overlap.
         """
-        followed: list[Run] = []
+        followed: list[ExpectedRun] = []
         starts = self._starts
         reach = max([overlap.blocks for overlap in found.values()], default=0)
         looked = 0
@@ -87,28 +89,29 @@ class Speculation:
             for first in filter(starts.__contains__, ahead):
                 position = hashes.index(first, looked)
                 for run in starts[first]:
-                    end = _follow(run, position, found, packed, len(hashes), now_s)
+                    end = _extend_overlap(run, position, found, packed, len(hashes), now_s)
                     if end:
                         followed.append(run)
                         reach = max(reach, end)
             looked += len(ahead)
         return followed
 
-    def renew(self, runs: Sequence[Run], now_s: float) -> None:
-        """These were of use. The last one first: at the limit the beginning of a chain must not go before its end."""
+    def renew(self, runs: Sequence[ExpectedRun], now_s: float) -> None:
+        """Renew runs that were of use. The last one is renewed first: at the limit a chain's end must be dropped before
+        its beginning."""
         for run in reversed(runs):
             run.expires_s = now_s + self._ttl_s
             self._runs.move_to_end((run.first, run.slot))
 
     def expire(self, now_s: float, *, runs: int) -> None:
-        """Drop what is due, so many at most."""
+        """Drop expired runs, at most `runs` of them."""
         for _ in range(runs):
             run = next(iter(self._runs.values()), None)
             if run is None or run.expires_s > now_s:
                 return
             self._drop(run)
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: ExpectedRun) -> None:
         del self._runs[run.first, run.slot]
         here = self._starts[run.first]
         here.remove(run)
@@ -130,11 +133,11 @@ class Speculation:
             assert run in self._starts[run.first]
 
 
-def _follow(
-    run: Run, position: int, found: dict[CandidateId, Overlap], packed: bytes, blocks: int, now_s: float
+def _extend_overlap(
+    run: ExpectedRun, position: int, found: dict[CandidateId, Overlap], packed: bytes, blocks: int, now_s: float
 ) -> int:
-    """Lengthen the overlap of the run's candidate by what the run, which begins at `position`, adds to it; where the
-    overlap ends then, or 0 if nothing is added. `packed` begins with the `blocks` asked for."""
+    """Extend the overlap of the run's candidate by the run, which begins at `position`. Return where the overlap ends
+    then, or 0 if nothing is added. `packed` begins with the `blocks` requested."""
     candidate = run.slot.candidate
     known = found.get(candidate, _NOTHING)
     low = known.blocks
@@ -143,7 +146,8 @@ def _follow(
         return 0
 
     def agree(block: int) -> bool:
-        """Then they do on all before it: a sequence hash names its whole prefix."""
+        """Return whether run and prompt agree at this block; then they agree on all blocks before it, because a
+        sequence hash names its whole prefix."""
         at, there = _HASH_BYTES * (block - position), _HASH_BYTES * block
         return run.packed[at : at + _HASH_BYTES] == packed[there : there + _HASH_BYTES]
 

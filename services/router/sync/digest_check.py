@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeVar
 
-Verdict = Literal["agreed", "differed", "exempt"]
+DigestResult = Literal["agreed", "differed", "exempt"]
 
 CLAIMS_LIMIT = 16
 STATES_LIMIT = 256
@@ -42,27 +42,27 @@ class DigestCheck:
         self.open = False
         """A comparison is due: `applied` is to be told."""
 
-    def claimed(self, epoch: int, sequence: int, digests: Digests, now_s: float) -> Verdict | None:
+    def source_digest(self, epoch: int, sequence: int, digests: Digests, now_s: float) -> DigestResult | None:
         """The source says that its blocks have these digests as of a sequence."""
         if not self._every_s or (self._due_s is not None and now_s < self._due_s):
             return None
         self.open = True
         self._opened_s = now_s
         _keep(self._claims, (epoch, sequence), digests, CLAIMS_LIMIT)
-        return self._verdict((epoch, sequence))
+        return self._compare((epoch, sequence))
 
-    def applied(self, epoch: int | None, sequence: int, digests: Digests | None) -> Verdict | None:
+    def chains_digest(self, epoch: int | None, sequence: int, digests: Digests | None) -> DigestResult | None:
         """The chains have these digests as of a sequence; None: they had to leave something out."""
         if not self.open:
             return None
         _keep(self._states, (epoch, sequence), digests, STATES_LIMIT)
-        return self._verdict((epoch, sequence))
+        return self._compare((epoch, sequence))
 
-    def cleared(self) -> None:
+    def chains_cleared(self) -> None:
         """The chains begin anew: what they were is no longer to be compared."""
         self._states.clear()
 
-    def _verdict(self, mark: _Mark) -> Verdict | None:
+    def _compare(self, mark: _Mark) -> DigestResult | None:
         """open → resting, if both have told of this sequence."""
         if mark not in self._claims or mark not in self._states:
             return None

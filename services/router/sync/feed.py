@@ -24,13 +24,14 @@ from msgspec import Struct
 
 from services.router.config import SourceConfig
 from services.router.index import kv_events
-from services.router.index.chains import Chains, Clearing, Mismatch
-from services.router.index.kv_events import Batch, Removed, Stored
-from services.router.metrics import Metrics
-from services.router.sync.digest_check import DigestCheck, Digests, Verdict
+from services.router.index.chains import CardMismatch, Chains, SlotCleanup
+from services.router.index.kv_events import DecodedBatch, RemovedEvent, StoredEvent
+from services.router.metrics import RouterMetrics
+from services.router.rate_limited_log import Seldom
+from services.router.sync.digest_check import DigestCheck, DigestResult, Digests
 from services.router.sync.silence import Silence
-from services.router.sync.snapshots import slices
-from services.router.sync.source import Action, Apply, Clear, Replay, Source, TakeSnapshot
+from services.router.sync.snapshots import snapshot_slices
+from services.router.sync.source import Action, ApplyBatch, ClearBlocks, RequestReplay, RequestSnapshot, SourceSync
 from shared.errors import ProtocolError, Unavailable
 from shared.kvbm_messages import LayoutReport
 from shared.messages import EventSource, KvState, SnapshotRequest, SourceState
@@ -46,12 +47,12 @@ _DECODED_AT_ONCE = 64
 _log = logging.getLogger(__name__)
 
 
-class Origin(Struct, frozen=True):
+class SourceOrigin(Struct, frozen=True):
     """Whose events they are."""
 
     name: str
     """What people call it: a worker's instance id, or KVBM/LAYOUT."""
-    snapshots: str
+    snapshot_subject: str
     """The subject where everything is asked for."""
     layout: str = ""
     """The digest to name there; empty: a worker."""
@@ -59,7 +60,7 @@ class Origin(Struct, frozen=True):
     """Those that it keeps digests of: indices into TIERS."""
 
 
-class Feed:
+class EventFeed:
     """Follows one source's event stream until closed. All ranks share the stream and its sequence.
 
     `trust(usable)` is told when what the source holds can no longer be known from its events, and when it can again.
@@ -68,14 +69,14 @@ class Feed:
     def __init__(
         self,
         runtime: Runtime,
-        origin: Origin,
+        origin: SourceOrigin,
         stream: EventSource,
         chains: Mapping[int, Chains],
         config: SourceConfig,
-        metrics: Metrics,
-        limited_log: RateLimitedLog,
+        metrics: RouterMetrics,
+        seldom: Seldom,
         *,
-        clear_later: Callable[[Clearing], None],
+        clear_later: Callable[[SlotCleanup], None],
         trust: Callable[[bool], None],
         snapshot_turns: asyncio.Semaphore,
     ) -> None:
@@ -91,7 +92,7 @@ class Feed:
         self._snapshot_turns = snapshot_turns
         self._now_s = asyncio.get_running_loop().time
         self.stream = stream
-        self.source = Source(
+        self.source = SourceSync(
             snapshots=stream.snapshot,
             replays=bool(stream.replay),
             epochs=stream.epoch,
@@ -107,39 +108,39 @@ class Feed:
         self._silence = Silence(limit_s=config.silence_s)
         self._gaps = self._rejected = self._dropped = 0
         self._actions: deque[Action] = deque()
-        self._again: asyncio.Handle | None = None
+        self._next_slice: asyncio.Handle | None = None
         self._closed = False
-        self._asking: asyncio.Task[None] | None = None
+        self._request: asyncio.Task[None] | None = None
         self._subscription = runtime.events.subscribe(stream, self._receive)
-        self._perform(self.source.start())
+        self._run_actions(self.source.start())
 
-    def reported(self, kv: list[KvState]) -> None:
+    def load_reported(self, kv: list[KvState]) -> None:
         """A worker's load report; it tells how far its events are."""
         if self._closed or not kv:
             return
-        self._perform(self.source.reported(max(kv, key=lambda state: (state.epoch, state.sequence))))
+        self._run_actions(self.source.report_received(max(kv, key=lambda state: (state.epoch, state.sequence))))
         for state in kv:
-            self._claimed(state, (state.digest,))
-        self._compare()
+            self._digest_reported(state, (state.digest,))
+        self._compare_digests()
 
     def layout_reported(self, report: LayoutReport) -> None:
         """The same of a kvbm, which starts anew under another id: its events have one epoch."""
         if self._closed:
             return
         state = KvState(0, 1, report.sequence)
-        self._perform(self.source.reported(state))
-        self._claimed(state, (report.host_digest, report.disk_digest))
-        self._compare()
+        self._run_actions(self.source.report_received(state))
+        self._digest_reported(state, (report.host_digest, report.disk_digest))
+        self._compare_digests()
 
-    def worked(self, since_s: float) -> None:
+    def prefill_seen(self, since_s: float) -> None:
         """A request reserved at `since_s` has computed new blocks there, and has its first token now."""
         if self._closed:
             return
-        self._silence.worked(since_s, self._now_s())
+        self._silence.prefill_seen(since_s, self._now_s())
         if self._silence.silent:
             problem = f"no KV events for {self._config.silence_s:g} s, though requests compute new blocks"
-            self._limited_log.warn(f"KV events of {self._name}", problem)
-        self._judge_use()
+            self._seldom.warn(f"KV events of {self._name}", problem)
+        self._update_trust()
 
     def status(self) -> SourceState:
         """How it is now, for people."""
@@ -168,27 +169,27 @@ class Feed:
             return
         self._closed = True
         self._actions.clear()
-        if self._again is not None:
-            self._again.cancel()
+        if self._next_slice is not None:
+            self._next_slice.cancel()
         self._subscription.close()
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._request is not None:
+            self._request.cancel()
 
     # --- batches
 
     def _receive(self, sequence: int, payload: bytes) -> None:
         if self._closed:
             return
-        self._silence.heard(self._now_s())
-        self._judge_use()
+        self._silence.batch_received(self._now_s())
+        self._update_trust()
         if len(self._actions) >= self._config.held_limit_batches:
             self._dropped += 1
             self._metrics.events.labels("dropped").inc()
             self._limited_log.warn(f"flood of {self._name}", f"{len(self._actions)} batches wait, new ones are dropped")
             return
-        self._perform(self.source.heard(sequence, self._decode(payload)))
+        self._run_actions(self.source.batch_received(sequence, self._decode(payload)))
 
-    def _decode(self, payload: bytes) -> Batch | None:
+    def _decode(self, payload: bytes) -> DecodedBatch | None:
         try:
             return kv_events.decode(payload)
         except ProtocolError as wrong:
@@ -199,48 +200,48 @@ class Feed:
 
     # --- actions
 
-    def _perform(self, actions: list[Action]) -> None:
+    def _run_actions(self, actions: list[Action]) -> None:
         if self.source.gaps != self._gaps:
             self._metrics.gaps.inc(self.source.gaps - self._gaps)
             self._gaps = self.source.gaps
-        clears = any(isinstance(action, Clear) for action in actions)
+        clears = any(isinstance(action, ClearBlocks) for action in actions)
         if clears:
             self._actions.clear()  # what waits is for chains that are to be cleared
         self._actions.extend(actions)
-        if clears or self._again is None:
-            self._work()
+        if clears or self._next_slice is None:
+            self._run_slice()
 
-    def _work(self) -> None:
+    def _run_slice(self) -> None:
         """A slice of the actions; the rest in the loop's next turn."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
+        if self._next_slice is not None:
+            self._next_slice.cancel()
+            self._next_slice = None
         left = _SLICE_BLOCKS
         while self._actions and left > 0:
             action = self._actions.popleft()
             left -= _cost_blocks(action)
-            self._act(action)
+            self._run_action(action)
         if self._actions:
-            self._again = asyncio.get_running_loop().call_soon(self._work)
+            self._next_slice = asyncio.get_running_loop().call_soon(self._run_slice)
         else:
-            self._compare()
+            self._compare_digests()
 
-    def _act(self, action: Action) -> None:
+    def _run_action(self, action: Action) -> None:
         match action:
-            case Clear():
+            case ClearBlocks():
                 for rank, chains in self._chains.items():
                     self._clear_later(chains.clear())
-                    self._checks[rank].cleared()
-            case Apply(batch):
+                    self._checks[rank].chains_cleared()
+            case ApplyBatch(batch):
                 self._apply(batch)
-            case TakeSnapshot():
-                self._ask(self._take_snapshot(action))
-            case Replay():
-                self._ask(self._replay(action))
+            case RequestSnapshot():
+                self._start_request(self._take_snapshot(action))
+            case RequestReplay():
+                self._start_request(self._replay(action))
             case _:
                 assert_never(action)
 
-    def _apply(self, batch: Batch) -> None:
+    def _apply(self, batch: DecodedBatch) -> None:
         chains = self._chains.get(batch.rank)
         (self._metrics.ignored_events if chains is None or batch.ignored else self._metrics.applied_events).inc()
         if chains is None:
@@ -250,10 +251,10 @@ class Feed:
                 clearing = chains.apply(event)
                 if clearing is not None:
                     self._clear_later(clearing)
-        except Mismatch as wrong:
+        except CardMismatch as wrong:
             self._refuse(wrong)
 
-    def _refuse(self, wrong: Mismatch) -> None:
+    def _refuse(self, wrong: CardMismatch) -> None:
         """Nothing this source says can be used: it is left alone until its card or address changes."""
         self.refused = str(wrong)
         self._metrics.refused_sources.inc()
@@ -261,9 +262,9 @@ class Feed:
         for chains in self._chains.values():
             self._clear_later(chains.clear())
         self.close()
-        self._judge_use()
+        self._update_trust()
 
-    def _judge_use(self) -> None:
+    def _update_trust(self) -> None:
         usable = not (self.refused or self._silence.silent)
         if usable != self.usable:
             self.usable = usable
@@ -271,56 +272,56 @@ class Feed:
 
     # --- digests
 
-    def _claimed(self, state: KvState, digests: Digests) -> None:
+    def _digest_reported(self, state: KvState, digests: Digests) -> None:
         check = self._checks.get(state.rank)
         if check is not None:
-            self._judge(state.rank, check.claimed(state.epoch, state.sequence, digests, self._now_s()))
+            self._record_result(state.rank, check.source_digest(state.epoch, state.sequence, digests, self._now_s()))
 
-    def _compare(self) -> None:
+    def _compare_digests(self) -> None:
         """Show the chains to the checks that are open. Only while no action waits: then they are as the source says."""
         if self._actions or self._closed:
             return
         for rank, check in self._checks.items():
-            as_of = self.source.as_of(rank) if check.open else None
+            as_of = self.source.sequence_of(rank) if check.open else None
             if as_of is not None:
                 chains = self._chains[rank]
                 complete = chains.exact and not self.source.partial
                 digests = tuple(map(chains.digest, self._origin.tiers)) if complete else None
-                self._judge(rank, check.applied(self.source.epoch, as_of, digests))
+                self._record_result(rank, check.chains_digest(self.source.epoch, as_of, digests))
 
-    def _judge(self, rank: int, verdict: Verdict | None) -> None:
-        if verdict is None:
+    def _record_result(self, rank: int, result: DigestResult | None) -> None:
+        if result is None:
             return
-        self._digests[verdict] += 1
-        self._metrics.digests.labels(verdict).inc()
-        if verdict == "differed":
+        self._digests[result] += 1
+        self._metrics.digests.labels(result).inc()
+        if result == "differed":
             _log.error("KV events of %s, rank %d: the digests differ, asking for everything", self._name, rank)
-            self._perform(self.source.distrusted())
+            self._run_actions(self.source.digest_differed())
 
     # --- questions
 
-    def _ask(self, question: Coroutine[None, None, None]) -> None:
-        if self._asking is not None:
-            self._asking.cancel()  # the answer to an older question does not count
-        self._asking = self._runtime.tasks.create_task(question)
+    def _start_request(self, request: Coroutine[None, None, None]) -> None:
+        if self._request is not None:
+            self._request.cancel()  # the answer to an older request does not count
+        self._request = self._runtime.tasks.create_task(request)
 
-    async def _take_snapshot(self, action: TakeSnapshot) -> None:
+    async def _take_snapshot(self, action: RequestSnapshot) -> None:
         await asyncio.sleep(action.after_s)
         try:
             async with self._snapshot_turns:
                 taken = await self._restore(action.ticket)
-        except Mismatch as wrong:
+        except CardMismatch as wrong:
             self._refuse(wrong)
             return
         except (Unavailable, ProtocolError) as wrong:
             self._metrics.snapshots.labels("failed").inc()
-            self._limited_log.warn(f"snapshot of {self._name}", wrong)
-            self._perform(self.source.failed(action.ticket))
+            self._seldom.warn(f"snapshot of {self._name}", wrong)
+            self._run_actions(self.source.request_failed(action.ticket))
             return
         if taken is not None:
             self._metrics.snapshots.labels("taken").inc()
             epoch, sequences = taken
-            self._perform(self.source.snapshot_taken(action.ticket, epoch, sequences))
+            self._run_actions(self.source.snapshot_restored(action.ticket, epoch, sequences))
 
     async def _restore(self, ticket: int) -> tuple[int, dict[int, int]] | None:
         """The blocks of every rank into its chains; the epoch and each rank's sequence, None if it is not wanted any
@@ -329,46 +330,46 @@ class Feed:
         sequences: dict[int, int] = {}
         for rank, chains in self._chains.items():
             asked = SnapshotRequest(rank, self._origin.layout)
-            answer = slices(
+            answer = snapshot_slices(
                 self._runtime.bus,
-                self._origin.snapshots,
+                self._origin.snapshot_subject,
                 asked,
                 idle_timeout_s=self._config.snapshot_idle_timeout_s,
             )
             async with aclosing(answer) as parts:
                 async for part in parts:
-                    if not self.source.awaits(ticket):
+                    if not self.source.is_current(ticket):
                         return None
                     if epoch is None:
-                        self._perform(self.source.snapshot_begins(ticket))
+                        self._run_actions(self.source.snapshot_started(ticket))
                         epoch = part.epoch
                     if part.epoch != epoch:
                         raise ProtocolError("the engine began anew between the snapshots of two ranks")
-                    chains.restore(part.blocks, part.tier)
+                    chains.restore_snapshot(part.blocks, part.tier)
                     sequences[rank] = part.sequence
-        return (epoch, sequences) if epoch is not None and self.source.awaits(ticket) else None
+        return (epoch, sequences) if epoch is not None and self.source.is_current(ticket) else None
 
-    async def _replay(self, action: Replay) -> None:
+    async def _replay(self, action: RequestReplay) -> None:
         await asyncio.sleep(action.after_s)
         try:
             raw = await self._subscription.replay(action.first, timeout_s=self._config.replay_timeout_s)
         except (Unavailable, ProtocolError) as wrong:
             self._metrics.replays.labels("failed").inc()
-            self._limited_log.warn(f"replay of {self._name}", wrong)
-            self._perform(self.source.failed(action.ticket))
+            self._seldom.warn(f"replay of {self._name}", wrong)
+            self._run_actions(self.source.request_failed(action.ticket))
             return
-        batches: list[tuple[int, Batch | None]] = []
+        batches: list[tuple[int, DecodedBatch | None]] = []
         for sequence, payload in raw:
             batches.append((sequence, self._decode(payload)))
             if len(batches) % _DECODED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         self._metrics.replays.labels("done").inc()
-        self._perform(self.source.replayed(action.ticket, batches))
+        self._run_actions(self.source.replay_received(action.ticket, batches))
 
 
 def _cost_blocks(action: Action) -> int:
     """What an action costs the loop, in blocks."""
-    if not isinstance(action, Apply):
+    if not isinstance(action, ApplyBatch):
         return _BATCH_COST_BLOCKS
-    changes = (event for event in action.batch.events if isinstance(event, Stored | Removed))
+    changes = (event for event in action.batch.events if isinstance(event, StoredEvent | RemovedEvent))
     return _BATCH_COST_BLOCKS + sum(len(event.hashes) for event in changes)

@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable
 
 from services.router.config import RouterConfig
-from services.router.index.chains import Chains, Clearing
-from services.router.index.store_ids import Store, kvbm_of, layout_of, same_worker
-from services.router.metrics import Metrics
-from services.router.selection.model_router import ModelRouter
+from services.router.index.chains import Chains, SlotCleanup
+from services.router.index.shared_stores import StoreId, kvbm_of, layout_of
+from services.router.metrics import RouterMetrics
+from services.router.rate_limited_log import Seldom
+from services.router.selection.model_router import ModelRouter, same_worker
 from services.router.selection.policy import BUILT_IN, load_policy
-from services.router.sync.feed import Feed, Origin
+from services.router.sync.feed import EventFeed, SourceOrigin
 from shared import subjects
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import ProtocolError
@@ -32,8 +33,8 @@ from shared.runtime.lifecycle import Runtime
 
 MODELS_LIMIT = 256
 """Names kept, served or not: each has an index."""
-FORGOTTEN_S = 3600.0
-SNAPSHOTS_AT_ONCE = 4
+UNSERVED_LIMIT_S = 3600.0
+CONCURRENT_SNAPSHOTS = 4
 """A router that starts asks all workers. Beyond 64 MB unread by a client, NATS closes its connection."""
 STORES_LIMIT = 16
 """Layouts followed of one kvbm: models served from it, times their weights and shards."""
@@ -41,15 +42,15 @@ _SLICE_BLOCKS = 1024
 _STORE_TIERS = 1, 2
 
 
-class Following:
+class DirectoryFollower:
     """Owns the models and the feeds of one router."""
 
     def __init__(
         self,
         runtime: Runtime,
         config: RouterConfig,
-        metrics: Metrics,
-        limited_log: RateLimitedLog,
+        metrics: RouterMetrics,
+        seldom: Seldom,
         *,
         appeared: Callable[[str], None],
         forgotten: Callable[[str], None],
@@ -58,22 +59,22 @@ class Following:
         self._runtime = runtime
         self._config = config
         self._metrics = metrics
-        self._limited_log = limited_log
-        self._appeared = appeared
-        self._forgotten = forgotten
+        self._seldom = seldom
+        self._model_added = appeared
+        self._model_dropped = forgotten
         self._make_policy = load_policy(config.policy)
         self._draw = runtime.draw
         self.models: dict[str, ModelRouter] = {}
-        self.feeds: dict[str, Feed] = {}
+        self.feeds: dict[str, EventFeed] = {}
         """By instance, and by store; each feeds the chains of one model."""
-        self._fed: dict[str, str] = {}
+        self._model_of_feed: dict[str, str] = {}
         """The name of each feed → that model: the first that it served."""
-        self.others: set[str] = set()
+        self.other_routers: set[str] = set()
         """The ids of the other routers."""
         self._unserved: dict[str, float] = {}
         """Models without instances → since when; longest first."""
-        self._clearings: deque[Clearing] = deque()
-        self._snapshot_turns = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
+        self._clearings: deque[SlotCleanup] = deque()
+        self._snapshot_turns = asyncio.Semaphore(CONCURRENT_SNAPSHOTS)
 
     def start(self) -> None:
         """Take on what is there, and what comes."""
@@ -83,17 +84,17 @@ class Following:
         for feed in self.feeds.values():
             feed.close()
 
-    async def tidy(self) -> None:
+    async def tick(self) -> None:
         """Clear what is due, in slices, so that no choice waits for it; and what time alone changes."""
         while self._clearings:
             if not self._clearings[0].step(_SLICE_BLOCKS):
                 self._clearings.popleft()
             await asyncio.sleep(0)
         for model in list(self.models.values()):
-            before = model.seats.standing_still
+            before = model.eligibility.frozen
             model.tick(asyncio.get_running_loop().time(), listening=self._runtime.bus.connected)
-            for worker in sorted(model.seats.standing_still - before):
-                self._limited_log.warn(f"worker {worker}", f"stands still; passed over for {model.model}")
+            for worker in sorted(model.eligibility.frozen - before):
+                self._seldom.warn(f"worker {worker}", f"stands still; passed over for {model.model}")
             await asyncio.sleep(0)
 
     # --- the directory
@@ -106,10 +107,12 @@ class Following:
             elif instance.service == "kvbm":
                 self._refresh_stores(instance.instance)
             elif instance.service == "router" and instance.instance != self._runtime.instance:
-                (self.others.add if isinstance(change, InstanceUp) else self.others.discard)(instance.instance)
+                (self.other_routers.add if isinstance(change, InstanceUp) else self.other_routers.discard)(
+                    instance.instance
+                )
             elif instance.service == "frontend" and isinstance(change, InstanceDown):
                 for model in self.models.values():
-                    model.frontend_gone(instance.instance)
+                    model.remove_frontend(instance.instance)
         else:
             self._refresh(change.card.instance)
 
@@ -122,7 +125,7 @@ class Following:
             for (model, instance), card in directory.cards.items()
             if instance == worker and address is not None
         }
-        self._leave_out(cards)
+        self._apply_models_limit(cards)
         changed = False
         kvbms = {card.kvbm for card in cards.values()}
         for name, model in self.models.items():
@@ -131,17 +134,17 @@ class Following:
                 kvbms.add(before.kvbm)
             if before is not None and (after is None or not same_worker(before, after)):
                 changed = True
-                self._clear_later(model.card_down(worker))
+                self._clear_later(model.remove_instance(worker))
                 if not model.cards:
                     self._unserved[name] = asyncio.get_running_loop().time()
         for name, card in cards.items():
-            self._model(name).card_up(card, asyncio.get_running_loop().time())
+            self._model(name).add_card(card, asyncio.get_running_loop().time())
             self._unserved.pop(name, None)
         stream = address.events if address is not None and cards else None
         feed = self.feeds.get(worker)
         if feed is not None and (changed or feed.stream != stream):
             feed.close()
-            del self.feeds[worker], self._fed[worker]
+            del self.feeds[worker], self._model_of_feed[worker]
             for name in cards:
                 # A stream that begins anew: what the old one told is not kept under the new one.
                 self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
@@ -149,27 +152,29 @@ class Following:
             self._follow_worker(worker, stream, min(cards))
         feed = self.feeds.get(worker)
         for name in cards:
-            self.models[name].sends_events(worker, feed is not None and feed.usable and name == self._fed[worker])
+            self.models[name].set_sends_events(
+                worker, feed is not None and feed.usable and name == self._model_of_feed[worker]
+            )
         for kvbm in kvbms - {""}:
             self._refresh_stores(kvbm)
 
-    def _leave_out(self, cards: dict[str, ModelCard]) -> None:
+    def _apply_models_limit(self, cards: dict[str, ModelCard]) -> None:
         """Takes those out of `cards` that are of models for which there is no room."""
         for name in [name for name in cards if name not in self.models]:
-            if len(self.models) >= MODELS_LIMIT and not self._forget_one():
+            if len(self.models) >= MODELS_LIMIT and not self._drop_longest_unserved():
                 del cards[name]
                 self._limited_log.warn("models", f"{name} is left out: {MODELS_LIMIT} are known already")
             else:
                 self._model(name)
 
-    def _forget_one(self) -> bool:
+    def _drop_longest_unserved(self) -> bool:
         """Drop the model that was unserved longest, if that is long enough; whether it was."""
         for name, since_s in self._unserved.items():
-            if asyncio.get_running_loop().time() - since_s < FORGOTTEN_S:
+            if asyncio.get_running_loop().time() - since_s < UNSERVED_LIMIT_S:
                 return False
             del self._unserved[name]
             del self.models[name]
-            self._forgotten(name)
+            self._model_dropped(name)
             return True
         return False
 
@@ -179,21 +184,21 @@ class Following:
             self.models[name] = ModelRouter(
                 name, self._runtime.instance, self._config, self._make_policy(), self._draw, clock
             )
-            self._appeared(name)
+            self._model_added(name)
         return self.models[name]
 
     # --- events
 
     def _follow_worker(self, worker: str, stream: EventSource, model: str) -> None:
-        origin = Origin(worker, subjects.worker(self._runtime.namespace, worker, "snapshot"))
+        origin = SourceOrigin(worker, subjects.worker(self._runtime.namespace, worker, "snapshot"))
         self._follow(
             *(origin, stream, model, self._chains(model, worker)),
-            trust=lambda usable: self.models[model].sends_events(worker, usable),
+            trust=lambda usable: self.models[model].set_sends_events(worker, usable),
         )
 
     def _follow(
         self,
-        origin: Origin,
+        origin: SourceOrigin,
         stream: EventSource,
         model: str,
         chains: dict[int, Chains],
@@ -202,8 +207,8 @@ class Following:
     ) -> bool:
         """Whether the address was one that can be followed."""
         try:
-            self.feeds[origin.name] = Feed(
-                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._limited_log),
+            self.feeds[origin.name] = EventFeed(
+                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._seldom),
                 clear_later=lambda clearing: self._clear_later([clearing]),
                 trust=trust,
                 snapshot_turns=self._snapshot_turns,
@@ -212,14 +217,14 @@ class Following:
             self._metrics.malformed.labels("event source").inc()
             self._limited_log.warn("event source", wrong)
             return False
-        self._fed[origin.name] = model
+        self._model_of_feed[origin.name] = model
         return True
 
     def _chains(self, model: str, worker: str) -> dict[int, Chains]:
         chains = self.models[model].chains
         return {rank: chains[worker, rank] for instance, rank in chains if instance == worker}
 
-    def _clear_later(self, clearings: list[Clearing]) -> None:
+    def _clear_later(self, clearings: list[SlotCleanup]) -> None:
         self._clearings.extend(clearing for clearing in clearings if clearing.step(_SLICE_BLOCKS))
 
     # --- stores
@@ -227,23 +232,23 @@ class Following:
     def _refresh_stores(self, kvbm: str) -> None:
         """Follow of a kvbm what cards name and its address has, once each; nothing else."""
         address = self._runtime.directory.instances.get(kvbm)
-        wanted = self._named(kvbm, address) if address is not None and address.service == "kvbm" else {}
+        wanted = self._wanted_stores(kvbm, address) if address is not None and address.service == "kvbm" else {}
         for name, model in self.models.items():
             for store in [store for store in model.stores if kvbm_of(store) == kvbm]:
                 feed = self.feeds[store]
                 if wanted.get(store) != (name, feed.stream):
                     feed.close()
-                    del self.feeds[store], self._fed[store]
-                    self._clear_later([model.store_down(store)])
+                    del self.feeds[store], self._model_of_feed[store]
+                    self._clear_later([model.remove_store(store)])
         for store, (name, stream) in wanted.items():
             if store not in self.feeds:
                 self._follow_store(store, stream, name)
 
-    def _named(self, kvbm: str, address: Instance) -> dict[Store, tuple[str, EventSource]]:
+    def _wanted_stores(self, kvbm: str, address: Instance) -> dict[StoreId, tuple[str, EventSource]]:
         """Its stores that cards name → the model whose cards did first, and where their events come from."""
-        named: dict[Store, tuple[str, EventSource]] = {}
+        named: dict[StoreId, tuple[str, EventSource]] = {}
         for name, model in self.models.items():
-            for store in model.attached:
+            for store in model.instances_of_store:
                 stream = address.layouts.get(layout_of(store)) if kvbm_of(store) == kvbm else None
                 if stream is None:
                     continue
@@ -253,9 +258,9 @@ class Following:
                     self._limited_log.warn(f"kvbm {kvbm}", f"layout {layout_of(store)[:64]} is one too many to follow")
         return named
 
-    def _follow_store(self, store: Store, stream: EventSource, model: str) -> None:
+    def _follow_store(self, store: StoreId, stream: EventSource, model: str) -> None:
         snapshots = subjects.kvbm(self._runtime.namespace, kvbm_of(store), "snapshot")
-        origin = Origin(store, snapshots, layout_of(store), _STORE_TIERS)
-        chains = self.models[model].store_up(store)
+        origin = SourceOrigin(store, snapshots, layout_of(store), _STORE_TIERS)
+        chains = self.models[model].add_store(store)
         if not self._follow(origin, stream, model, {0: chains}, trust=lambda _usable: None):
-            self._clear_later([self.models[model].store_down(store)])
+            self._clear_later([self.models[model].remove_store(store)])

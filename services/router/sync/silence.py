@@ -17,26 +17,26 @@ class Silence:
 
     def __init__(self, *, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._doubted_s: float | None = None
+        self._suspected_s: float | None = None
         """When the first request was prefilled of which no batch told."""
         self.heard_s: float | None = None
         """When the last batch came by itself; None: never."""
         self.silent = False
 
-    def heard(self, now_s: float) -> None:
+    def batch_received(self, now_s: float) -> None:
         """A batch came by itself."""
         self.heard_s = now_s
-        self._doubted_s = None
+        self._suspected_s = None
         self.silent = False
 
-    def worked(self, since_s: float, now_s: float) -> None:
+    def prefill_seen(self, since_s: float, now_s: float) -> None:
         """A request that was reserved at `since_s` computed at least one full block, and has its first token now."""
         if not self._limit_s or (self.heard_s is not None and self.heard_s >= since_s):
             return
-        if self._doubted_s is None:
-            self._doubted_s = now_s
-        self.silent = now_s - self._doubted_s >= self._limit_s
+        if self._suspected_s is None:
+            self._suspected_s = now_s
+        self.silent = now_s - self._suspected_s >= self._limit_s
 
     def validate(self) -> None:
         """Assert every invariant."""
-        assert not self.silent or self._doubted_s is not None
+        assert not self.silent or self._suspected_s is not None

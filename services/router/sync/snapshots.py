@@ -12,12 +12,12 @@ from shared.bus.contract import Bus
 from shared.errors import ProtocolError, RequestTimeout
 from shared.messages import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotBlock, SnapshotRequest
 
-LIMIT_S = 60.0
+SNAPSHOT_LIMIT_S = 60.0
 """A snapshot that has no end by then has none."""
 _SLICE_BLOCKS = 256
 
 
-class Slice(Struct, frozen=True):
+class SnapshotSlice(Struct, frozen=True):
     """Some of a snapshot's blocks, all in one tier, parents first."""
 
     epoch: int
@@ -28,12 +28,12 @@ class Slice(Struct, frozen=True):
     """An index into TIERS."""
 
 
-async def slices(
+async def snapshot_slices(
     bus: Bus, subject: str, asked: SnapshotRequest, *, idle_timeout_s: float
-) -> AsyncGenerator[Slice, None]:
+) -> AsyncGenerator[SnapshotSlice, None]:
     """The whole snapshot, at least one slice. Raises Unavailable, and ProtocolError where it makes no sense."""
     mark: tuple[int, int] | None = None
-    deadline_s = asyncio.get_running_loop().time() + LIMIT_S
+    deadline_s = asyncio.get_running_loop().time() + SNAPSHOT_LIMIT_S
     async with bus.stream(subject, SNAPSHOT_REQUEST.encode(asked), idle_timeout_s=idle_timeout_s) as chunks:
         async for message in chunks:
             chunk = SNAPSHOT_CHUNK.decode(message.payload)
@@ -41,10 +41,10 @@ async def slices(
                 raise ProtocolError("chunks of different snapshots")
             mark = chunk.epoch, chunk.sequence
             for start in range(0, max(len(chunk.blocks), 1), _SLICE_BLOCKS):
-                yield Slice(*mark, chunk.blocks[start : start + _SLICE_BLOCKS], TIERS.index(chunk.tier))
+                yield SnapshotSlice(*mark, chunk.blocks[start : start + _SLICE_BLOCKS], TIERS.index(chunk.tier))
                 await asyncio.sleep(0)
             if chunk.last:
                 return
             if asyncio.get_running_loop().time() > deadline_s:
-                raise RequestTimeout(f"{subject}: a snapshot of more than {LIMIT_S:g} s")
+                raise RequestTimeout(f"{subject}: a snapshot of more than {SNAPSHOT_LIMIT_S:g} s")
     raise ProtocolError("a snapshot without an end")

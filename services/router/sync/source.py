@@ -26,7 +26,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.router.index.kv_events import Batch
+from services.router.index.kv_events import DecodedBatch
 from shared.messages import KvState
 
 State = Literal["syncing", "live", "replaying"]
@@ -35,17 +35,17 @@ STALE_FAILURES = 16
 """Failed answers in a row, about two minutes of them, after which what was known is given up."""
 
 
-class Clear(Struct, frozen=True):
+class ClearBlocks(Struct, frozen=True):
     """Forget all blocks of this source."""
 
 
-class Apply(Struct, frozen=True):
+class ApplyBatch(Struct, frozen=True):
     """Apply one batch to the chains."""
 
-    batch: Batch
+    batch: DecodedBatch
 
 
-class TakeSnapshot(Struct, frozen=True):
+class RequestSnapshot(Struct, frozen=True):
     """Ask the source for the blocks of each rank after `after_s`; answer with `snapshot_begins` when the first come,
     then with `snapshot_taken`, or with `failed`."""
 
@@ -53,7 +53,7 @@ class TakeSnapshot(Struct, frozen=True):
     after_s: float
 
 
-class Replay(Struct, frozen=True):
+class RequestReplay(Struct, frozen=True):
     """Ask the source for the batches from `first` on, after `after_s`; answer with `replayed` or `failed`."""
 
     ticket: int
@@ -61,10 +61,10 @@ class Replay(Struct, frozen=True):
     after_s: float
 
 
-Action = Clear | Apply | TakeSnapshot | Replay
+Action = ClearBlocks | ApplyBatch | RequestSnapshot | RequestReplay
 
 
-class Source:
+class SourceSync:
     """One event stream. Every method that tells it something returns what to do now, in order."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Source:
         """Sequence in the last load report."""
         self._applied_at_report = -1
         """`applied` when the last load report came."""
-        self._held: dict[int, Batch | None] = {}
+        self._held: dict[int, DecodedBatch | None] = {}
         self._ticket = 0
         self._failures = 0
 
@@ -114,9 +114,9 @@ class Source:
 
     def start(self) -> list[Action]:
         """The subscription stands; nothing is known."""
-        return self._sync()
+        return self._resync()
 
-    def heard(self, sequence: int, batch: Batch | None) -> list[Action]:
+    def batch_received(self, sequence: int, batch: DecodedBatch | None) -> list[Action]:
         """A batch came by itself. None: it could not be decoded; its sequence counts all the same."""
         if self._is_repeat(sequence, batch):
             return []
@@ -132,15 +132,15 @@ class Source:
         if sequence == self.applied + 1:
             return self._apply(sequence, batch)
         self._hold(sequence, batch)
-        return self._gap()
+        return self._close_gap()
 
-    def reported(self, kv: KvState) -> list[Action]:
+    def report_received(self, kv: KvState) -> list[Action]:
         """A load report. Being behind the report before it means that the tail was lost; having been ahead of it
         since the one before means that we applied what this engine never sent."""
         if self._epochs:
             if self.epoch is not None and kv.epoch != self.epoch:
                 return self._restart(kv.epoch, None, None)
-            self._settle_epoch(kv.epoch)
+            self._set_epoch(kv.epoch)
         if self.state != "live":
             self._reported = kv.sequence
             return []
@@ -149,54 +149,54 @@ class Source:
         behind = self.applied < self._reported
         self._reported = kv.sequence
         self._applied_at_report = self.applied
-        return self._gap() if behind else []
+        return self._close_gap() if behind else []
 
-    def snapshot_begins(self, ticket: int) -> list[Action]:
+    def snapshot_started(self, ticket: int) -> list[Action]:
         """The first blocks of the snapshot are here, and not in the chains yet."""
-        return [Clear()] if ticket == self._ticket else []
+        return [ClearBlocks()] if ticket == self._ticket else []
 
-    def snapshot_taken(self, ticket: int, epoch: int, sequences: Mapping[int, int]) -> list[Action]:
+    def snapshot_restored(self, ticket: int, epoch: int, sequences: Mapping[int, int]) -> list[Action]:
         """All blocks of the snapshots are in the chains; rank → the sequence that its snapshot was taken at."""
         if ticket != self._ticket:
             return []
         if self._epochs:
-            self._settle_epoch(epoch)
+            self._set_epoch(epoch)
         self.partial = False
         first = min(sequences.values())
         self._restored = {rank: sequence for rank, sequence in sequences.items() if sequence > first}
-        return self._synced(first, None)
+        return self._go_live(first, None)
 
-    def replayed(self, ticket: int, batches: list[tuple[int, Batch | None]]) -> list[Action]:
+    def replay_received(self, ticket: int, batches: list[tuple[int, DecodedBatch | None]]) -> list[Action]:
         """What the source still has, in order."""
         if ticket != self._ticket:
             return []
         if self.state == "replaying":
-            return self._filled(batches)
+            return self._fill_gap(batches)
         first = min([sequence for sequence, _ in batches] + list(self._held), default=0)
         self.partial = first > 0
-        return [Clear(), *self._synced(first - 1, batches)]
+        return [ClearBlocks(), *self._go_live(first - 1, batches)]
 
-    def failed(self, ticket: int) -> list[Action]:
+    def request_failed(self, ticket: int) -> list[Action]:
         """The question was not answered, or not with sense."""
         if ticket != self._ticket:
             return []
-        return self._sync(clear=self._failures >= STALE_FAILURES)
+        return self._resync(clear=self._failures >= STALE_FAILURES)
 
-    def distrusted(self) -> list[Action]:
+    def digest_differed(self) -> list[Action]:
         """A digest differs: the chains are not what the source holds."""
-        return self._sync()
+        return self._resync()
 
-    def as_of(self, rank: int) -> int | None:
+    def sequence_of(self, rank: int) -> int | None:
         """The sequence that a rank's chains stand at once all actions are carried out; None: at none."""
         return None if self.state == "syncing" else max(self.applied, self._restored.get(rank, -1))
 
-    def awaits(self, ticket: int) -> bool:
+    def is_current(self, ticket: int) -> bool:
         """Whether the answer to this question still counts."""
         return ticket == self._ticket
 
     # --- transitions
 
-    def _sync(self, *, clear: bool = False) -> list[Action]:
+    def _resync(self, *, clear: bool = False) -> list[Action]:
         """→ syncing: everything is asked for again."""
         after_s = 0.0
         if self._failures:
@@ -208,18 +208,18 @@ class Source:
         self._restored = {}
         self._applied_time_s = None
         self._ticket += 1
-        cleared: list[Action] = [Clear()] if clear else []
+        cleared: list[Action] = [ClearBlocks()] if clear else []
         if self._snapshots:
             # What came before the question is in the snapshot, or of an engine that is gone.
             self._held.clear()
-            return [*cleared, TakeSnapshot(self._ticket, after_s)]
+            return [*cleared, RequestSnapshot(self._ticket, after_s)]
         if self._replays:
-            return [*cleared, Replay(self._ticket, 0, after_s)]
+            return [*cleared, RequestReplay(self._ticket, 0, after_s)]
         first = min(self._held, default=self._heard + 1)
         self.partial = first > 0
-        return [Clear(), *self._synced(first - 1, None)]
+        return [ClearBlocks(), *self._go_live(first - 1, None)]
 
-    def _restart(self, epoch: int | None, sequence: int | None, batch: Batch | None) -> list[Action]:
+    def _restart(self, epoch: int | None, sequence: int | None, batch: DecodedBatch | None) -> list[Action]:
         """The engine began anew: nothing of what was held or heard counts any more."""
         self._held.clear()
         self.applied = self._heard = self._reported = self._applied_at_report = -1
@@ -229,24 +229,24 @@ class Source:
             self._heard = sequence
             self._heard_time_s = batch.time_s if batch is not None else None
             self._hold(sequence, batch)
-        return self._sync(clear=True)
+        return self._resync(clear=True)
 
-    def _settle_epoch(self, epoch: int) -> None:
+    def _set_epoch(self, epoch: int) -> None:
         """The engine's start is known now. What was held under another, or none, may be a former engine's; if it was
         not, it is a gap that a replay fills."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._held.clear()
 
-    def _synced(self, applied: int, batches: list[tuple[int, Batch | None]] | None) -> list[Action]:
+    def _go_live(self, applied: int, batches: list[tuple[int, DecodedBatch | None]] | None) -> list[Action]:
         """syncing → live: the chains are as of `applied`; what follows is applied."""
         self.state = "live"
         self.applied = applied
         for sequence, batch in batches or ():
             self._hold(sequence, batch, bounded=False)
-        return self._go_on()
+        return self._apply_held()
 
-    def _filled(self, batches: list[tuple[int, Batch | None]]) -> list[Action]:
+    def _fill_gap(self, batches: list[tuple[int, DecodedBatch | None]]) -> list[Action]:
         """replaying → live, if the gap is closed; the source that cannot close it is asked for everything."""
         wanted = self.applied + 1
         for sequence, batch in batches:
@@ -255,11 +255,11 @@ class Source:
             # Nothing to fill a gap with: either it was none (a report from before our last batch), or it is too old.
             behind = max([*self._held, self._reported], default=-1)
             if behind >= wanted:
-                return self._sync()
+                return self._resync()
         self.state = "live"
-        return self._go_on()
+        return self._apply_held()
 
-    def _go_on(self) -> list[Action]:
+    def _apply_held(self) -> list[Action]:
         """Apply what is held and next in line; what is left over then is behind a new gap."""
         actions: list[Action] = []
         for sequence in [held for held in self._held if held <= self.applied]:
@@ -268,19 +268,19 @@ class Source:
             sequence = self.applied + 1
             actions += self._apply(sequence, self._held.pop(sequence))
         if self._held:
-            return actions + self._gap()
+            return actions + self._close_gap()
         return actions
 
-    def _gap(self) -> list[Action]:
+    def _close_gap(self) -> list[Action]:
         """live → replaying, or → syncing where nothing can be replayed."""
         self.gaps += 1
         if not self._replays:
-            return self._sync()
+            return self._resync()
         self.state = "replaying"
         self._ticket += 1
-        return [Replay(self._ticket, self.applied + 1, 0.0)]
+        return [RequestReplay(self._ticket, self.applied + 1, 0.0)]
 
-    def _apply(self, sequence: int, batch: Batch | None) -> list[Action]:
+    def _apply(self, sequence: int, batch: DecodedBatch | None) -> list[Action]:
         self.applied = sequence
         self._failures = 0
         if batch is None:
@@ -290,13 +290,13 @@ class Source:
         self._applied_time_s = batch.time_s
         if sequence <= self._restored.get(batch.rank, -1):
             return []
-        return [Apply(batch)]
+        return [ApplyBatch(batch)]
 
-    def _hold(self, sequence: int, batch: Batch | None, *, bounded: bool = True) -> None:
+    def _hold(self, sequence: int, batch: DecodedBatch | None, *, bounded: bool = True) -> None:
         if sequence > self.applied and (not bounded or len(self._held) < self._held_limit_batches):
             self._held[sequence] = batch
 
-    def _is_repeat(self, sequence: int, batch: Batch | None) -> bool:
+    def _is_repeat(self, sequence: int, batch: DecodedBatch | None) -> bool:
         """Whether a batch comes twice, or late: its clock is not later, as that of an engine that began anew is.
         Without epochs nobody else would tell of a new start behind a clock that was set back: then the same batch only.
         """
@@ -306,7 +306,7 @@ class Source:
             return batch.time_s <= self._heard_time_s
         return sequence == self._heard and batch.time_s == self._heard_time_s
 
-    def _is_older_start(self, sequence: int, batch: Batch | None) -> bool:
+    def _is_older_start(self, sequence: int, batch: DecodedBatch | None) -> bool:
         """Whether a batch that we have by replay comes again with a later clock: then it is another engine's."""
         if self.state == "syncing" or sequence > self.applied or batch is None:
             return False

@@ -14,7 +14,7 @@ import pytest
 from deploy.local import cli
 from deploy.local.show import fleet
 from deploy.local.stack.stack import toml
-from services.router.explain import asked_for
+from services.router.explain import requested_id
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_bus import connect
@@ -82,7 +82,7 @@ class Fleet:
                 continue
 
             async def explain(message: Message, router: str = router, known: list[Explanation] = known) -> None:
-                request = asked_for(message.payload)
+                request = requested_id(message.payload)
                 found = [each for each in known if request in ("", each.request)]
                 answer = EXPLANATIONS.encode(Explanations(router, found), JSON_HEADER)
                 await bus.publish(message.reply, answer, headers=JSON_HEADER)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.index.chains import Chains, Mismatch
+from services.router.index.chains import CardMismatch, Chains
 from services.router.index.index import Index
-from services.router.index.kv_events import CacheEvent, Cleared, EngineHash, Removed, Stored, decode
+from services.router.index.kv_events import CacheEvent, ClearedEvent, EngineHash, RemovedEvent, StoredEvent, decode
 from shared.blocks import BlockPool, Content, PoolEvent
 from shared.hashing import content_keys, pack_tokens, root_key, seed_of, sequence_hashes
 from shared.kv_events import to_kv_events
@@ -31,11 +31,11 @@ def chains_of(index: Index, *, block_size: int = 2, limit: int = 1000, orphans: 
 
 def stored(
     names: list[EngineHash], parent: EngineHash | None = None, tokens: list[int] | None = None, tier: int = 0
-) -> Stored:
+) -> StoredEvent:
     """Blocks of two tokens, by default made of the names."""
     if tokens is None:
         tokens = [token for name in names for token in (int.from_bytes(str(name).encode()[-1:], "big"), 1)]
-    return Stored(names, parent, pack_tokens(tokens), 2, tier, None, False, "", "", len(names))
+    return StoredEvent(names, parent, pack_tokens(tokens), 2, tier, None, False, "", "", len(names))
 
 
 def hashes(names: str) -> list[int]:
@@ -47,7 +47,7 @@ def letters(names: str) -> list[EngineHash]:
     return [name.encode() for name in names]
 
 
-def stored_letters(names: str, parent: str = "", tier: int = 0) -> Stored:
+def stored_letters(names: str, parent: str = "", tier: int = 0) -> StoredEvent:
     tokens = [token for name in names for token in (ord(name), 1)]
     return stored(letters(names), parent.encode() or None, tokens, tier)
 
@@ -72,7 +72,7 @@ def test_a_captured_session_replays_to_the_exact_set_of_blocks_at_every_step(ses
                 index.validate()
         chains.validate()
         index.validate()
-        assert chains.held(0).keys() == (+naive).keys()
+        assert chains.blocks_in(0).keys() == (+naive).keys()
         assert index.statistics().blocks == len(+naive)
     assert chains.statistics().unknown_removals == 0
 
@@ -100,9 +100,9 @@ def test_a_block_in_two_tiers_stays_until_it_left_both() -> None:
     chains = chains_of(index)
     chains.apply(stored_letters("ab"))
     chains.apply(stored_letters("b", parent="a", tier=1))
-    chains.apply(Removed(letters("b"), 0, None))
+    chains.apply(RemovedEvent(letters("b"), 0, None))
     assert index.find(hashes("ab")) == {A: Overlap(1, 1)}
-    chains.apply(Removed(letters("b"), 1, None))
+    chains.apply(RemovedEvent(letters("b"), 1, None))
     assert index.find(hashes("ab")) == {A: Overlap(1)}
 
 
@@ -125,7 +125,7 @@ def test_an_orphan_removed_while_it_waits_is_not_there_afterwards_but_what_follo
     chains = chains_of(index)
     chains.apply(stored_letters("bc", parent="a"))
     chains.apply(stored_letters("d", parent="c"))
-    chains.apply(Removed(letters("c"), 0, None))
+    chains.apply(RemovedEvent(letters("c"), 0, None))
     chains.validate()
     chains.apply(stored_letters("a"))
     assert index.find(hashes("abcd")) == {A: Overlap(2)}
@@ -136,7 +136,7 @@ def test_an_orphan_removed_while_it_waits_is_not_there_afterwards_but_what_follo
 def test_orphans_removed_in_full_leave_nothing_behind() -> None:
     chains = chains_of(Index(limit_bytes=1 << 30))
     chains.apply(stored_letters("bc", parent="a"))
-    chains.apply(Removed(letters("bc"), 0, None))
+    chains.apply(RemovedEvent(letters("bc"), 0, None))
     assert chains.statistics().orphans == 0
     chains.validate()
 
@@ -177,7 +177,7 @@ def test_a_block_with_an_image_is_known_but_neither_it_nor_what_follows_is_found
     chains.apply(stored_letters("d", parent="c"))
     assert index.find(hashes("abcd")) == {A: Overlap(1)}
     assert chains.statistics().blocks == 4
-    chains.apply(Removed(letters("abcd"), 0, None))
+    chains.apply(RemovedEvent(letters("abcd"), 0, None))
     assert chains.statistics().blocks == 0
 
 
@@ -197,17 +197,17 @@ def test_only_the_first_group_that_keeps_whole_prefixes_is_followed() -> None:
     chains.apply(msgspec.structs.replace(stored_letters("xy"), group=1, windowed=True))
     chains.apply(msgspec.structs.replace(stored_letters("ab"), group=0))
     chains.apply(msgspec.structs.replace(stored_letters("ab"), group=2))
-    chains.apply(Removed(letters("ab"), 0, 1))
+    chains.apply(RemovedEvent(letters("ab"), 0, 1))
     assert index.find(hashes("ab")) == {A: Overlap(2)}
-    chains.apply(Removed(letters("ab"), 0, 0))
+    chains.apply(RemovedEvent(letters("ab"), 0, 0))
     assert index.find(hashes("ab")) == {}
 
 
 def test_another_block_size_and_tokens_outside_the_vocabulary_are_a_mismatch() -> None:
     chains = chains_of(Index(limit_bytes=1 << 30))
-    with pytest.raises(Mismatch, match="blocks of 3 tokens"):
-        chains.apply(Stored([1], None, pack_tokens([1, 2, 3]), 3, 0, None, False, "", "", 1))
-    with pytest.raises(Mismatch, match="vocabulary of 2000"):
+    with pytest.raises(CardMismatch, match="blocks of 3 tokens"):
+        chains.apply(StoredEvent([1], None, pack_tokens([1, 2, 3]), 3, 0, None, False, "", "", 1))
+    with pytest.raises(CardMismatch, match="vocabulary of 2000"):
         chains.apply(stored([1], None, [1, 2000]))
 
 
@@ -218,7 +218,7 @@ def test_a_snapshot_restores_what_events_would_have_told() -> None:
         SnapshotBlock(number, number - 1 or None, pack_tokens([ord(name), 1]))
         for number, name in enumerate("abc", start=1)
     ]
-    chains_of(restored).restore(blocks)
+    chains_of(restored).restore_snapshot(blocks)
     assert restored.find(hashes("abc")) == told.find(hashes("abc")) == {A: Overlap(3)}
 
 
@@ -227,7 +227,7 @@ def test_clearing_hides_everything_at_once_and_what_comes_after_it_counts() -> N
     chains = chains_of(index)
     chains.apply(stored_letters("abc"))
     chains.apply(stored_letters("a"))
-    clearing = chains.apply(Cleared())
+    clearing = chains.apply(ClearedEvent())
     assert clearing is not None
     assert index.find(hashes("abc")) == {}
     chains.apply(stored_letters("ab"))
@@ -262,7 +262,7 @@ def test_whatever_the_order_the_blocks_found_are_those_held_once_no_parent_is_mi
             chains.apply(stored_letters(names, parent=PARENT[names[0]], tier=tier))
         elif all(held[tier, name] for name in names):
             held.subtract((tier, name) for name in names)
-            chains.apply(Removed(letters(names[::-1]), tier, None))
+            chains.apply(RemovedEvent(letters(names[::-1]), tier, None))
         chains.validate()
         index.validate()
         for tier in range(3):
@@ -274,8 +274,10 @@ def test_whatever_the_order_the_blocks_found_are_those_held_once_no_parent_is_mi
     chains.validate()
     assert chains.statistics().orphans == 0
     for tier in range(3):
-        assert {*chains.held(tier)} == {name.encode() for name in NAMES if held[tier, name]}
-    events: list[CacheEvent] = [Removed([name.encode()] * count, tier, None) for (tier, name), count in held.items()]
+        assert {*chains.blocks_in(tier)} == {name.encode() for name in NAMES if held[tier, name]}
+    events: list[CacheEvent] = [
+        RemovedEvent([name.encode()] * count, tier, None) for (tier, name), count in held.items()
+    ]
     for event in events:
         chains.apply(event)
     assert index.bytes == 0, "removal leaves nothing behind"
@@ -320,7 +322,7 @@ def test_the_digest_of_a_workers_pool_is_that_of_its_events_at_every_step(steps:
             chains.apply(event)
         chains.validate()
         assert chains.digest(0) == pool.digest
-        assert len(chains.held(0)) == pool.statistics().keyed == index.statistics().blocks
+        assert len(chains.blocks_in(0)) == pool.statistics().keyed == index.statistics().blocks
     assert chains.exact
     assert chains.statistics().unknown_removals == 0
 
@@ -336,7 +338,7 @@ def test_a_source_of_which_something_was_left_out_is_not_exact_until_it_is_clear
     assert not exact(chains_of(Index(limit_bytes=1 << 30), limit=2), stored_letters("abc"))
     orphans = chains_of(Index(limit_bytes=1 << 30), orphans=1)
     assert not exact(orphans, stored_letters("bc", parent="a"))
-    assert exact(orphans, Cleared(), stored_letters("b", parent="a"), stored_letters("a"))
+    assert exact(orphans, ClearedEvent(), stored_letters("b", parent="a"), stored_letters("a"))
 
 
 def test_what_the_index_drops_at_its_limit_stays_in_the_digest() -> None:
@@ -346,7 +348,7 @@ def test_what_the_index_drops_at_its_limit_stays_in_the_digest() -> None:
     assert index.bytes == 0
     assert chains.exact
     assert chains.digest(0) == digest_of("ab")
-    chains.apply(Removed(letters("ab"), 0, None))
+    chains.apply(RemovedEvent(letters("ab"), 0, None))
     assert chains.digest(0) == 0
 
 
@@ -357,9 +359,9 @@ def test_a_name_told_of_again_with_other_tokens_stays_what_it_is_and_leaves_noth
     chains.apply(stored([1, 3, 1, 4], None, [5, 5, 3, 3, 1, 1, 4, 4]))
     chains.validate()
     assert index.statistics().blocks == 4
-    chains.apply(Removed([1], 0, None))
+    chains.apply(RemovedEvent([1], 0, None))
     assert index.find(sequence_hashes(pack_tokens([1, 1]), 2)) == {A: Overlap(1)}
-    chains.apply(Removed([1, 2, 1, 3, 4], 0, None))
+    chains.apply(RemovedEvent([1, 2, 1, 3, 4], 0, None))
     assert index.bytes == 0
 
 
@@ -403,10 +405,10 @@ def test_an_orphan_whose_blocks_went_from_its_end_is_joined_in_time_that_grows_w
     chains = chains_of(Index(limit_bytes=1 << 30), orphans=2000)
     names: list[EngineHash] = [Compared(number) for number in range(1000, 3000)]
     chains.apply(stored(names, 1, [7] * 4000))
-    chains.apply(Removed(names[:0:-1], 0, None))
+    chains.apply(RemovedEvent(names[:0:-1], 0, None))
     Compared.times = 0
     chains.apply(stored([1]))
-    assert chains.held(0).keys() == {1, 1000}
+    assert chains.blocks_in(0).keys() == {1, 1000}
     assert Compared.times < 20 * len(names)
 
 
@@ -453,15 +455,17 @@ def test_a_source_may_contradict_itself_as_it_likes_and_leaves_nothing_behind(
         match kind:
             case "stored":
                 salt = "s" if salted else ""
-                chains.apply(Stored(names, parent, tokens, 1, tier, None, False, "", salt, min(routable, len(names))))
+                chains.apply(
+                    StoredEvent(names, parent, tokens, 1, tier, None, False, "", salt, min(routable, len(names)))
+                )
             case "removed":
-                chains.apply(Removed(names, tier, None))
+                chains.apply(RemovedEvent(names, tier, None))
             case _:
                 clearings.append(chains.clear())
                 slots.append(chains.slot)
         chains.validate()
         index.validate()
-        held = [{sequence for sequence in chains.held(each).values() if sequence is not None} for each in range(3)]
+        held = [{sequence for sequence in chains.blocks_in(each).values() if sequence is not None} for each in range(3)]
         assert index.blocks_of(chains.slot) == sum(map(len, held))
     for clearing in [*clearings, chains.close()]:
         while clearing.step(2):

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.index.chains import Chains
 from services.router.index.index import Index
-from services.router.index.kv_events import CacheEvent, Removed, Stored
+from services.router.index.kv_events import CacheEvent, RemovedEvent, StoredEvent
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key, sequence_hashes
 from shared.messages import Overlap
 
@@ -32,13 +32,13 @@ def name(block: int) -> int:
     return event_hash(content_keys(root_key("m"), pack_tokens(path(block)), 1)[-1])
 
 
-def stored(block: int, tier: int) -> Stored:
+def stored(block: int, tier: int) -> StoredEvent:
     parent = name(TREE[block]) if TREE[block] else None
-    return Stored([name(block)], parent, pack_tokens([block]), 1, tier, None, False, "", "", 1)
+    return StoredEvent([name(block)], parent, pack_tokens([block]), 1, tier, None, False, "", "", 1)
 
 
-def removed(block: int, tier: int) -> Removed:
-    return Removed([name(block)], tier, None)
+def removed(block: int, tier: int) -> RemovedEvent:
+    return RemovedEvent([name(block)], tier, None)
 
 
 def chains_of(index: Index, candidate: str) -> Chains:
@@ -54,8 +54,8 @@ def test_a_block_of_a_store_whose_parent_only_a_worker_has_is_found_behind_it_wh
     for store_first in (True, False):
         index = Index(limit_bytes=1 << 30)
         worker, store = chains_of(index, "a"), chains_of(index, STORE)
-        index.borrow(("a", 0), (STORE, 0))
-        worker.attach(store)
+        index.set_lender(("a", 0), (STORE, 0))
+        worker.link_store(store)
         told: list[tuple[Chains, CacheEvent]] = [(store, stored(2, HOST)), (worker, stored(1, DEVICE))]
         for chains, event in told if store_first else told[::-1]:
             chains.apply(event)
@@ -74,10 +74,10 @@ def test_a_worker_that_attaches_brings_the_parents_that_a_store_waits_for() -> N
     store.apply(stored(2, HOST))
     store.apply(removed(3, DISK))
     assert store.statistics().orphans == 1
-    index.borrow(("a", 0), (STORE, 0))
-    worker.attach(store)
+    index.set_lender(("a", 0), (STORE, 0))
+    worker.link_store(store)
     assert found(index, "a", 3) == Overlap(1, 1), "what was removed while it waited is gone"
-    worker.attach(None)
+    worker.link_store(None)
     store.apply(stored(8, HOST))
     worker.apply(stored(7, DEVICE))
     assert store.statistics().orphans == 1, "it is the worker's store no longer"
@@ -92,8 +92,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.index = Index(limit_bytes=1 << 30)
         self.chains = {each: chains_of(self.index, each) for each in ("a", "b", STORE)}
         for worker in "ab":
-            self.index.borrow((worker, 0), (STORE, 0))
-            self.chains[worker].attach(self.chains[STORE])
+            self.index.set_lender((worker, 0), (STORE, 0))
+            self.chains[worker].link_store(self.chains[STORE])
         self.devices: dict[str, set[int]] = {"a": set(), "b": set()}
         self.lower: dict[int, set[int]] = {HOST: set(), DISK: set()}
         self.wires: dict[str, deque[CacheEvent]] = {each: deque() for each in self.chains}

@@ -24,8 +24,8 @@ DEVICE, HOST, DISK = 0, 1, 2
 
 def test_a_chain_held_by_one_is_found_to_its_end() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    slot = index.open(("a", 0))
-    index.stored(slot, DEVICE, [1, 2, 3])
+    slot = index.open_slot(("a", 0))
+    index.add_blocks(slot, DEVICE, [1, 2, 3])
     assert index.find([1, 2, 3, 4]) == {("a", 0): Overlap(3)}
     assert index.find([9, 1, 2]) == {}
     assert index.find([]) == {}
@@ -33,46 +33,46 @@ def test_a_chain_held_by_one_is_found_to_its_end() -> None:
 
 def test_each_block_counts_in_its_best_tier() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    a, b = index.open(("a", 0)), index.open(("b", 0))
-    index.stored(a, DEVICE, [1, 2])
-    index.stored(a, HOST, [2, 3, 4])
-    index.stored(a, DISK, [4, 5])
-    index.stored(b, DISK, [1])
+    a, b = index.open_slot(("a", 0)), index.open_slot(("b", 0))
+    index.add_blocks(a, DEVICE, [1, 2])
+    index.add_blocks(a, HOST, [2, 3, 4])
+    index.add_blocks(a, DISK, [4, 5])
+    index.add_blocks(b, DISK, [1])
     assert index.find([1, 2, 3, 4, 5, 6]) == {("a", 0): Overlap(2, 2, 1), ("b", 0): Overlap(0, 0, 1)}
 
 
 def test_what_a_store_holds_counts_for_those_who_borrow_from_it_and_the_store_is_not_found() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    a, b, alone, store = (index.open((name, 0)) for name in ("a", "b", "alone", "k"))
+    a, b, alone, store = (index.open_slot((name, 0)) for name in ("a", "b", "alone", "k"))
     for name in "ab":
-        index.borrow((name, 0), ("k", 0))
-    index.stored(a, DEVICE, [1, 2, 3])
-    index.stored(b, DISK, [1, 2])
-    index.stored(alone, DEVICE, [1])
-    index.stored(store, HOST, [2, 4, 5])
-    index.stored(store, DISK, [5, 6])
+        index.set_lender((name, 0), ("k", 0))
+    index.add_blocks(a, DEVICE, [1, 2, 3])
+    index.add_blocks(b, DISK, [1, 2])
+    index.add_blocks(alone, DEVICE, [1])
+    index.add_blocks(store, HOST, [2, 4, 5])
+    index.add_blocks(store, DISK, [5, 6])
     asked = [1, 2, 3, 4, 5, 6, 7]
     found = {("a", 0): Overlap(3, 2, 1), ("b", 0): Overlap(0, 1, 1), ("alone", 0): Overlap(1)}
     assert index.find(asked) == found
-    index.removed(a, DEVICE, [2])
+    index.remove_blocks(a, DEVICE, [2])
     assert index.find(asked)["a", 0] == Overlap(2, 3, 1), "from the device to the store and back"
-    index.borrow(("a", 0), None)
+    index.set_lender(("a", 0), None)
     assert index.find(asked)["a", 0] == Overlap(1)
-    index.retire(store)
+    index.retire_slot(store)
     assert index.find(asked)["b", 0] == Overlap(0, 0, 2)
-    index.stored(index.open(("k", 0)), HOST, [1, 2, 3])
+    index.add_blocks(index.open_slot(("k", 0)), HOST, [1, 2, 3])
     assert index.find(asked)["b", 0] == Overlap(0, 3)
     index.validate()
 
 
 def test_a_block_that_leaves_the_middle_ends_the_chain_and_rejoins_it_when_it_is_back() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    slot = index.open(("a", 0))
+    slot = index.open_slot(("a", 0))
     chain = list(range(1, 101))
-    index.stored(slot, DEVICE, chain)
-    index.removed(slot, DEVICE, [50])
+    index.add_blocks(slot, DEVICE, chain)
+    index.remove_blocks(slot, DEVICE, [50])
     assert index.find(chain) == {("a", 0): Overlap(49)}
-    index.stored(slot, DEVICE, [50])
+    index.add_blocks(slot, DEVICE, [50])
     assert index.find(chain) == {("a", 0): Overlap(100)}
 
 
@@ -81,7 +81,7 @@ def test_chains_that_end_anywhere_are_each_found_to_their_end() -> None:
     chain = list(range(1, 1025))
     lengths = (1, 31, 32, 33, RUN_BLOCKS - 1, RUN_BLOCKS, RUN_BLOCKS + 1, 1024)
     for length in lengths:
-        index.stored(index.open((f"w{length}", 0)), DEVICE, chain[:length])
+        index.add_blocks(index.open_slot((f"w{length}", 0)), DEVICE, chain[:length])
     index.validate()
     for asked in (1, 32, 200, 1024):
         found = {name: overlap.device for (name, _), overlap in index.find([*chain[:asked], -1]).items()}
@@ -90,39 +90,39 @@ def test_chains_that_end_anywhere_are_each_found_to_their_end() -> None:
 
 def test_prompts_that_leave_a_chain_anywhere_overlap_up_to_there() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    slot = index.open(("a", 0))
+    slot = index.open_slot(("a", 0))
     chain = list(range(1, 601))
-    index.stored(slot, DEVICE, chain)
+    index.add_blocks(slot, DEVICE, chain)
     for shared in range(1, 601):
         other = [*chain[:shared], *range(1000, 1600 - shared)]
         assert index.find(other) == {("a", 0): Overlap(shared)}
-    index.stored(slot, DEVICE, [1000, 1001], 10)
+    index.add_blocks(slot, DEVICE, [1000, 1001], 10)
     assert index.find([*chain[:10], 1000, 1001, 1002]) == {("a", 0): Overlap(12)}
 
 
 def test_what_is_stored_twice_is_gone_when_it_is_removed_twice() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    slot = index.open(("a", 0))
+    slot = index.open_slot(("a", 0))
     for _ in range(3):
-        index.stored(slot, DEVICE, [1])
+        index.add_blocks(slot, DEVICE, [1])
     for _ in range(2):
-        index.removed(slot, DEVICE, [1])
+        index.remove_blocks(slot, DEVICE, [1])
         assert index.find([1]) == {("a", 0): Overlap(1)}
-    index.removed(slot, DEVICE, [1, 1])
+    index.remove_blocks(slot, DEVICE, [1, 1])
     assert index.find([1]) == {}
     assert index.bytes == 0
 
 
 def test_blocks_that_grow_and_go_one_by_one_stay_in_few_runs() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    a, b = index.open(("a", 0)), index.open(("b", 0))
+    a, b = index.open_slot(("a", 0)), index.open_slot(("b", 0))
     chain = list(range(1, 201))
     for slot in (a, b):
         for block in chain:
-            index.stored(slot, DEVICE, [block], block - 1 or None)
+            index.add_blocks(slot, DEVICE, [block], block - 1 or None)
     assert index.statistics().runs == 1
     for block in reversed(chain[100:]):
-        index.removed(b, DEVICE, [block])
+        index.remove_blocks(b, DEVICE, [block])
         index.validate()
         assert index.statistics().runs <= 2
     assert index.find(chain) == {("a", 0): Overlap(200), ("b", 0): Overlap(100)}
@@ -130,41 +130,41 @@ def test_blocks_that_grow_and_go_one_by_one_stay_in_few_runs() -> None:
 
 def test_a_chain_with_a_forged_hash_that_repeats_does_no_harm() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    a, b = index.open(("a", 0)), index.open(("b", 0))
+    a, b = index.open_slot(("a", 0)), index.open_slot(("b", 0))
     for slot in (a, b):
-        index.stored(slot, DEVICE, [1, 2, 3, 2, 4, 1], 9)
-        index.stored(slot, DEVICE, [1, 2], 3)
-        index.stored(slot, HOST, [3, 1, 4], 2)
+        index.add_blocks(slot, DEVICE, [1, 2, 3, 2, 4, 1], 9)
+        index.add_blocks(slot, DEVICE, [1, 2], 3)
+        index.add_blocks(slot, HOST, [3, 1, 4], 2)
         index.validate()
     for slot in (a, b):
-        index.removed(slot, DEVICE, [1, 2, 3, 2, 4, 1, 1, 2])
-        index.removed(slot, HOST, [4, 3, 1])
+        index.remove_blocks(slot, DEVICE, [1, 2, 3, 2, 4, 1, 1, 2])
+        index.remove_blocks(slot, HOST, [4, 3, 1])
         index.validate()
     assert index.bytes == 0
 
 
 def test_a_retired_slot_is_not_found_and_its_number_is_used_again_once_it_is_empty() -> None:
     index = Index(limit_bytes=UNLIMITED)
-    first = index.open(("a", 0))
-    index.stored(first, DEVICE, [1, 2])
-    index.retire(first)
-    second = index.open(("a", 0))
-    index.stored(second, DEVICE, [1])
+    first = index.open_slot(("a", 0))
+    index.add_blocks(first, DEVICE, [1, 2])
+    index.retire_slot(first)
+    second = index.open_slot(("a", 0))
+    index.add_blocks(second, DEVICE, [1])
     assert index.find([1, 2]) == {("a", 0): Overlap(1)}
-    index.removed(first, DEVICE, [1, 2])
-    assert index.open(("b", 0)).number == 0
-    index.removed(first, DEVICE, [1, 2])  # the freed slot's number is another's now
+    index.remove_blocks(first, DEVICE, [1, 2])
+    assert index.open_slot(("b", 0)).number == 0
+    index.remove_blocks(first, DEVICE, [1, 2])  # the freed slot's number is another's now
     index.validate()
 
 
 def test_at_the_limit_the_coldest_runs_go_and_touched_ones_stay() -> None:
     index = Index(limit_bytes=BLOCK_BYTES * 100 + RUN_BYTES * 10 + HOLDERS_BYTES)
-    slot = index.open(("a", 0))
+    slot = index.open_slot(("a", 0))
     for start in range(0, 100, 10):
-        index.stored(slot, DEVICE, range(start, start + 10))
-    assert index.crowded
+        index.add_blocks(slot, DEVICE, range(start, start + 10))
+    assert index.nearly_full
     index.touch([0, 1])
-    index.stored(slot, DEVICE, range(100, 150))
+    index.add_blocks(slot, DEVICE, range(100, 150))
     index.validate()
     assert index.find([0]) == {("a", 0): Overlap(1)}
     assert index.find([10]) == {}
@@ -174,21 +174,21 @@ def test_at_the_limit_the_coldest_runs_go_and_touched_ones_stay() -> None:
 
 def test_what_is_dropped_at_the_limit_is_gone_for_all_holders_and_tiers_repeats_too() -> None:
     index = Index(limit_bytes=BLOCK_BYTES * 20)
-    a, b = index.open(("a", 0)), index.open(("b", 0))
+    a, b = index.open_slot(("a", 0)), index.open_slot(("b", 0))
     for slot, tier in ((a, DEVICE), (a, HOST), (b, DEVICE), (b, DEVICE)):
-        index.stored(slot, tier, [1, 2, 3])
-    index.stored(a, DEVICE, range(100, 112))
+        index.add_blocks(slot, tier, [1, 2, 3])
+    index.add_blocks(a, DEVICE, range(100, 112))
     index.validate()
     assert index.find([1, 2, 3]) == {}
     assert (a.dropped_blocks, b.dropped_blocks) == (6, 3)
-    index.removed(b, DEVICE, [1, 2, 3])
-    index.retire(b)
+    index.remove_blocks(b, DEVICE, [1, 2, 3])
+    index.retire_slot(b)
     assert b.state == "freed"
 
 
 def test_a_run_larger_than_the_limit_leaves_nothing() -> None:
     index = Index(limit_bytes=BLOCK_BYTES)
-    index.stored(index.open(("a", 0)), DEVICE, range(100))
+    index.add_blocks(index.open_slot(("a", 0)), DEVICE, range(100))
     index.validate()
     assert index.bytes == 0
 
@@ -208,24 +208,24 @@ def traced(index: Index, fill: Callable[[Index], None]) -> int:
 def churned(index: Index) -> None:
     """As many blocks a shard as make its dict largest for them, after each was replaced a few times."""
     draw = Random(3)
-    slot = index.open(("a", 0))
+    slot = index.open_slot(("a", 0))
     held: deque[array[int]] = deque()
     for _ in range(4 * 210):
         hashes = [draw.getrandbits(64) for _ in range(32)]
-        index.stored(slot, DEVICE, hashes)
+        index.add_blocks(slot, DEVICE, hashes)
         held.append(array("Q", hashes))
         if len(held) > 210:
-            index.removed(slot, DEVICE, held.popleft())
+            index.remove_blocks(slot, DEVICE, held.popleft())
 
 
 def scattered(index: Index) -> None:
     """Every block held by others, of a thousand."""
     draw = Random(4)
-    slots = [index.open((f"w{number}", 0)) for number in range(1000)]
+    slots = [index.open_slot((f"w{number}", 0)) for number in range(1000)]
     for block in range(2000):
-        index.stored(draw.choice(slots), DEVICE, [block])
-        index.stored(slots[-1], DEVICE, [block])
-        index.stored(draw.choice(slots), HOST, [block])
+        index.add_blocks(draw.choice(slots), DEVICE, [block])
+        index.add_blocks(slots[-1], DEVICE, [block])
+        index.add_blocks(draw.choice(slots), HOST, [block])
 
 
 @pytest.mark.parametrize("fill", [churned, scattered])
@@ -235,13 +235,13 @@ def test_the_index_is_no_larger_than_it_is_held_to_be(fill: Callable[[Index], No
 
 
 def test_names_remembered_for_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.router.index.index._NAMED_LIMIT_BYTES", 100_000)
+    monkeypatch.setattr("services.router.index.index._MEMO_LIMIT_BYTES", 100_000)
     index = Index(limit_bytes=UNLIMITED)
-    slots = [index.open((f"w{number}", 0)) for number in range(100)]
+    slots = [index.open_slot((f"w{number}", 0)) for number in range(100)]
     draw = Random(6)
     for block in range(200):
         for slot in draw.sample(slots, 50):
-            index.stored(slot, DEVICE, [block])
+            index.add_blocks(slot, DEVICE, [block])
 
     def ask(index: Index) -> None:
         for block in range(200):
@@ -253,9 +253,9 @@ def test_names_remembered_for_answers_are_bounded(monkeypatch: pytest.MonkeyPatc
 
 def test_after_all_blocks_are_removed_their_room_is_given_back() -> None:
     def fill_and_empty(index: Index) -> None:
-        slot = index.open(("a", 0))
-        index.stored(slot, DEVICE, range(20_000))
-        index.removed(slot, DEVICE, range(20_000))
+        slot = index.open_slot(("a", 0))
+        index.add_blocks(slot, DEVICE, range(20_000))
+        index.remove_blocks(slot, DEVICE, range(20_000))
 
     index = Index(limit_bytes=UNLIMITED)
     assert traced(index, fill_and_empty) < 50_000
@@ -264,12 +264,12 @@ def test_after_all_blocks_are_removed_their_room_is_given_back() -> None:
 
 def test_one_more_slot_makes_sets_of_holders_larger_and_the_bound_holds() -> None:
     index = Index(limit_bytes=100_000)
-    slots = [index.open((f"w{number}", 0)) for number in range(10)]
+    slots = [index.open_slot((f"w{number}", 0)) for number in range(10)]
     for block in range(1000):
-        index.stored(slots[block % 10], DEVICE, [block])
-        index.stored(slots[block % 7], HOST, [block])
+        index.add_blocks(slots[block % 10], DEVICE, [block])
+        index.add_blocks(slots[block % 7], HOST, [block])
     for number in range(100):
-        index.open((f"more {number}", 0))
+        index.open_slot((f"more {number}", 0))
         index.validate()
     assert index.find([999])
 
@@ -309,7 +309,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), lender=st.sampled_from([*STORES, None]))
     def borrow(self, name: str, lender: str | None) -> None:
-        self.index.borrow((name, 0), None if lender is None else (lender, 0))
+        self.index.set_lender((name, 0), None if lender is None else (lender, 0))
         self.lenders.pop(name, None)
         if lender is not None:
             self.lenders[name] = lender
@@ -317,7 +317,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES + STORES))
     def join(self, name: str) -> None:
         if name not in self.open:
-            self.open[name] = self.index.open((name, 0))
+            self.open[name] = self.index.open_slot((name, 0))
             self.held[self.open[name]] = [Counter(), Counter(), Counter()]
 
     @precondition(lambda self: self.open)
@@ -325,7 +325,7 @@ class IndexMachine(RuleBasedStateMachine):
     def store(self, number: int, tier: int, end: int, skipped: int, told: bool) -> None:
         slot = self.open[sorted(self.open)[number % len(self.open)]]
         chain = path(end)[skipped:] or [end]
-        self.index.stored(slot, tier, chain, TREE[chain[0]] or None if told else None)
+        self.index.add_blocks(slot, tier, chain, TREE[chain[0]] or None if told else None)
         self.held[slot][tier].update(chain)
 
     @precondition(lambda self: self.held)
@@ -340,7 +340,7 @@ class IndexMachine(RuleBasedStateMachine):
     def remove(self, number: int, tier: int, end: int, most: int, others: list[int], backwards: bool) -> None:
         slot = list(self.held)[number % len(self.held)]
         hashes = path(end)[-most:][:: -1 if backwards else 1] + others
-        self.index.removed(slot, tier, hashes)
+        self.index.remove_blocks(slot, tier, hashes)
         for block in hashes:
             if self.held[slot][tier][block]:
                 self.held[slot][tier][block] -= 1
@@ -356,7 +356,7 @@ class IndexMachine(RuleBasedStateMachine):
     def retire(self, number: int) -> None:
         name = sorted(self.open)[number % len(self.open)]
         slot = self.open.pop(name)
-        self.index.retire(slot)
+        self.index.retire_slot(slot)
         self.retired.append(slot)
 
     @precondition(lambda self: self.retired)
@@ -364,7 +364,7 @@ class IndexMachine(RuleBasedStateMachine):
     def purge(self) -> None:
         slot = self.retired.pop()
         for tier, counts in enumerate(self.held.pop(slot)):
-            self.index.removed(slot, tier, list(counts.elements()))
+            self.index.remove_blocks(slot, tier, list(counts.elements()))
         assert slot.state == "freed"
 
     @rule(end=BLOCKS, strange=st.integers(0, 2))
@@ -393,7 +393,7 @@ class IndexMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for slot, tiers in self.held.items():
             for tier, counts in enumerate(tiers):
-                self.index.removed(slot, tier, list(counts.elements()))
+                self.index.remove_blocks(slot, tier, list(counts.elements()))
         assert self.index.bytes == 0, "removal leaves nothing behind"
 
 

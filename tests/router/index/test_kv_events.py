@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from services.router.index.kv_events import (
     BATCH_LIMIT_BLOCKS,
     PAYLOAD_LIMIT_BYTES,
-    Batch,
-    Cleared,
-    Removed,
-    Stored,
+    ClearedEvent,
+    DecodedBatch,
+    RemovedEvent,
+    StoredEvent,
     decode,
 )
 from shared.errors import ProtocolError
@@ -53,9 +53,9 @@ def as_arrays(payload: bytes) -> bytes:
     return msgspec.msgpack.encode([ts, arrays, rank])
 
 
-def stored(event: list[Any] | dict[str, Any], *tail: Any) -> Stored:
+def stored(event: list[Any] | dict[str, Any], *tail: Any) -> StoredEvent:
     (found,) = decode(msgspec.msgpack.encode([1.5, [event], *tail])).events
-    assert isinstance(found, Stored)
+    assert isinstance(found, StoredEvent)
     return found
 
 
@@ -75,9 +75,9 @@ def test_old_arrays_may_have_tails_of_any_length(length: int) -> None:
 
 
 def test_a_batch_may_have_no_rank_and_fields_of_the_future() -> None:
-    assert decode(msgspec.msgpack.encode([1.0, []])) == Batch(1.0, 0, [], 0)
-    assert decode(msgspec.msgpack.encode([1.0, [["AllBlocksCleared", 9]], 3, "future"])) == Batch(
-        1.0, 3, [Cleared()], 0
+    assert decode(msgspec.msgpack.encode([1.0, []])) == DecodedBatch(1.0, 0, [], 0)
+    assert decode(msgspec.msgpack.encode([1.0, [["AllBlocksCleared", 9]], 3, "future"])) == DecodedBatch(
+        1.0, 3, [ClearedEvent()], 0
     )
 
 
@@ -87,12 +87,12 @@ def test_a_batch_may_have_no_rank_and_fields_of_the_future() -> None:
 )
 def test_every_spelling_of_a_medium_is_its_tier(medium: str | None, tier: int) -> None:
     payload = msgspec.msgpack.encode([1.0, [["BlockRemoved", [b"x" * 32], medium]]])
-    assert decode(payload).events == [Removed([b"x" * 32], tier, None)]
+    assert decode(payload).events == [RemovedEvent([b"x" * 32], tier, None)]
 
 
 def test_events_of_a_tier_that_we_do_not_know_are_ignored_and_counted() -> None:
     batch = decode(msgspec.msgpack.encode([1.0, [["BlockRemoved", [1], "tape"], ["AllBlocksCleared"]]]))
-    assert batch.events == [Cleared()]
+    assert batch.events == [ClearedEvent()]
     assert batch.ignored == 1
 
 
@@ -145,7 +145,7 @@ def test_sglangs_events_name_their_salt(event: Any) -> None:
 def test_sglangs_shortest_arrays_are_read() -> None:
     found = stored(["BlockStored", [5740354900026072187], -3, [1, 2], 2, None])
     assert (found.hashes, found.parent, found.tier, found.salt) == ([5740354900026072187], -3, 0, "")
-    assert decode(msgspec.msgpack.encode([1.0, [["BlockRemoved", [-3]]]])).events == [Removed([-3], 0, None)]
+    assert decode(msgspec.msgpack.encode([1.0, [["BlockRemoved", [-3]]]])).events == [RemovedEvent([-3], 0, None)]
 
 
 def test_a_batch_of_more_blocks_or_bytes_than_the_limit_is_refused() -> None:

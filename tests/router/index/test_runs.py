@@ -6,7 +6,7 @@ import gc
 import weakref
 from array import array
 
-from services.router.index.runs import RUN_BLOCKS, Run, Runs, leaves, piece, piece_either_way
+from services.router.index.runs import RUN_BLOCKS, Run, Runs, match_end, matching_piece, matching_piece_either_way
 
 ALONE = (1, 0, 0)
 
@@ -27,28 +27,28 @@ def filled(blocks: int) -> tuple[Runs, Run]:
 def test_a_run_is_no_longer_than_the_limit_and_the_next_goes_on() -> None:
     runs, last = filled(RUN_BLOCKS + 1)
     runs.validate()
-    assert [run.size for run in runs.each()] == [RUN_BLOCKS, 1]
-    assert runs.of(RUN_BLOCKS) is not last
-    assert runs.ending(RUN_BLOCKS + 1) is last
-    assert runs.ending(5) is None
+    assert [run.size for run in runs.coldest_first()] == [RUN_BLOCKS, 1]
+    assert runs.find(RUN_BLOCKS) is not last
+    assert runs.ending_with(RUN_BLOCKS + 1) is last
+    assert runs.ending_with(5) is None
 
 
 def test_blocks_that_come_back_one_by_one_from_the_end_join_the_run_behind_them() -> None:
     runs, run = filled(10)
-    others = runs.holders((3, 0, 0))
+    others = runs.holders_of((3, 0, 0))
     for stop in range(10, 4, -1):
-        runs.change(run, stop - 1, stop, others)
+        runs.set_holders(run, stop - 1, stop, others)
         runs.validate()
-    assert [list(each.hashes) for each in runs.each()] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
-    assert runs.sets == 2
+    assert [list(each.hashes) for each in runs.coldest_first()] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    assert runs.holder_sets == 2
 
 
 def test_a_block_cut_from_the_middle_leaves_two_runs() -> None:
     runs, run = filled(10)
-    runs.drop(run, 3, 4)
+    runs.remove(run, 3, 4)
     runs.validate()
-    assert sorted(list(each.hashes) for each in runs.each()) == [[1, 2, 3], [5, 6, 7, 8, 9, 10]]
-    assert runs.of(4) is None
+    assert sorted(list(each.hashes) for each in runs.coldest_first()) == [[1, 2, 3], [5, 6, 7, 8, 9, 10]]
+    assert runs.find(4) is None
 
 
 def test_the_warmest_run_goes_last() -> None:
@@ -60,21 +60,21 @@ def test_the_warmest_run_goes_last() -> None:
     for _ in range(2):
         coldest = runs.coldest()
         assert coldest is not None
-        runs.drop(coldest, 0, coldest.size)
+        runs.remove(coldest, 0, coldest.size)
     assert runs.coldest() is None
-    assert runs.sets == runs.blocks == runs.runs == 0
+    assert runs.holder_sets == runs.blocks == runs.runs == 0
 
 
 def test_where_a_chain_leaves_a_run_and_what_of_a_list_is_in_it() -> None:
     run = filled(8)[1]
     for shared in range(1, 9):
-        assert leaves(run.hashes, [*range(1, shared + 1), -1, -2], 0) == shared
-    assert leaves(run.hashes, [1, 2, 3], 0) == 3
-    assert piece(run, [0, 3, 4, 9], 1) == (2, 2)
-    assert piece(run, [7, 8], 0) == (6, 2)
-    assert piece_either_way(run, [8, 7, 6, 1], 0) == (5, 3)
-    assert piece_either_way(run, [5, 4, 9], 0) == (3, 2)
-    assert piece_either_way(run, [4, 5, 9], 0) == (3, 2)
+        assert match_end(run.hashes, [*range(1, shared + 1), -1, -2], 0) == shared
+    assert match_end(run.hashes, [1, 2, 3], 0) == 3
+    assert matching_piece(run, [0, 3, 4, 9], 1) == (2, 2)
+    assert matching_piece(run, [7, 8], 0) == (6, 2)
+    assert matching_piece_either_way(run, [8, 7, 6, 1], 0) == (5, 3)
+    assert matching_piece_either_way(run, [5, 4, 9], 0) == (3, 2)
+    assert matching_piece_either_way(run, [4, 5, 9], 0) == (3, 2)
 
 
 def test_the_collector_need_not_look_and_nothing_is_left_behind() -> None:

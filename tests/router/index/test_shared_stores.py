@@ -8,41 +8,41 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.index import shared_stores
-from services.router.index.shared_stores import CandidateId, Lending
+from services.router.index.shared_stores import CandidateId, SharedStores
 
 WORKERS: list[CandidateId] = [("a", 0), ("a", 1), ("b", 0)]
 STORES: list[CandidateId] = [("k/l", 0), ("k/m", 0)]
 
 
 def test_a_store_that_nobody_borrows_from_is_no_lender() -> None:
-    stores = Lending()
-    stores.opened(("k/l", 0), 0)
-    stores.opened(("a", 0), 1)
-    assert (stores.lenders, stores.widened(0b01)) == (0, 0b01)
-    stores.borrow(("a", 0), ("k/l", 0))
-    assert (stores.lenders, stores.widened(0b01), stores.widened(0b10)) == (0b01, 0b11, 0b10)
-    stores.borrow(("a", 0), None)
-    assert (stores.lenders, stores.widened(0b01)) == (0, 0b01)
+    stores = SharedStores()
+    stores.slot_opened(("k/l", 0), 0)
+    stores.slot_opened(("a", 0), 1)
+    assert (stores.lenders, stores.with_borrowers(0b01)) == (0, 0b01)
+    stores.set_lender(("a", 0), ("k/l", 0))
+    assert (stores.lenders, stores.with_borrowers(0b01), stores.with_borrowers(0b10)) == (0b01, 0b11, 0b10)
+    stores.set_lender(("a", 0), None)
+    assert (stores.lenders, stores.with_borrowers(0b01)) == (0, 0b01)
 
 
 def test_a_borrower_lends_nothing() -> None:
-    stores = Lending()
-    stores.borrow(("a", 0), ("k/l", 0))
+    stores = SharedStores()
+    stores.set_lender(("a", 0), ("k/l", 0))
     with pytest.raises(AssertionError, match="borrower"):
-        stores.borrow(("b", 0), ("a", 0))
+        stores.set_lender(("b", 0), ("a", 0))
     with pytest.raises(AssertionError, match="lender"):
-        stores.borrow(("k/l", 0), ("k/m", 0))
+        stores.set_lender(("k/l", 0), ("k/m", 0))
 
 
 def test_what_is_remembered_of_lenders_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_stores, "_UNIONS_LIMIT", 3)
-    stores = Lending()
+    stores = SharedStores()
     for number in range(4):
-        stores.opened((f"k{number}/l", 0), number)
-        stores.opened((f"w{number}", 0), 4 + number)
-        stores.borrow((f"w{number}", 0), (f"k{number}/l", 0))
+        stores.slot_opened((f"k{number}/l", 0), number)
+        stores.slot_opened((f"w{number}", 0), 4 + number)
+        stores.set_lender((f"w{number}", 0), (f"k{number}/l", 0))
     for holding in range(16):
-        assert stores.widened(holding) == holding | holding << 4
+        assert stores.with_borrowers(holding) == holding | holding << 4
         stores.validate()
 
 
@@ -51,7 +51,7 @@ class LendingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stores = Lending()
+        self.stores = SharedStores()
         self.numbers: dict[CandidateId, int] = {}
         self.lenders: dict[CandidateId, CandidateId] = {}
 
@@ -59,14 +59,14 @@ class LendingMachine(RuleBasedStateMachine):
     def open_or_retire(self, candidate: CandidateId, number: int) -> None:
         if candidate in self.numbers:
             del self.numbers[candidate]
-            self.stores.retired(candidate)
+            self.stores.slot_retired(candidate)
         elif number not in self.numbers.values():
             self.numbers[candidate] = number
-            self.stores.opened(candidate, number)
+            self.stores.slot_opened(candidate, number)
 
     @rule(candidate=st.sampled_from(WORKERS), lender=st.sampled_from([*STORES, None]))
     def borrow(self, candidate: CandidateId, lender: CandidateId | None) -> None:
-        self.stores.borrow(candidate, lender)
+        self.stores.set_lender(candidate, lender)
         self.lenders.pop(candidate, None)
         if lender is not None:
             self.lenders[candidate] = lender
@@ -77,7 +77,7 @@ class LendingMachine(RuleBasedStateMachine):
         for borrower, lender in self.lenders.items():
             if borrower in self.numbers and lender in self.numbers and holding >> self.numbers[lender] & 1:
                 expected |= 1 << self.numbers[borrower]
-        assert self.stores.widened(holding) == expected
+        assert self.stores.with_borrowers(holding) == expected
 
     @invariant()
     def valid(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.router.index.tier_counts import Lower
+from services.router.index.tier_counts import TierCounts
 
 SLOTS = 4
 STRETCHES = st.lists(
@@ -23,14 +23,14 @@ def mask(slots: list[int]) -> int:
 def test_slots_that_go_from_tier_to_tier_are_counted_in_each_until_they_end(
     stretches: list[tuple[int, list[str]]],
 ) -> None:
-    lower = Lower()
+    lower = TierCounts()
     alive = set(range(SLOTS))
     counts = {slot: {"D": 0, "H": 0, "K": 0} for slot in range(SLOTS)}
     found: dict[int, tuple[int, int]] = {}
     at = 0
 
     def settle(ended: set[int]) -> None:
-        for slots, host, disk in lower.ended(mask(sorted(ended)), at):
+        for slots, host, disk in lower.counts_at(mask(sorted(ended)), at):
             found.update(dict.fromkeys((slot for slot in ended if slots >> slot & 1), (host, disk)))
 
     for blocks, tiers in stretches:
@@ -38,7 +38,7 @@ def test_slots_that_go_from_tier_to_tier_are_counted_in_each_until_they_end(
         host, disk = (mask([slot for slot in left if tiers[slot] == tier]) for tier in "HK")
         settle(alive - left)
         alive = left
-        lower.changed(mask(sorted(alive)), host, disk, at)
+        lower.update(mask(sorted(alive)), host, disk, at)
         for slot in alive:
             counts[slot][tiers[slot]] += blocks
         at += blocks

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from services.router.selection.candidates import Facts, Question, Scored
-from services.router.selection.decision_log import ROWS, Decisions
-from services.router.selection.load import CandidateLoad, Speed
+from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
+from services.router.selection.decision_log import KEPT_CANDIDATES, DecisionLog
+from services.router.selection.load import CandidateLoad, WorkerSpeed
 from services.router.selection.policies.kv import KvPolicy
-from services.router.selection.policy_guard import Verdict
+from services.router.selection.policy_guard import PolicyChoice
 from shared.messages import Overlap, Prefilled, Selected
 from tests.router.broken_policy import WordlessPolicy
 
-QUESTION = Question(100, 16)
+QUESTION = RoutingRequest(100, 16)
 
 
-def scored(count: int) -> list[Scored]:
+def scored(count: int) -> list[ScoredCandidate]:
     """So many candidates, the first with three blocks and the best score."""
     load = CandidateLoad(1, 300, 20)
-    first = Facts(("w0", 0), Overlap(2, 1), load, 1000, Speed(1000.0))
+    first = CandidateState(("w0", 0), Overlap(2, 1), load, 1000, WorkerSpeed(1000.0))
     return [
-        Scored(first, 0.0),
-        *(Scored(Facts((f"w{n}", 0), Overlap(), load, 1000), float(n)) for n in range(1, count)),
+        ScoredCandidate(first, 0.0),
+        *(ScoredCandidate(CandidateState((f"w{n}", 0), Overlap(), load, 1000), float(n)) for n in range(1, count)),
     ]
 
 
@@ -27,40 +27,40 @@ def selected(request: str, attempt: int = 1) -> Selected:
     return Selected(request, attempt, "w0", 0, "r1", Overlap(2, 1), "most cached")
 
 
-def kept(*requests: str, limit: int = 10, candidates: int = 3, chosen: int = 0) -> Decisions:
-    decisions = Decisions(limit=limit)
+def kept(*requests: str, limit: int = 10, candidates: int = 3, chosen: int = 0) -> DecisionLog:
+    decisions = DecisionLog(limit=limit)
     each = scored(candidates)
     for number, request in enumerate(requests):
-        decisions.add(selected(request), QUESTION, Verdict(KvPolicy(), each, each[chosen]), float(number))
+        decisions.add(selected(request), QUESTION, PolicyChoice(KvPolicy(), each, each[chosen]), float(number))
         decisions.validate()
     return decisions
 
 
 def test_only_the_latest_are_kept_and_asking_again_counts_as_late() -> None:
     decisions = kept("a", "b", "a", "c", limit=2)
-    assert [each.selected.request for each in decisions.explain("", latest=9)] == ["a", "c"]
-    assert [each.selected.request for each in decisions.explain("", latest=1)] == ["c"]
-    assert decisions.explain("b", latest=9) == []
+    assert [each.selected.request for each in decisions.find("", latest=9)] == ["a", "c"]
+    assert [each.selected.request for each in decisions.find("", latest=1)] == ["c"]
+    assert decisions.find("b", latest=9) == []
 
 
 def test_a_request_is_found_by_its_clients_own_name_too() -> None:
     decisions = kept("a-b-0e", "a-b-0f", "a-b", "a", "a-0a")
-    found = {name: [each.selected.request for each in decisions.explain(name, latest=9)] for name in ("a-b", "a", "a-")}
+    found = {name: [each.selected.request for each in decisions.find(name, latest=9)] for name in ("a-b", "a", "a-")}
     assert found == {"a-b": ["a-b-0e", "a-b-0f", "a-b"], "a": ["a-b", "a", "a-0a"], "a-": []}
 
 
 def test_what_a_request_asks_for_several_times_is_found_by_the_name_of_the_whole() -> None:
     decisions = kept("a-0e/0", "a-0e/1", "a-0f", "b/0")
     found = {
-        name: [each.selected.request for each in decisions.explain(name, latest=9)] for name in ("a-0e", "a", "a-0e/1")
+        name: [each.selected.request for each in decisions.find(name, latest=9)] for name in ("a-0e", "a", "a-0e/1")
     }
     assert found == {"a-0e": ["a-0e/0", "a-0e/1"], "a": ["a-0e/0", "a-0e/1", "a-0f"], "a-0e/1": ["a-0e/1"]}
 
 
 def test_rows_are_the_best_few_and_the_chosen_one() -> None:
-    (decision,) = kept("a", candidates=ROWS + 9, chosen=ROWS + 5).explain("a", latest=1)
+    (decision,) = kept("a", candidates=KEPT_CANDIDATES + 9, chosen=KEPT_CANDIDATES + 5).find("a", latest=1)
     rows = decision.selected.candidates
-    assert [row.instance for row in rows] == [*(f"w{n}" for n in range(ROWS - 1)), f"w{ROWS + 5}"]
+    assert [row.instance for row in rows] == [*(f"w{n}" for n in range(KEPT_CANDIDATES - 1)), f"w{KEPT_CANDIDATES + 5}"]
     assert rows[0].overlap == Overlap(2, 1)
     assert (rows[0].queued_tokens, rows[0].active_blocks) == (300, 20)
     assert rows[0].predicted_s == (300 + 100 - 3 * 16) / 1000
@@ -69,37 +69,37 @@ def test_rows_are_the_best_few_and_the_chosen_one() -> None:
 
 def test_a_first_token_is_compared_once_and_within_what_can_be() -> None:
     decisions = kept("a", "b")
-    prediction = decisions.prefilled(Prefilled("a", 1, 32, 0.5))
+    prediction = decisions.record_first_token(Prefilled("a", 1, 32, 0.5))
     assert prediction is not None
     assert (prediction.predicted_tokens, prediction.actual_tokens, prediction.new_blocks) == (48, 32, 4)
-    assert decisions.prefilled(Prefilled("a", 1, 96)) is None
-    assert decisions.prefilled(Prefilled("a", 2, 0)) is None
-    too_many = decisions.prefilled(Prefilled("b", 1, 10**9))
+    assert decisions.record_first_token(Prefilled("a", 1, 96)) is None
+    assert decisions.record_first_token(Prefilled("a", 2, 0)) is None
+    too_many = decisions.record_first_token(Prefilled("b", 1, 10**9))
     assert too_many is not None
     assert too_many.actual_tokens == 100
-    (decision,) = decisions.explain("a", latest=1)
+    (decision,) = decisions.find("a", latest=1)
     assert (decision.actual_cached_tokens, decision.first_token_s) == (32, 0.5)
 
 
 def test_a_first_token_from_elsewhere_tells_nothing_of_a_choice_that_came_too_late() -> None:
     decisions = kept("a")
-    chosen = decisions.explain("a", latest=1)[0].selected.instance
-    assert decisions.prefilled(Prefilled("a", 1, 32, 0.5, instance="elsewhere")) is None
-    (decision,) = decisions.explain("a", latest=1)
+    chosen = decisions.find("a", latest=1)[0].selected.instance
+    assert decisions.record_first_token(Prefilled("a", 1, 32, 0.5, instance="elsewhere")) is None
+    (decision,) = decisions.find("a", latest=1)
     assert (decision.actual_cached_tokens, decision.first_token_s) == (None, None)
-    assert decisions.prefilled(Prefilled("a", 1, 32, 0.5, instance=chosen)) is not None
+    assert decisions.record_first_token(Prefilled("a", 1, 32, 0.5, instance=chosen)) is not None
 
 
 def test_an_end_is_noted_once() -> None:
     decisions = kept("a")
-    decisions.ended(("a", 1), 2.5)
-    decisions.ended(("a", 1), 9.0)
-    decisions.ended(("unknown", 1), 9.0)
-    assert [each.ended_s for each in decisions.explain("", latest=9)] == [2.5]
+    decisions.record_end(("a", 1), 2.5)
+    decisions.record_end(("a", 1), 9.0)
+    decisions.record_end(("unknown", 1), 9.0)
+    assert [each.ended_s for each in decisions.find("", latest=9)] == [2.5]
 
 
 def test_a_policy_without_words_is_no_obstacle() -> None:
-    decisions = Decisions(limit=1)
+    decisions = DecisionLog(limit=1)
     each = scored(2)
-    decisions.add(selected("a"), QUESTION, Verdict(WordlessPolicy(), each, each[0]), 0.0)
-    assert decisions.explain("a", latest=1)[0].selected.candidates[0].reason.startswith("no reason: LookupError")
+    decisions.add(selected("a"), QUESTION, PolicyChoice(WordlessPolicy(), each, each[0]), 0.0)
+    assert decisions.find("a", latest=1)[0].selected.candidates[0].reason.startswith("no reason: LookupError")

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.selection.eligibility import Nobody, Seats
+from services.router.selection.eligibility import Eligibility, NoCandidate
 from shared.messages import KvLayout, ModelCard, Select
 
 RAMP_S = 10.0
@@ -21,37 +21,37 @@ def card(instance: str, **more: Any) -> ModelCard:
     return ModelCard("m", instance, "/m", "0", "0", 4096, 1000, 4, 1000, KvLayout("float32", 1, 1, 4, 4), **more)
 
 
-def seats(*cards: ModelCard, now_s: float = 0.0) -> Seats:
-    made = Seats("m", Random(1), ramp_s=RAMP_S)
+def eligibility(*cards: ModelCard, now_s: float = 0.0) -> Eligibility:
+    made = Eligibility("m", Random(1), ramp_s=RAMP_S)
     for each in cards:
-        made.up(each, now_s)
+        made.add_card(each, now_s)
     return made
 
 
-def asked(made: Seats, now_s: float = 0.0, **fields: Any) -> list[str]:
+def asked(made: Eligibility, now_s: float = 0.0, **fields: Any) -> list[str]:
     """The instances that a question is put to, one for each rank."""
-    return [seat.instance for seat in made.asked(Select("r", 1, "f", "m", b"", 1, 1, **fields), now_s)]
+    return [seat.instance for seat in made.eligible(Select("r", 1, "f", "m", b"", 1, 1, **fields), now_s)]
 
 
-def refusal(made: Seats, **fields: Any) -> str:
-    with pytest.raises(Nobody) as nobody:
+def refusal(made: Eligibility, **fields: Any) -> str:
+    with pytest.raises(NoCandidate) as nobody:
         asked(made, **fields)
     return nobody.value.code
 
 
 def test_every_rank_is_asked_for_and_whoever_comes_or_goes_is_seen_at_once() -> None:
-    made = seats(card("a"), card("b", ranks=2))
+    made = eligibility(card("a"), card("b", ranks=2))
     assert asked(made) == ["a", "b", "b"]
-    made.up(card("c"), 0.0)
-    made.down("a")
+    made.add_card(card("c"), 0.0)
+    made.remove_card("a")
     assert asked(made) == ["b", "b", "c"]
 
 
 def test_where_nobody_can_serve_the_refusal_says_why() -> None:
-    made = seats(card("p", role="prefill"))
+    made = eligibility(card("p", role="prefill"))
     assert refusal(made) == "no_instances"
-    made.up(card("a"), 0.0)
-    made.up(card("b", lora=("french",)), 0.0)
+    made.add_card(card("a"), 0.0)
+    made.add_card(card("b", lora=("french",)), 0.0)
     assert asked(made, lora="french") == ["b"]
     assert refusal(made, lora="welsh") == "unknown_model"
     assert refusal(made, lora="french", excluded=("b",)) == "all_excluded"
@@ -61,7 +61,7 @@ def test_where_nobody_can_serve_the_refusal_says_why() -> None:
 def test_a_prompt_is_not_put_to_who_has_no_room_for_it_while_others_have() -> None:
     small = msgspec.structs.replace(card("small"), capacity_blocks=3)
     short = msgspec.structs.replace(card("short"), context_length=10)
-    made = seats(small, short, card("a"))
+    made = eligibility(small, short, card("a"))
     for tokens, able in (
         (9, ["small", "short", "a"]),
         (10, ["small", "a"]),
@@ -69,47 +69,47 @@ def test_a_prompt_is_not_put_to_who_has_no_room_for_it_while_others_have() -> No
         (5000, ["small", "short", "a"]),
     ):
         ask = Select("r", 1, "f", "m", b"", tokens, 1)
-        assert [seat.instance for seat in made.asked(ask, 0.0)] == able, tokens
-    made.down("a")
+        assert [seat.instance for seat in made.eligible(ask, 0.0)] == able, tokens
+    made.remove_card("a")
     assert asked(made) == ["small", "short"]
 
 
 def test_who_stands_still_is_passed_over_while_others_are_there() -> None:
-    made = seats(card("a"), card("b"), card("c"))
-    made.standing_still = frozenset({"a", "b"})
+    made = eligibility(card("a"), card("b"), card("c"))
+    made.frozen = frozenset({"a", "b"})
     assert asked(made) == ["c"]
     assert asked(made, excluded=("c",)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("age_s", [0.0, 2.5, 5.0, 7.5, 10.0, 100.0])
 def test_one_that_joins_takes_part_in_a_share_that_grows_with_its_age(age_s: float) -> None:
-    made = seats(card("a"))
-    made.up(card("new"), 50.0)
+    made = eligibility(card("a"))
+    made.add_card(card("new"), 50.0)
     share = sum("new" in asked(made, 50.0 + age_s) for _ in range(1000)) / 1000
     assert abs(share - min(age_s / RAMP_S, 1.0)) < 0.06
 
 
 def test_those_that_come_up_together_or_are_found_together_take_part_at_once() -> None:
-    made = seats(card("a"), now_s=7.0)
-    made.up(card("b"), 16.9)
+    made = eligibility(card("a"), now_s=7.0)
+    made.add_card(card("b"), 16.9)
     assert all(asked(made, 17.0) == ["a", "b"] for _ in range(50))
 
 
 def test_newcomers_are_asked_for_where_nobody_else_is_left() -> None:
-    made = seats(card("a"))
-    made.up(card("new", lora=("l",)), 50.0)
+    made = eligibility(card("a"))
+    made.add_card(card("new", lora=("l",)), 50.0)
     assert asked(made, 50.0) == ["a"]
     assert asked(made, 50.0, lora="l") == asked(made, 50.0, excluded=("a",)) == ["new"]
-    made.standing_still = frozenset({"a"})
+    made.frozen = frozenset({"a"})
     assert asked(made, 50.0) == ["new"]
-    made.down("a")
+    made.remove_card("a")
     assert asked(made, 50.0) == ["new"]
 
 
 def test_one_that_comes_again_ramps_up_again() -> None:
-    made = seats(card("a"), card("b"))
-    made.down("b")
-    made.up(card("b"), 50.0)
+    made = eligibility(card("a"), card("b"))
+    made.remove_card("b")
+    made.add_card(card("b"), 50.0)
     assert asked(made, 50.0) == ["a"]
 
 
@@ -118,19 +118,19 @@ class SeatsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = seats()
+        self.made = eligibility()
         self.now_s = 0.0
 
     @rule(instance=st.sampled_from("abcd"), lora=st.booleans(), ranks=st.integers(1, 2))
     def change(self, instance: str, lora: bool, ranks: int) -> None:
         if instance in self.made.cards:
-            self.made.down(instance)
+            self.made.remove_card(instance)
         else:
-            self.made.up(card(instance, lora=("l",) if lora else (), ranks=ranks), self.now_s)
+            self.made.add_card(card(instance, lora=("l",) if lora else (), ranks=ranks), self.now_s)
 
     @rule(instances=st.frozensets(st.sampled_from("abcd")))
     def stand_still(self, instances: frozenset[str]) -> None:
-        self.made.standing_still = instances
+        self.made.frozen = instances
 
     @rule(later_s=st.floats(0, 8))
     def wait(self, later_s: float) -> None:
@@ -146,7 +146,7 @@ class SeatsMachine(RuleBasedStateMachine):
         names = set(asked(self.made, self.now_s, **fields))
         assert names
         assert names <= able
-        assert not names & self.made.standing_still or able <= self.made.standing_still
+        assert not names & self.made.frozen or able <= self.made.frozen
 
     @invariant()
     def valid(self) -> None:

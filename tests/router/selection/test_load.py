@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.selection.load import IDLE, UNTOLD, AttemptId, CandidateLoad, Load, Speed
+from services.router.selection.load import IDLE, UNKNOWN_SPEED, AttemptId, CandidateLoad, LoadTracker, WorkerSpeed
 from shared.messages import LoadReport, Reserved
 
 A, B = ("a", 0), ("b", 0)
@@ -25,7 +25,7 @@ def report(
     blocks: int = 0,
     running: int | None = None,
     progress: int = 1,
-    speed: Speed = UNTOLD,
+    speed: WorkerSpeed = UNKNOWN_SPEED,
 ) -> LoadReport:
     return LoadReport(
         instance=instance,
@@ -44,209 +44,209 @@ def report(
 
 
 def test_a_reservation_is_prefill_then_decode_then_nothing() -> None:
-    load = Load()
-    assert load.reserved(reservation("r"), 0.0)
-    assert load.of(A) == CandidateLoad(1, 100, 10)
-    assert load.prefilled(("r", 1)) is not None
-    assert load.of(A) == CandidateLoad(1, 0, 10)
-    load.finished(("r", 1))
-    assert load.of(A) == IDLE
+    load = LoadTracker()
+    assert load.add_reservation(reservation("r"), 0.0)
+    assert load.load_of(A) == CandidateLoad(1, 100, 10)
+    assert load.mark_prefilled(("r", 1)) is not None
+    assert load.load_of(A) == CandidateLoad(1, 0, 10)
+    load.mark_finished(("r", 1))
+    assert load.load_of(A) == IDLE
     load.validate()
 
 
 def test_what_is_withdrawn_may_be_reserved_again() -> None:
-    load = Load()
-    load.reserved(reservation("r"), 0.0)
-    load.withdrawn(("r", 1))
-    assert (load.of(A), load.candidate_of(("r", 1))) == (IDLE, None)
-    load.withdrawn(("r", 1))
-    assert load.reserved(reservation("r", "b"), 1.0)
-    assert (load.of(A), load.of(B).requests, load.candidate_of(("r", 1))) == (IDLE, 1, B)
+    load = LoadTracker()
+    load.add_reservation(reservation("r"), 0.0)
+    load.withdraw(("r", 1))
+    assert (load.load_of(A), load.candidate_of(("r", 1))) == (IDLE, None)
+    load.withdraw(("r", 1))
+    assert load.add_reservation(reservation("r", "b"), 1.0)
+    assert (load.load_of(A), load.load_of(B).requests, load.candidate_of(("r", 1))) == (IDLE, 1, B)
     load.validate()
 
 
 def test_everything_may_be_told_twice() -> None:
-    load = Load()
-    assert load.reserved(reservation("r"), 0.0)
-    assert not load.reserved(reservation("r"), 0.0)
-    load.prefilled(("r", 1))
-    assert load.prefilled(("r", 1)) is None
-    load.finished(("r", 1))
-    load.finished(("r", 1))
-    assert not load.reserved(reservation("r"), 1.0)
-    assert load.of(A) == IDLE
+    load = LoadTracker()
+    assert load.add_reservation(reservation("r"), 0.0)
+    assert not load.add_reservation(reservation("r"), 0.0)
+    load.mark_prefilled(("r", 1))
+    assert load.mark_prefilled(("r", 1)) is None
+    load.mark_finished(("r", 1))
+    load.mark_finished(("r", 1))
+    assert not load.add_reservation(reservation("r"), 1.0)
+    assert load.load_of(A) == IDLE
 
 
 def test_an_end_that_comes_before_its_reservation_is_remembered() -> None:
-    load = Load()
-    load.prefilled(("p", 1))
-    load.finished(("e", 1))
-    assert load.reserved(reservation("p"), 0.0)
-    assert load.of(A) == CandidateLoad(1, 0, 10)
-    assert not load.reserved(reservation("e"), 0.0)
+    load = LoadTracker()
+    load.mark_prefilled(("p", 1))
+    load.mark_finished(("e", 1))
+    assert load.add_reservation(reservation("p"), 0.0)
+    assert load.load_of(A) == CandidateLoad(1, 0, 10)
+    assert not load.add_reservation(reservation("e"), 0.0)
     load.validate()
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    load = Load(remembered_limit=2)
+    load = LoadTracker(remembered_limit=2)
     for request in "abc":
-        load.finished((request, 1))
+        load.mark_finished((request, 1))
     assert load.statistics().remembered == 2
-    assert load.reserved(reservation("a"), 0.0), "the oldest is forgotten"
+    assert load.add_reservation(reservation("a"), 0.0), "the oldest is forgotten"
     load.validate()
 
 
 def test_at_the_limit_the_oldest_reservation_goes() -> None:
-    load = Load(limit=2)
+    load = LoadTracker(limit=2)
     for request in "abc":
-        load.reserved(reservation(request), 0.0)
+        load.add_reservation(reservation(request), 0.0)
     assert load.statistics().reservations == 2
     assert load.statistics().forgotten == 1
-    load.finished(("b", 1))
-    load.finished(("c", 1))
-    assert load.of(A) == IDLE
+    load.mark_finished(("b", 1))
+    load.mark_finished(("c", 1))
+    assert load.load_of(A) == IDLE
 
 
 def test_a_report_replaces_what_it_knows_and_leaves_what_it_does_not_know_yet() -> None:
-    load = Load()
-    load.reserved(reservation("old"), 0.0)
-    load.reserved(reservation("new", tokens=7, blocks=1), 0.0)
-    load.reported(report("a", "old", tokens=40, blocks=12), 1.0)
-    assert load.of(A) == CandidateLoad(2, 40 + 7, 12 + 1)
-    load.prefilled(("old", 1))
-    assert load.of(A) == CandidateLoad(2, 7, 13)
-    load.finished(("old", 1))
-    assert load.of(A) == CandidateLoad(1, 7, 3)
+    load = LoadTracker()
+    load.add_reservation(reservation("old"), 0.0)
+    load.add_reservation(reservation("new", tokens=7, blocks=1), 0.0)
+    load.apply_report(report("a", "old", tokens=40, blocks=12), 1.0)
+    assert load.load_of(A) == CandidateLoad(2, 40 + 7, 12 + 1)
+    load.mark_prefilled(("old", 1))
+    assert load.load_of(A) == CandidateLoad(2, 7, 13)
+    load.mark_finished(("old", 1))
+    assert load.load_of(A) == CandidateLoad(1, 7, 3)
     load.validate()
 
 
 def test_load_that_others_put_on_a_worker_counts() -> None:
-    load = Load()
-    load.reported(report("a", "stranger", tokens=50, blocks=5), 0.0)
-    assert load.of(A) == CandidateLoad(1, 50, 5)
-    load.reported(report("a"), 0.25)
-    assert load.of(A) == IDLE
+    load = LoadTracker()
+    load.apply_report(report("a", "stranger", tokens=50, blocks=5), 0.0)
+    assert load.load_of(A) == CandidateLoad(1, 50, 5)
+    load.apply_report(report("a"), 0.25)
+    assert load.load_of(A) == IDLE
 
 
 def test_of_an_instance_with_several_ranks_a_report_only_tells_which_attempts_live() -> None:
-    load = Load(grace_s=3, unknown_s=10)
-    load.reserved(Reserved("r", 1, "f", "a", 1, 100, 10), 0.0)
-    load.reported(report("a", "r", tokens=900, blocks=90), 1.0, ranks=2)
-    assert load.of(A) == IDLE
-    assert load.of(("a", 1)) == CandidateLoad(1, 100, 10)
-    load.reported(report("a"), 20.0, ranks=2)
-    assert load.of(("a", 1)) == IDLE
+    load = LoadTracker(grace_s=3, unknown_s=10)
+    load.add_reservation(Reserved("r", 1, "f", "a", 1, 100, 10), 0.0)
+    load.apply_report(report("a", "r", tokens=900, blocks=90), 1.0, ranks=2)
+    assert load.load_of(A) == IDLE
+    assert load.load_of(("a", 1)) == CandidateLoad(1, 100, 10)
+    load.apply_report(report("a"), 20.0, ranks=2)
+    assert load.load_of(("a", 1)) == IDLE
     load.validate()
 
 
 def test_a_reservation_that_reports_do_not_know_for_long_is_released() -> None:
-    load = Load(grace_s=3, unknown_s=10)
-    load.reserved(reservation("r"), 0.0)
+    load = LoadTracker(grace_s=3, unknown_s=10)
+    load.add_reservation(reservation("r"), 0.0)
     for now_s in range(13):
-        load.reported(report("a"), float(now_s))
+        load.apply_report(report("a"), float(now_s))
         assert load.statistics().reservations == 1
-    load.reported(report("a"), 13.0)
-    assert load.of(A) == IDLE
+    load.apply_report(report("a"), 13.0)
+    assert load.load_of(A) == IDLE
     assert load.statistics().forgotten == 1
     load.validate()
 
 
 def test_time_alone_releases_nothing_and_neither_do_reports_that_know_it() -> None:
-    load = Load(grace_s=3, unknown_s=10)
-    load.reserved(reservation("r"), 0.0)
-    load.reported(report("a", "r"), 100.0)
-    load.reported(report("a"), 109.0)
-    load.reported(report("a", "r"), 1000.0)
+    load = LoadTracker(grace_s=3, unknown_s=10)
+    load.add_reservation(reservation("r"), 0.0)
+    load.apply_report(report("a", "r"), 100.0)
+    load.apply_report(report("a"), 109.0)
+    load.apply_report(report("a", "r"), 1000.0)
     assert load.statistics().reservations == 1
 
 
 def test_a_lease_that_ends_releases_what_hung_on_it() -> None:
-    load = Load()
-    load.reserved(reservation("1", "a", frontend="f"), 0.0)
-    load.reserved(reservation("2", "a", frontend="g"), 0.0)
-    load.reserved(reservation("3", "b", frontend="g"), 0.0)
-    load.reported(report("b", tokens=9), 0.0)
-    assert load.frontend_gone("f") == [("1", 1)]
-    assert load.instance_gone("b") == [("3", 1)]
-    assert load.of(B) == IDLE
-    assert load.of(A).requests == 1
+    load = LoadTracker()
+    load.add_reservation(reservation("1", "a", frontend="f"), 0.0)
+    load.add_reservation(reservation("2", "a", frontend="g"), 0.0)
+    load.add_reservation(reservation("3", "b", frontend="g"), 0.0)
+    load.apply_report(report("b", tokens=9), 0.0)
+    assert load.remove_frontend("f") == [("1", 1)]
+    assert load.remove_instance("b") == [("3", 1)]
+    assert load.load_of(B) == IDLE
+    assert load.load_of(A).requests == 1
     load.validate()
 
 
 def test_what_has_a_lower_priority_is_not_ahead() -> None:
-    load = Load()
+    load = LoadTracker()
     for request, tokens, priority in (("low", 1000, -1), ("usual", 100, 0), ("high", 10, 5)):
-        load.reserved(reservation(request, tokens=tokens, priority=priority), 0.0)
-    assert [load.of(A, priority).queued_tokens for priority in (-1, 0, 5, 6)] == [1110, 110, 10, 0]
-    assert load.of(A, 5).requests == 3
-    load.reported(report("a", "low", "usual", "high", tokens=900), 1.0)
-    assert [load.of(A, priority).queued_tokens for priority in (-1, 0)] == [900, 0]
-    load.prefilled(("low", 1))
-    assert load.of(A, 0).queued_tokens == load.of(A, -1).queued_tokens == 0
+        load.add_reservation(reservation(request, tokens=tokens, priority=priority), 0.0)
+    assert [load.load_of(A, priority).queued_tokens for priority in (-1, 0, 5, 6)] == [1110, 110, 10, 0]
+    assert load.load_of(A, 5).requests == 3
+    load.apply_report(report("a", "low", "usual", "high", tokens=900), 1.0)
+    assert [load.load_of(A, priority).queued_tokens for priority in (-1, 0)] == [900, 0]
+    load.mark_prefilled(("low", 1))
+    assert load.load_of(A, 0).queued_tokens == load.load_of(A, -1).queued_tokens == 0
     load.validate()
 
 
 def test_how_fast_a_worker_is_is_what_it_last_said() -> None:
-    load = Load()
+    load = LoadTracker()
     assert load.speeds == {}
-    load.reported(report(speed=Speed(1000.0, 0.02)), 0.0)
-    assert load.speeds["a"] == Speed(1000.0, 0.02)
+    load.apply_report(report(speed=WorkerSpeed(1000.0, 0.02)), 0.0)
+    assert load.speeds["a"] == WorkerSpeed(1000.0, 0.02)
     for never in (float("nan"), float("inf"), -1.0, 1e300, 5e-324):
-        load.reported(report(speed=Speed(never, never)), 1.0)
-        assert load.speeds["a"] == UNTOLD
-    load.instance_gone("a")
+        load.apply_report(report(speed=WorkerSpeed(never, never)), 1.0)
+        assert load.speeds["a"] == UNKNOWN_SPEED
+    load.remove_instance("a")
     assert load.speeds == {}
     load.validate()
 
 
-def still(load: Load, now_s: float, *reports: LoadReport) -> set[str]:
+def still(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:
     """Who stands still then, where these reports come every quarter of a second until then."""
     at_s = 0.0
     while at_s < now_s:
         for each in reports:
-            load.reported(each, at_s)
-        load.standing_still(at_s)
+            load.apply_report(each, at_s)
+        load.frozen_instances(at_s)
         at_s += 0.25
-    return set(load.standing_still(now_s))
+    return set(load.frozen_instances(now_s))
 
 
 def test_a_worker_with_work_and_without_a_step_stands_still_until_it_makes_one() -> None:
-    load = Load(frozen_s=5)
+    load = LoadTracker(frozen_s=5)
     assert still(load, 4.9, report("a", "r"), report("b")) == set()
     assert still(load, 10.0, report("a", "r"), report("b")) == {"a"}
-    load.reported(report("a", "r", progress=2), 10.25)
-    assert load.standing_still(10.25) == set()
+    load.apply_report(report("a", "r", progress=2), 10.25)
+    assert load.frozen_instances(10.25) == set()
 
 
 def test_a_worker_that_was_idle_has_its_time_from_when_work_came() -> None:
-    load = Load(frozen_s=5)
+    load = LoadTracker(frozen_s=5)
     assert still(load, 20.0, report("a")) == set()
-    load.reported(report("a", "r"), 20.0)
-    assert load.standing_still(20.1) == set()
+    load.apply_report(report("a", "r"), 20.0)
+    assert load.frozen_instances(20.1) == set()
 
 
 def test_a_worker_whose_reports_stop_stands_still_though_it_was_idle() -> None:
-    load = Load(frozen_s=5)
-    load.reported(report("a"), 0.0)
-    load.reported(report("b"), 0.0)
+    load = LoadTracker(frozen_s=5)
+    load.apply_report(report("a"), 0.0)
+    load.apply_report(report("b"), 0.0)
     assert still(load, 5.0, report("b")) == {"a"}
 
 
 def test_while_nothing_can_be_heard_nobody_stands_still_nor_right_after() -> None:
-    load = Load(frozen_s=5)
-    load.reported(report("a", "r"), 0.0)
+    load = LoadTracker(frozen_s=5)
+    load.apply_report(report("a", "r"), 0.0)
     for second in range(60):
-        assert load.standing_still(float(second), listening=second < 3) == set()
-    assert load.standing_still(60.0) == set()
-    assert [load.standing_still(59.0 + quarter / 4) for quarter in (8, 16, 20)] == [set(), set(), {"a"}]
+        assert load.frozen_instances(float(second), listening=second < 3) == set()
+    assert load.frozen_instances(60.0) == set()
+    assert [load.frozen_instances(59.0 + quarter / 4) for quarter in (8, 16, 20)] == [set(), set(), {"a"}]
 
 
 def test_who_stood_still_himself_blames_nobody() -> None:
-    load = Load(frozen_s=5)
-    load.reported(report("a", "r"), 0.0)
-    load.standing_still(0.0)
-    assert load.standing_still(100.0) == set()
-    assert load.standing_still(101.0) == set()
+    load = LoadTracker(frozen_s=5)
+    load.apply_report(report("a", "r"), 0.0)
+    load.frozen_instances(0.0)
+    assert load.frozen_instances(100.0) == set()
+    assert load.frozen_instances(101.0) == set()
 
 
 class LoadMachine(RuleBasedStateMachine):
@@ -254,7 +254,7 @@ class LoadMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.load = Load(limit=6, remembered_limit=8, grace_s=3, unknown_s=10)
+        self.load = LoadTracker(limit=6, remembered_limit=8, grace_s=3, unknown_s=10)
         self.now_s = 0.0
 
     @rule(
@@ -264,19 +264,19 @@ class LoadMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
     )
     def reserve(self, request: str, instance: str, frontend: str, priority: int) -> None:
-        self.load.reserved(reservation(request, instance, frontend=frontend, priority=priority), self.now_s)
+        self.load.add_reservation(reservation(request, instance, frontend=frontend, priority=priority), self.now_s)
 
     @rule(request=st.sampled_from("pqrstuvw"))
     def prefill(self, request: str) -> None:
-        self.load.prefilled((request, 1))
+        self.load.mark_prefilled((request, 1))
 
     @rule(request=st.sampled_from("pqrstuvw"))
     def finish(self, request: str) -> None:
-        self.load.finished((request, 1))
+        self.load.mark_finished((request, 1))
 
     @rule(request=st.sampled_from("pqrstuvw"))
     def withdraw(self, request: str) -> None:
-        self.load.withdrawn((request, 1))
+        self.load.withdraw((request, 1))
         assert self.load.candidate_of((request, 1)) is None
 
     @rule(
@@ -287,31 +287,31 @@ class LoadMachine(RuleBasedStateMachine):
     )
     def hear(self, instance: str, requests: set[str], tokens: int, later_s: float) -> None:
         self.now_s += later_s
-        self.load.reported(report(instance, *requests, tokens=tokens, blocks=tokens // 10), self.now_s)
+        self.load.apply_report(report(instance, *requests, tokens=tokens, blocks=tokens // 10), self.now_s)
 
     @rule(frontend=st.sampled_from("fg"))
     def lose_frontend(self, frontend: str) -> None:
-        self.load.frontend_gone(frontend)
+        self.load.remove_frontend(frontend)
 
     @rule(instance=st.sampled_from("ab"))
     def lose_instance(self, instance: str) -> None:
-        self.load.instance_gone(instance)
+        self.load.remove_instance(instance)
 
     @invariant()
     def valid(self) -> None:
         self.load.validate()
         for candidate in (A, B):
-            ahead = [self.load.of(candidate, priority).queued_tokens for priority in (-1, 0, 1)]
+            ahead = [self.load.load_of(candidate, priority).queued_tokens for priority in (-1, 0, 1)]
             assert ahead == sorted(ahead, reverse=True)
             assert ahead[-1] >= 0
 
     def teardown(self) -> None:
         ended: list[AttemptId] = [(request, 1) for request in "pqrstuvw"]
         for attempt in ended:
-            self.load.finished(attempt)
+            self.load.mark_finished(attempt)
         for instance in "ab":
-            self.load.reported(report(instance), self.now_s)
-        assert self.load.of(A) == self.load.of(B) == IDLE
+            self.load.apply_report(report(instance), self.now_s)
+        assert self.load.load_of(A) == self.load.load_of(B) == IDLE
         assert self.load.statistics().reservations == 0
 
 

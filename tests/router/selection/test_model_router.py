@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.config import IndexConfig, LoadConfig, RouterConfig
-from services.router.index.chains import Clearing
-from services.router.selection.decision_log import ROWS
+from services.router.index.chains import SlotCleanup
+from services.router.selection.decision_log import KEPT_CANDIDATES
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN
 from shared.hashing import pack_hashes
@@ -65,8 +65,8 @@ def refused(router: ModelRouter, ask: Select) -> str:
 
 def test_every_rank_of_an_instance_is_a_candidate() -> None:
     router = model("round-robin")
-    router.card_up(card("a", ranks=2))
-    router.card_up(card("b"))
+    router.add_card(card("a", ranks=2))
+    router.add_card(card("b"))
     replies = [router.select(select(f"r{number}", [number + 1]), 0.0).reply for number in range(3)]
     assert [(reply.instance, reply.rank) for reply in replies if isinstance(reply, Selected)] == [
         ("a", 0),
@@ -77,11 +77,11 @@ def test_every_rank_of_an_instance_is_a_candidate() -> None:
 
 def test_only_an_answer_that_was_asked_to_tells_its_rows_at_most_so_many_and_the_best_first() -> None:
     router = model()
-    for number in range(ROWS + 4):
-        router.card_up(card(f"w{number}"))
+    for number in range(KEPT_CANDIDATES + 4):
+        router.add_card(card(f"w{number}"))
     assert chosen(router, select("first", [1, 2, 3])).candidates == ()
     reply = chosen(router, select("second", [1, 2, 3], explain=True))
-    assert len(reply.candidates) == ROWS
+    assert len(reply.candidates) == KEPT_CANDIDATES
     scores = [row.score for row in reply.candidates]
     assert scores == sorted(scores)
     assert router.explain("second")[0].selected == reply
@@ -89,20 +89,20 @@ def test_only_an_answer_that_was_asked_to_tells_its_rows_at_most_so_many_and_the
 
 def test_blocks_that_a_prompt_shares_with_those_before_it_are_reserved_once() -> None:
     router = model()
-    router.card_up(card("a"))
+    router.add_card(card("a"))
     router.select(select("first", [1, 2, 3]), 0.0)
     router.select(select("sibling", [1, 2, 9]), 0.0)
-    (first, sibling) = (each.reserved for each in router.load.living())
+    (first, sibling) = (each.reserved for each in router.load.reservations())
     assert (first.blocks, sibling.blocks) == (4, 2)
 
 
 def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to_come() -> None:
     router = model()
-    router.card_up(card("a"))
-    router.reported(report("a", rate=100.0), 0.0)
+    router.add_card(card("a"))
+    router.apply_load_report(report("a", rate=100.0), 0.0)
     router.select(select("first", [1, 2, 3]), 0.0)
     router.select(select("second", [7, 8, 9]), 0.0)
-    router.told(Finished("first", 1), 0.5)
+    router.apply_load_event(Finished("first", 1), 0.5)
     (row,) = router.explain("second")[0].selected.candidates
     assert (row.queued_tokens, row.active_blocks) == (13, 4)
     assert row.predicted_s == (13 + 13) / 100
@@ -112,23 +112,23 @@ def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to
 def test_a_question_is_refused_before_anything_is_reserved_where_its_first_token_would_come_too_late() -> None:
     router = model()
     for name in "ab":
-        router.card_up(card(name))
-        router.reported(report(name, rate=10.0), 0.0)
+        router.add_card(card(name))
+        router.apply_load_report(report(name, rate=10.0), 0.0)
         router.select(select(f"at {name}", [1 + ord(name), 2, 3]), 0.0)
     reply = router.select(select("late", [7, 8, 9], wait_limit_s=2.0), 0.0)
     assert isinstance(reply.reply, SelectRefused)
     assert reply.reply.code == "overloaded"
     assert "in 3 s at the soonest, the limit is 2 s" in reply.reply.reason
     assert reply.reserved is None
-    assert {each.reserved.request for each in router.load.living()} == {"at a", "at b"}
+    assert {each.reserved.request for each in router.load.reservations()} == {"at a", "at b"}
     assert isinstance(router.select(select("no limit", [7, 8, 9]), 0.0).reply, Selected)
     assert isinstance(router.select(select("patient", [7, 8, 9], wait_limit_s=60.0), 0.0).reply, Selected)
 
 
 def test_who_is_refused_is_told_when_the_soonest_will_have_caught_up_a_minute_at_most() -> None:
     router = model()
-    router.card_up(card("a"))
-    router.reported(report("a", rate=1.0), 0.0)
+    router.add_card(card("a"))
+    router.apply_load_report(report("a", rate=1.0), 0.0)
     for number, expected_s in enumerate((3.0, 16.0, 29.0, 42.0, 55.0, 60.0, 60.0)):
         reply = router.select(select("late", [7, 8, 9], wait_limit_s=10.0), 0.0).reply
         assert isinstance(reply, SelectRefused)
@@ -139,16 +139,16 @@ def test_who_is_refused_is_told_when_the_soonest_will_have_caught_up_a_minute_at
 def test_a_choice_that_would_be_too_late_is_made_anew_among_those_in_time() -> None:
     router = model("round-robin")
     for name, rate in (("slow", 1.0), ("fast", 100.0), ("unheard", 0.0)):
-        router.card_up(card(name))
-        router.reported(report(name, rate=rate), 0.0)
+        router.add_card(card(name))
+        router.apply_load_report(report(name, rate=rate), 0.0)
     asked = [chosen(router, select(f"r{number}", [number + 1], wait_limit_s=1.0)).instance for number in range(8)]
     assert set(asked) == {"fast", "unheard"}
 
 
 def test_a_question_that_is_asked_again_is_not_refused_for_the_wait_that_it_is_part_of() -> None:
     router = model()
-    router.card_up(card("a"))
-    router.reported(report("a", rate=1.0), 0.0)
+    router.add_card(card("a"))
+    router.apply_load_report(report("a", rate=1.0), 0.0)
     chosen(router, select("r", [1, 2, 3], wait_limit_s=14.0))
     assert refused(router, select("other", [7, 8, 9], wait_limit_s=14.0)) == "overloaded"
     assert chosen(router, select("r", [7, 8, 9], wait_limit_s=0.5)).instance == "a"
@@ -157,7 +157,7 @@ def test_a_question_that_is_asked_again_is_not_refused_for_the_wait_that_it_is_p
 def test_the_same_question_again_is_answered_alike_reserves_once_and_is_told_once() -> None:
     router = model()
     for instance in "abc":
-        router.card_up(card(instance))
+        router.add_card(card(instance))
     first = router.select(select("r", list(range(1, 9))), 0.0)
     again = router.select(select("r", list(range(1, 9)), explain=True), 1.0)
     assert isinstance(first.reply, Selected)
@@ -173,7 +173,7 @@ def test_the_same_question_again_is_answered_alike_reserves_once_and_is_told_onc
 def test_an_earlier_attempt_asked_for_again_is_explained_by_its_own_rows() -> None:
     router = model()
     for instance in "ab":
-        router.card_up(card(instance))
+        router.add_card(card(instance))
     ask = select("r", [1, 2, 3], explain=True)
     first = chosen(router, ask)
     second = chosen(router, msgspec.structs.replace(ask, attempt=2, excluded=(first.instance,)))
@@ -183,7 +183,7 @@ def test_an_earlier_attempt_asked_for_again_is_explained_by_its_own_rows() -> No
 
 def test_a_prompt_longer_than_any_that_may_be_hashed_is_refused_though_it_has_no_hashes() -> None:
     router = model(config=msgspec.structs.replace(CONFIG, most_hashes=10))
-    router.card_up(card("a"))
+    router.add_card(card("a"))
     ask = select("r", [])
     assert chosen(router, msgspec.structs.replace(ask, prompt_tokens=43)).instance == "a"
     assert refused(router, msgspec.structs.replace(ask, request="s", prompt_tokens=44)) == "bad_request"
@@ -192,7 +192,7 @@ def test_a_prompt_longer_than_any_that_may_be_hashed_is_refused_though_it_has_no
 @pytest.mark.parametrize("left_s", [-1.0, float("nan")])
 def test_a_question_whose_time_is_over_is_refused_and_reserves_nothing(left_s: float) -> None:
     router = model()
-    router.card_up(card("a"))
+    router.add_card(card("a"))
     for field in ("time_left_s", "wait_limit_s"):
         assert refused(router, msgspec.structs.replace(select("r", [1]), **{field: left_s})) == "bad_request"
     assert router.load.statistics().reservations == 0
@@ -202,8 +202,8 @@ def test_what_another_router_reserved_is_answered_alike() -> None:
     for instance in "ab":
         router = model()
         for each in "ab":
-            router.card_up(card(each))
-        router.told(Reserved("r", 1, "f", instance, 0, 400, 100, router="r2"), 0.0)
+            router.add_card(card(each))
+        router.apply_load_event(Reserved("r", 1, "f", instance, 0, 400, 100, router="r2"), 0.0)
         choice = router.select(select("r", list(range(1, 100))), 0.0)
         assert isinstance(choice.reply, Selected)
         assert choice.reply.instance == instance
@@ -214,11 +214,11 @@ def test_what_another_router_reserved_is_answered_alike() -> None:
 def test_what_another_router_reserved_in_place_of_a_choice_that_was_taken_back_is_what_is_explained() -> None:
     router = model()
     for instance in "ab":
-        router.card_up(card(instance))
+        router.add_card(card(instance))
     first = chosen(router, select("r", [1])).instance
-    router.load.withdrawn(("r", 1))
+    router.load.withdraw(("r", 1))
     other = "b" if first == "a" else "a"
-    router.told(Reserved("r", 1, "f", other, 0, 5, 2, router="r2"), 0.0)
+    router.apply_load_event(Reserved("r", 1, "f", other, 0, 5, 2, router="r2"), 0.0)
     assert chosen(router, select("r", [1], explain=True)).instance == other
     assert [each.selected.instance for each in router.explain("r")] == [other]
 
@@ -226,23 +226,23 @@ def test_what_another_router_reserved_in_place_of_a_choice_that_was_taken_back_i
 def test_a_question_that_comes_again_for_another_instance_moves_its_reservation() -> None:
     router = model()
     for instance in "ab":
-        router.card_up(card(instance))
+        router.add_card(card(instance))
     first = chosen(router, select("r", [1, 2, 3])).instance
     choice = router.select(select("r", [1, 2, 3], excluded=(first,)), 0.0)
     assert isinstance(choice.reply, Selected)
     assert choice.reserved is not None
-    assert [one.reserved.instance for one in router.load.living()] == [choice.reply.instance] != [first]
+    assert [one.reserved.instance for one in router.load.reservations()] == [choice.reply.instance] != [first]
     router.validate()
 
 
 def test_an_attempt_whose_end_was_told_is_answered_and_not_reserved() -> None:
     router = model()
-    router.card_up(card("a"))
-    router.told(Finished("r", 1), 0.0)
+    router.add_card(card("a"))
+    router.apply_load_event(Finished("r", 1), 0.0)
     choice = router.select(select("r", [1]), 0.0)
     assert isinstance(choice.reply, Selected)
     assert choice.reserved is None
-    assert not router.load.living()
+    assert not router.load.reservations()
 
 
 # --- who may serve
@@ -251,17 +251,17 @@ def test_an_attempt_whose_end_was_told_is_answered_and_not_reserved() -> None:
 def test_who_is_excluded_and_who_lacks_the_lora_is_not_chosen_and_a_refusal_says_which() -> None:
     router = model("round-robin")
     assert refused(router, select("r", [1])) == "no_instances"
-    router.card_up(card("p", role="prefill"))
+    router.add_card(card("p", role="prefill"))
     assert refused(router, select("r", [1])) == "no_instances"
-    router.card_up(card("a"))
-    router.card_up(card("b", lora=("french",)))
-    router.card_up(card("c", lora=("french", "dutch")))
+    router.add_card(card("a"))
+    router.add_card(card("b", lora=("french",)))
+    router.add_card(card("c", lora=("french", "dutch")))
     asked = [chosen(router, select(f"r{number}", [1], lora="french")).instance for number in range(4)]
     assert asked == ["b", "c", "b", "c"]
     assert chosen(router, select("x", [1], lora="french", excluded=("b",))).instance == "c"
     assert refused(router, select("y", [1], lora="dutch", excluded=("c", "a"))) == "all_excluded"
     assert refused(router, select("z", [1], lora="welsh")) == "unknown_model"
-    router.card_down("c")
+    router.remove_instance("c")
     assert refused(router, select("z", [1], lora="dutch")) == "unknown_model"
     router.validate()
 
@@ -269,42 +269,42 @@ def test_who_is_excluded_and_who_lacks_the_lora_is_not_chosen_and_a_refusal_says
 def test_sessions_stay_together_while_all_else_is_nearly_equal_and_follow_the_cache_when_it_is_not() -> None:
     router = model()
     for name in "abcd":
-        router.card_up(card(name))
+        router.add_card(card(name))
     homes = set()
     for number in range(8):
         homes.add(chosen(router, select(f"r{number}", [100 + number], session="s")).instance)
-        router.told(Finished(f"r{number}", 1), 0.0)
+        router.apply_load_event(Finished(f"r{number}", 1), 0.0)
     assert len(homes) == 1
     other = next(name for name in "abcd" if name not in homes)
     known = list(range(1, 50))
-    router.index.stored(router.chains[other, 0].slot, 0, known)
+    router.index.add_blocks(router.chains[other, 0].slot, 0, known)
     assert chosen(router, select("r", known, session="s")).instance == other
 
 
 def test_a_question_waits_only_behind_its_own_priority_and_above() -> None:
     router = model("least-loaded")
-    router.card_up(card("a"))
-    router.card_up(card("b"))
-    router.told(Reserved("batch", 1, "g", "a", 0, 90_000, 0, "r2", priority=-1), 0.0)
-    router.told(Reserved("chat", 1, "g", "b", 0, 50, 0, "r2"), 0.0)
+    router.add_card(card("a"))
+    router.add_card(card("b"))
+    router.apply_load_event(Reserved("batch", 1, "g", "a", 0, 90_000, 0, "r2", priority=-1), 0.0)
+    router.apply_load_event(Reserved("chat", 1, "g", "b", 0, 50, 0, "r2"), 0.0)
     assert chosen(router, select("urgent", [1])).instance == "a"
     assert chosen(router, select("later", [2], priority=-1)).instance == "b"
 
 
 def test_a_worker_that_stands_still_is_passed_over_unless_nobody_else_is_there() -> None:
     router = model()
-    router.card_up(card("a"))
-    router.card_up(card("b"))
-    router.index.stored(router.chains["a", 0].slot, 0, [1, 2, 3])
+    router.add_card(card("a"))
+    router.add_card(card("b"))
+    router.index.add_blocks(router.chains["a", 0].slot, 0, [1, 2, 3])
     for quarter in range(40):
         now_s = quarter / 4
-        router.reported(report("a", "first"), now_s)
-        router.reported(report("b"), now_s)
+        router.apply_load_report(report("a", "first"), now_s)
+        router.apply_load_report(report("b"), now_s)
         router.tick(now_s)
-    assert router.seats.standing_still == {"a"}
+    assert router.eligibility.frozen == {"a"}
     assert chosen(router, select("second", [1, 2, 3]), 10.0).instance == "b"
     assert chosen(router, select("third", [1, 2, 3], excluded=("b",)), 10.0).instance == "a"
-    router.reported(report("a", "first", progress=2), 10.0)
+    router.apply_load_report(report("a", "first", progress=2), 10.0)
     router.tick(10.0)
     rows = chosen(router, select("fourth", [1, 2, 3], explain=True), 10.0).candidates
     assert {row.instance for row in rows} == {"a", "b"}
@@ -312,11 +312,11 @@ def test_a_worker_that_stands_still_is_passed_over_unless_nobody_else_is_there()
 
 def test_while_nothing_is_heard_nobody_is_passed_over() -> None:
     router = model()
-    router.card_up(card("a"))
-    router.reported(report("a", "r"), 0.0)
+    router.add_card(card("a"))
+    router.apply_load_report(report("a", "r"), 0.0)
     for quarter in range(400):
         router.tick(quarter / 4, listening=False)
-    assert not router.seats.standing_still
+    assert not router.eligibility.frozen
 
 
 def shares(router: ModelRouter, now_s: float, questions: int = 400) -> Counter[str]:
@@ -324,7 +324,7 @@ def shares(router: ModelRouter, now_s: float, questions: int = 400) -> Counter[s
     counted: Counter[str] = Counter()
     for number in range(questions):
         counted[chosen(router, select(f"s{number}", [10_000 + number]), now_s).instance] += 1
-        router.told(Finished(f"s{number}", 1), now_s)
+        router.apply_load_event(Finished(f"s{number}", 1), now_s)
     return counted
 
 
@@ -332,10 +332,10 @@ def test_one_that_joins_takes_part_in_a_growing_share_of_the_questions() -> None
     config = msgspec.structs.replace(CONFIG, load=LoadConfig(ramp_s=10))
     router = model("least-loaded", config)
     for name in "ab":
-        router.card_up(card(name), 0.0)
+        router.add_card(card(name), 0.0)
     for name in "ab":  # both busy: the idle one that joins would get everything
-        router.told(Reserved(f"busy {name}", 1, "g", name, 0, 5000, 100, "r2"), 20.0)
-    router.card_up(card("new"), 20.0)
+        router.apply_load_event(Reserved(f"busy {name}", 1, "g", name, 0, 5000, 100, "r2"), 20.0)
+    router.add_card(card("new"), 20.0)
     assert shares(router, 20.0)["new"] == 0
     assert 60 <= shares(router, 22.5)["new"] <= 140
     assert 250 <= shares(router, 27.5)["new"] <= 350
@@ -348,7 +348,7 @@ def test_one_that_joins_takes_part_in_a_growing_share_of_the_questions() -> None
 
 def test_what_was_sent_is_expected_there_and_nowhere_once_the_cache_is_cleared() -> None:
     router = model()
-    router.card_up(card("a"))
+    router.add_card(card("a"))
     router.select(select("r", [1, 2, 3]), 0.0)
     assert chosen(router, select("s", [1, 2, 4]), 1.0).overlap.device == 2
     assert router.index.bytes == 0, "the index holds what was told by events, and nothing else"
@@ -358,8 +358,8 @@ def test_what_was_sent_is_expected_there_and_nowhere_once_the_cache_is_cleared()
 
 def test_of_one_without_events_what_was_sent_is_known_for_as_long_as_it_is_used() -> None:
     router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(history_s=100, speculation_s=5)))
-    router.card_up(card("a"))
-    router.sends_events("a", False)
+    router.add_card(card("a"))
+    router.set_sends_events("a", False)
     for number in range(6):
         conversation = list(range(1, 4 + number))
         found = chosen(router, select(f"r{number}", conversation), 60.0 * number).overlap.device
@@ -371,9 +371,9 @@ def test_of_one_without_events_what_was_sent_is_known_for_as_long_as_it_is_used(
 
 def test_when_events_cease_to_be_trusted_what_was_expected_by_then_expires_as_it_would_have() -> None:
     router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(history_s=100, speculation_s=5)))
-    router.card_up(card("a"))
+    router.add_card(card("a"))
     chosen(router, select("r", [1, 2, 3]), 0.0)
-    router.sends_events("a", False)
+    router.set_sends_events("a", False)
     assert chosen(router, select("s", [1, 2, 3, 4]), 1.0).overlap.device == 3
     router.validate()
     assert chosen(router, select("t", [1, 2, 3]), 6.0).overlap.device == 0
@@ -388,23 +388,23 @@ class RouterMachine(RuleBasedStateMachine):
         super().__init__()
         self.router = model()
         self.now_s = 0.0
-        self.clearings: list[Clearing] = []
+        self.clearings: list[SlotCleanup] = []
 
     @rule(instance=st.sampled_from("abc"), ranks=st.integers(1, 2))
     def come(self, instance: str, ranks: int) -> None:
         changed = card(instance, ranks=ranks)
         if self.router.cards.get(instance, changed) != changed:
-            self.clearings += self.router.card_down(instance)
-        self.router.card_up(changed, self.now_s)
+            self.clearings += self.router.remove_instance(instance)
+        self.router.add_card(changed, self.now_s)
 
     @rule(instance=st.sampled_from("abc"))
     def go(self, instance: str) -> None:
-        self.clearings += self.router.card_down(instance)
+        self.clearings += self.router.remove_instance(instance)
 
     @rule(instance=st.sampled_from("abc"), sends=st.booleans())
     def trust(self, instance: str, sends: bool) -> None:
         if instance in self.router.cards:
-            self.router.sends_events(instance, sends)
+            self.router.set_sends_events(instance, sends)
 
     @rule(request=st.sampled_from("pqrstuv"), first=st.integers(1, 200), blocks=st.integers(0, 60))
     def ask(self, request: str, first: int, blocks: int) -> None:
@@ -413,7 +413,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert isinstance(choice.reply, Selected)
             assert choice.reply.instance in self.router.cards
             assert choice.reserved is None or choice.reserved.uncached_tokens >= 1
-            here = [one.reserved.instance for one in self.router.load.living() if one.reserved.request == request]
+            here = [one.reserved.instance for one in self.router.load.reservations() if one.reserved.request == request]
             assert here in ([], [choice.reply.instance]), "elsewhere than answered"
             assert here or choice.reserved is None
         else:
@@ -423,20 +423,22 @@ class RouterMachine(RuleBasedStateMachine):
         request=st.sampled_from("pqrstuv"), instance=st.sampled_from("abc"), rank=st.integers(0, 2), own=st.booleans()
     )
     def hear_reserved(self, request: str, instance: str, rank: int, own: bool) -> None:
-        self.router.told(Reserved(request, 1, "g", instance, rank, 50, 5, "r1" if own else "r2"), self.now_s)
+        self.router.apply_load_event(
+            Reserved(request, 1, "g", instance, rank, 50, 5, "r1" if own else "r2"), self.now_s
+        )
 
     @rule(request=st.sampled_from("pqrstuv"), cached=st.integers(-5, 500))
     def hear_prefilled(self, request: str, cached: int) -> None:
-        prediction = self.router.told(Prefilled(request, 1, cached), self.now_s)
+        prediction = self.router.apply_load_event(Prefilled(request, 1, cached), self.now_s)
         assert prediction is None or 0 <= prediction.actual_tokens <= prediction.prompt_tokens
 
     @rule(request=st.sampled_from("pqrstuv"))
     def hear_finished(self, request: str) -> None:
-        self.router.told(Finished(request, 1), self.now_s)
+        self.router.apply_load_event(Finished(request, 1), self.now_s)
 
     @rule(instance=st.sampled_from("abc"), requests=st.sets(st.sampled_from("pqrstuv")))
     def hear_report(self, instance: str, requests: set[str]) -> None:
-        self.router.reported(report(instance, *requests), self.now_s)
+        self.router.apply_load_report(report(instance, *requests), self.now_s)
 
     @rule(later_s=st.floats(0, 8))
     def wait(self, later_s: float) -> None:
@@ -449,9 +451,9 @@ class RouterMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for instance in "abc":
-            self.clearings += self.router.card_down(instance)
+            self.clearings += self.router.remove_instance(instance)
         for request in "pqrstuv":
-            self.router.told(Finished(request, 1), self.now_s)
+            self.router.apply_load_event(Finished(request, 1), self.now_s)
         for clearing in self.clearings:
             while clearing.step(10):
                 pass
@@ -467,17 +469,17 @@ TestModelRouter.settings = settings(max_examples=60, stateful_step_count=30)
 
 def test_what_another_router_reserved_at_an_instance_or_a_rank_that_is_not_there_is_not_kept() -> None:
     router = model()
-    router.card_up(card("a"))
+    router.add_card(card("a"))
     for request, instance, rank in (("r", "a", 0), ("s", "gone", 0), ("t", "a", 1)):
-        router.told(Reserved(request, 1, "f", instance, rank, 8, 2, router="r2"), 0.0)
-    assert [one.reserved.instance for one in router.load.living()] == ["a"]
+        router.apply_load_event(Reserved(request, 1, "f", instance, rank, 8, 2, router="r2"), 0.0)
+    assert [one.reserved.instance for one in router.load.reservations()] == ["a"]
 
 
 def test_counts_beyond_what_a_message_can_carry_are_told_as_the_most_it_can() -> None:
     router = model()
-    router.card_up(card("a"))
+    router.add_card(card("a"))
     most = (1 << 64) - 1
-    router.reported(LoadReport("a", 1, 1, 0, 0, most, 1000, most, 0), 0.0)
+    router.apply_load_report(LoadReport("a", 1, 1, 0, 0, most, 1000, most, 0), 0.0)
     for request in ("r", "s"):
         ask = select(request, [1, 2], explain=True)
         reply = chosen(router, ask)
@@ -486,6 +488,6 @@ def test_counts_beyond_what_a_message_can_carry_are_told_as_the_most_it_can() ->
 
 def test_a_decision_is_plain_json() -> None:
     router = model()
-    router.card_up(card("a"))
+    router.add_card(card("a"))
     router.select(select("r", [1]), 0.0)
     assert msgspec.json.decode(msgspec.json.encode(router.explain("r")))[0]["selected"]["instance"] == "a"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.selection.candidates import Facts, Question, Scored
+from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
 from services.router.selection.load import IDLE, CandidateLoad
 from services.router.selection.policy import BUILT_IN, Policy, load_policy
 from shared.errors import ConfigError
@@ -20,19 +20,21 @@ BLOCK = 16
 
 def facts(
     name: str, overlap: Overlap | None = None, load: CandidateLoad = IDLE, *, total_blocks: int = 10_000
-) -> Facts:
-    return Facts((name, 0), overlap or Overlap(), load, total_blocks)
+) -> CandidateState:
+    return CandidateState((name, 0), overlap or Overlap(), load, total_blocks)
 
 
-def choose(policy: Policy, candidates: list[Facts], tokens: int = 320, *, session: str = "", seed: int = 0) -> str:
-    question = Question(tokens, BLOCK, session)
-    scored = [Scored(each, policy.score(question, each)) for each in policy.filter(question, candidates)]
-    return policy.pick(question, scored, Random(seed)).facts.candidate[0]
+def choose(
+    policy: Policy, candidates: list[CandidateState], tokens: int = 320, *, session: str = "", seed: int = 0
+) -> str:
+    request = RoutingRequest(tokens, BLOCK, session)
+    scored = [ScoredCandidate(each, policy.score(request, each)) for each in policy.filter(request, candidates)]
+    return policy.pick(request, scored, Random(seed)).candidate.id[0]
 
 
 CANDIDATES = st.lists(
     st.builds(
-        Facts,
+        CandidateState,
         st.tuples(st.text("abcdef", min_size=1, max_size=4), st.integers(0, 1)),
         st.builds(Overlap, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)),
         st.builds(CandidateLoad, st.integers(0, 50), st.integers(0, 10**6), st.integers(0, 10**5)),
@@ -40,17 +42,17 @@ CANDIDATES = st.lists(
     ),
     min_size=1,
     max_size=12,
-    unique_by=lambda each: each.candidate,
+    unique_by=lambda each: each.id,
 )
 
 
 @given(st.sampled_from(sorted(BUILT_IN)), CANDIDATES, st.integers(0, 3), st.sampled_from(["", "s"]))
 def test_every_policy_picks_a_candidate_and_the_same_one_for_the_same_draw(
-    name: str, candidates: list[Facts], seed: int, session: str
+    name: str, candidates: list[CandidateState], seed: int, session: str
 ) -> None:
     picked = {choose(BUILT_IN[name](), candidates, session=session, seed=seed) for _ in range(2)}
     assert len(picked) == 1
-    assert picked <= {each.candidate[0] for each in candidates}
+    assert picked <= {each.id[0] for each in candidates}
 
 
 @pytest.mark.parametrize("name", ["kv", "least-loaded", "power-of-two", "random"])
@@ -69,7 +71,7 @@ def test_a_session_stays_together_all_else_equal_and_only_its_own_moves_when_one
     assert len(set(homes.values())) == 4
     for session, home in homes.items():
         assert choose(kv, idle, session=session, seed=7) == home
-        left = [each for each in idle if each.candidate[0] != "a"]
+        left = [each for each in idle if each.id[0] != "a"]
         assert home == "a" or choose(kv, left, session=session) == home
 
 
@@ -116,6 +118,6 @@ def test_a_policy_is_found_by_name_or_by_module_and_attribute() -> None:
     ],
 )
 def test_what_is_no_policy_is_a_config_error(name: str) -> None:
-    assert Scored is not None
+    assert ScoredCandidate is not None
     with pytest.raises(ConfigError, match="policy"):
         load_policy(name)

@@ -23,14 +23,14 @@ def expected(
 ) -> dict[CandidateId, Overlap]:
     """What is found of a prompt where the index says `known`, by instance."""
     found: dict[CandidateId, Overlap] = {(name, 0): overlap for name, overlap in known.items()}
-    entries.extend(found, hashes, pack_hashes(hashes), now_s)
+    entries.extend_overlaps(found, hashes, pack_hashes(hashes), now_s)
     return found
 
 
 @pytest.fixture
 def slots() -> list[Slot]:
     index = Index(limit_bytes=1 << 30)
-    return [index.open(A), index.open(B)]
+    return [index.open_slot(A), index.open_slot(B)]
 
 
 def test_expected_blocks_are_found_until_they_expire(slots: list[Slot]) -> None:
@@ -93,10 +93,10 @@ def test_of_the_same_prompt_again_the_longer_run_is_kept(slots: list[Slot]) -> N
 
 def test_nothing_is_expected_of_a_slot_that_was_given_up() -> None:
     index = Index(limit_bytes=1 << 30)
-    slot = index.open(A)
+    slot = index.open_slot(A)
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
     entries.add(slot, pack_hashes([1]), 0.0)
-    index.retire(slot)
+    index.retire_slot(slot)
     assert expected(entries, [1]) == {}
 
 
@@ -118,7 +118,7 @@ def test_what_is_used_lives_on_and_the_beginning_of_a_chain_outlives_its_end(slo
     entries.add(slots[0], pack_hashes([1, 2]), 0.0)
     entries.add(slots[0], pack_hashes([3, 4]), 0.0)
     found: dict[CandidateId, Overlap] = {}
-    used = entries.extend(found, [1, 2, 3, 4], pack_hashes([1, 2, 3, 4]), 4.0)
+    used = entries.extend_overlaps(found, [1, 2, 3, 4], pack_hashes([1, 2, 3, 4]), 4.0)
     entries.renew(used, 4.0)
     entries.validate()
     assert expected(entries, [1, 2, 3, 4], 8.9) == {A: Overlap(4)}
@@ -166,7 +166,7 @@ def test_the_overlap_is_what_comparing_block_by_block_gives(
     agreed = min(len(routed), len(asked)) if agreed is None else agreed
     index = Index(limit_bytes=1 << 30)
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
-    entries.add(index.open(A), pack_hashes(routed), 0.0)
+    entries.add(index.open_slot(A), pack_hashes(routed), 0.0)
     known = min(known, len(asked))
     found = expected(entries, asked, a=Overlap(known)) if known else expected(entries, asked)
     reached = max(known, agreed)
@@ -180,14 +180,14 @@ class SpeculationMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = Index(limit_bytes=1 << 30)
         self.entries = Speculation(ttl_s=5, limit_bytes=6 * RUN_BYTES)
-        self.slots = {A: self.index.open(A), B: self.index.open(B)}
+        self.slots = {A: self.index.open_slot(A), B: self.index.open_slot(B)}
         self.now_s = 0.0
 
     @rule(to=st.sampled_from([A, B]), fork=st.integers(1, 6), branch=st.integers(0, 2), length=st.integers(1, 9))
     def ask(self, to: CandidateId, fork: int, branch: int, length: int) -> None:
         prompt = [block if block < fork else 100 * branch + 1000 * fork + block for block in range(length)]
         found: dict[CandidateId, Overlap] = {}
-        used = self.entries.extend(found, prompt, pack_hashes(prompt), self.now_s)
+        used = self.entries.extend_overlaps(found, prompt, pack_hashes(prompt), self.now_s)
         assert all(0 < overlap.blocks <= length for overlap in found.values())
         assert all(self.slots[candidate].state == "open" for candidate in found)
         self.entries.renew([run for run in used if run.slot is self.slots[to]], self.now_s)
@@ -197,8 +197,8 @@ class SpeculationMachine(RuleBasedStateMachine):
 
     @rule(which=st.sampled_from([A, B]))
     def clear(self, which: CandidateId) -> None:
-        self.index.retire(self.slots[which])
-        self.slots[which] = self.index.open(which)
+        self.index.retire_slot(self.slots[which])
+        self.slots[which] = self.index.open_slot(which)
 
     @rule(later_s=st.floats(0, 4))
     def wait(self, later_s: float) -> None:

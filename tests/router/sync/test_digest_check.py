@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.index.chains import Chains, Clearing
+from services.router.index.chains import Chains, SlotCleanup
 from services.router.index.index import Index
-from services.router.index.kv_events import Batch, CacheEvent, Removed, Stored
-from services.router.sync.digest_check import CLAIMS_LIMIT, STATES_LIMIT, DigestCheck, Verdict
-from services.router.sync.source import Action, Apply, Clear, Replay, Source, TakeSnapshot
+from services.router.index.kv_events import CacheEvent, DecodedBatch, RemovedEvent, StoredEvent
+from services.router.sync.digest_check import CLAIMS_LIMIT, STATES_LIMIT, DigestCheck, DigestResult
+from services.router.sync.source import Action, ApplyBatch, ClearBlocks, RequestReplay, RequestSnapshot, SourceSync
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key, sequence_hashes
 from shared.messages import KvState, Overlap, SnapshotBlock
 
@@ -24,62 +24,62 @@ RANKS = 2
 
 def test_a_report_and_what_was_applied_are_compared_whichever_comes_first() -> None:
     check = DigestCheck(every_s=60.0)
-    assert check.claimed(1, 5, (77,), 0.0) is None
+    assert check.source_digest(1, 5, (77,), 0.0) is None
     assert check.open
-    assert check.applied(1, 4, (11,)) is None
-    assert check.applied(1, 5, (77,)) == "agreed"
+    assert check.chains_digest(1, 4, (11,)) is None
+    assert check.chains_digest(1, 5, (77,)) == "agreed"
     assert not check.open
-    assert check.claimed(1, 6, (78,), 60.0) is None
-    assert check.applied(1, 8, (80,)) is None
-    assert check.claimed(1, 8, (81,), 60.25) == "differed"
+    assert check.source_digest(1, 6, (78,), 60.0) is None
+    assert check.chains_digest(1, 8, (80,)) is None
+    assert check.source_digest(1, 8, (81,), 60.25) == "differed"
 
 
 def test_digests_of_another_sequence_or_another_epoch_are_not_compared() -> None:
     check = DigestCheck(every_s=60.0)
-    assert check.claimed(1, 5, (77,), 0.0) is None
-    assert check.applied(2, 5, (11,)) is None
-    assert check.applied(1, 6, (11,)) is None
-    assert check.applied(None, 5, (11,)) is None
+    assert check.source_digest(1, 5, (77,), 0.0) is None
+    assert check.chains_digest(2, 5, (11,)) is None
+    assert check.chains_digest(1, 6, (11,)) is None
+    assert check.chains_digest(None, 5, (11,)) is None
     assert check.open
 
 
 def test_chains_that_left_something_out_are_exempt() -> None:
     check = DigestCheck(every_s=60.0)
-    check.claimed(1, 5, (77,), 0.0)
-    assert check.applied(1, 5, None) == "exempt"
+    check.source_digest(1, 5, (77,), 0.0)
+    assert check.chains_digest(1, 5, None) == "exempt"
 
 
 def test_comparisons_come_no_oftener_than_asked_and_never_if_never() -> None:
     check = DigestCheck(every_s=60.0)
-    check.claimed(1, 5, (77,), 0.0)
-    check.applied(1, 5, (77,))
-    check.claimed(1, 6, (78,), 59.0)
+    check.source_digest(1, 5, (77,), 0.0)
+    check.chains_digest(1, 5, (77,))
+    check.source_digest(1, 6, (78,), 59.0)
     assert not check.open
-    check.claimed(1, 6, (78,), 60.0)
+    check.source_digest(1, 6, (78,), 60.0)
     assert check.open
     never = DigestCheck(every_s=0.0)
-    never.claimed(1, 5, (77,), 1000.0)
+    never.source_digest(1, 5, (77,), 1000.0)
     assert not never.open
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
     check = DigestCheck(every_s=60.0)
     for sequence in range(2 * CLAIMS_LIMIT):
-        check.claimed(1, 1000 + sequence, (0,), 0.0)
+        check.source_digest(1, 1000 + sequence, (0,), 0.0)
         check.validate()
     for sequence in range(2 * STATES_LIMIT):
-        assert check.applied(1, sequence, (0,)) is None
+        assert check.chains_digest(1, sequence, (0,)) is None
         check.validate()
-    assert check.claimed(1, STATES_LIMIT - 1, (0,), 0.0) is None, "too late"
-    assert check.claimed(1, STATES_LIMIT, (0,), 0.0) == "agreed"
+    assert check.source_digest(1, STATES_LIMIT - 1, (0,), 0.0) is None, "too late"
+    assert check.source_digest(1, STATES_LIMIT, (0,), 0.0) == "agreed"
 
 
 def test_after_a_clear_what_the_chains_were_is_not_compared() -> None:
     check = DigestCheck(every_s=60.0)
-    check.claimed(1, 9, (0,), 0.0)
-    check.applied(1, 5, (11,))
-    check.cleared()
-    assert check.claimed(1, 5, (12,), 0.1) is None
+    check.source_digest(1, 9, (0,), 0.0)
+    check.chains_digest(1, 5, (11,))
+    check.chains_cleared()
+    assert check.source_digest(1, 5, (12,), 0.1) is None
 
 
 @dataclass
@@ -122,17 +122,17 @@ class HealingMachine(RuleBasedStateMachine):
             for rank in range(RANKS)
         ]
         self.checks = [DigestCheck(every_s=60.0) for _ in range(RANKS)]
-        self.source = Source(snapshots=True, replays=True, epochs=True, held_limit_batches=4)
+        self.source = SourceSync(snapshots=True, replays=True, epochs=True, held_limit_batches=4)
         self.caches = [Cache({}) for _ in range(RANKS)]
         self.epoch = 1
         self.sequence = -1
-        self.ring: list[tuple[int, Batch]] = []
-        self.wire: list[tuple[int, Batch]] = []
-        self.question: TakeSnapshot | Replay | None = None
+        self.ring: list[tuple[int, DecodedBatch]] = []
+        self.wire: list[tuple[int, DecodedBatch]] = []
+        self.request: RequestSnapshot | RequestReplay | None = None
         self.restored: dict[int, int] = {}
         self.now_s = 0.0
-        self.verdicts: list[Verdict] = []
-        self.clearings: list[Clearing] = []
+        self.results: list[DigestResult] = []
+        self.clearings: list[SlotCleanup] = []
         self.perform(self.source.start())
 
     # --- the router
@@ -140,26 +140,26 @@ class HealingMachine(RuleBasedStateMachine):
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Clear():
+                case ClearBlocks():
                     for chains, check in zip(self.chains, self.checks, strict=True):
                         self.clearings.append(chains.clear())
-                        check.cleared()
-                case Apply(batch):
+                        check.chains_cleared()
+                case ApplyBatch(batch):
                     for event in batch.events:
                         self.chains[batch.rank].apply(event)
-                case TakeSnapshot() | Replay():
-                    self.question = action
+                case RequestSnapshot() | RequestReplay():
+                    self.request = action
                     self.restored = {}
         for rank, check in enumerate(self.checks):
-            as_of = self.source.as_of(rank) if check.open else None
+            as_of = self.source.sequence_of(rank) if check.open else None
             if as_of is not None:
-                self.judge(check.applied(self.source.epoch, as_of, (self.chains[rank].digest(0),)))
+                self.judge(check.chains_digest(self.source.epoch, as_of, (self.chains[rank].digest(0),)))
 
-    def judge(self, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            self.verdicts.append(verdict)
-        if verdict == "differed":
-            self.perform(self.source.distrusted())
+    def judge(self, result: DigestResult | None) -> None:
+        if result is not None:
+            self.results.append(result)
+        if result == "differed":
+            self.perform(self.source.digest_differed())
 
     # --- the worker
 
@@ -173,14 +173,14 @@ class HealingMachine(RuleBasedStateMachine):
             case "corrupts":
                 events = [self.corrupted(event) for event in events]
         self.sequence += 1
-        entry = self.sequence, Batch(1000.0 * self.epoch + self.sequence, rank, events, 0)
+        entry = self.sequence, DecodedBatch(1000.0 * self.epoch + self.sequence, rank, events, 0)
         self.ring = [*self.ring[-3:], entry]
         self.wire.append(entry)
 
     def corrupted(self, event: CacheEvent) -> CacheEvent:
-        if isinstance(event, Removed):
-            return Removed([99], event.tier, event.group)
-        assert isinstance(event, Stored)
+        if isinstance(event, RemovedEvent):
+            return RemovedEvent([99], event.tier, event.group)
+        assert isinstance(event, StoredEvent)
         return stored(event.parent if isinstance(event.parent, int) else None, [98], event.tokens[: 4 * BLOCK_SIZE])
 
     @rule(rank=RANK, choices=PROMPTS, fault=st.sampled_from([*["none"] * 5, "forgets", "repeats", "corrupts"]))
@@ -204,7 +204,7 @@ class HealingMachine(RuleBasedStateMachine):
         if held:
             name = list(held)[which % len(held)]
             del held[name]
-            self.tell(rank, [Removed([name], 0, None)], fault)
+            self.tell(rank, [RemovedEvent([name], 0, None)], fault)
 
     @rule()
     def restart(self) -> None:
@@ -219,18 +219,18 @@ class HealingMachine(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         if self.wire:
-            self.perform(self.source.heard(*self.wire.pop(0)))
+            self.perform(self.source.batch_received(*self.wire.pop(0)))
 
     @rule()
     def deliver_twice(self) -> None:
         if self.wire:
-            self.perform(self.source.heard(*self.wire[0]))
+            self.perform(self.source.batch_received(*self.wire[0]))
             self.deliver()
 
     @rule()
     def deliver_out_of_order(self) -> None:
         if len(self.wire) > 1:
-            self.perform(self.source.heard(*self.wire.pop(1)))
+            self.perform(self.source.batch_received(*self.wire.pop(1)))
 
     @rule()
     def lose(self) -> None:
@@ -241,39 +241,39 @@ class HealingMachine(RuleBasedStateMachine):
     def report(self, pause_s: float) -> None:
         self.now_s += pause_s
         states = [KvState(rank, self.epoch, self.sequence, cache.digest) for rank, cache in enumerate(self.caches)]
-        self.perform(self.source.reported(states[0]))
+        self.perform(self.source.report_received(states[0]))
         for state in states:
-            self.judge(self.checks[state.rank].claimed(state.epoch, state.sequence, (state.digest,), self.now_s))
+            self.judge(self.checks[state.rank].source_digest(state.epoch, state.sequence, (state.digest,), self.now_s))
         self.perform([])
 
     @rule()
     def fail(self) -> None:
-        if self.question is not None:
-            question, self.question = self.question, None
-            self.perform(self.source.failed(question.ticket))
+        if self.request is not None:
+            request, self.request = self.request, None
+            self.perform(self.source.request_failed(request.ticket))
 
     @rule()
     def answer(self) -> None:
         """A replay at once; snapshots a rank a time, so that batches come in between."""
-        question = self.question
-        if isinstance(question, Replay):
-            self.question = None
+        request = self.request
+        if isinstance(request, RequestReplay):
+            self.request = None
             self.perform(
-                self.source.replayed(question.ticket, [entry for entry in self.ring if entry[0] >= question.first])
+                self.source.replay_received(request.ticket, [entry for entry in self.ring if entry[0] >= request.first])
             )
-        elif question is not None:
+        elif request is not None:
             rank = len(self.restored)
             if not rank:
                 self.asked_epoch = self.epoch
-                self.perform(self.source.snapshot_begins(question.ticket))
+                self.perform(self.source.snapshot_started(request.ticket))
             if self.asked_epoch != self.epoch:
                 self.fail()
                 return
-            self.chains[rank].restore(list(self.caches[rank].blocks.values()))
+            self.chains[rank].restore_snapshot(list(self.caches[rank].blocks.values()))
             self.restored[rank] = self.sequence
             if len(self.restored) == RANKS:
-                self.question = None
-                self.perform(self.source.snapshot_taken(question.ticket, self.epoch, self.restored))
+                self.request = None
+                self.perform(self.source.snapshot_restored(request.ticket, self.epoch, self.restored))
 
     # --- what must hold
 
@@ -290,12 +290,12 @@ class HealingMachine(RuleBasedStateMachine):
             while self.wire:
                 self.deliver()
             self.report(61.0)
-            while self.question is not None:
+            while self.request is not None:
                 self.answer()
         assert self.source.state == "live"
-        assert self.verdicts[-RANKS:] == ["agreed"] * RANKS
+        assert self.results[-RANKS:] == ["agreed"] * RANKS
         for rank, (chains, cache) in enumerate(zip(self.chains, self.caches, strict=True)):
-            assert chains.held(0).keys() | waiting(chains) == cache.blocks.keys()
+            assert chains.blocks_in(0).keys() | waiting(chains) == cache.blocks.keys()
             for choices in ([True] * 4, [False] * 4, [True, False, True, False]):
                 packed, names = prompt(choices)
                 depth = next((depth for depth, name in enumerate(names) if name not in cache.blocks), len(names))
@@ -303,13 +303,13 @@ class HealingMachine(RuleBasedStateMachine):
                 assert found.blocks == depth
 
 
-def stored(parent: int | None, names: list[int], tokens: bytes) -> Stored:
-    return Stored([*names], parent, tokens, BLOCK_SIZE, 0, None, False, "", "", len(names))
+def stored(parent: int | None, names: list[int], tokens: bytes) -> StoredEvent:
+    return StoredEvent([*names], parent, tokens, BLOCK_SIZE, 0, None, False, "", "", len(names))
 
 
 def waiting(chains: Chains) -> set[int]:
     """Blocks that wait for a parent that is gone."""
-    return {name for _, name in chains._orphaned if isinstance(name, int)}
+    return {name for _, name in chains._runs_parked_with if isinstance(name, int)}
 
 
 TestHealing = HealingMachine.TestCase

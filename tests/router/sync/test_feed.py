@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.router.config import RouterConfig
-from services.router.sync.feed import Feed
+from services.router.sync.feed import EventFeed
 from shared.messages import BlockStored, Prefilled, SourceState
 from tests.router.fleet import BLOCK_SIZE, MODEL, NO_SPECULATION, Fleet, fleet, tokens_of, until
 
@@ -20,7 +20,7 @@ def config(**source: Any) -> RouterConfig:
     return msgspec.structs.replace(NO_SPECULATION, source=msgspec.structs.replace(NO_SPECULATION.source, **source))
 
 
-def feed(world: Fleet, name: str = "a") -> Feed:
+def feed(world: Fleet, name: str = "a") -> EventFeed:
     return world.router.feeds[name]
 
 

@@ -60,7 +60,7 @@ async def test_a_model_that_nobody_has_served_for_long_makes_room(monkeypatch: p
         await until(lambda: ("another", "b") in world.runtime.directory.cards)
         assert list(world.router.models) == [MODEL]
         await too_early.stop()
-        monkeypatch.setattr(follower, "FORGOTTEN_S", 0.0)
+        monkeypatch.setattr(follower, "UNSERVED_LIMIT_S", 0.0)
         await world.worker("c", model="another")
         assert list(world.router.models) == ["another"]
         await until(lambda: world.metric("headrace_router_joins_total", outcome="alone") == 2)

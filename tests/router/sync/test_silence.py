@@ -10,36 +10,36 @@ from services.router.sync.silence import Silence
 
 def test_requests_that_compute_blocks_for_a_minute_without_one_batch_are_an_alarm() -> None:
     silence = Silence(limit_s=60.0)
-    silence.worked(0.0, 1.0)
-    silence.worked(59.0, 60.0)
+    silence.prefill_seen(0.0, 1.0)
+    silence.prefill_seen(59.0, 60.0)
     assert not silence.silent
-    silence.worked(60.5, 61.0)
+    silence.prefill_seen(60.5, 61.0)
     assert silence.silent
-    silence.heard(61.5)
+    silence.batch_received(61.5)
     assert not silence.silent
 
 
 def test_an_idle_source_is_not_silent_however_long_it_idles() -> None:
     silence = Silence(limit_s=60.0)
-    silence.heard(10.0)
-    silence.worked(9.9, 10.1)  # its batch came before its first token
-    silence.heard(5000.0)
-    silence.worked(4999.9, 5000.1)
+    silence.batch_received(10.0)
+    silence.prefill_seen(9.9, 10.1)  # its batch came before its first token
+    silence.batch_received(5000.0)
+    silence.prefill_seen(4999.9, 5000.1)
     assert not silence.silent
 
 
 def test_one_lost_batch_before_a_long_pause_is_no_alarm() -> None:
     silence = Silence(limit_s=60.0)
-    silence.worked(0.0, 1.0)
-    silence.heard(5000.0)
-    silence.worked(4999.9, 5000.1)
+    silence.prefill_seen(0.0, 1.0)
+    silence.batch_received(5000.0)
+    silence.prefill_seen(4999.9, 5000.1)
     assert not silence.silent
 
 
 def test_with_no_limit_nothing_is_silent() -> None:
     silence = Silence(limit_s=0.0)
     for second in range(1000):
-        silence.worked(second, second + 1)
+        silence.prefill_seen(second, second + 1)
     assert not silence.silent
 
 
@@ -49,9 +49,9 @@ def test_it_is_silent_only_if_nothing_was_heard_for_the_limit(steps: list[tuple[
     for heard, pause_s, took_s in steps:
         now_s += pause_s
         if heard:
-            silence.heard(now_s)
+            silence.batch_received(now_s)
             heard_s = now_s
         else:
-            silence.worked(now_s - took_s, now_s)
+            silence.prefill_seen(now_s - took_s, now_s)
         silence.validate()
         assert not silence.silent or now_s - heard_s >= 60.0

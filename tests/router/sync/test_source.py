@@ -5,224 +5,236 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.index.kv_events import Batch
-from services.router.sync.source import STALE_FAILURES, Action, Apply, Clear, Replay, Source, TakeSnapshot
+from services.router.index.kv_events import DecodedBatch
+from services.router.sync.source import (
+    STALE_FAILURES,
+    Action,
+    ApplyBatch,
+    ClearBlocks,
+    RequestReplay,
+    RequestSnapshot,
+    SourceSync,
+)
 from shared.messages import KvState
 
 
-def batch(sequence: int, *, start: int = 0, rank: int = 0) -> Batch:
+def batch(sequence: int, *, start: int = 0, rank: int = 0) -> DecodedBatch:
     """The batch of a sequence number; engines that start later have later clocks."""
-    return Batch(1000.0 * start + sequence, rank, [], 0)
+    return DecodedBatch(1000.0 * start + sequence, rank, [], 0)
 
 
-def source(*, snapshots: bool = True, replays: bool = True, epochs: bool = True, held: int = 100) -> Source:
-    return Source(snapshots=snapshots, replays=replays, epochs=epochs, held_limit_batches=held)
+def source(*, snapshots: bool = True, replays: bool = True, epochs: bool = True, held: int = 100) -> SourceSync:
+    return SourceSync(snapshots=snapshots, replays=replays, epochs=epochs, held_limit_batches=held)
 
 
-def live(applied: int = 4) -> Source:
+def live(applied: int = 4) -> SourceSync:
     """A source with snapshots that is live, as of `applied`."""
     found = source()
     found.start()
-    found.snapshot_taken(1, 1, {0: applied})
+    found.snapshot_restored(1, 1, {0: applied})
     assert found.state == "live"
     return found
 
 
 def test_a_source_starts_from_a_snapshot_and_applies_what_came_meanwhile() -> None:
     found = source()
-    assert found.start() == [TakeSnapshot(1, 0.0)]
-    assert found.reported(KvState(0, 1, 3)) == []
+    assert found.start() == [RequestSnapshot(1, 0.0)]
+    assert found.report_received(KvState(0, 1, 3)) == []
     for sequence in (3, 4, 5, 6):
-        assert found.heard(sequence, batch(sequence)) == []
-    assert found.snapshot_taken(1, 1, {0: 4}) == [Apply(batch(5)), Apply(batch(6))]
+        assert found.batch_received(sequence, batch(sequence)) == []
+    assert found.snapshot_restored(1, 1, {0: 4}) == [ApplyBatch(batch(5)), ApplyBatch(batch(6))]
     assert (found.state, found.applied, found.partial) == ("live", 6, False)
-    assert found.heard(7, batch(7)) == [Apply(batch(7))]
+    assert found.batch_received(7, batch(7)) == [ApplyBatch(batch(7))]
 
 
 def test_a_gap_is_replayed_and_what_came_meanwhile_follows() -> None:
     found = live()
-    assert found.heard(7, batch(7)) == [Replay(2, 5, 0.0)]
-    assert found.heard(8, batch(8)) == []
-    answers: list[tuple[int, Batch | None]] = [(5, batch(5)), (6, batch(6)), (7, batch(7))]
-    assert found.replayed(2, answers) == [Apply(batch(sequence)) for sequence in (5, 6, 7, 8)]
+    assert found.batch_received(7, batch(7)) == [RequestReplay(2, 5, 0.0)]
+    assert found.batch_received(8, batch(8)) == []
+    answers: list[tuple[int, DecodedBatch | None]] = [(5, batch(5)), (6, batch(6)), (7, batch(7))]
+    assert found.replay_received(2, answers) == [ApplyBatch(batch(sequence)) for sequence in (5, 6, 7, 8)]
     assert (found.state, found.applied, found.gaps) == ("live", 8, 1)
 
 
 def test_a_gap_too_old_to_replay_is_healed_by_a_snapshot() -> None:
     found = live()
-    found.heard(90, batch(90))
-    actions = found.replayed(2, [(80, batch(80)), (81, batch(81))])
-    assert actions == [TakeSnapshot(3, 0.2)], "what is known stays until the snapshot is here"
-    found.heard(91, batch(91))
-    assert found.snapshot_begins(3) == [Clear()]
-    assert found.snapshot_taken(3, 1, {0: 90}) == [Apply(batch(91))]
+    found.batch_received(90, batch(90))
+    actions = found.replay_received(2, [(80, batch(80)), (81, batch(81))])
+    assert actions == [RequestSnapshot(3, 0.2)], "what is known stays until the snapshot is here"
+    found.batch_received(91, batch(91))
+    assert found.snapshot_started(3) == [ClearBlocks()]
+    assert found.snapshot_restored(3, 1, {0: 90}) == [ApplyBatch(batch(91))]
 
 
 def test_a_loss_at_the_tail_is_seen_by_the_second_report_that_is_ahead() -> None:
     found = live()
-    assert found.reported(KvState(0, 1, 6)) == []  # the batches may still be on their way
-    assert found.reported(KvState(0, 1, 6)) == [Replay(2, 5, 0.0)]
-    assert found.replayed(2, [(5, batch(5)), (6, batch(6))]) == [Apply(batch(5)), Apply(batch(6))]
-    assert found.reported(KvState(0, 1, 6)) == []
+    assert found.report_received(KvState(0, 1, 6)) == []  # the batches may still be on their way
+    assert found.report_received(KvState(0, 1, 6)) == [RequestReplay(2, 5, 0.0)]
+    assert found.replay_received(2, [(5, batch(5)), (6, batch(6))]) == [ApplyBatch(batch(5)), ApplyBatch(batch(6))]
+    assert found.report_received(KvState(0, 1, 6)) == []
 
 
 def test_a_report_that_is_only_slower_than_the_events_asks_for_nothing() -> None:
     found = live()
     for sequence in range(5, 9):
-        found.heard(sequence, batch(sequence))
-        assert found.reported(KvState(0, 1, sequence - 1)) == []
+        found.batch_received(sequence, batch(sequence))
+        assert found.report_received(KvState(0, 1, sequence - 1)) == []
     assert found.gaps == 0
 
 
 def test_a_new_epoch_clears_and_takes_a_snapshot() -> None:
     found = live()
-    found.reported(KvState(0, 1, 4))
-    assert found.reported(KvState(0, 2, -1)) == [Clear(), TakeSnapshot(2, 0.2)]
-    assert found.snapshot_taken(2, 2, {0: -1}) == []
-    assert found.heard(0, batch(0, start=1)) == [Apply(batch(0, start=1))]
+    found.report_received(KvState(0, 1, 4))
+    assert found.report_received(KvState(0, 2, -1)) == [ClearBlocks(), RequestSnapshot(2, 0.2)]
+    assert found.snapshot_restored(2, 2, {0: -1}) == []
+    assert found.batch_received(0, batch(0, start=1)) == [ApplyBatch(batch(0, start=1))]
 
 
 def test_a_sequence_that_goes_backwards_clears_and_starts_over() -> None:
     found = live()
-    found.heard(5, batch(5))
-    actions = found.heard(0, batch(0, start=1))
-    assert [type(action) for action in actions] == [Clear, TakeSnapshot]
-    assert found.reported(KvState(0, 2, 0)) == []
-    assert found.heard(1, batch(1, start=1)) == []
-    assert found.snapshot_taken(2, 2, {0: 0}) == [Apply(batch(1, start=1))]
+    found.batch_received(5, batch(5))
+    actions = found.batch_received(0, batch(0, start=1))
+    assert [type(action) for action in actions] == [ClearBlocks, RequestSnapshot]
+    assert found.report_received(KvState(0, 2, 0)) == []
+    assert found.batch_received(1, batch(1, start=1)) == []
+    assert found.snapshot_restored(2, 2, {0: 0}) == [ApplyBatch(batch(1, start=1))]
 
 
 def test_being_ahead_of_two_reports_means_that_we_know_what_was_never_sent() -> None:
     found = live(applied=9)
-    assert found.reported(KvState(0, 1, 7)) == []  # the report may be older than the batch
-    assert found.reported(KvState(0, 1, 7)) == [Clear(), TakeSnapshot(2, 0.2)]
+    assert found.report_received(KvState(0, 1, 7)) == []  # the report may be older than the batch
+    assert found.report_received(KvState(0, 1, 7)) == [ClearBlocks(), RequestSnapshot(2, 0.2)]
 
 
 def test_batches_held_under_another_epoch_than_the_snapshots_are_not_applied() -> None:
     found = source()
     found.start()
-    found.reported(KvState(0, 1, 3))
-    assert found.heard(4, batch(4)) == []
-    assert found.snapshot_taken(1, 2, {0: 3}) == []
+    found.report_received(KvState(0, 1, 3))
+    assert found.batch_received(4, batch(4)) == []
+    assert found.snapshot_restored(1, 2, {0: 3}) == []
     assert found.applied == 3
 
 
 def test_a_source_without_snapshots_is_rebuilt_from_replay_and_partial_if_that_does_not_reach_back() -> None:
     found = source(snapshots=False, epochs=False)
-    assert found.start() == [Replay(1, 0, 0.0)]
-    assert found.replayed(1, [(0, batch(0)), (1, batch(1))]) == [Clear(), Apply(batch(0)), Apply(batch(1))]
+    assert found.start() == [RequestReplay(1, 0, 0.0)]
+    assert found.replay_received(1, [(0, batch(0)), (1, batch(1))]) == [
+        ClearBlocks(),
+        ApplyBatch(batch(0)),
+        ApplyBatch(batch(1)),
+    ]
     assert not found.partial
     late = source(snapshots=False, epochs=False)
     late.start()
-    late.heard(42, batch(42))
-    applies = [Apply(batch(number)) for number in (40, 41, 42)]
-    assert late.replayed(1, [(40, batch(40)), (41, batch(41))]) == [Clear(), *applies]
+    late.batch_received(42, batch(42))
+    applies = [ApplyBatch(batch(number)) for number in (40, 41, 42)]
+    assert late.replay_received(1, [(40, batch(40)), (41, batch(41))]) == [ClearBlocks(), *applies]
     assert late.partial
 
 
 def test_without_an_epoch_a_restart_behind_a_replay_is_known_by_its_clock() -> None:
     found = source(snapshots=False, epochs=False)
     found.start()
-    found.replayed(1, [(sequence, batch(sequence)) for sequence in range(5)])
-    assert found.heard(4, batch(4)) == []  # on its way while we asked
-    assert found.heard(4, batch(4, start=1))[0] == Clear()
+    found.replay_received(1, [(sequence, batch(sequence)) for sequence in range(5)])
+    assert found.batch_received(4, batch(4)) == []  # on its way while we asked
+    assert found.batch_received(4, batch(4, start=1))[0] == ClearBlocks()
 
 
 def test_a_source_that_can_do_nothing_is_cleared_at_every_gap() -> None:
     found = source(snapshots=False, replays=False, epochs=False)
-    assert found.start() == [Clear()]
-    assert found.heard(0, batch(0)) == [Apply(batch(0))]
+    assert found.start() == [ClearBlocks()]
+    assert found.batch_received(0, batch(0)) == [ApplyBatch(batch(0))]
     assert not found.partial
-    assert found.heard(5, batch(5)) == [Clear(), Apply(batch(5))]
+    assert found.batch_received(5, batch(5)) == [ClearBlocks(), ApplyBatch(batch(5))]
     assert found.partial
     found.validate()
 
 
 def test_failures_are_tried_again_after_ever_longer_pauses() -> None:
     found = source()
-    pauses = [action.after_s for action in found.start() if isinstance(action, TakeSnapshot)]
+    pauses = [action.after_s for action in found.start() if isinstance(action, RequestSnapshot)]
     for ticket in range(1, 12):
-        pauses += [action.after_s for action in found.failed(ticket) if isinstance(action, TakeSnapshot)]
+        pauses += [action.after_s for action in found.request_failed(ticket) if isinstance(action, RequestSnapshot)]
     assert pauses[:4] == [0.0, 0.2, 0.4, 0.8]
     assert pauses[-1] == 10.0
-    assert found.failed(3) == [], "an answer to an older question"
+    assert found.request_failed(3) == [], "an answer to an older request"
 
 
 def test_a_batch_that_cannot_be_read_is_passed_over() -> None:
     found = live()
-    assert found.heard(5, None) == []
-    assert found.heard(6, batch(6)) == [Apply(batch(6))]
+    assert found.batch_received(5, None) == []
+    assert found.batch_received(6, batch(6)) == [ApplyBatch(batch(6))]
 
 
 def test_what_is_dropped_at_the_bound_of_held_batches_is_a_gap_later() -> None:
     found = source(held=2)
     found.start()
-    found.reported(KvState(0, 1, 4))
+    found.report_received(KvState(0, 1, 4))
     for sequence in range(5, 9):
-        found.heard(sequence, batch(sequence))
+        found.batch_received(sequence, batch(sequence))
         found.validate()
-    assert found.snapshot_taken(1, 1, {0: 4}) == [Apply(batch(5)), Apply(batch(6))]
-    assert found.heard(9, batch(9)) == [Replay(2, 7, 0.0)]
+    assert found.snapshot_restored(1, 1, {0: 4}) == [ApplyBatch(batch(5)), ApplyBatch(batch(6))]
+    assert found.batch_received(9, batch(9)) == [RequestReplay(2, 7, 0.0)]
 
 
 def test_what_is_known_stays_while_nobody_answers_and_is_given_up_in_the_end() -> None:
     found = live()
-    found.heard(5, batch(5))
-    asked = found.distrusted()
+    found.batch_received(5, batch(5))
+    asked = found.digest_differed()
     failures = 0
-    while not any(isinstance(action, Clear) for action in asked):
-        (question,) = asked
-        assert isinstance(question, TakeSnapshot)
-        asked = found.failed(question.ticket)
+    while not any(isinstance(action, ClearBlocks) for action in asked):
+        (request,) = asked
+        assert isinstance(request, RequestSnapshot)
+        asked = found.request_failed(request.ticket)
         failures += 1
     assert failures == STALE_FAILURES
 
 
 def test_a_batch_that_comes_twice_or_late_is_no_new_engine() -> None:
     found = live()
-    found.reported(KvState(0, 1, 4))
+    found.report_received(KvState(0, 1, 4))
     for sequence in (5, 6, 6, 5):
-        found.heard(sequence, batch(sequence))
+        found.batch_received(sequence, batch(sequence))
     assert (found.state, found.applied, found.resyncs) == ("live", 6, 1)
-    assert found.heard(0, batch(0, start=1))[0] == Clear(), "a new engine's clock is later"
+    assert found.batch_received(0, batch(0, start=1))[0] == ClearBlocks(), "a new engine's clock is later"
 
 
 def test_without_epochs_only_the_same_batch_is_a_repeat() -> None:
     found = source(snapshots=False, epochs=False)
     found.start()
-    found.replayed(1, [])
+    found.replay_received(1, [])
     for sequence in (0, 1):
-        found.heard(sequence, batch(sequence))
-    assert found.heard(1, batch(1)) == []
-    assert found.heard(0, batch(0))[0] == Clear(), "its clock may have been set back"
+        found.batch_received(sequence, batch(sequence))
+    assert found.batch_received(1, batch(1)) == []
+    assert found.batch_received(0, batch(0))[0] == ClearBlocks(), "its clock may have been set back"
 
 
 def test_snapshots_of_several_ranks_are_taken_one_after_the_other_and_each_follows_from_its_own() -> None:
     found = source()
     found.start()
-    found.reported(KvState(0, 1, 2))
+    found.report_received(KvState(0, 1, 2))
     for sequence in range(3, 8):
-        found.heard(sequence, batch(sequence, rank=sequence % 2))
-    applied = found.snapshot_taken(1, 1, {0: 3, 1: 6})
-    assert applied == [Apply(batch(4)), Apply(batch(6)), Apply(batch(7, rank=1))]
-    assert [found.as_of(rank) for rank in (0, 1)] == [7, 7]
+        found.batch_received(sequence, batch(sequence, rank=sequence % 2))
+    applied = found.snapshot_restored(1, 1, {0: 3, 1: 6})
+    assert applied == [ApplyBatch(batch(4)), ApplyBatch(batch(6)), ApplyBatch(batch(7, rank=1))]
+    assert [found.sequence_of(rank) for rank in (0, 1)] == [7, 7]
     later = source()
     later.start()
-    later.snapshot_taken(1, 1, {0: 3, 1: 6})
-    assert [later.as_of(rank) for rank in (0, 1)] == [3, 6]
-    later.distrusted()
-    assert later.as_of(1) is None
+    later.snapshot_restored(1, 1, {0: 3, 1: 6})
+    assert [later.sequence_of(rank) for rank in (0, 1)] == [3, 6]
+    later.digest_differed()
+    assert later.sequence_of(1) is None
 
 
 def test_a_batch_that_cannot_be_read_makes_a_source_without_snapshots_partial() -> None:
     found = source(snapshots=False, epochs=False)
     found.start()
-    found.replayed(1, [(0, batch(0))])
+    found.replay_received(1, [(0, batch(0))])
     assert not found.partial
-    found.heard(1, None)
+    found.batch_received(1, None)
     assert found.partial
     snapshots = live()
-    snapshots.heard(5, None)
+    snapshots.batch_received(5, None)
     assert not snapshots.partial, "a digest tells, and a snapshot heals it"
 
 
@@ -232,55 +244,55 @@ class World:
     def __init__(self, *, snapshots: bool, epochs: bool) -> None:
         self.source = source(snapshots=snapshots, epochs=epochs, held=4)
         self.starts = 1
-        self.ring: list[Batch] = []
+        self.ring: list[DecodedBatch] = []
         self.sequence = -1
-        self.applied: list[Batch] = []
+        self.applied: list[DecodedBatch] = []
         """What the index would hold: a snapshot counts as all batches up to it."""
-        self.questions: list[TakeSnapshot | Replay] = []
+        self.requests: list[RequestSnapshot | RequestReplay] = []
         self.do(self.source.start())
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Clear():
+                case ClearBlocks():
                     self.applied.clear()
-                case Apply(found):
+                case ApplyBatch(found):
                     self.applied.append(found)
                 case _:
-                    self.questions = [action]
+                    self.requests = [action]
         self.source.validate()
 
-    def all(self) -> list[Batch]:
+    def all(self) -> list[DecodedBatch]:
         return [batch(sequence, start=self.starts) for sequence in range(self.sequence + 1)]
 
     def publish(self, *, lost: bool) -> None:
         self.sequence += 1
         if not lost:
-            self.do(self.source.heard(self.sequence, batch(self.sequence, start=self.starts)))
+            self.do(self.source.batch_received(self.sequence, batch(self.sequence, start=self.starts)))
 
     def restart(self) -> None:
         self.starts += 1
         self.sequence = -1
 
     def answer(self, *, fails: bool) -> None:
-        if not self.questions:
+        if not self.requests:
             return
-        question = self.questions.pop()
+        request = self.requests.pop()
         if fails:
-            self.do(self.source.failed(question.ticket))
-        elif isinstance(question, TakeSnapshot):
-            self.do(self.source.snapshot_begins(question.ticket))
+            self.do(self.source.request_failed(request.ticket))
+        elif isinstance(request, RequestSnapshot):
+            self.do(self.source.snapshot_started(request.ticket))
             self.applied = self.all()
-            self.do(self.source.snapshot_taken(question.ticket, self.starts, {0: self.sequence}))
+            self.do(self.source.snapshot_restored(request.ticket, self.starts, {0: self.sequence}))
         else:
-            oldest = max(question.first, self.sequence - 4, 0)
-            answers: list[tuple[int, Batch | None]] = [
+            oldest = max(request.first, self.sequence - 4, 0)
+            answers: list[tuple[int, DecodedBatch | None]] = [
                 (sequence, batch(sequence, start=self.starts)) for sequence in range(oldest, self.sequence + 1)
             ]
-            self.do(self.source.replayed(question.ticket, answers))
+            self.do(self.source.replay_received(request.ticket, answers))
 
     def report(self) -> None:
-        self.do(self.source.reported(KvState(0, self.starts, self.sequence)))
+        self.do(self.source.report_received(KvState(0, self.starts, self.sequence)))
 
 
 STEPS = st.lists(st.sampled_from(["publish", "lose", "answer", "fail", "report", "distrust", "restart"]), max_size=60)
@@ -299,7 +311,7 @@ def test_after_any_faults_a_quiet_source_is_applied_exactly_once_and_in_order(st
             case "report":
                 world.report()
             case "distrust":
-                world.do(world.source.distrusted())
+                world.do(world.source.digest_differed())
             case _:
                 world.restart()
     for _ in range(8):

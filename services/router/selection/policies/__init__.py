@@ -1,1 +1,1 @@
-"""The built-in routing policies, one a file; `selection.policy` holds their interface. Pure."""
+"""The built-in routing policies, one per file; `selection.policy` has their interface. Pure."""

@@ -1,33 +1,33 @@
-"""The candidate with the least prompt tokens to compute and blocks in use, whatever it caches. Pure."""
+"""Chooses the candidate with the fewest prompt tokens to compute and blocks in use, whatever it caches. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
 
-from services.router.selection.candidates import Facts, Question, Scored, best
+from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate, best
 
 
-def tokens_in_hand(question: Question, candidate: Facts) -> int:
-    """Queued prompt tokens, and tokens of the blocks in use."""
-    return candidate.load.queued_tokens + candidate.load.active_blocks * question.block_size
+def load_tokens(request: RoutingRequest, candidate: CandidateState) -> int:
+    """Return the queued prompt tokens plus the tokens of the blocks in use."""
+    return candidate.load.queued_tokens + candidate.load.active_blocks * request.block_size
 
 
 class LeastLoadedPolicy:
-    """Load alone."""
+    """Weighs load alone."""
 
-    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
-        """All may."""
+    def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
+        """Keep all candidates."""
         return candidates
 
-    def score(self, question: Question, candidate: Facts) -> float:
-        """Tokens in hand."""
-        return tokens_in_hand(question, candidate)
+    def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
+        """Return the tokens of its load."""
+        return load_tokens(request, candidate)
 
-    def reason(self, question: Question, candidate: Facts) -> str:
-        """The same in words."""
-        return f"{tokens_in_hand(question, candidate)} tokens in hand"
+    def reason(self, request: RoutingRequest, candidate: CandidateState) -> str:
+        """Return the tokens of its load as text."""
+        return f"{load_tokens(request, candidate)} tokens in hand"
 
-    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
-        """The least loaded."""
-        return best(question, scored, draw)
+    def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
+        """Pick the least loaded candidate."""
+        return best(request, scored, draw)

@@ -1,5 +1,6 @@
-"""The less loaded of two drawn at random: nearly as even as the least loaded, and it never herds. Pure.
+"""Chooses the less loaded of two random candidates. Pure.
 
+Loads become nearly as even as with least-loaded, and requests never herd to one candidate.
 M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 1996.
 """
 
@@ -8,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from services.router.selection.candidates import Facts, Question, Scored, best
-from services.router.selection.policies.least_loaded import tokens_in_hand
+from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate, best
+from services.router.selection.policies.least_loaded import load_tokens
 
 
 class PowerOfTwoPolicy:
-    """Load, of a sample."""
+    """Weighs the load of a random sample."""
 
-    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
-        """All may."""
+    def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
+        """Keep all candidates."""
         return candidates
 
-    def score(self, question: Question, candidate: Facts) -> float:
-        """Tokens in hand."""
-        return tokens_in_hand(question, candidate)
+    def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
+        """Return the tokens of its load."""
+        return load_tokens(request, candidate)
 
-    def reason(self, question: Question, candidate: Facts) -> str:
-        """The same in words."""
-        return f"{tokens_in_hand(question, candidate)} tokens in hand"
+    def reason(self, request: RoutingRequest, candidate: CandidateState) -> str:
+        """Return the tokens of its load as text."""
+        return f"{load_tokens(request, candidate)} tokens in hand"
 
-    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
-        """The better of two."""
-        return best(question, draw.sample(scored, min(2, len(scored))), draw)
+    def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
+        """Pick the less loaded of two."""
+        return best(request, draw.sample(scored, min(2, len(scored))), draw)

@@ -1,4 +1,4 @@
-"""One after another. Pure."""
+"""Chooses one candidate after another. Pure."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from collections.abc import Sequence
 from random import Random
 
 from services.router.index.index import CandidateId
-from services.router.selection.candidates import Facts, Question, Scored
+from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
 
 
 class RoundRobinPolicy:
-    """Takes turns in the order of the candidates' ids; who comes or goes does not disturb the others' turns."""
+    """Takes turns in the order of the candidates' ids; a candidate that joins or leaves does not change the others'
+    order."""
 
     def __init__(self) -> None:
         self._last: CandidateId = ("", -1)
 
-    def filter(self, question: Question, candidates: Sequence[Facts]) -> Sequence[Facts]:
-        """All may."""
+    def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
+        """Keep all candidates."""
         return candidates
 
-    def score(self, question: Question, candidate: Facts) -> float:
-        """All are equal."""
+    def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
+        """Return 0: all candidates are equal."""
         return 0.0
 
-    def pick(self, question: Question, scored: Sequence[Scored], draw: Random) -> Scored:
-        """The first after the last one chosen."""
-        ordered = sorted(scored, key=lambda each: each.facts.candidate)
-        chosen = next((each for each in ordered if each.facts.candidate > self._last), ordered[0])
-        self._last = chosen.facts.candidate
+    def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
+        """Pick the first candidate after the last one chosen."""
+        ordered = sorted(scored, key=lambda each: each.candidate.id)
+        chosen = next((each for each in ordered if each.candidate.id > self._last), ordered[0])
+        self._last = chosen.candidate.id
         return chosen

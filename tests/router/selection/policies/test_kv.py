@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from services.router.selection.candidates import (
     DISK_BYTES_PER_S,
     HOST_BYTES_PER_S,
-    UNTOLD,
-    Facts,
-    Fleet,
-    Question,
-    Scored,
-    Speed,
+    UNKNOWN_SPEED,
+    CandidateState,
+    FleetAverage,
+    RoutingRequest,
+    ScoredCandidate,
+    WorkerSpeed,
 )
 from services.router.selection.load import IDLE, CandidateLoad
 from services.router.selection.policies.kv import KvPolicy
@@ -28,16 +28,16 @@ LOADS = st.builds(CandidateLoad, st.integers(0, 50), st.integers(0, 10**6), st.i
 OVERLAPS = st.builds(Overlap, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
 CANDIDATES = st.lists(
     st.builds(
-        Facts,
+        CandidateState,
         st.tuples(st.text("abcdef", min_size=1, max_size=4), st.integers(0, 1)),
         OVERLAPS,
         LOADS,
         st.integers(0, 10**5),
-        st.builds(Speed, st.sampled_from([0.0, 1.0, 300.0, 1e5]), st.sampled_from([0.0, 0.02])),
+        st.builds(WorkerSpeed, st.sampled_from([0.0, 1.0, 300.0, 1e5]), st.sampled_from([0.0, 0.02])),
     ),
     min_size=1,
     max_size=12,
-    unique_by=lambda each: each.candidate,
+    unique_by=lambda each: each.id,
 )
 
 
@@ -48,29 +48,35 @@ def facts(
     *,
     total_blocks: int = 10_000,
     speed: float | None = None,
-) -> Facts:
-    told = UNTOLD if speed is None else Speed(speed, 0.02)
-    return Facts((name, 0), overlap or Overlap(), load, total_blocks, told)
+) -> CandidateState:
+    told = UNKNOWN_SPEED if speed is None else WorkerSpeed(speed, 0.02)
+    return CandidateState((name, 0), overlap or Overlap(), load, total_blocks, told)
 
 
-def choose(candidates: list[Facts], tokens: int = 320) -> str:
-    policy, question = KvPolicy(), Question(tokens, BLOCK, fleet=Fleet.of(candidates), host_s=HOST_S, disk_s=DISK_S)
-    scored = [Scored(each, policy.score(question, each)) for each in policy.filter(question, candidates)]
-    return policy.pick(question, scored, Random(0)).facts.candidate[0]
+def choose(candidates: list[CandidateState], tokens: int = 320) -> str:
+    policy, request = (
+        KvPolicy(),
+        RoutingRequest(tokens, BLOCK, fleet=FleetAverage.of(candidates), host_s=HOST_S, disk_s=DISK_S),
+    )
+    scored = [ScoredCandidate(each, policy.score(request, each)) for each in policy.filter(request, candidates)]
+    return policy.pick(request, scored, Random(0)).candidate.id[0]
 
 
 @given(CANDIDATES)
-def test_it_never_picks_one_that_is_worse_in_everything(candidates: list[Facts]) -> None:
-    best = Facts(("best", 0), Overlap(16), IDLE, 10**6, Speed(1e6, 0.01))
+def test_it_never_picks_one_that_is_worse_in_everything(candidates: list[CandidateState]) -> None:
+    best = CandidateState(("best", 0), Overlap(16), IDLE, 10**6, WorkerSpeed(1e6, 0.01))
     assert choose([*candidates, best]) == "best"
 
 
 @given(CANDIDATES)
-def test_its_reason_adds_up_to_its_score(candidates: list[Facts]) -> None:
-    policy, question = KvPolicy(), Question(320, BLOCK, fleet=Fleet.of(candidates), host_s=HOST_S, disk_s=DISK_S)
+def test_its_reason_adds_up_to_its_score(candidates: list[CandidateState]) -> None:
+    policy, request = (
+        KvPolicy(),
+        RoutingRequest(320, BLOCK, fleet=FleetAverage.of(candidates), host_s=HOST_S, disk_s=DISK_S),
+    )
     for each in candidates:
-        terms = [float(word) for word in policy.reason(question, each).split() if word[0].isdigit()]
-        assert sum(terms) == pytest.approx(policy.score(question, each), abs=2.0)
+        terms = [float(word) for word in policy.reason(request, each).split() if word[0].isdigit()]
+        assert sum(terms) == pytest.approx(policy.score(request, each), abs=2.0)
 
 
 def test_it_follows_the_cache() -> None:
@@ -113,8 +119,8 @@ def test_it_prefers_the_faster_tier_and_any_tier_to_computing() -> None:
 def test_fetching_counts_by_the_time_it_takes_beside_computing_and_for_less_than_that() -> None:
     def fetching(overlap: Overlap, tokens_per_s: float) -> float:
         candidate = facts("a", overlap, speed=tokens_per_s)
-        question = Question(16_001, BLOCK, fleet=Fleet.of([candidate]), host_s=HOST_S, disk_s=DISK_S)
-        return KvPolicy().score(question, candidate) - 1
+        request = RoutingRequest(16_001, BLOCK, fleet=FleetAverage.of([candidate]), host_s=HOST_S, disk_s=DISK_S)
+        return KvPolicy().score(request, candidate) - 1
 
     assert fetching(Overlap(0, 1000), 30_000.0) == pytest.approx(16_000 * 0.026, rel=0.01)
     assert fetching(Overlap(0, 0, 1000), 30_000.0) == pytest.approx(16_000 * 0.33, rel=0.01)
