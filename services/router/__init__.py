@@ -1,1 +1,1 @@
-"""The router: who caches what, who is how busy, and therefore who gets the next request."""
+"""The router: chooses a worker for each request, by what each worker caches and how busy it is."""

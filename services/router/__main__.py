@@ -8,11 +8,12 @@ from services.router.service import serve
 from shared.runtime.lifecycle import Process, run
 
 DRAIN_LIMIT_S = 15.0
-"""A router has nothing to drain but the questions it was asked; a frozen NATS and a frozen etcd cost seconds each."""
+"""Seconds until a stopping router gives up. It only has to answer the requests it has received, but a frozen NATS and a
+frozen etcd cost seconds each."""
 
 
 def main() -> None:
-    """Runs until a signal; ends the process with a status."""
+    """Run until a signal, and end the process with a status."""
     run("router", RouterConfig, _process, serve, check=_check)
 
 

@@ -14,65 +14,73 @@ Seconds = Annotated[float, Meta(ge=0, le=86400)]
 
 
 class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much of what the fleet caches is known here."""
+    """Limits of the index of cached blocks and of speculation."""
 
     limit_bytes: Natural = 1 << 30
-    """Per model; about 7 M distinct blocks. At the limit the coldest are dropped."""
+    """Bytes of one model's index, some 7 million distinct blocks; at the limit, blocks that were not used for longest
+    are dropped."""
     lower_tier_limit_blocks: Natural = 1_000_000
     """Blocks that one candidate, or one layout of a kvbm, may hold in any one tier; a worker's capacity, if that is
-    larger. Each takes 100 to 160 bytes, beside the index."""
+    larger. Each takes 100 to 160 bytes in addition to the index."""
     orphan_limit_blocks: Natural = 65_536
-    """Blocks of one candidate that wait for their parent."""
+    """Blocks of one candidate that may wait for an event about their parent block; at the limit the oldest are
+    dropped."""
     speculation_s: Seconds = 5.0
-    """How long a routed prompt's blocks count as cached without an event that says so; 0: not at all."""
+    """Seconds for which a routed prompt's blocks count as cached without an event that confirms it; 0 disables this."""
     history_s: Seconds = 120.0
-    """The same for instances that send no events, since it was last of use."""
+    """Seconds for which a routed prompt's blocks count as cached, from their last use on, where no events come."""
     speculation_limit_bytes: Natural = 64 << 20
-    """Of each, per model; 8 bytes a block and 600 a prompt. At the limit the oldest go early."""
+    """Bytes of speculation for one model, once for `speculation_s` and once for `history_s`; 8 bytes per block and 600
+    per prompt. At the limit the oldest are dropped early."""
 
 
 class LoadConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """When a reservation is given up that nobody ended, and who is passed over."""
+    """When a reservation without an end is given up, and which workers are passed over."""
 
     limit: Positive = 100_000
-    """Reservations held at once, per model; at the limit the oldest goes."""
+    """Reservations held at once for one model; at the limit the oldest is released."""
     grace_s: Seconds = 3.0
-    """A worker's reports may not know a new attempt for so long."""
+    """Seconds for which a worker's reports may lack a new attempt."""
     unknown_s: Seconds = 10.0
-    """After that, reports without it for so long release it."""
+    """Seconds after `grace_s` for which reports must lack an attempt before its reservation is released."""
     frozen_s: Annotated[float, Meta(gt=0, le=86400)] = 5.0
-    """A worker with work and without a step, or without a report, for so long is passed over while others are there."""
+    """Seconds without a report, or with work and without an engine step, after which a worker is passed over while
+    others are available."""
     ramp_s: Seconds = 10.0
-    """An instance that joins others takes part in all choices only after so long."""
+    """Seconds over which an instance that joins others ramps up from no requests to its full share."""
 
 
 class SourceConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How event streams are followed."""
+    """How the KV event streams are followed."""
 
     held_limit_batches: Positive = 10_000
-    """Batches kept while a replay or snapshot is on its way, and batches that wait to be applied."""
+    """Batches held while a replay or snapshot is on its way, and batches that may wait to be applied."""
     replay_timeout_s: Seconds = 5.0
+    """Seconds to wait for a replay of event batches."""
     snapshot_idle_timeout_s: Seconds = 5.0
+    """Seconds without a message after which a snapshot is given up."""
     digest_s: Seconds = 60.0
-    """How often a source's digest is compared with what we made of its events; 0: never."""
+    """Seconds between comparisons of a source's digest with our digest of its events; 0 disables them."""
     silence_s: Seconds = 60.0
-    """Alarm after requests computed new blocks for so long and no batch was heard; 0: never."""
+    """Seconds in which requests compute new blocks but no batch comes, after which the source counts as silent; 0
+    disables this."""
 
 
 class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """All of it."""
+    """All settings of a router."""
 
     namespace: str = "default"
     policy: str = "kv"
-    """kv, round-robin, random, least-loaded, power-of-two, or module:attribute."""
+    """Routing policy: kv, round-robin, random, least-loaded, power-of-two, or module:attribute."""
     policy_budget_ms: Annotated[float, Meta(ge=0)] = 5.0
-    """What one choice may take of a policy that is not built in."""
+    """Milliseconds that one choice of a policy of your own may take."""
     policy_strikes: Natural = 10
-    """Choices over the budget that are put up with, one more for every 100 within it; then kv chooses for good."""
+    """Number of choices over the budget that are tolerated, one more for every 100 within it; after that kv chooses for
+    good."""
     most_hashes: Positive = 131_072
-    """Blocks a prompt may have."""
+    """Blocks that a prompt may have."""
     explained: Natural = 1_000
-    """Decisions kept for `explain`, per model; at least one."""
+    """Number of decisions kept for `headrace explain`, per model; at least one."""
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -1,4 +1,4 @@
-"""What a router tells people: why it chose as it did and what came of it, and how it is. Pure."""
+"""Answers of a router to users: why it chose as it did, what came of it, and how the router is. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from services.router.selection.model_router import ModelRouter
 from shared.messages import Explanation, Explanations, ModelState
 
 DECISIONS_IN_ANSWER = 20
-"""Decisions in one answer: the latest."""
+"""Most decisions in one answer: the latest ones."""
 
 
 def requested_id(payload: bytes) -> str:
-    """The request that a question names, as an answer's `id` has it or bare; empty: the latest ones."""
+    """Return the request id in a query. It may be an answer's `id` or its bare request id; empty asks for the latest
+    decisions."""
     request = payload.decode("utf-8", "replace").strip().strip('"')
-    if request.startswith("resp_"):  # …and the frontend that keeps it
+    if request.startswith("resp_"):  # before the point is the frontend that keeps the response
         return request.partition(".")[2] or request
     return request.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("embd-") or request
 
 
 def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:
-    """The decisions kept of a request, or of all requests where it is empty."""
+    """Return the decisions of a request, or of all requests if `request` is empty."""
     found = [
         (decision.at_s, model.model, decision)
         for model in models
@@ -55,12 +56,12 @@ def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
 
 
 def _rounded(seconds: float | None) -> float | None:
-    """To microseconds."""
+    """Round to microseconds."""
     return None if seconds is None else round(seconds, 6)
 
 
 def policy_problem(models: Iterable[ModelRouter]) -> str:
-    """Why not all choices are the policy's, at the worst of the models; empty: they are."""
+    """Return why kv made choices instead of the policy, for the worst of the models; empty if it made none."""
     choosers = [model.guard for model in models]
     if any(chooser.disabled for chooser in choosers):
         return "off: kv chooses"
@@ -69,7 +70,7 @@ def policy_problem(models: Iterable[ModelRouter]) -> str:
 
 
 def model_states(models: Mapping[str, ModelRouter]) -> list[ModelState]:
-    """The sizes of what is known of each model."""
+    """Return the sizes of each model's state."""
     return [_model_state(model, model.index.statistics()) for model in models.values()]
 
 

@@ -1,4 +1,4 @@
-"""The router's metrics. Label sets are small: one scrape must not stall the loop."""
+"""The router's metrics. Label sets are small, so that one scrape does not block the loop."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from shared.metrics import ROUND_TRIP_SECONDS, SHARES, counter, gauge, histogram
 
 
 class RouterMetrics:
-    """One set a process."""
+    """All metrics of one router process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.selects = counter(
-            registry, "headrace_selects", "Questions answered, by outcome: selected, or why not", ["outcome"]
+            registry,
+            "headrace_selects",
+            "Selects answered, by outcome: selected, or the code of the refusal",
+            ["outcome"],
         )
         self.select_seconds = histogram(
-            registry, "headrace_select_seconds", "From a question's arrival to its answer", ROUND_TRIP_SECONDS
+            registry,
+            "headrace_select_seconds",
+            "Seconds from the arrival of a Select to its answer",
+            ROUND_TRIP_SECONDS,
         )
         self.hit_rate = histogram(
             registry,
@@ -30,81 +36,89 @@ class RouterMetrics:
         self.hit_rate_error = histogram(
             registry,
             "headrace_kv_hit_rate_error",
-            "How far the predicted share of a prompt's tokens found cached was from the actual one",
+            "Difference between the predicted and the actual share of a prompt's tokens found cached",
             SHARES,
         )
         self.cached_tokens = counter(
             registry, "headrace_cached_tokens", "Prompt tokens cached, predicted and actual", ["kind"]
         )
         self.prompt_tokens = counter(
-            registry, "headrace_prompt_tokens", "Prompt tokens of requests whose first token was told"
+            registry, "headrace_prompt_tokens", "Prompt tokens of requests whose first token was reported"
         )
         self.events = counter(
             registry,
             "headrace_kv_events",
-            "KV event batches: applied, ignored (a tier or rank we do not know), rejected (malformed), dropped (as "
-            "many waited as may)",
+            "KV event batches, by outcome: applied, ignored (an unknown tier or rank), rejected (malformed), dropped "
+            "(too many batches waited)",
             ["outcome"],
         )
         self.gaps = counter(registry, "headrace_kv_event_gaps", "Gaps in event streams")
         self.replays = counter(
-            registry, "headrace_kv_replays", "Replays asked of event sources, by outcome", ["outcome"]
+            registry, "headrace_kv_replays", "Replays requested from event sources, by outcome", ["outcome"]
         )
         self.snapshots = counter(
-            registry, "headrace_kv_snapshots", "Snapshots asked of event sources, by outcome", ["outcome"]
+            registry, "headrace_kv_snapshots", "Snapshots requested from event sources, by outcome", ["outcome"]
         )
         self.refused_sources = counter(
             registry, "headrace_kv_sources_refused", "Event sources that contradict their model card"
         )
         self.sources = gauge(registry, "headrace_kv_sources", "Event sources now, by state", ["state"])
         self.silent_sources = gauge(
-            registry, "headrace_kv_sources_silent", "Event sources of which nothing is heard while requests flow"
+            registry,
+            "headrace_kv_sources_silent",
+            "Event sources that send no events while requests compute blocks there",
         )
         self.torn = gauge(
-            registry, "headrace_kv_events_torn", "Messages of event sources followed now that were no batches at all"
+            registry,
+            "headrace_kv_events_torn",
+            "Messages from the event sources followed now that were not event batches",
         )
         self.digests = counter(
             registry,
             "headrace_kv_digests",
-            "Comparisons of a source's digest with ours: agreed, differed (asked for everything again), exempt (blocks "
-            "were left out)",
+            "Comparisons of a source's digest with ours, by outcome: agreed, differed (all blocks requested again), "
+            "exempt (blocks were left out)",
             ["outcome"],
         )
         self.malformed = counter(
             registry, "headrace_malformed_messages", "Messages that could not be read, by channel", ["channel"]
         )
         self.dropped = gauge(
-            registry, "headrace_dropped_messages", "Messages that came faster than they were read, of what is heard now"
+            registry,
+            "headrace_dropped_messages",
+            "Messages lost on the current subscriptions because they came faster than they were read",
         )
         self.joins = counter(
             registry,
             "headrace_router_joins",
-            "Models for which another router was asked what is reserved: told, failed, or alone (there was none)",
+            "Requests to other routers for the reservations of a model, by outcome; alone: there was no other router",
             ["outcome"],
         )
         self.policy_faults = counter(
             registry,
             "headrace_policy_troubles",
-            "What was wrong with the policy: failed (kv chose, or no reason), slow (over its budget), off (for good)",
+            "Faults of the policy, by kind: failed (kv chose, or no reason), slow (over its budget), off (for good)",
             ["kind"],
         )
         self.frozen_workers = gauge(
-            registry, "headrace_workers_standing_still", "Workers passed over: work and no step, or no report"
+            registry,
+            "headrace_workers_standing_still",
+            "Workers passed over because they have work but make no step, or send no report",
         )
         self.index_blocks = gauge(registry, "headrace_index_blocks", "Distinct blocks in the index")
         self.index_pairs = gauge(registry, "headrace_index_pairs", "(block, candidate) pairs in the index", ["tier"])
         self.index_bytes = gauge(registry, "headrace_index_bytes", "Estimated size of the index")
         self.index_dropped = gauge(
-            registry, "headrace_index_dropped_blocks", "Blocks given up at the index's limit, since the start"
+            registry, "headrace_index_dropped_blocks", "Blocks dropped at the index's limit since the start"
         )
-        self.reservations = gauge(registry, "headrace_reservations", "Attempts reserved and not ended")
+        self.reservations = gauge(registry, "headrace_reservations", "Attempts that are reserved and have not ended")
         self.forgotten = gauge(
             registry,
             "headrace_reservations_forgotten",
-            "Reservations released because the worker did not know them, or at the limit, since the start",
+            "Reservations released since the start because the worker did not know them, or at the limit",
         )
 
-        # Looked up once: labels() has the price of three increments, and these are in every request's or batch's way.
+        # Looked up once: labels() costs as much as three increments, and these run for every request or batch.
         self.applied_events, self.ignored_events = (self.events.labels(kind) for kind in ("applied", "ignored"))
         self._selected = self.selects.labels("selected")
         self._cached = [
@@ -112,12 +126,12 @@ class RouterMetrics:
         ]
 
     def count_select(self, reply: SelectReply, seconds: float) -> None:
-        """A question was answered."""
+        """Count a Select that was answered."""
         (self.selects.labels(reply.code) if isinstance(reply, SelectRefused) else self._selected).inc()
         self.select_seconds.observe(seconds)
 
     def count_first_token(self, prompt_tokens: int, predicted_tokens: int, actual_tokens: int) -> None:
-        """The first token of a request that we routed has come."""
+        """Record the first token of a request that this router routed."""
         self.prompt_tokens.inc(prompt_tokens)
         self.hit_rate_error.observe(abs(predicted_tokens - actual_tokens) / prompt_tokens)
         for (cached, hit_rate), tokens in zip(self._cached, (predicted_tokens, actual_tokens), strict=True):
@@ -125,12 +139,12 @@ class RouterMetrics:
             hit_rate.observe(tokens / prompt_tokens)
 
     def show_load(self, statistics: list[LoadStatistics]) -> None:
-        """The reservations of all models."""
+        """Show the reservations of all models."""
         self.reservations.set(sum(each.reservations for each in statistics))
         self.forgotten.set(sum(each.forgotten for each in statistics))
 
     def show_sources(self, sources: list[SourceState]) -> None:
-        """All event sources; one that is live and partial counts as partial."""
+        """Show the states of all event sources; a source that is live and partial counts as partial."""
         states = ["partial" if each.partial and each.state == "live" else each.state for each in sources]
         for state in ("syncing", "live", "partial", "replaying", "refused"):
             self.sources.labels(state).set(states.count(state))
@@ -138,7 +152,7 @@ class RouterMetrics:
         self.torn.set(sum(each.torn for each in sources))
 
     def show_index(self, statistics: list[IndexStatistics]) -> None:
-        """The sizes of all models' indexes."""
+        """Show the sizes of all models' indexes."""
         self.index_blocks.set(sum(each.blocks for each in statistics))
         self.index_bytes.set(sum(each.bytes for each in statistics))
         self.index_dropped.set(sum(each.dropped_blocks for each in statistics))

@@ -1,8 +1,8 @@
-"""Where people ask a router: why did you choose so, and how are you? Answers are JSON.
+"""Answers queries of users, in JSON: why a candidate was chosen, and how the router is.
 
-explain, by the model   every router hears it: one that does not know the request waits, so that another is first
-explain, by its id      at once, of all its models
-state                   what it knows of each model, and how it follows each event source
+explain, to a model    every router receives it; one that does not know the request waits, so that another answers first
+explain, to a router   answered at once, for all its models
+state                  the state of each model and of each event source
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shared.runtime.lifecycle import Runtime
 
 UNKNOWN_REQUEST_DELAY_S = 0.3
 DELAYED_LIMIT = 64
-"""Beyond, the answer comes at once."""
+"""Most answers delayed at once; beyond that limit, answers are sent at once."""
 
 
 class Queries:
-    """Answers until closed."""
+    """Answers queries until closed."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Queries:
         self._pausing: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
-        """Who still waits is not answered."""
+        """Drop the answers that are still delayed."""
         for task in self._pausing:
             task.cancel()
 
     async def answer_explain(self, message: Message) -> None:
-        """The payload is a request id, or empty for the latest choices."""
+        """Answer with the decisions of all models. The payload is a request id, or empty for the latest decisions."""
         await self._answer("explain", message, self._found(self._models, message))
 
     async def answer_explain_of(self, model: str, message: Message) -> None:
-        """The same of one model, to everyone who routes it."""
+        """Answer with the decisions of one model. Every router that routes the model receives this query."""
         found = self._found([model], message)
         if found.decisions or len(self._pausing) >= DELAYED_LIMIT:
             await self._answer("explain", message, found)
@@ -65,7 +65,7 @@ class Queries:
         task.add_done_callback(self._pausing.discard)
 
     async def answer_state(self, message: Message) -> None:
-        """The payload is ignored."""
+        """Answer with the state of this router; the payload is ignored."""
         sources = [feed.status() for _, feed in sorted(self._feeds.items())]
         state = RouterState(
             *(self._runtime.instance, self._config.policy, model_states(self._models), sources),
@@ -94,5 +94,8 @@ class Queries:
                 assert_never(answer)
         try:
             await self._runtime.bus.publish(message.reply, payload, headers=JSON_HEADER)
-        except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
-            self._limited_log.warn(channel, wrong)
+        except (
+            BusDown,
+            ProtocolError,
+        ) as wrong:  # ProtocolError: the answer is too large, or the reply subject is invalid
+            self._seldom.warn(channel, wrong)

@@ -1,10 +1,11 @@
-"""The reservations that others made before this router came: asked for by one that starts, told by one that runs.
+"""Copies the reservations of another router to a router that starts.
 
-    hears the model's load events ─▶ asks the oldest other router ─▶ merges ─▶ answers questions
-                                        └─ gone, silent, senseless: the next one, ROUTERS_ASKED in all, then without
+    subscribes to the model's load events ─▶ asks the oldest other router ─▶ merges its answer ─▶ answers Selects
+                                                └─ gone, silent or invalid: asks the next one, ROUTERS_ASKED in all,
+                                                   then starts without reservations
 
-What is told meanwhile comes by the load events; `Load` ignores the reservation of an attempt whose end it has heard.
-Without an answer the workers' own reports say what runs there.
+Changes in the meantime come as load events; the tracker ignores the reservation of an attempt whose end it has
+received. Without an answer, the workers' own load reports show what runs there.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from shared.runtime.lifecycle import Runtime
 
 ROUTERS_ASKED = 3
 ANSWER_TIMEOUT_S = 1.0
-"""After that without a message, a router is given up."""
+"""Seconds without a message after which a router's answer is given up."""
 RESERVATIONS_PER_MESSAGE = 1000
-"""Far below the payload limit, whatever the ids, and a few milliseconds of work."""
+"""Reservations in one message: far below the payload limit, however long the ids, and a few milliseconds of work."""
 
 _log = logging.getLogger(__name__)
 
 
 async def fetch_reservations(runtime: Runtime, model: ModelRouter, metrics: RouterMetrics) -> None:
-    """Take on the living reservations of a model from another router, if there is one."""
+    """Copy the living reservations of a model from another router, if there is one."""
     others = [
         each
         for each in runtime.directory.instances.values()
@@ -49,17 +50,20 @@ async def fetch_reservations(runtime: Runtime, model: ModelRouter, metrics: Rout
             failures.append(f"{router.instance}: {wrong}")
             continue
         metrics.joins.labels("told").inc()
-        _log.info("model %s: %d reservations from router %s", model.model, taken, router.instance)
+        _log.info("model %s: copied %d reservations from router %s", model.model, taken, router.instance)
         return
     if failures:
         metrics.joins.labels("failed").inc()
-        _log.error("model %s: no router told its reservations: %s", model.model, "; ".join(failures))
+        _log.error(
+            "model %s: no router sent its reservations; starting without them: %s", model.model, "; ".join(failures)
+        )
     else:
         metrics.joins.labels("alone").inc()
 
 
 async def _fetch_from(runtime: Runtime, model: ModelRouter, router: str) -> int:
-    """How many came. Raises Unavailable or ProtocolError; what came until then is kept."""
+    """Return the number of reservations received. Raises Unavailable or ProtocolError; reservations that came before
+    that are kept."""
     taken = 0
     now = asyncio.get_running_loop().time
     subject = subjects.reservations(runtime.namespace, router)
@@ -76,7 +80,7 @@ async def _fetch_from(runtime: Runtime, model: ModelRouter, router: str) -> int:
 
 
 async def send_reservations(runtime: Runtime, message: Message, model: ModelRouter | None, name: str) -> None:
-    """Answer with all reservations of a model, or with none where it is not known. Raises BusDown."""
+    """Answer with all reservations of a model, or with none if the model is unknown. Raises BusDown."""
     living = [] if model is None else model.load.reservations()
     for start in range(0, max(len(living), 1), RESERVATIONS_PER_MESSAGE):
         part = living[start : start + RESERVATIONS_PER_MESSAGE]

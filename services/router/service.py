@@ -1,14 +1,15 @@
-"""The router's shell: answers questions, hears load events and reports, and tells the other routers what it reserved.
+"""The router's shell: answers Selects, receives load events and reports, and publishes its reservations.
 
-    select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer; Reserved, if there are others,
-                                                                            into the outbox
-    load events, load reports, kvbms' reports      ─▶ ModelRouter, Feed
-    explain, state                                 ─▶ people: queries.py
-    reservations                                   ─▶ those living, to a router that starts: replica_sync.py
-    directory changes                              ─▶ models and feeds: follower.py
+    select (queue group, or this router by its id) ─▶ ModelRouter.select ─▶ answer; Reserved into the outbox, if there
+                                                                            are other routers
+    load events, load reports, kvbms' reports      ─▶ ModelRouter, EventFeed
+    explain, state                                 ─▶ answers to users: queries.py
+    reservations                                   ─▶ sent to a router that starts: replica_sync.py
+    directory changes                              ─▶ models and feeds: sync/follower.py
 
-A model is answered for once its load events are heard and another router has told what was reserved before.
-Whatever cannot be read is counted, logged once a minute, and answered where there is someone to answer.
+The router answers Selects for a model once it receives the model's load events and has copied the reservations of
+another router. A message that cannot be read is counted, logged at most once a minute, and answered if it has a reply
+subject.
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ from shared.runtime.lifecycle import Runtime
 
 QUEUE = "router"
 BATCH_S = 0.001
-"""Reservations made within it go out together."""
+"""Seconds within which reservations are sent out together."""
 JOIN_LIMIT_S = 4.0
-"""A router that starts says that it is there after so long, whatever it still waits for."""
+"""Seconds after which a starting router registers in discovery, even if it still waits for reservations."""
 JOINING_ROUTER_S = 30.0
-"""After a router has asked for what is reserved it is taken to be there so long, whether discovery shows it or not."""
+"""Seconds for which a router that asked for reservations counts as present, whether or not discovery shows it."""
 SELECTS_PER_TURN = 4
-"""Where there are other routers: then what they reserved is heard, and told what this one did, also within a burst. A
-turn of the loop has its price."""
+"""Selects answered before the loop gets a turn, if there are other routers. So their reservations are received, and
+ours are sent, also within a burst. A turn of the loop has its cost."""
 EVENTS_PER_TURN = 256
-"""Of a batch of load events: what waited for NATS comes 4096 at a time, 8 ms of work."""
+"""Load events of a batch applied before the loop gets a turn: NATS delivers up to 4096 waiting events at once, which
+are 8 ms of work."""
 LAYOUTS_PER_REPORT = 1024
-"""A kvbm's report of more is not read."""
+"""Most layouts in a kvbm's report; a larger report is refused."""
 _TICK_S = 0.1
 _TICKS_PER_GAUGE_UPDATE = 10
 
@@ -72,14 +74,14 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(runtime: Runtime, config: RouterConfig) -> None:
-    """Until `runtime.stopping`. Raises ConfigError where the policy is not one."""
+    """Run a router until `runtime.stopping`. Raises ConfigError if the policy cannot be loaded."""
     async with router(runtime, config):
         await runtime.stopping.wait()
 
 
 @asynccontextmanager
 async def router(runtime: Runtime, config: RouterConfig) -> AsyncIterator[Router]:
-    """A router that answers while the context is open."""
+    """Run a router while the context is open."""
     service = Router(runtime, config)
     await service.start()
     try:
@@ -108,18 +110,18 @@ class Router:
         self._queries = Queries(runtime, config, self.models, self.feeds, self._seldom)
         self._subscriptions: list[Subscription] = []
         self._model_subscriptions: dict[str, list[Subscription]] = {}
-        """By model."""
+        """Model → subscriptions that are open for it."""
         self._joining: set[asyncio.Task[None]] = set()
-        """One for each model that is not answered for yet."""
+        """One task for each model whose Selects are not answered yet."""
         self._registration: Registration | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._joined_by_s = -math.inf
-        """By then a router that asked for what is reserved is in the directory."""
+        """When a router that asked for reservations is in the directory at the latest."""
         self._selects_since_yield = 0
         self._dropped = 0
 
     async def start(self) -> None:
-        """Learn who is there and what is reserved, then answer, then say so."""
+        """Learn the instances and reservations, then answer Selects, then register in discovery."""
         runtime = self._runtime
         namespace, instance = runtime.namespace, runtime.instance
         await runtime.directory.synced()
@@ -141,12 +143,13 @@ class Router:
         self._registration = await runtime.discovery.register(self._entries)
 
     async def stop(self) -> None:
-        """The address book goes first, so that nobody new asks; then what is asked is answered, and told."""
+        """Deregister first, so that no frontend sends new Selects; then answer those received, and send out their
+        reservations."""
         if self._registration is not None:
             await self._registration.close()
         for task in self._joining:
             task.cancel()
-        # At once: a NATS that is frozen costs each of them seconds.
+        # All at the same time, because a frozen NATS costs each of them seconds.
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._all_subscriptions()))
         self._queries.close()
         self._follower.close()
@@ -172,7 +175,8 @@ class Router:
         self._own(self._stop_answering(self._model_subscriptions.pop(model, [])))
 
     async def _start_answering(self, model: str) -> None:
-        """From the first worker on; the model stays ours without workers, to answer that there are none."""
+        """Answer Selects for a model, from its first worker on. A model without workers is kept, to answer that there
+        are none."""
         namespace, bus = self._runtime.namespace, self._runtime.bus
         receivers: list[tuple[str, Receive, str]] = [
             (subjects.router_load(namespace, model), self._load_events, ""),
@@ -187,14 +191,14 @@ class Router:
                     break
                 except BusDown:
                     await asyncio.sleep(_TICK_S)
-            if len(answering) == 1:  # it hears what is reserved and ended from now on
+            if len(answering) == 1:  # load events are received from here on
                 await replica_sync.fetch_reservations(self._runtime, self.models[model], self._metrics)
 
     async def _stop_answering(self, answering: list[Subscription]) -> None:
         for subscription in answering:
             await subscription.unsubscribe()
 
-    # --- questions
+    # --- Selects
 
     async def _select(self, message: Message) -> None:
         arrived = time.perf_counter()
@@ -214,7 +218,7 @@ class Router:
         if not answered:
             self.models[ask.model].load.withdraw((ask.request, ask.attempt))
         elif self._follower.other_routers or self._now() < self._joined_by_s:
-            # A router that misses it sees the attempt in the report of the worker.
+            # A router that misses this event learns of the attempt from the worker's report.
             self._outbox.publish_load(ask.model, reserved)
         self._selects_since_yield = (self._selects_since_yield + 1) % SELECTS_PER_TURN
         if not self._selects_since_yield and self._follower.other_routers:
@@ -231,7 +235,7 @@ class Router:
         return choice.reply, choice.reserved
 
     def _report_fault(self, model: str, fault: PolicyFault) -> None:
-        """The policy failed, or was slow."""
+        """Count and log a failed or slow choice of the policy."""
         self._metrics.policy_faults.labels(fault.kind).inc()
         if fault.kind == "off":
             _log.error("policy %s of model %s: %s", self._config.policy, model, fault.problem)
@@ -242,8 +246,11 @@ class Router:
         headers = message.reply_headers()
         try:
             await self._runtime.bus.publish(message.reply, SELECT_REPLY.encode(reply, headers), headers=headers)
-        except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
-            self._limited_log.warn("select", wrong)
+        except (
+            BusDown,
+            ProtocolError,
+        ) as wrong:  # ProtocolError: the answer is too large, or the reply subject is invalid
+            self._seldom.warn("select", wrong)
             return False
         self._metrics.count_select(reply, time.perf_counter() - arrived)
         return True
@@ -259,14 +266,14 @@ class Router:
         except BusDown as wrong:
             self._limited_log.warn("reservations", wrong)
 
-    # --- what others tell
+    # --- load events and reports
 
     async def _load_events(self, message: Message) -> None:
         try:
             batch = LOAD_EVENTS.decode(message.payload, message.headers)
             model = self.models.get(batch.model)
             if model is None:
-                raise ProtocolError(f"load events of {batch.model[:200]}, a model that is not known")
+                raise ProtocolError(f"load events of the unknown model {batch.model[:200]}")
         except ProtocolError as wrong:
             self._malformed("load events", wrong)
             return
@@ -303,7 +310,9 @@ class Router:
         try:
             report = KVBM_REPORT.decode(message.payload, message.headers)
             if len(report.layouts) > LAYOUTS_PER_REPORT:
-                raise ProtocolError(f"a kvbm's report of {len(report.layouts)} layouts, {LAYOUTS_PER_REPORT} at most")
+                raise ProtocolError(
+                    f"a kvbm's report has {len(report.layouts)} layouts; at most {LAYOUTS_PER_REPORT} are allowed"
+                )
         except ProtocolError as wrong:
             self._malformed("kvbm report", wrong)
             return
@@ -316,11 +325,11 @@ class Router:
         self._metrics.malformed.labels(channel).inc()
         self._limited_log.warn(channel, wrong)
 
-    # --- by and by
+    # --- timer
 
     async def _tick(self) -> None:
-        """Work that waits for nobody: clearing, expiring, gauges (a third of an idle router's time, were they shown
-        each time)."""
+        """Do the work that no message triggers: cleaning up, expiring, gauges. Gauges are updated less often, because
+        they would take a third of an idle router's time."""
         for tick in count():
             await asyncio.sleep(_TICK_S)
             await self._follower.tick()
@@ -341,7 +350,7 @@ class Router:
         self._metrics.show_sources([feed.status() for feed in self.feeds.values()])
         dropped = sum(each.statistics().dropped for each in self._all_subscriptions())
         if dropped > self._dropped:
-            self._limited_log.warn("messages", f"they come faster than they are read: {dropped} lost so far")
+            self._seldom.warn("messages", f"they came faster than they were read; {dropped} are lost so far")
         self._dropped = dropped
         self._metrics.dropped.set(dropped)
 

@@ -157,7 +157,9 @@ class Chains:
         ProtocolError."""
         for block in blocks:
             if len(block.tokens) != 4 * self._block_size:
-                raise CardMismatch(f"snapshot block of {len(block.tokens)} bytes, block size {self._block_size}")
+                raise CardMismatch(
+                    f"a snapshot block has {len(block.tokens)} bytes, the block size is {self._block_size} tokens"
+                )
             self._check_vocabulary(block.tokens)
             self._insert_or_park(
                 StoredEvent(
@@ -200,7 +202,9 @@ class Chains:
         if not event.hashes or not self._is_followed_group(event):
             return
         if event.block_size != self._block_size:
-            raise CardMismatch(f"events have blocks of {event.block_size} tokens, the model card {self._block_size}")
+            raise CardMismatch(
+                f"events have blocks of {event.block_size} tokens, the model card says {self._block_size}"
+            )
         self._check_vocabulary(event.tokens)
         self._insert_or_park(event)
 

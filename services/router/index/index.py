@@ -420,12 +420,12 @@ class Index:
         assert self._repeats_count == sum(len(repeats) for row in self._repeats for repeats in row)
         for number, slot in enumerate(self._slots):
             if slot is None:
-                assert not any(row[number] for row in self._pairs), "a free slot is empty"
+                assert not any(row[number] for row in self._pairs), "a free slot holds blocks"
                 assert not self._retired >> number & 1
             else:
                 assert slot.number == number
                 assert slot.state == ("retired" if self._retired >> number & 1 else "open")
-                assert slot.state == "open" or self.blocks_of(slot), "an empty retired slot is freed"
+                assert slot.state == "open" or self.blocks_of(slot), "an empty retired slot is not freed"
             for tier in range(3):
                 for block, count in self._repeats[tier][number].items():
                     assert count > 0
@@ -434,7 +434,7 @@ class Index:
                     assert home.holders.masks[tier] >> number & 1, "a repeat without its block"
         self._stores.validate()
         owners = [slot.candidate for slot in self._slots if slot is not None and slot.state == "open"]
-        assert len(owners) == len(set(owners)), "one open slot a candidate"
+        assert len(owners) == len(set(owners)), "a candidate has two open slots"
         assert self.bytes <= self._limit_bytes
         assert self._memo_bytes == sum(
             sys.getsizeof(names) + _MEMO_ENTRY_BYTES for names in self._candidates_by_mask.values()

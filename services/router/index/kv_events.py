@@ -137,7 +137,7 @@ def decode(payload: bytes) -> DecodedBatch:
     raw = _read(payload)
     rank = raw.data_parallel_rank
     if rank is not None and rank < 0:
-        raise ProtocolError(f"event batch: rank {rank}")
+        raise ProtocolError(f"event batch: the rank {rank} is negative")
     events: list[CacheEvent] = []
     blocks = ignored = 0
     for event in raw.events:
@@ -159,7 +159,7 @@ def decode(payload: bytes) -> DecodedBatch:
 
 def _read(payload: bytes) -> _MapBatch | _ArrayBatch:
     if len(payload) > PAYLOAD_LIMIT_BYTES:
-        raise ProtocolError(f"event batch of {len(payload)} bytes, {PAYLOAD_LIMIT_BYTES} at most")
+        raise ProtocolError(f"event batch of {len(payload)} bytes; at most {PAYLOAD_LIMIT_BYTES} are allowed")
     try:
         return _MAPS.decode(payload)
     except _UNREADABLE as wrong:

@@ -267,8 +267,8 @@ class Runs:
             assert 0 < len(run.hashes) == run.size <= RUN_BLOCKS
             assert run.last == run.hashes[-1]
             assert all(self.find(block) is run for block in run.hashes)
-            assert any(run.holders.masks), "a block without holders is removed"
-            assert self._holder_sets[run.holders.masks] is run.holders, "holders are shared"
+            assert any(run.holders.masks), "a run has no holders"
+            assert self._holder_sets[run.holders.masks] is run.holders, "two objects for one set of holders"
             uses[run.holders.masks] = uses.get(run.holders.masks, 0) + 1
         assert len(runs) == self.runs
         assert sum(len(run.hashes) for run in runs) == self.blocks == sum(map(len, self._shards))

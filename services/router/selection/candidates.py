@@ -37,8 +37,8 @@ class FleetAverage(Struct, frozen=True):
     def of(candidates: Sequence[CandidateState]) -> FleetAverage:
         """Compute the averages of at least one candidate."""
         requests = sum([each.load.requests for each in candidates]) / len(candidates)
-        told = [each.speed.prefill_tokens_per_s for each in candidates if each.speed.prefill_tokens_per_s]
-        return FleetAverage(requests, sum(told) / len(told) if told else 0.0)
+        speeds = [each.speed.prefill_tokens_per_s for each in candidates if each.speed.prefill_tokens_per_s]
+        return FleetAverage(requests, sum(speeds) / len(speeds) if speeds else 0.0)
 
 
 class RoutingRequest(Struct, frozen=True):

@@ -33,7 +33,7 @@ from services.router.index.index import CandidateId
 from shared.messages import LoadReport, Reserved
 
 AttemptId = tuple[str, int]
-"""(request, attempt)."""
+"""A request id with the number of its attempt."""
 
 
 class CandidateLoad(Struct, frozen=True, gc=False):
@@ -115,10 +115,10 @@ class _CandidateSums:
     def load(self, priority: int) -> CandidateLoad:
         if len(self.loads) >= _PRIORITIES_LIMIT:
             self.loads.clear()
-        behind = sum(tokens for level, tokens in self.queued.items() if level < priority)
+        lower = sum(tokens for level, tokens in self.queued.items() if level < priority)
         load = self.loads[priority] = CandidateLoad(
             requests=len(self.attempts) + self.reported_requests,
-            queued_tokens=max(self.reported_tokens + self.new_tokens - behind, 0),
+            queued_tokens=max(self.reported_tokens + self.new_tokens - lower, 0),
             active_blocks=self.reported_blocks + self.new_blocks,
         )
         return load

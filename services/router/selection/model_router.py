@@ -6,7 +6,7 @@ Select ──▶ validated ──▶ eligible ──▶ states: overlap, load �
                                                                                             the next request sees it
 
 A frontend repeats a Select if the answer was late or lost. The repeated Select is answered with the reservation that
-this or another router has for it, as long as that candidate is eligible: so the attempt runs where all routers count it.
+this or another router has for it, as long as that candidate is eligible: it runs where all routers count it.
 """
 
 from __future__ import annotations
@@ -256,15 +256,17 @@ class ModelRouter:
     def _validated_hashes(self, ask: Select) -> list[int]:
         """Return the prompt's hashes. Raises ProtocolError, which names the field."""
         if max(len(ask.request), len(ask.frontend), len(ask.session), len(ask.lora)) > _ID_LIMIT or not ask.request:
-            raise ProtocolError(f"request, frontend, session and lora have at most {_ID_LIMIT} characters")
+            raise ProtocolError(
+                f"request is empty, or request, frontend, session or lora has more than {_ID_LIMIT} characters"
+            )
         if len(ask.excluded) > _EXCLUDED_LIMIT:
-            raise ProtocolError(f"excluded has at most {_EXCLUDED_LIMIT} instances")
+            raise ProtocolError(f"excluded may have at most {_EXCLUDED_LIMIT} instances")
         if ask.attempt < 0 or ask.prompt_tokens < 1 or ask.max_tokens < 0:
-            raise ProtocolError("attempt and max_tokens are not negative, prompt_tokens is positive")
+            raise ProtocolError("attempt and max_tokens must not be negative, and prompt_tokens must be positive")
         if not (ask.time_left_s >= 0 and ask.wait_limit_s >= 0):  # also refuses NaN
-            raise ProtocolError("time_left_s and wait_limit_s are not negative: nobody waits for the answer any more")
+            raise ProtocolError("time_left_s and wait_limit_s must not be negative: the request's time is over")
         if len(ask.hashes) > 8 * self._config.most_hashes:
-            raise ProtocolError(f"hashes of more than {self._config.most_hashes} blocks")
+            raise ProtocolError(f"hashes has more than {self._config.most_hashes} blocks")
         try:
             hashes = unpack_hashes(ask.hashes)
         except ValueError as wrong:
@@ -273,11 +275,11 @@ class ModelRouter:
         if card is not None:
             blocks = ask.prompt_tokens // card.block_size
             if blocks > self._config.most_hashes:
-                raise ProtocolError(f"prompt_tokens of more than {self._config.most_hashes} blocks")
+                raise ProtocolError(f"prompt_tokens has more than {self._config.most_hashes} blocks")
             if len(hashes) > blocks:
                 raise ProtocolError(f"{len(hashes)} hashes for a prompt of {ask.prompt_tokens} tokens")
         if len(set(hashes)) != len(hashes):
-            raise ProtocolError("hashes repeat: those of one prompt are all different")
+            raise ProtocolError("hashes repeat: the hashes of one prompt must all be different")
         return hashes
 
     def _reserve(self, ask: Select, request: RoutingRequest, chosen: CandidateState, now_s: float) -> Reserved | None:
@@ -335,7 +337,7 @@ class ModelRouter:
         match event:
             case Reserved():
                 if min(event.attempt, event.rank, event.uncached_tokens, event.blocks) < 0:
-                    raise ProtocolError("reserved: a negative number")
+                    raise ProtocolError("Reserved: a number is negative")
                 # No event would release a reservation at an unknown instance; if it joins later, it reports its
                 # attempts.
                 if event.router != self._router and (event.instance, event.rank) in self.chains:
@@ -412,7 +414,7 @@ def _in_time(candidates: Sequence[CandidateState], ask: Select, request: Routing
 def _overloaded(ask: Select, candidates: Sequence[CandidateState], request: RoutingRequest) -> SelectRefused:
     """Refuse a request for which no candidate is in time; `retry_after_s` is when the soonest will have caught up."""
     soonest_s = min(predicted_first_token_s(each, request) or 0.0 for each in candidates)
-    reason = f"the first token would come in {soonest_s:.0f} s at the soonest, the limit is {ask.wait_limit_s:g} s"
+    reason = f"the first token would take at least {soonest_s:.0f} s, the limit is {ask.wait_limit_s:g} s"
     retry_after_s = min(max(soonest_s - ask.wait_limit_s, 1.0), RETRY_AFTER_LIMIT_S)
     return msgspec.structs.replace(_refused(ask, "overloaded", reason), retry_after_s=retry_after_s)
 

@@ -49,8 +49,8 @@ def explain_candidate(policy: Policy, request: RoutingRequest, candidate: Candid
     """Return (the policy's reason for its score of the candidate, or "" if it gives none; the problem if `reason`
     failed)."""
     try:
-        tell: Callable[[RoutingRequest, CandidateState], object] | None = getattr(policy, "reason", None)
-        return "" if tell is None else _sendable(str(tell(request, candidate))[:_REASON_LIMIT]), ""
+        explain: Callable[[RoutingRequest, CandidateState], object] | None = getattr(policy, "reason", None)
+        return "" if explain is None else _sendable(str(explain(request, candidate))[:_REASON_LIMIT]), ""
     except FAILURES as wrong:  # a reason that fails must not fail the choice
         problem = problem_of(wrong)
         return f"no reason: {problem}", problem
@@ -85,16 +85,16 @@ def load_policy(name: str) -> Callable[[], Policy]:
         return BUILT_IN[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ConfigError(f"policy {name}: not one of {', '.join(BUILT_IN)} and not module:attribute")
+        raise ConfigError(f"policy {name}: it is neither module:attribute nor one of {', '.join(BUILT_IN)}")
     try:
         made = getattr(import_module(module), attribute)
     except FAILURES as wrong:  # a policy is a plug-in: its module may raise anything during import
         raise ConfigError(f"policy {name}: {problem_of(wrong)}") from wrong
     missing = [method for method in ("filter", "score", "pick") if not callable(getattr(made, method, None))]
     if missing or not callable(made):
-        raise ConfigError(f"policy {name}: it is no class with {', '.join(missing) or 'a constructor'}")
+        raise ConfigError(f"policy {name}: it must be a class with {', '.join(missing) or 'a constructor'}")
     try:
         made()
     except FAILURES as wrong:  # as above; it is better to fail now than when the first worker comes
-        raise ConfigError(f"policy {name}: it cannot be made: {problem_of(wrong)}") from wrong
-    return made
+        raise ConfigError(f"policy {name}: its constructor failed: {problem_of(wrong)}") from wrong
+    return cast(Callable[[], Policy], made)

@@ -122,11 +122,11 @@ class PolicyGuard:
                 self._strikes = max(self._strikes - 1, 0)
             return None
         self._strikes += 1
-        problem = f"{1000 * took_s:.1f} ms, the budget is {1000 * self._budget_s:g}"
+        problem = f"it took {1000 * took_s:.1f} ms, the budget is {1000 * self._budget_s:g} ms"
         if self._strikes <= self._strikes_allowed:
             return PolicyFault("slow", problem)
         self._policy, self._clock = self._fallback, None
-        return PolicyFault("off", f"{problem}; too slow too often: kv chooses from now on, until this router restarts")
+        return PolicyFault("off", f"{problem}; too slow too often, so kv chooses until this router restarts")
 
 
 def _by_fallback(choice: PolicyChoice, why: str) -> PolicyChoice:
@@ -146,11 +146,11 @@ def _ask_policy(
             _check(each)
     chosen = policy.pick(request, scored, draw)
     if not isinstance(chosen, ScoredCandidate):
-        raise ProtocolError(f"pick returned {type(chosen).__name__}, not one of the scored")
+        raise ProtocolError(f"pick returned {type(chosen).__name__} instead of one of `scored`")
     chosen = ScoredCandidate(chosen.candidate, float(0.0 + chosen.score))
     _check(chosen)
     if chosen.candidate not in candidates:
-        raise ProtocolError(f"the policy picked {chosen.candidate.id}, which is no candidate")
+        raise ProtocolError(f"the policy picked {chosen.candidate.id}, which is not a candidate")
     words, problem = explain_candidate(policy, request, chosen.candidate)
     fault = PolicyFault("failed", f"reason: {problem}") if problem else None
     return PolicyChoice(policy, sorted(scored, key=_score), chosen, words, fault)

@@ -1,4 +1,4 @@
-"""Blocks that routed prompts are expected to leave where they were sent, until events confirm them or they expire. Pure.
+"""Blocks that routed prompts should leave where they were sent, until events confirm them or they expire. Pure.
 
     sent to A:       s0 s1 │ s2 s3 s4       A is known to hold s0 s1; the run s2 s3 s4 is expected there
     next request:    s0 s1   s2 s3 x4       found at A: 2 by the index and 2 by the run that begins with s2

@@ -1,1 +1,1 @@
-"""Keeps the index true: event streams, replays, snapshots, digests, and who comes and goes."""
+"""Keeps the index in agreement with its sources: event streams, replays, snapshots, digests, and the directory."""

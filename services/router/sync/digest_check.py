@@ -1,15 +1,15 @@
-"""Whether a source's own digest agrees with what we made of its events. Pure.
+"""Compares a source's own digest with the digest of the blocks that its events left in our chains. Pure.
 
     load report        (epoch, sequence, digest)  ──▶ claims ──┐
-                                                               ├─ of the same epoch and sequence ──▶ agreed | differed
-    chains, applied    (epoch, sequence, digest)  ──▶ states ──┘                                     | exempt
+                                                               ├─ same epoch and sequence ──▶ agreed | differed
+    chains, applied    (epoch, sequence, digest)  ──▶ states ──┘                              | exempt
 
-    resting ──a claim, `every_s` after the last verdict──▶ open ──verdict──▶ resting
+    resting ──a claim, `every_s` after the last result──▶ open ──result──▶ resting
 
-Reports and events come by different ways and either may be ahead, so the last few of both are kept while open. A
-comparison is made as of one sequence: what is on its way makes no difference. One check a candidate, of all tiers that
-its source keeps a digest of: a worker's device, a kvbm's host memory and disk. Chains that had to leave something out
-cannot agree, and are exempt.
+Reports and events take different ways and either may be ahead, so the last few of both are kept while the check is
+open. Both digests are taken at the same sequence: events on their way make no difference. There is one check per
+candidate, for all tiers of which its source keeps a digest: a worker's device, or a kvbm's host memory and disk. Chains
+that had to leave blocks out cannot agree, and are exempt.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ DigestResult = Literal["agreed", "differed", "exempt"]
 
 CLAIMS_LIMIT = 16
 STATES_LIMIT = 256
-"""The oldest goes: a report that comes so late is followed by others."""
+"""Most states kept; the oldest is dropped: if a report comes that late, newer reports follow it."""
 
 _Mark = tuple[int | None, int]
-"""(epoch, sequence)."""
+"""Two digests can be compared if this pair is equal: (epoch, sequence)."""
 Digests = tuple[int, ...]
-"""One a tier, always of the same tiers."""
+"""One digest per tier, always of the same tiers."""
 
 
 class DigestCheck:
-    """Compares one candidate's digests, at most every `every_s` seconds; 0: never."""
+    """Compares one candidate's digests, at most every `every_s` seconds; 0 disables it."""
 
     def __init__(self, *, every_s: float) -> None:
         self._every_s = every_s
         self._due_s: float | None = None
-        """No comparison before; None: at once."""
+        """When the next comparison may begin; None: at once."""
         self._opened_s = 0.0
         self._claims: dict[_Mark, Digests] = {}
         self._states: dict[_Mark, Digests | None] = {}
-        """None: the chains had left something out."""
+        """Digests of the chains; None if the chains had left blocks out."""
         self.open = False
-        """A comparison is due: `applied` is to be told."""
+        """Whether a comparison is due: then `chains_digest` must be called."""
 
     def source_digest(self, epoch: int, sequence: int, digests: Digests, now_s: float) -> DigestResult | None:
-        """The source says that its blocks have these digests as of a sequence."""
+        """Add a digest that the source reported for a sequence."""
         if not self._every_s or (self._due_s is not None and now_s < self._due_s):
             return None
         self.open = True
@@ -52,18 +52,18 @@ class DigestCheck:
         return self._compare((epoch, sequence))
 
     def chains_digest(self, epoch: int | None, sequence: int, digests: Digests | None) -> DigestResult | None:
-        """The chains have these digests as of a sequence; None: they had to leave something out."""
+        """Add the digest of our chains at a sequence; None if blocks were left out of them."""
         if not self.open:
             return None
         _keep(self._states, (epoch, sequence), digests, STATES_LIMIT)
         return self._compare((epoch, sequence))
 
     def chains_cleared(self) -> None:
-        """The chains begin anew: what they were is no longer to be compared."""
+        """Forget the states of the chains, which start from empty again."""
         self._states.clear()
 
     def _compare(self, mark: _Mark) -> DigestResult | None:
-        """open → resting, if both have told of this sequence."""
+        """open → resting, if both digests of this sequence are known."""
         if mark not in self._claims or mark not in self._states:
             return None
         claim, state = self._claims[mark], self._states[mark]

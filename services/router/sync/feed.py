@@ -1,14 +1,14 @@
-"""One source's KV events on their way into the index: carries out what `Source` decides.
+"""Feeds one source's KV events into the index: the shell of `SourceSync`.
 
-    ZMQ batch ─▶ decode ─▶ Source ─▶ Clear, Apply ─▶ Chains ─▶ Index
-    its report ───────────▶  │                          │
-         │                   └─▶ TakeSnapshot, Replay ─▶ a task each, which tells the Source how it went
-         └─▶ DigestCheck ◀──────────────────────────────┘
+    ZMQ batch ─▶ decode ─▶ SourceSync ─▶ ClearBlocks, ApplyBatch ─▶ Chains ─▶ Index
+    its report ───────────▶  │                                       │
+         │                   └─▶ RequestSnapshot, RequestReplay ─▶ a task each, which reports its result to SourceSync
+         └─▶ DigestCheck ◀───────────────────────────────────────────┘
 
 A source is a worker, whose ranks share one stream, or one layout of a kvbm.
 
-Actions are carried out in order and in slices, so that a replay of ten thousand batches does not stall a choice.
-While as many wait as may, batches that come are dropped: a gap later, which heals as one.
+Actions are carried out in order and in slices, so that a replay of ten thousand batches does not delay a Select. If too
+many actions wait, new batches are dropped. That leaves a gap, which is closed later like any other gap.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from shared.runtime.lifecycle import Runtime
 
 _SLICE_BLOCKS = 2048
 _BATCH_COST_BLOCKS = 32
-"""What a batch costs beside its blocks, in blocks."""
+"""Cost of a batch in addition to its blocks, in blocks."""
 _DECODED_AT_ONCE = 64
-"""Batches of a replay."""
+"""Batches of a replay decoded before the loop gets a turn."""
 
 _log = logging.getLogger(__name__)
 
 
 class SourceOrigin(Struct, frozen=True):
-    """Whose events they are."""
+    """The source of an event stream."""
 
     name: str
-    """What people call it: a worker's instance id, or KVBM/LAYOUT."""
+    """Its name in logs and status: a worker's instance id, or KVBM/LAYOUT."""
     snapshot_subject: str
-    """The subject where everything is asked for."""
+    """The subject that answers snapshot requests."""
     layout: str = ""
-    """The digest to name there; empty: a worker."""
+    """The layout's digest in snapshot requests; empty for a worker."""
     tiers: tuple[int, ...] = (0,)
-    """Those that it keeps digests of: indices into TIERS."""
+    """Tiers of which the source keeps digests, as indices into TIERS."""
 
 
 class EventFeed:
     """Follows one source's event stream until closed. All ranks share the stream and its sequence.
 
-    `trust(usable)` is told when what the source holds can no longer be known from its events, and when it can again.
+    `trust(usable)` is called when the events no longer show what the source holds, and when they do again.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class EventFeed:
             held_limit_batches=config.held_limit_batches,
         )
         self.refused = ""
-        """Why nothing of this source is used; empty: it is."""
+        """Why no event of this source is used; empty if they are."""
         self.usable = True
-        """What the source holds is known from its events."""
+        """Whether the events show what the source holds."""
         digest_s = config.digest_s if stream.digest and stream.epoch else 0.0
         self._checks = {rank: DigestCheck(every_s=digest_s) for rank in chains}
         self._digests: dict[str, int] = {"agreed": 0, "differed": 0, "exempt": 0}
@@ -115,7 +115,7 @@ class EventFeed:
         self._run_actions(self.source.start())
 
     def load_reported(self, kv: list[KvState]) -> None:
-        """A worker's load report; it tells how far its events are."""
+        """Handle a worker's load report, which has the last sequence of its events."""
         if self._closed or not kv:
             return
         self._run_actions(self.source.report_received(max(kv, key=lambda state: (state.epoch, state.sequence))))
@@ -124,7 +124,7 @@ class EventFeed:
         self._compare_digests()
 
     def layout_reported(self, report: LayoutReport) -> None:
-        """The same of a kvbm, which starts anew under another id: its events have one epoch."""
+        """Handle a kvbm's report of this layout. A kvbm restarts under another id, so its events have one epoch."""
         if self._closed:
             return
         state = KvState(0, 1, report.sequence)
@@ -133,17 +133,17 @@ class EventFeed:
         self._compare_digests()
 
     def prefill_seen(self, since_s: float) -> None:
-        """A request reserved at `since_s` has computed new blocks there, and has its first token now."""
+        """Record that a request reserved at `since_s` has computed new blocks there and has its first token now."""
         if self._closed:
             return
         self._silence.prefill_seen(since_s, self._now_s())
         if self._silence.silent:
-            problem = f"no KV events for {self._config.silence_s:g} s, though requests compute new blocks"
+            problem = f"no KV events for {self._config.silence_s:g} s, although requests compute new blocks"
             self._seldom.warn(f"KV events of {self._name}", problem)
         self._update_trust()
 
     def status(self) -> SourceState:
-        """How it is now, for people."""
+        """Return the current state, for users."""
         heard_s = self._silence.heard_s
         return SourceState(
             instance=self._name,
@@ -164,7 +164,7 @@ class EventFeed:
         )
 
     def close(self) -> None:
-        """The instance is gone, or refused. What its chains hold is the caller's. Idempotent."""
+        """Stop following; idempotent. The caller cleans up what its chains hold."""
         if self._closed:
             return
         self._closed = True
@@ -185,7 +185,10 @@ class EventFeed:
         if len(self._actions) >= self._config.held_limit_batches:
             self._dropped += 1
             self._metrics.events.labels("dropped").inc()
-            self._limited_log.warn(f"flood of {self._name}", f"{len(self._actions)} batches wait, new ones are dropped")
+            self._seldom.warn(
+                f"KV event queue of {self._name}",
+                f"{len(self._actions)} batches wait to be applied, so new ones are dropped",
+            )
             return
         self._run_actions(self.source.batch_received(sequence, self._decode(payload)))
 
@@ -206,13 +209,13 @@ class EventFeed:
             self._gaps = self.source.gaps
         clears = any(isinstance(action, ClearBlocks) for action in actions)
         if clears:
-            self._actions.clear()  # what waits is for chains that are to be cleared
+            self._actions.clear()  # waiting actions are for chains that are to be cleared
         self._actions.extend(actions)
         if clears or self._next_slice is None:
             self._run_slice()
 
     def _run_slice(self) -> None:
-        """A slice of the actions; the rest in the loop's next turn."""
+        """Carry out a slice of the actions; the rest follows in the loop's next turn."""
         if self._next_slice is not None:
             self._next_slice.cancel()
             self._next_slice = None
@@ -255,7 +258,7 @@ class EventFeed:
             self._refuse(wrong)
 
     def _refuse(self, wrong: CardMismatch) -> None:
-        """Nothing this source says can be used: it is left alone until its card or address changes."""
+        """Stop using this source until its card or address changes, because its events contradict the card."""
         self.refused = str(wrong)
         self._metrics.refused_sources.inc()
         _log.error("KV events of %s are refused: %s", self._name, wrong)
@@ -278,7 +281,8 @@ class EventFeed:
             self._record_result(state.rank, check.source_digest(state.epoch, state.sequence, digests, self._now_s()))
 
     def _compare_digests(self) -> None:
-        """Show the chains to the checks that are open. Only while no action waits: then they are as the source says."""
+        """Pass the chains' digests to the open checks. Only if no action waits do the chains match the source's
+        sequence."""
         if self._actions or self._closed:
             return
         for rank, check in self._checks.items():
@@ -295,10 +299,10 @@ class EventFeed:
         self._digests[result] += 1
         self._metrics.digests.labels(result).inc()
         if result == "differed":
-            _log.error("KV events of %s, rank %d: the digests differ, asking for everything", self._name, rank)
+            _log.error("KV events of %s, rank %d: the digests differ; requesting all blocks again", self._name, rank)
             self._run_actions(self.source.digest_differed())
 
-    # --- questions
+    # --- snapshots and replays
 
     def _start_request(self, request: Coroutine[None, None, None]) -> None:
         if self._request is not None:
@@ -324,8 +328,8 @@ class EventFeed:
             self._run_actions(self.source.snapshot_restored(action.ticket, epoch, sequences))
 
     async def _restore(self, ticket: int) -> tuple[int, dict[int, int]] | None:
-        """The blocks of every rank into its chains; the epoch and each rank's sequence, None if it is not wanted any
-        more."""
+        """Add the blocks of every rank to its chains. Return the epoch and each rank's sequence, or None if the request
+        is no longer current."""
         epoch: int | None = None
         sequences: dict[int, int] = {}
         for rank, chains in self._chains.items():
@@ -344,7 +348,7 @@ class EventFeed:
                         self._run_actions(self.source.snapshot_started(ticket))
                         epoch = part.epoch
                     if part.epoch != epoch:
-                        raise ProtocolError("the engine began anew between the snapshots of two ranks")
+                        raise ProtocolError("the engine restarted between the snapshots of two ranks")
                     chains.restore_snapshot(part.blocks, part.tier)
                     sequences[rank] = part.sequence
         return (epoch, sequences) if epoch is not None and self.source.is_current(ticket) else None
@@ -368,7 +372,7 @@ class EventFeed:
 
 
 def _cost_blocks(action: Action) -> int:
-    """What an action costs the loop, in blocks."""
+    """Return the cost of an action for the loop, in blocks."""
     if not isinstance(action, ApplyBatch):
         return _BATCH_COST_BLOCKS
     changes = (event for event in action.batch.events if isinstance(event, StoredEvent | RemovedEvent))

@@ -1,12 +1,11 @@
-"""What the directory says, carried out: one ModelRouter a model, one Feed a worker that sends events and one a store
-that a card names.
+"""Follows the directory: one ModelRouter per model, one EventFeed per worker that sends events and per store in use.
 
-    card and address up ─▶ the model's candidates ─▶ a feed of the worker's events
-    card or address gone, or changed ─▶ cleared, in slices; followed anew
-    a card names a kvbm's layout, the kvbm's address has it ─▶ a feed of what it holds, once for all who name it
+    card and address come ─▶ candidates of the model ─▶ a feed of the worker's events
+    card or address goes or changes ─▶ its blocks are removed in slices, and the worker is followed from the start
+    a card names a kvbm's layout, and the kvbm's address has it ─▶ one feed of that store, for all workers that name it
 
-Names of models are kept when nobody serves them any more, to answer that there are no instances. At MODELS_LIMIT those
-that nobody has served for FORGOTTEN_S make room; where there is none, cards of new models are left out, loudly.
+A model without workers is kept, to answer that it has no instances. At MODELS_LIMIT, a model that had no worker for
+UNSERVED_LIMIT_S is dropped for a new one. If there is none, the new model's cards are ignored, with a warning.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 MODELS_LIMIT = 256
-"""Names kept, served or not: each has an index."""
+"""Most models kept, with or without workers; each has an index."""
 UNSERVED_LIMIT_S = 3600.0
 CONCURRENT_SNAPSHOTS = 4
-"""A router that starts asks all workers. Beyond 64 MB unread by a client, NATS closes its connection."""
+"""Snapshots requested at the same time. A router that starts asks all workers, and NATS closes the connection of a
+client that leaves more than 64 MB unread."""
 STORES_LIMIT = 16
-"""Layouts followed of one kvbm: models served from it, times their weights and shards."""
+"""Most layouts followed of one kvbm: the number of models served from it, times their weights and shards."""
 _SLICE_BLOCKS = 1024
 _STORE_TIERS = 1, 2
 
@@ -55,7 +55,8 @@ class DirectoryFollower:
         appeared: Callable[[str], None],
         forgotten: Callable[[str], None],
     ) -> None:
-        """`appeared` and `forgotten` hear models' names. Raises ConfigError where the policy is not one."""
+        """`model_added` and `model_dropped` are called with the model's name. Raises ConfigError if the policy cannot
+        be loaded."""
         self._runtime = runtime
         self._config = config
         self._metrics = metrics
@@ -66,18 +67,18 @@ class DirectoryFollower:
         self._draw = runtime.draw
         self.models: dict[str, ModelRouter] = {}
         self.feeds: dict[str, EventFeed] = {}
-        """By instance, and by store; each feeds the chains of one model."""
+        """Feeds by instance or store; each one feeds the chains of one model."""
         self._model_of_feed: dict[str, str] = {}
-        """The name of each feed → that model: the first that it served."""
+        """Name of the feed → that model: the first one that the instance served."""
         self.other_routers: set[str] = set()
-        """The ids of the other routers."""
+        """Ids of the other routers."""
         self._unserved: dict[str, float] = {}
         """Models without instances → since when; longest first."""
         self._clearings: deque[SlotCleanup] = deque()
         self._snapshot_turns = asyncio.Semaphore(CONCURRENT_SNAPSHOTS)
 
     def start(self) -> None:
-        """Take on what is there, and what comes."""
+        """Subscribe to the directory, and add what it has already."""
         self._runtime.directory.subscribe(self._changed)
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class DirectoryFollower:
             feed.close()
 
     async def tick(self) -> None:
-        """Clear what is due, in slices, so that no choice waits for it; and what time alone changes."""
+        """Clean up retired slots, in slices so that no Select waits for it, and update what depends on time."""
         while self._clearings:
             if not self._clearings[0].step(_SLICE_BLOCKS):
                 self._clearings.popleft()
@@ -94,7 +95,7 @@ class DirectoryFollower:
             before = model.eligibility.frozen
             model.tick(asyncio.get_running_loop().time(), listening=self._runtime.bus.connected)
             for worker in sorted(model.eligibility.frozen - before):
-                self._seldom.warn(f"worker {worker}", f"stands still; passed over for {model.model}")
+                self._seldom.warn(f"worker {worker}", f"it is frozen and passed over for {model.model}")
             await asyncio.sleep(0)
 
     # --- the directory
@@ -117,7 +118,7 @@ class DirectoryFollower:
             self._refresh(change.card.instance)
 
     def _refresh(self, worker: str) -> None:
-        """Make what we route to agree with the directory, for one worker: it needs an address and a card."""
+        """Make the models agree with the directory for one worker, which needs an address and a card."""
         directory = self._runtime.directory
         address = directory.instances.get(worker)
         cards = {
@@ -146,7 +147,7 @@ class DirectoryFollower:
             feed.close()
             del self.feeds[worker], self._model_of_feed[worker]
             for name in cards:
-                # A stream that begins anew: what the old one told is not kept under the new one.
+                # A new stream starts from empty: blocks of the old stream must not be kept under it.
                 self._clear_later([chains.clear() for chains in self._chains(name, worker).values()])
         if stream is not None and worker not in self.feeds:
             self._follow_worker(worker, stream, min(cards))
@@ -159,16 +160,16 @@ class DirectoryFollower:
             self._refresh_stores(kvbm)
 
     def _apply_models_limit(self, cards: dict[str, ModelCard]) -> None:
-        """Takes those out of `cards` that are of models for which there is no room."""
+        """Remove cards from `cards` for whose models there is no room."""
         for name in [name for name in cards if name not in self.models]:
             if len(self.models) >= MODELS_LIMIT and not self._drop_longest_unserved():
                 del cards[name]
-                self._limited_log.warn("models", f"{name} is left out: {MODELS_LIMIT} are known already")
+                self._seldom.warn("models", f"{name} is ignored: {MODELS_LIMIT} models are known already")
             else:
                 self._model(name)
 
     def _drop_longest_unserved(self) -> bool:
-        """Drop the model that was unserved longest, if that is long enough; whether it was."""
+        """Drop the model that has been unserved longest, if that is long enough; return whether one was dropped."""
         for name, since_s in self._unserved.items():
             if asyncio.get_running_loop().time() - since_s < UNSERVED_LIMIT_S:
                 return False
@@ -205,7 +206,7 @@ class DirectoryFollower:
         *,
         trust: Callable[[bool], None],
     ) -> bool:
-        """Whether the address was one that can be followed."""
+        """Open a feed; return whether its address is valid."""
         try:
             self.feeds[origin.name] = EventFeed(
                 *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._seldom),
@@ -230,7 +231,7 @@ class DirectoryFollower:
     # --- stores
 
     def _refresh_stores(self, kvbm: str) -> None:
-        """Follow of a kvbm what cards name and its address has, once each; nothing else."""
+        """Follow exactly the stores of a kvbm that cards name and that its address has."""
         address = self._runtime.directory.instances.get(kvbm)
         wanted = self._wanted_stores(kvbm, address) if address is not None and address.service == "kvbm" else {}
         for name, model in self.models.items():
@@ -245,7 +246,7 @@ class DirectoryFollower:
                 self._follow_store(store, stream, name)
 
     def _wanted_stores(self, kvbm: str, address: Instance) -> dict[StoreId, tuple[str, EventSource]]:
-        """Its stores that cards name → the model whose cards did first, and where their events come from."""
+        """Return the kvbm's stores that cards name → the first model that names it, and the source of its events."""
         named: dict[StoreId, tuple[str, EventSource]] = {}
         for name, model in self.models.items():
             for store in model.instances_of_store:
@@ -255,7 +256,10 @@ class DirectoryFollower:
                 if len(named) < STORES_LIMIT:
                     named.setdefault(store, (name, stream))
                 else:
-                    self._limited_log.warn(f"kvbm {kvbm}", f"layout {layout_of(store)[:64]} is one too many to follow")
+                    self._seldom.warn(
+                        f"kvbm {kvbm}",
+                        f"layout {layout_of(store)[:64]} is not followed: at most {STORES_LIMIT} layouts are",
+                    )
         return named
 
     def _follow_store(self, store: StoreId, stream: EventSource, model: str) -> None:

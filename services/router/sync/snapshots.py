@@ -1,4 +1,4 @@
-"""Asks a worker for all blocks of one rank, or a kvbm for those of one layout, in slices that leave the loop a turn."""
+"""Requests all blocks of one rank from a worker, or of one layout from a kvbm, in slices that give the loop a turn."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from shared.errors import ProtocolError, RequestTimeout
 from shared.messages import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotBlock, SnapshotRequest
 
 SNAPSHOT_LIMIT_S = 60.0
-"""A snapshot that has no end by then has none."""
+"""Seconds after which a snapshot without an end is given up."""
 _SLICE_BLOCKS = 256
 
 
 class SnapshotSlice(Struct, frozen=True):
-    """Some of a snapshot's blocks, all in one tier, parents first."""
+    """Blocks of a snapshot, all in one tier, parents first."""
 
     epoch: int
     sequence: int
-    """At which the snapshot was taken; the same in all its slices."""
+    """The sequence at which the snapshot was taken; equal in all its slices."""
     blocks: Sequence[SnapshotBlock]
     tier: int
-    """An index into TIERS."""
+    """The blocks' tier, as an index into TIERS."""
 
 
 async def snapshot_slices(
     bus: Bus, subject: str, asked: SnapshotRequest, *, idle_timeout_s: float
 ) -> AsyncGenerator[SnapshotSlice, None]:
-    """The whole snapshot, at least one slice. Raises Unavailable, and ProtocolError where it makes no sense."""
+    """Yield the whole snapshot, at least one slice. Raises Unavailable, or ProtocolError if the answer is invalid."""
     mark: tuple[int, int] | None = None
     deadline_s = asyncio.get_running_loop().time() + SNAPSHOT_LIMIT_S
     async with bus.stream(subject, SNAPSHOT_REQUEST.encode(asked), idle_timeout_s=idle_timeout_s) as chunks:
         async for message in chunks:
             chunk = SNAPSHOT_CHUNK.decode(message.payload)
             if mark is not None and mark != (chunk.epoch, chunk.sequence):
-                raise ProtocolError("chunks of different snapshots")
+                raise ProtocolError("the chunks are of different snapshots")
             mark = chunk.epoch, chunk.sequence
             for start in range(0, max(len(chunk.blocks), 1), _SLICE_BLOCKS):
                 yield SnapshotSlice(*mark, chunk.blocks[start : start + _SLICE_BLOCKS], TIERS.index(chunk.tier))
@@ -46,5 +46,5 @@ async def snapshot_slices(
             if chunk.last:
                 return
             if asyncio.get_running_loop().time() > deadline_s:
-                raise RequestTimeout(f"{subject}: a snapshot of more than {SNAPSHOT_LIMIT_S:g} s")
-    raise ProtocolError("a snapshot without an end")
+                raise RequestTimeout(f"{subject}: the snapshot took more than {SNAPSHOT_LIMIT_S:g} s")
+    raise ProtocolError("the snapshot has no end")

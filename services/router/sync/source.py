@@ -1,22 +1,22 @@
-"""What to do about one stream of KV events: when to apply, replay, take a snapshot or start over. Pure.
+"""Decides when to apply, replay, request a snapshot or start over, for one stream of KV events. Pure.
 
                      ┌────────────── a new epoch, a sequence that goes backwards ──────────────┐
                      ▼                                                                         │
-    start ──▶ syncing ───── snapshot (or what replay has) is in, held batches follow ─────▶ live
+    start ──▶ syncing ───── snapshot (or replay) is in, held batches follow ──────────────▶ live
                 ▲ ▲  │ failed: again, later                                            │  ▲    │ a gap, or a
                 │ │  └──┘                                                              │  │    │ report that is
                 │ └────────────────────── a digest that differs ───────────────────────┘  │    ▼ ahead of us
-                └─────────────── the source has no such batches any more ────────────── replaying
+                └─────────────── the source no longer has these batches ─────────────── replaying
 
-Batches that come while syncing or replaying are held, up to a bound; what is dropped at the bound is a gap later,
-and heals as one. Answers carry the ticket of the question; those of an older question are ignored.
+Batches that come while syncing or replaying are held, up to a limit. A batch dropped at the limit is a gap later, and
+is closed like any other gap. Answers carry the ticket of their request; answers to older requests are ignored.
 
-What is known stays until something better is there: a source is cleared when the answer comes, not when the question
-is asked, so that an outage costs nothing. Only an engine that began anew, or that has given no answer for long, is
-cleared at once.
+Known blocks stay until a better answer comes: a source is cleared when the answer arrives, not when it is requested, so
+that an outage costs nothing. A source is cleared at once only if its engine restarted, or if it has not answered for
+long.
 
-A source with snapshots starts from one, of each rank. A source without (a plain vLLM) is rebuilt from what its replay
-still has, and is *partial* unless that reaches back to its first batch.
+A source with snapshots starts from a snapshot of each rank. A source without them (plain vLLM) is rebuilt from the
+batches that its replay still has, and is *partial* unless they reach back to its first batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shared.messages import KvState
 State = Literal["syncing", "live", "replaying"]
 
 STALE_FAILURES = 16
-"""Failed answers in a row, about two minutes of them, after which what was known is given up."""
+"""Number of failed answers in a row, taking about two minutes, after which known blocks are given up."""
 
 
 class ClearBlocks(Struct, frozen=True):
@@ -46,15 +46,15 @@ class ApplyBatch(Struct, frozen=True):
 
 
 class RequestSnapshot(Struct, frozen=True):
-    """Ask the source for the blocks of each rank after `after_s`; answer with `snapshot_begins` when the first come,
-    then with `snapshot_taken`, or with `failed`."""
+    """Request the blocks of each rank after `after_s` seconds. Call `snapshot_started` when the first come, then
+    `snapshot_restored`, or `request_failed`."""
 
     ticket: int
     after_s: float
 
 
 class RequestReplay(Struct, frozen=True):
-    """Ask the source for the batches from `first` on, after `after_s`; answer with `replayed` or `failed`."""
+    """Request the batches from `first` on after `after_s` seconds. Call `replay_received` or `request_failed`."""
 
     ticket: int
     first: int
@@ -65,7 +65,7 @@ Action = ClearBlocks | ApplyBatch | RequestSnapshot | RequestReplay
 
 
 class SourceSync:
-    """One event stream. Every method that tells it something returns what to do now, in order."""
+    """The state of one event stream. Every event method returns the actions to carry out now, in order."""
 
     def __init__(
         self,
@@ -85,39 +85,39 @@ class SourceSync:
         self._retry_most_s = retry_most_s
         self.state: State = "syncing"
         self.partial = False
-        """Blocks stored before we listened may be unknown."""
+        """Whether blocks stored before the subscription may be unknown."""
         self.epoch: int | None = None
-        """Of the engine's start; None: not told yet."""
+        """Epoch of the engine's start; None if unknown."""
         self.applied = -1
         """Sequence of the last batch that the chains have."""
         self.gaps = 0
-        """Gaps seen since the start."""
+        """Number of gaps since the start."""
         self.resyncs = 0
-        """How often everything was asked for again, since the start."""
+        """Number of times that all blocks were requested again since the start."""
         self._restored: dict[int, int] = {}
-        """Rank → the sequence its snapshot was taken at, where that is later than the first rank's."""
+        """Rank → the sequence of its snapshot, if that is later than the first rank's."""
         self._applied_time_s: float | None = None
         """The engine's clock in the last applied batch."""
         self._heard = -1
         """Sequence of the last batch that came by itself, not by replay."""
         self._heard_time_s: float | None = None
-        """The engine's clock in it."""
+        """The engine's clock in that batch."""
         self._reported = -1
         """Sequence in the last load report."""
         self._applied_at_report = -1
-        """`applied` when the last load report came."""
+        """Value of `applied` when the last load report came."""
         self._held: dict[int, DecodedBatch | None] = {}
         self._ticket = 0
         self._failures = 0
 
-    # --- what it is told
+    # --- events
 
     def start(self) -> list[Action]:
-        """The subscription stands; nothing is known."""
+        """The subscription is open; no block is known."""
         return self._resync()
 
     def batch_received(self, sequence: int, batch: DecodedBatch | None) -> list[Action]:
-        """A batch came by itself. None: it could not be decoded; its sequence counts all the same."""
+        """A batch came by itself. None if it could not be decoded; its sequence counts all the same."""
         if self._is_repeat(sequence, batch):
             return []
         if sequence <= self._heard or self._is_older_start(sequence, batch):
@@ -135,8 +135,8 @@ class SourceSync:
         return self._close_gap()
 
     def report_received(self, kv: KvState) -> list[Action]:
-        """A load report. Being behind the report before it means that the tail was lost; having been ahead of it
-        since the one before means that we applied what this engine never sent."""
+        """A load report came. If batches up to the report before it are still missing, they were lost. If we were ahead
+        of it already when the report before it came, we have applied batches that this engine never sent."""
         if self._epochs:
             if self.epoch is not None and kv.epoch != self.epoch:
                 return self._restart(kv.epoch, None, None)
@@ -146,17 +146,17 @@ class SourceSync:
             return []
         if kv.sequence < self.applied == self._applied_at_report:
             return self._restart(kv.epoch if self._epochs else None, None, None)
-        behind = self.applied < self._reported
+        lost = self.applied < self._reported
         self._reported = kv.sequence
         self._applied_at_report = self.applied
-        return self._close_gap() if behind else []
+        return self._close_gap() if lost else []
 
     def snapshot_started(self, ticket: int) -> list[Action]:
         """The first blocks of the snapshot are here, and not in the chains yet."""
         return [ClearBlocks()] if ticket == self._ticket else []
 
     def snapshot_restored(self, ticket: int, epoch: int, sequences: Mapping[int, int]) -> list[Action]:
-        """All blocks of the snapshots are in the chains; rank → the sequence that its snapshot was taken at."""
+        """All blocks of the snapshots are in the chains; `sequences` maps each rank to the sequence of its snapshot."""
         if ticket != self._ticket:
             return []
         if self._epochs:
@@ -167,7 +167,7 @@ class SourceSync:
         return self._go_live(first, None)
 
     def replay_received(self, ticket: int, batches: list[tuple[int, DecodedBatch | None]]) -> list[Action]:
-        """What the source still has, in order."""
+        """The batches that the source still has came, in order."""
         if ticket != self._ticket:
             return []
         if self.state == "replaying":
@@ -177,27 +177,27 @@ class SourceSync:
         return [ClearBlocks(), *self._go_live(first - 1, batches)]
 
     def request_failed(self, ticket: int) -> list[Action]:
-        """The question was not answered, or not with sense."""
+        """The request got no answer, or an invalid one."""
         if ticket != self._ticket:
             return []
         return self._resync(clear=self._failures >= STALE_FAILURES)
 
     def digest_differed(self) -> list[Action]:
-        """A digest differs: the chains are not what the source holds."""
+        """A digest differs: the chains do not match what the source holds."""
         return self._resync()
 
     def sequence_of(self, rank: int) -> int | None:
-        """The sequence that a rank's chains stand at once all actions are carried out; None: at none."""
+        """Return the sequence that a rank's chains reach when all actions are carried out; None while syncing."""
         return None if self.state == "syncing" else max(self.applied, self._restored.get(rank, -1))
 
     def is_current(self, ticket: int) -> bool:
-        """Whether the answer to this question still counts."""
+        """Return whether the answer to this request still counts."""
         return ticket == self._ticket
 
     # --- transitions
 
     def _resync(self, *, clear: bool = False) -> list[Action]:
-        """→ syncing: everything is asked for again."""
+        """→ syncing: request all blocks again."""
         after_s = 0.0
         if self._failures:
             after_s = min(self._retry_first_s * 2 ** (self._failures - 1), self._retry_most_s)
@@ -210,7 +210,7 @@ class SourceSync:
         self._ticket += 1
         cleared: list[Action] = [ClearBlocks()] if clear else []
         if self._snapshots:
-            # What came before the question is in the snapshot, or of an engine that is gone.
+            # Batches before the request are in the snapshot, or are of an engine that is gone.
             self._held.clear()
             return [*cleared, RequestSnapshot(self._ticket, after_s)]
         if self._replays:
@@ -220,7 +220,7 @@ class SourceSync:
         return [ClearBlocks(), *self._go_live(first - 1, None)]
 
     def _restart(self, epoch: int | None, sequence: int | None, batch: DecodedBatch | None) -> list[Action]:
-        """The engine began anew: nothing of what was held or heard counts any more."""
+        """The engine restarted: batches held or received before do not count."""
         self._held.clear()
         self.applied = self._heard = self._reported = self._applied_at_report = -1
         self.epoch = epoch
@@ -232,14 +232,14 @@ class SourceSync:
         return self._resync(clear=True)
 
     def _set_epoch(self, epoch: int) -> None:
-        """The engine's start is known now. What was held under another, or none, may be a former engine's; if it was
-        not, it is a gap that a replay fills."""
+        """Set the epoch, now that the engine's start is known. Held batches of another or unknown epoch may be of an
+        earlier engine, so they are dropped; if they were not, a replay fills that gap."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._held.clear()
 
     def _go_live(self, applied: int, batches: list[tuple[int, DecodedBatch | None]] | None) -> list[Action]:
-        """syncing → live: the chains are as of `applied`; what follows is applied."""
+        """syncing → live: the chains are as of `applied`; later batches are applied."""
         self.state = "live"
         self.applied = applied
         for sequence, batch in batches or ():
@@ -247,20 +247,21 @@ class SourceSync:
         return self._apply_held()
 
     def _fill_gap(self, batches: list[tuple[int, DecodedBatch | None]]) -> list[Action]:
-        """replaying → live, if the gap is closed; the source that cannot close it is asked for everything."""
+        """replaying → live, if the gap is closed; → syncing if the source cannot close it."""
         wanted = self.applied + 1
         for sequence, batch in batches:
             self._hold(sequence, batch, bounded=False)
         if wanted not in self._held:
-            # Nothing to fill a gap with: either it was none (a report from before our last batch), or it is too old.
-            behind = max([*self._held, self._reported], default=-1)
-            if behind >= wanted:
+            # The replay does not fill the gap. Either there was none (a report from before our last batch), or it is
+            # too old.
+            latest = max([*self._held, self._reported], default=-1)
+            if latest >= wanted:
                 return self._resync()
         self.state = "live"
         return self._apply_held()
 
     def _apply_held(self) -> list[Action]:
-        """Apply what is held and next in line; what is left over then is behind a new gap."""
+        """Apply the held batches that are next in line; batches left over are after a new gap."""
         actions: list[Action] = []
         for sequence in [held for held in self._held if held <= self.applied]:
             del self._held[sequence]
@@ -272,7 +273,7 @@ class SourceSync:
         return actions
 
     def _close_gap(self) -> list[Action]:
-        """live → replaying, or → syncing where nothing can be replayed."""
+        """live → replaying, or → syncing if the source has no replay."""
         self.gaps += 1
         if not self._replays:
             return self._resync()
@@ -284,7 +285,7 @@ class SourceSync:
         self.applied = sequence
         self._failures = 0
         if batch is None:
-            # With snapshots a digest tells what is missing; without, nothing will.
+            # With snapshots, a digest will show what is missing; without, it stays missing.
             self.partial = self.partial or not self._snapshots
             return []
         self._applied_time_s = batch.time_s
@@ -297,9 +298,9 @@ class SourceSync:
             self._held[sequence] = batch
 
     def _is_repeat(self, sequence: int, batch: DecodedBatch | None) -> bool:
-        """Whether a batch comes twice, or late: its clock is not later, as that of an engine that began anew is.
-        Without epochs nobody else would tell of a new start behind a clock that was set back: then the same batch only.
-        """
+        """Return whether a batch comes twice or late. Its clock is then not later, unlike that of an engine that
+        restarted. Without epochs, a restart with the clock set back would go unnoticed: then only the same batch is a
+        repeat."""
         if sequence > self._heard or batch is None or self._heard_time_s is None:
             return False
         if self._epochs:
@@ -307,13 +308,14 @@ class SourceSync:
         return sequence == self._heard and batch.time_s == self._heard_time_s
 
     def _is_older_start(self, sequence: int, batch: DecodedBatch | None) -> bool:
-        """Whether a batch that we have by replay comes again with a later clock: then it is another engine's."""
+        """Return whether a batch that we have by replay comes again with a later clock: then it is of another
+        engine."""
         if self.state == "syncing" or sequence > self.applied or batch is None:
             return False
         return self._applied_time_s is not None and batch.time_s > self._applied_time_s
 
     def validate(self) -> None:
         """Assert every invariant."""
-        assert self.state != "live" or not self._held, "live means that nothing waits"
+        assert self.state != "live" or not self._held, "batches are held while live"
         assert self.state == "syncing" or all(sequence > self.applied for sequence in self._held)
         assert self.state != "replaying" or self._replays

@@ -26,7 +26,7 @@ class LeastLoadedPolicy:
 
     def reason(self, request: RoutingRequest, candidate: CandidateState) -> str:
         """Return the tokens of its load as text."""
-        return f"{load_tokens(request, candidate)} tokens in hand"
+        return f"{load_tokens(request, candidate)} tokens queued or in use"
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         """Pick the least loaded candidate."""
