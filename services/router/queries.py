@@ -13,7 +13,6 @@ from typing import assert_never
 
 from services.router.config import RouterConfig
 from services.router.explain import explain, model_states, policy_problem, requested_id
-from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter
 from services.router.sync.feed import EventFeed
 from shared.bus.contract import Message
@@ -36,7 +35,7 @@ class Queries:
         config: RouterConfig,
         models: Mapping[str, ModelRouter],
         feeds: Mapping[str, EventFeed],
-        seldom: Seldom,
+        limited_log: RateLimitedLog,
     ) -> None:
         self._runtime = runtime
         self._config = config
@@ -98,4 +97,4 @@ class Queries:
             BusDown,
             ProtocolError,
         ) as wrong:  # ProtocolError: the answer is too large, or the reply subject is invalid
-            self._seldom.warn(channel, wrong)
+            self._limited_log.warn(channel, wrong)

@@ -90,6 +90,6 @@ async def send_reservations(runtime: Runtime, message: Message, model: ModelRout
             [(each.reserved.request, each.reserved.attempt) for each in part if each.prefilled],
         )
         last = start + RESERVATIONS_PER_MESSAGE >= len(living)
-        headers = {**(JSON_HEADER if is_json(message.headers) else {}), **({LAST_HEADER: "true"} if last else {})}
+        headers = message.reply_headers(last=last)
         await runtime.bus.publish(message.reply, RESERVATIONS.encode(answer, headers), headers=headers)
         await asyncio.sleep(0)

@@ -28,7 +28,6 @@ from services.router.config import RouterConfig
 from services.router.index.shared_stores import store_id
 from services.router.metrics import RouterMetrics
 from services.router.queries import Queries
-from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy_guard import PolicyFault
 from services.router.sync.follower import DirectoryFollower
@@ -98,16 +97,16 @@ class Router:
         self._config = config
         self._now = asyncio.get_running_loop().time
         self._metrics = RouterMetrics(runtime.registry)
-        self._seldom = Seldom(self._now)
+        self._limited_log = RateLimitedLog()
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
         self._follower = DirectoryFollower(
-            *(runtime, config, self._metrics, self._seldom),
+            *(runtime, config, self._metrics, self._limited_log),
             appeared=self._model_added,
             forgotten=self._model_dropped,
         )
         self.models = self._follower.models
         self.feeds = self._follower.feeds
-        self._queries = Queries(runtime, config, self.models, self.feeds, self._seldom)
+        self._queries = Queries(runtime, config, self.models, self.feeds, self._limited_log)
         self._subscriptions: list[Subscription] = []
         self._model_subscriptions: dict[str, list[Subscription]] = {}
         """Model → subscriptions that are open for it."""
@@ -240,7 +239,7 @@ class Router:
         if fault.kind == "off":
             _log.error("policy %s of model %s: %s", self._config.policy, model, fault.problem)
         else:
-            self._seldom.warn(f"policy {self._config.policy}", f"{fault.kind}: {fault.problem}")
+            self._limited_log.warn(f"policy {self._config.policy}", f"{fault.kind}: {fault.problem}")
 
     async def _answer(self, message: Message, reply: SelectReply, arrived: float) -> bool:
         headers = message.reply_headers()
@@ -250,7 +249,7 @@ class Router:
             BusDown,
             ProtocolError,
         ) as wrong:  # ProtocolError: the answer is too large, or the reply subject is invalid
-            self._seldom.warn("select", wrong)
+            self._limited_log.warn("select", wrong)
             return False
         self._metrics.count_select(reply, time.perf_counter() - arrived)
         return True
@@ -350,7 +349,7 @@ class Router:
         self._metrics.show_sources([feed.status() for feed in self.feeds.values()])
         dropped = sum(each.statistics().dropped for each in self._all_subscriptions())
         if dropped > self._dropped:
-            self._seldom.warn("messages", f"they came faster than they were read; {dropped} are lost so far")
+            self._limited_log.warn("messages", f"they came faster than they were read; {dropped} are lost so far")
         self._dropped = dropped
         self._metrics.dropped.set(dropped)
 

@@ -1,4 +1,4 @@
-"""Policies of somebody's own that do not work."""
+"""Routing policies that fail in different ways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.router.selection.candidates import CandidateState, RoutingRequest,
 
 
 class BrokenPolicy:
-    """Fails at the last moment."""
+    """Raises in `pick`."""
 
     def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
         return candidates
@@ -24,8 +24,8 @@ class BrokenPolicy:
         raise ZeroDivisionError("somebody's mistake")
 
 
-class SenselessPolicy(BrokenPolicy):
-    """Its scores are no numbers."""
+class TextScorePolicy(BrokenPolicy):
+    """Returns scores that are not numbers."""
 
     def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
         return "best"  # type: ignore[return-value]
@@ -34,8 +34,8 @@ class SenselessPolicy(BrokenPolicy):
         return scored[0]
 
 
-class NoNumberPolicy(SenselessPolicy):
-    """Divides nothing by nothing; and picks as `kv` does, whom that leaves without a lowest score."""
+class NanScorePolicy(TextScorePolicy):
+    """Returns NaN as a score and picks as `kv` does, so there is no lowest score."""
 
     def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
         return math.nan if candidate.id[0] == "a" else 1.0
@@ -44,50 +44,50 @@ class NoNumberPolicy(SenselessPolicy):
         return best(request, scored, draw)
 
 
-class OwnNoNumberPolicy(BrokenPolicy):
-    """Its own choice has a score that is not a number."""
+class NanPickPolicy(BrokenPolicy):
+    """Picks a candidate under a score of NaN."""
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         return ScoredCandidate(scored[0].candidate, math.nan)
 
 
-class NamingPolicy(BrokenPolicy):
-    """Picks a name instead of one of the scored."""
+class IdPickPolicy(BrokenPolicy):
+    """Picks an id instead of one of `scored`."""
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         return scored[0].candidate.id[0]  # type: ignore[return-value]
 
 
-class LeavingPolicy(BrokenPolicy):
-    """Ends the process, were it asked."""
+class ExitingPolicy(BrokenPolicy):
+    """Raises SystemExit."""
 
     def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
         raise SystemExit(3)
 
 
-class UnspeakableError(Exception):
-    """Has no words."""
+class UnprintableError(Exception):
+    """Raises itself when it is printed."""
 
     def __str__(self) -> str:
         raise self
 
 
-class UnspeakablePolicy(BrokenPolicy):
-    """Raises what cannot even be printed."""
+class UnprintableErrorPolicy(BrokenPolicy):
+    """Raises an exception that cannot be printed."""
 
     def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
-        raise UnspeakableError
+        raise UnprintableError
 
 
-class GarbledPolicy(BrokenPolicy):
-    """Raises what no message carries."""
+class SurrogateErrorPolicy(BrokenPolicy):
+    """Raises a text that no message can carry."""
 
     def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
         raise ValueError("\udcff")
 
 
-class NumpyPolicy(BrokenPolicy):
-    """Its scores are numbers, of a kind that no message carries."""
+class NumpyScorePolicy(BrokenPolicy):
+    """Returns scores of a number type that no message can carry."""
 
     def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
         return np.float32(1.0)  # type: ignore[return-value]
@@ -96,15 +96,15 @@ class NumpyPolicy(BrokenPolicy):
         return scored[0]
 
 
-class NeedyPolicy(BrokenPolicy):
-    """Wants what nobody gives it."""
+class ConstructorArgumentPolicy(BrokenPolicy):
+    """Has a constructor with an argument, which the router does not pass."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
 
 
-class WordlessPolicy(BrokenPolicy):
-    """Chooses well, and cannot say why."""
+class FailingReasonPolicy(BrokenPolicy):
+    """Chooses well, but its `reason` fails."""
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         return scored[0]
@@ -113,8 +113,8 @@ class WordlessPolicy(BrokenPolicy):
         raise LookupError("lost for words")
 
 
-class ForeignPolicy(BrokenPolicy):
-    """Picks one that it has made up."""
+class UnknownCandidatePolicy(BrokenPolicy):
+    """Picks a candidate that does not exist."""
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         facts = scored[0].candidate
@@ -122,7 +122,7 @@ class ForeignPolicy(BrokenPolicy):
 
 
 class LastPolicy(BrokenPolicy):
-    """Chooses the last by id: what `kv` would not do."""
+    """Chooses the last candidate by id, unlike `kv`."""
 
     def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
         return -float(ord(candidate.id[0][0]))
@@ -131,23 +131,23 @@ class LastPolicy(BrokenPolicy):
         return min(scored, key=lambda each: each.score)
 
 
-class GreedyPolicy(BrokenPolicy):
-    """Takes what it was shown away with it."""
+class MutatingPolicy(BrokenPolicy):
+    """Tries to clear the sequence of candidates that it gets."""
 
     def filter(self, request: RoutingRequest, candidates: Sequence[CandidateState]) -> Sequence[CandidateState]:
         candidates.clear()  # type: ignore[attr-defined]
         return []
 
 
-class OwnScorePolicy(BrokenPolicy):
-    """Picks a candidate under a score of its own making."""
+class TextPickPolicy(BrokenPolicy):
+    """Picks a candidate under a score that is not a number."""
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
         return ScoredCandidate(scored[0].candidate, "best")  # type: ignore[arg-type]
 
 
-class VectorPolicy(BrokenPolicy):
-    """Its scores are numbers, but many."""
+class ArrayScorePolicy(BrokenPolicy):
+    """Returns arrays as scores."""
 
     def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
         return np.zeros(3)  # type: ignore[return-value]
@@ -156,8 +156,8 @@ class VectorPolicy(BrokenPolicy):
         return scored[0]
 
 
-class WordyPolicy(WordlessPolicy):
-    """Takes its time to say why, as its clock sees it."""
+class SlowReasonPolicy(FailingReasonPolicy):
+    """Advances the clock in `reason`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock

@@ -1,4 +1,4 @@
-"""The captured event sessions beside this file, as tests read them."""
+"""Reads the captured event sessions in this directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK_SIZE = 32
 _FOLDER = Path(__file__).parent / "vllm_kv_events"
 
 
-class Asked(Struct, frozen=True):
+class CapturedRequest(Struct, frozen=True):
     """One request of the session."""
 
     request: str
@@ -21,17 +21,17 @@ class Asked(Struct, frozen=True):
     salt: str
     lora: str
     cached_tokens: int
-    """By the engine's own account."""
+    """Cached tokens as the engine reported them."""
     events_from: int
-    """Number of the first message that came after it began."""
+    """Number of the first message that came after the request began."""
 
 
-def requests(session: str) -> list[Asked]:
-    return msgspec.json.decode((_FOLDER / f"{session}.requests.json").read_bytes(), type=list[Asked])
+def requests(session: str) -> list[CapturedRequest]:
+    return msgspec.json.decode((_FOLDER / f"{session}.requests.json").read_bytes(), type=list[CapturedRequest])
 
 
 def payloads(session: str) -> list[bytes]:
-    """The messages' payloads, in order."""
+    """Return the payloads of the messages, in order."""
     raw = (_FOLDER / f"{session}.frames.bin").read_bytes()
     found: list[bytes] = []
     at = 0

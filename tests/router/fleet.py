@@ -1,4 +1,4 @@
-"""A router's surroundings for tests: workers that speak the real messages, a frontend's end, and no engine."""
+"""A router's surroundings for tests: workers that send real messages, a frontend's side of the bus, and no engine."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ LIMIT_S = 60.0
 
 
 async def until(met: Callable[[], bool]) -> None:
-    """Returns when `met()` holds; fails after LIMIT_S."""
+    """Return when `met()` holds; fail after LIMIT_S."""
     async with asyncio.timeout(LIMIT_S):
         while not met():  # noqa: ASYNC110 - pure modules have no events to wait for
             await asyncio.sleep(0.002)
 
 
 def tokens_of(name: str, blocks: int) -> list[int]:
-    """A prompt of so many full blocks; different names share no block."""
+    """Return a prompt of `blocks` full blocks; prompts of different names share no block."""
     return [ord(letter) for letter in name.ljust(BLOCK_SIZE, ".")[:BLOCK_SIZE]] + list(range(BLOCK_SIZE * (blocks - 1)))
 
 
 class ScriptedWorker:
-    """A worker without an engine: it says what the test tells it to."""
+    """A worker without an engine: the test decides what it sends."""
 
     def __init__(self, name: str, bus: Bus, events: Events, discovery: Discovery, *, epoch: int = 1) -> None:
         self.name = name
@@ -89,13 +89,14 @@ class ScriptedWorker:
         self.epoch = epoch
         self.sequence = -1
         self.blocks: defaultdict[int, dict[int, SnapshotBlock]] = defaultdict(dict)
-        """By rank."""
+        """Blocks by rank."""
         self.ranks = 1
         self.sends_events = True
         self.plain = False
-        """As a plain vLLM: events and their replay, no epoch, no snapshots, no digest, nothing in the load reports."""
+        """Whether it behaves like plain vLLM: events and their replay, but no epoch, snapshots or digest, and no KV
+        state in the load reports."""
         self.lie = 0
-        """XORed into the digests it reports."""
+        """XORed into the digests that it reports."""
         self.capacity_blocks = 1000
         self.snapshots = 0
         self.model = MODEL
@@ -110,7 +111,7 @@ class ScriptedWorker:
         self.registration = await self.discovery.register(self._entries)
 
     async def attaches(self, kvbm: str, layout: str) -> None:
-        """The card says so from now on."""
+        """Name this store in the card from now on."""
         self.kvbm, self.kvbm_layout = kvbm, layout
         assert self.registration is not None
         await self.registration.publish()
@@ -121,7 +122,7 @@ class ScriptedWorker:
         self.publisher.close()
 
     async def stores(self, tokens: list[int], *, rank: int = 0, silently: bool = False) -> None:
-        """The prompt's full blocks are cached now; those that are new are told, or `silently` are not."""
+        """Cache the prompt's full blocks; send events of the new ones, unless `silently`."""
         packed = pack_tokens(tokens)
         names = [event_hash(key) for key in content_keys(root_key(MODEL), packed, BLOCK_SIZE)]
         told: list[KvEvent] = []
@@ -137,7 +138,7 @@ class ScriptedWorker:
             self.tells(*told, rank=rank)
 
     def drops(self, tokens: list[int], block: int, *, rank: int = 0) -> None:
-        """One block of the prompt is evicted."""
+        """Evict one block of the prompt."""
         name = event_hash(content_keys(root_key(MODEL), pack_tokens(tokens), BLOCK_SIZE)[block])
         del self.blocks[rank][name]
         self.tells(BlockRemoved(block_hashes=[name], medium="GPU"), rank=rank)
@@ -147,7 +148,7 @@ class ScriptedWorker:
         self.tells(AllBlocksCleared())
 
     def restarts_engine(self) -> None:
-        """An empty cache, a new epoch, and sequences from 0 again; nothing is told."""
+        """Start a new epoch with an empty cache and sequences from 0; send nothing."""
         self.blocks.clear()
         self.epoch += 1
         self.sequence = -1
@@ -225,8 +226,8 @@ class ScriptedWorker:
         }
 
 
-class Fleet:
-    """One router, and the ends of the wire around it."""
+class RouterFleet:
+    """One router and the other ends of its connections."""
 
     def __init__(self, runtime: Runtime, service: Router, broker: MemoryBroker, store: MemoryStore) -> None:
         self.runtime = runtime
@@ -237,7 +238,7 @@ class Fleet:
         self.workers: list[ScriptedWorker] = []
 
     async def worker(self, name: str, *, awaited: bool = True, **changes: object) -> ScriptedWorker:
-        """A worker; if `awaited`, one that is routed to and whose events are followed."""
+        """Start a worker. If `awaited`, wait until it is routed to and its events are followed."""
         worker = ScriptedWorker(name, self.bus, MemoryEvents(self.broker), MemoryDiscovery(self.store))
         for field, value in changes.items():
             setattr(worker, field, value)
@@ -248,7 +249,7 @@ class Fleet:
         return worker
 
     async def knows(self, worker: ScriptedWorker) -> None:
-        """Waits until the router routes to the worker and follows its events."""
+        """Wait until the router routes to the worker and follows its events."""
         models = self.router.models
         await until(lambda: worker.model in models and worker.name in models[worker.model].cards)
         if worker.sends_events and worker.answers_snapshots:
@@ -268,12 +269,12 @@ class Fleet:
         return reply
 
     async def tell(self, *events: LoadEvent) -> None:
-        """As a frontend does."""
+        """Publish load events, like a frontend."""
         payload = LOAD_EVENTS.encode(LoadEvents(MODEL, list(events)))
         await self.bus.publish(subjects.router_load(NAMESPACE, MODEL), payload)
 
     async def finds(self, worker: str, tokens: list[int], blocks: int, *, rank: int = 0) -> None:
-        """Waits until the router's index says that the worker holds so many leading blocks, and no more."""
+        """Wait until the router's index has exactly `blocks` leading blocks of the prompt for the worker."""
         hashes = sequence_hashes(pack_tokens(tokens), BLOCK_SIZE)
         index = self.router.models[MODEL].index
         await until(lambda: index.find(hashes).get((worker, rank), Overlap()).blocks == blocks)
@@ -302,12 +303,12 @@ NO_SPECULATION = msgspec.structs.replace(
 
 @asynccontextmanager
 async def fleet(
-    config: RouterConfig = NO_SPECULATION, *, instance: str = "0a", beside: Fleet | None = None
-) -> AsyncIterator[Fleet]:
-    """A router on the in-process twins, with nobody around it yet, or a replica `beside` another."""
+    config: RouterConfig = NO_SPECULATION, *, instance: str = "0a", beside: RouterFleet | None = None
+) -> AsyncIterator[RouterFleet]:
+    """Run a router on the in-process twins without other processes, or a replica of `beside`."""
     broker, store = (MemoryBroker(), MemoryStore()) if beside is None else (beside.broker, beside.store)
     twins = on_twins(NAMESPACE, "router", instance, MemoryBus(broker), broker, store)
     async with twins as runtime, router(runtime, config) as service:
-        yield Fleet(runtime, service, broker, store)
+        yield RouterFleet(runtime, service, broker, store)
         for model in service.models.values():
             model.validate()

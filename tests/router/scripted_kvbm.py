@@ -1,4 +1,4 @@
-"""A kvbm without a pool: it says what the test tells it to."""
+"""A kvbm without a pool: the test decides what it sends."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from shared.messages import (
     SnapshotBlock,
     SnapshotChunk,
 )
-from tests.router.fleet import BLOCK_SIZE, MODEL, NAMESPACE, Fleet, until
+from tests.router.fleet import BLOCK_SIZE, MODEL, NAMESPACE, RouterFleet, until
 
 LowerTier = Literal["host", "disk"]
 MEDIA: dict[LowerTier, str] = {"host": "host_pinned", "disk": "disk"}
 
 
 class ScriptedLayout:
-    """The blocks of one layout, and what is told of them."""
+    """The blocks of one layout, and its event stream."""
 
     def __init__(self, events: Events) -> None:
         self.publisher = events.open_publisher()
@@ -46,7 +46,7 @@ class ScriptedLayout:
         self.snapshots = 0
 
     def stores(self, tokens: list[int], blocks: Sequence[int], tier: LowerTier, *, silently: bool = False) -> None:
-        """These blocks of the prompt can be found in the tier from now on; the prefix before them need not."""
+        """Make these blocks of the prompt available in the tier; the prefix before them need not be."""
         packed, names = _named(tokens)
         for number in blocks:
             parent = names[number - 1] if number else None
@@ -73,7 +73,7 @@ class ScriptedLayout:
 
 
 class ScriptedKvbm:
-    """One process; its layouts are named as it is started."""
+    """One kvbm process, started with these layouts."""
 
     def __init__(self, name: str, bus: Bus, events: Events, discovery: Discovery, layouts: Sequence[str]) -> None:
         self.name = name
@@ -88,7 +88,7 @@ class ScriptedKvbm:
         self._registration = await self._discovery.register(self._entries)
 
     async def adds(self, layout: str) -> None:
-        """An engine has attached with a layout that was not here before."""
+        """Add a layout, as if an engine had attached with it."""
         self.layouts[layout] = ScriptedLayout(self._events)
         assert self._registration is not None
         await self._registration.publish()
@@ -130,8 +130,8 @@ class ScriptedKvbm:
         return {subjects.instance_key(NAMESPACE, "kvbm", self.name): INSTANCE.encode(instance, JSON_HEADER)}
 
 
-async def kvbm(world: Fleet, name: str = "k", *, layouts: Sequence[str] = ("l",)) -> ScriptedKvbm:
-    """One that discovery knows."""
+async def kvbm(world: RouterFleet, name: str = "k", *, layouts: Sequence[str] = ("l",)) -> ScriptedKvbm:
+    """Start a kvbm and wait until discovery has it."""
     started = ScriptedKvbm(name, world.bus, MemoryEvents(world.broker), MemoryDiscovery(world.store), layouts)
     await started.start()
     await until(lambda: name in world.runtime.directory.instances)
@@ -139,6 +139,6 @@ async def kvbm(world: Fleet, name: str = "k", *, layouts: Sequence[str] = ("l",)
 
 
 def _named(tokens: list[int]) -> tuple[bytes, list[int]]:
-    """(packed tokens, the names of the full blocks)."""
+    """Return (packed tokens, the engine hashes of the full blocks)."""
     packed = pack_tokens(tokens)
     return packed, [event_hash(key) for key in content_keys(root_key(MODEL), packed, BLOCK_SIZE)]

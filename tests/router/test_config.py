@@ -1,4 +1,4 @@
-"""The router's settings: those that no router could work with are refused before it starts."""
+"""The router's settings: invalid ones are refused before it starts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from shared.errors import ConfigError
         "--explained=-1",
     ],
 )
-def test_limits_and_times_that_nobody_can_mean_are_refused_by_name(flag: str) -> None:
+def test_invalid_limits_and_times_are_refused_by_name(flag: str) -> None:
     with pytest.raises(ConfigError, match=flag.partition("=")[0].rpartition("-")[2]):
         load(RouterConfig, flags=[flag], environ={})
 
 
-def test_what_may_be_switched_off_may() -> None:
+def test_settings_that_can_be_disabled_accept_zero() -> None:
     off = ["--index-speculation-s=0", "--load-ramp-s=0", "--source-digest-s=0", "--source-silence-s=0", "--explained=0"]
     assert load(RouterConfig, flags=off, environ={}).index.speculation_s == 0

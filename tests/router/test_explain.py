@@ -1,4 +1,4 @@
-"""What a router tells of its choices: the latest, over all models, the chosen one always among the candidates."""
+"""Explanations of a router: the latest decisions over all models, with the chosen candidate always among the rows."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ def ask(router: ModelRouter, request: str, now_s: float = 0.0, *, attempt: int =
 
 
 @pytest.mark.parametrize("payload", [b"abc", b"chatcmpl-abc", b"cmpl-abc", b"embd-abc", b'"chatcmpl-abc"', b" abc\n"])
-def test_a_request_is_named_bare_or_as_its_answer_names_it(payload: bytes) -> None:
+def test_a_request_is_found_by_its_bare_id_or_its_answers_id(payload: bytes) -> None:
     assert requested_id(payload) == "abc"
 
 
 @pytest.mark.parametrize("payload", [b"chatcmpl-", b'"cmpl-"'])
-def test_a_name_of_nothing_but_its_beginning_is_not_empty(payload: bytes) -> None:
+def test_an_id_that_is_only_a_prefix_is_not_empty(payload: bytes) -> None:
     assert explain("r1", [model("m", "a")], requested_id(payload), 0.0).decisions == []
     assert requested_id(payload) != ""
 
 
 @pytest.mark.parametrize("payload", [b"", b'""', b"\n"])
-def test_an_empty_question_names_none(payload: bytes) -> None:
+def test_an_empty_query_names_no_request(payload: bytes) -> None:
     assert requested_id(payload) == ""
 
 
-def test_bytes_that_are_no_text_name_a_request_that_nobody_has() -> None:
+def test_bytes_that_are_not_text_name_an_unknown_request() -> None:
     assert explain("r1", [model("m", "a")], requested_id(b"\xff\xfe"), 0.0).decisions == []
 
 
-def test_a_choice_is_told_with_what_came_of_it() -> None:
+def test_a_choice_is_explained_with_its_outcome() -> None:
     router = model("m", "a", "b")
     router.apply_load_report(LoadReport("a", 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=90.0), 0.0)
     ask(router, "r", 5.0)
@@ -80,7 +80,7 @@ def test_a_choice_is_told_with_what_came_of_it() -> None:
     assert (told.first_token_s, told.ended_s, told.age_s) == (0.25, 2.0, 5.0)
 
 
-def test_the_latest_come_oldest_first_over_all_models() -> None:
+def test_the_latest_decisions_of_all_models_come_oldest_first() -> None:
     first, second = model("m1", "a"), model("m2", "a")
     for number in range(DECISIONS_IN_ANSWER):
         ask(first, f"x{number}", 2.0 * number)
@@ -91,7 +91,7 @@ def test_the_latest_come_oldest_first_over_all_models() -> None:
     ]
 
 
-def test_all_attempts_of_a_request_are_told() -> None:
+def test_all_attempts_of_a_request_are_explained() -> None:
     router = model("m", "a", "b")
     for attempt in (1, 2):
         ask(router, "r", float(attempt), attempt=attempt)
@@ -99,7 +99,7 @@ def test_all_attempts_of_a_request_are_told() -> None:
     assert [each.attempt for each in explain("r1", [router], "r", 3.0).decisions] == [1, 2]
 
 
-def test_the_chosen_one_is_among_the_rows_however_badly_it_scores() -> None:
+def test_the_chosen_candidate_is_among_the_rows_even_with_a_bad_score() -> None:
     names = [f"w{number:02}" for number in range(2 * KEPT_CANDIDATES)]
     router = model("m", *names, policy="round-robin")
     for number in range(2 * KEPT_CANDIDATES):
@@ -109,15 +109,15 @@ def test_the_chosen_one_is_among_the_rows_however_badly_it_scores() -> None:
         assert told.instance in {row.instance for row in told.candidates}
 
 
-class NeverPolicy(KvPolicy):
-    """Says never, and always, by infinite scores; its worker has a speed that is next to none."""
+class ExtremeScorePolicy(KvPolicy):
+    """Returns infinite scores; its worker has a speed of almost 0."""
 
     def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
         return math.inf if candidate.id[0] == "a" else -math.inf
 
 
-def test_scores_and_times_without_a_bound_can_be_told_in_json() -> None:
-    router = ModelRouter("m", "r1", RouterConfig(), NeverPolicy(), Random(1))
+def test_infinite_scores_and_times_can_be_encoded_in_json() -> None:
+    router = ModelRouter("m", "r1", RouterConfig(), ExtremeScorePolicy(), Random(1))
     for card in model("m", "a", "b").cards.values():
         router.add_card(card)
     for instance in "ab":
@@ -128,7 +128,7 @@ def test_scores_and_times_without_a_bound_can_be_told_in_json() -> None:
     assert EXPLANATIONS.decode(EXPLANATIONS.encode(told, JSON_HEADER), JSON_HEADER) == told
 
 
-def test_times_are_told_in_microseconds() -> None:
+def test_times_are_rounded_to_microseconds() -> None:
     router = model("m", "a")
     router.apply_load_report(LoadReport("a", 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=700.0), 0.0)
     ask(router, "r", 1 / 3)
@@ -139,8 +139,8 @@ def test_times_are_told_in_microseconds() -> None:
     assert told.candidates[0].predicted_s == 0.012857
 
 
-def test_a_policy_that_does_not_choose_is_told_by_the_worst_of_its_models() -> None:
-    clock = itertools.count().__next__  # a second goes by each time it is looked at
+def test_the_problem_shown_for_a_policy_is_that_of_the_worst_model() -> None:
+    clock = itertools.count().__next__  # a second passes at each call
     fine = ModelRouter("m", "r1", RouterConfig(), KvPolicy(), Random(1))
     failing = ModelRouter("m", "r1", RouterConfig(policy="mine:Broken"), BrokenPolicy(), Random(1))
     slow = ModelRouter("m", "r1", RouterConfig(policy_strikes=0), KvPolicy(), Random(1), clock)
@@ -157,7 +157,7 @@ def test_a_policy_that_does_not_choose_is_told_by_the_worst_of_its_models() -> N
     assert policy_problem([fine, failing, slow]) == "off: kv chooses"
 
 
-def test_a_models_state_counts_what_is_known_of_it() -> None:
+def test_a_models_state_has_its_sizes() -> None:
     router = model("m", "a", "b")
     ask(router, "r")
     assert model_states({"m": router}) == [ModelState("m", 2, 1, 0, 0)]

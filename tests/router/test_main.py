@@ -24,7 +24,8 @@ from tests.servers import EtcdServer, NatsServer
 
 @asynccontextmanager
 async def router_process(nats_url: str, folder: Path, *, etcd: str = "") -> AsyncIterator[asyncio.subprocess.Process]:
-    """Started when entered; ended, if the test did not, when left. It finds workers in `etcd`, or else in `folder`."""
+    """Run a router process while the context is open; the test may end it earlier. It finds workers in `etcd`, or else
+    in `folder`."""
     flags = [
         *("--namespace", NAMESPACE),
         *("--nats-url", nats_url),
@@ -46,7 +47,7 @@ async def router_process(nats_url: str, folder: Path, *, etcd: str = "") -> Asyn
 
 
 async def overlap_once_it_is(bus: NatsBus, prompt: list[int], blocks: int) -> Selected:
-    """Asks until the router knows so many leading blocks of the prompt."""
+    """Ask until the router finds `blocks` leading blocks of the prompt."""
     async with asyncio.timeout(LIMIT_S):
         for number in range(10_000):
             try:
@@ -61,7 +62,7 @@ async def overlap_once_it_is(bus: NatsBus, prompt: list[int], blocks: int) -> Se
     raise AssertionError("the router does not answer")
 
 
-async def test_a_router_started_late_and_started_again_knows_what_is_cached(nats_url: str, tmp_path: Path) -> None:
+async def test_a_router_that_starts_late_or_restarts_learns_what_is_cached(nats_url: str, tmp_path: Path) -> None:
     bus = await connect(NatsConfig(url=nats_url), "test")
     discovery = FileDiscovery(tmp_path)
     with ZmqEvents("127.0.0.1") as events:
@@ -84,7 +85,7 @@ async def test_a_router_started_late_and_started_again_knows_what_is_cached(nats
     await bus.drain()
 
 
-async def test_losing_nats_and_all_of_etcd_changes_nothing_that_was_known(
+async def test_losing_nats_and_all_of_etcd_loses_no_known_block(
     own_nats: NatsServer, own_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     bus = await connect(NatsConfig(url=own_nats.url), "test")
@@ -97,7 +98,7 @@ async def test_losing_nats_and_all_of_etcd_changes_nothing_that_was_known(
         async with router_process(own_nats.url, tmp_path, etcd=own_etcd.endpoint) as process:
             await overlap_once_it_is(bus, prompt, 20)
             await asyncio.to_thread(own_nats.stop)
-            await worker.stores(prompt[: 4 * 25])  # heard by ZMQ
+            await worker.stores(prompt[: 4 * 25])  # received by ZMQ
             await asyncio.to_thread(own_nats.start)
             await overlap_once_it_is(bus, prompt, 25)
             await asyncio.to_thread(own_etcd.stop)
@@ -107,7 +108,7 @@ async def test_losing_nats_and_all_of_etcd_changes_nothing_that_was_known(
             async with asyncio.timeout(LIMIT_S):
                 async for change in discovery.watch(subjects.instance_key(NAMESPACE, "worker", "a1")):
                     if isinstance(change, Added):
-                        break  # the worker stands in it again
+                        break  # the worker is in the list again
             await overlap_once_it_is(bus, prompt, 30)
             assert process.returncode is None
         assert worker.snapshots == 1, "known all the time, never asked again"
@@ -116,7 +117,7 @@ async def test_losing_nats_and_all_of_etcd_changes_nothing_that_was_known(
     await bus.drain()
 
 
-async def test_a_policy_that_is_none_ends_the_process_with_the_reason(nats_url: str, tmp_path: Path) -> None:
+async def test_an_invalid_policy_ends_the_process_with_the_reason(nats_url: str, tmp_path: Path) -> None:
     flags = ["--nats-url", nats_url, "--discovery-backend", "file", "--discovery-path", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.router", *flags, "--policy", "best"), stderr=asyncio.subprocess.PIPE

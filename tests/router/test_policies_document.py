@@ -1,4 +1,4 @@
-"""docs/policies.md: the policy in it is short, and works as it says."""
+"""The policy in docs/policies.md is short, and works as the document says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The document's policy as a module that can be imported; its name in the config."""
+    """Import the document's policy as a module, and return its name in the config."""
     blocks: list[str] = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)
     (code,) = blocks
     assert len(code.splitlines()) <= 30
@@ -29,7 +29,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("most_cached", None)
 
 
-async def test_the_example_follows_the_cache_until_it_is_crowded_there(example: str) -> None:
+async def test_the_example_follows_the_cache_until_the_worker_is_crowded(example: str) -> None:
     config = msgspec.structs.replace(NO_SPECULATION, policy=example)
     async with fleet(config) as world:
         workers = [await world.worker(name) for name in ("a", "b")]
@@ -46,7 +46,7 @@ async def test_the_example_follows_the_cache_until_it_is_crowded_there(example: 
         assert world.metric("headrace_policy_troubles_total", kind="failed") == 0
 
 
-def test_the_document_names_every_policy_there_is() -> None:
+def test_the_document_names_every_built_in_policy() -> None:
     built_in, _, _ = DOCUMENT.read_text(encoding="utf-8").partition("## A policy of your own")
     named = set(re.findall(r"^\| `([a-z-]+)`", built_in, re.M))
     assert named == set(BUILT_IN)

@@ -1,4 +1,5 @@
-"""A router that starts beside others knows what is reserved before it answers; it starts also where nobody tells it."""
+"""A router that starts next to others has their reservations before it answers; it also starts if none of them
+answers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from shared.messages import (
     ReservationsRequest,
     Reserved,
 )
-from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, Fleet, fleet, tokens_of, until
+from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, RouterFleet, fleet, tokens_of, until
 
 Answer = Callable[[Message], Awaitable[None]]
 
@@ -36,9 +37,9 @@ def reserved(request: str, tokens: int = 100) -> Reserved:
 
 
 class OldRouter:
-    """Another router, as far as one that starts can see: an address, and what it answers."""
+    """Another router as seen by one that starts: its address and its answers."""
 
-    def __init__(self, world: Fleet, name: str, *, started: float = 0.0) -> None:
+    def __init__(self, world: RouterFleet, name: str, *, started: float = 0.0) -> None:
         self.world = world
         self.name = name
         self.started = started
@@ -47,7 +48,7 @@ class OldRouter:
         self.open = asyncio.Event()
 
     async def start(self, *parts: Reservations | bytes) -> None:
-        """Answers with `parts`, the last one marked as such, once `open` is set."""
+        """Answer with `parts`, the last one marked as the last message, once `open` is set."""
 
         async def answer(message: Message) -> None:
             assert RESERVATIONS_REQUEST.decode(message.payload) == ReservationsRequest(MODEL)
@@ -67,7 +68,7 @@ class OldRouter:
         await MemoryDiscovery(self.world.store).register(lambda _: {key: INSTANCE.encode(entry, JSON_HEADER)})
 
 
-async def test_a_router_that_starts_knows_what_is_reserved_and_how_far_it_is() -> None:
+async def test_a_router_that_starts_copies_the_reservations_and_their_progress() -> None:
     async with fleet() as world:
         for name in ("a", "b"):
             await world.worker(name)
@@ -105,7 +106,7 @@ async def test_many_reservations_come_in_several_messages(monkeypatch: pytest.Mo
             assert len(replica.router.models[MODEL].load.reservations()) == 5
 
 
-async def test_of_a_model_that_is_not_known_nothing_is_reserved() -> None:
+async def test_an_unknown_model_has_no_reservations() -> None:
     async with fleet() as world:
         question = RESERVATIONS_REQUEST.encode(ReservationsRequest("unheard of"))
         subject = subjects.reservations(NAMESPACE, world.runtime.instance)
@@ -115,7 +116,7 @@ async def test_of_a_model_that_is_not_known_nothing_is_reserved() -> None:
             ]
 
 
-async def test_who_asks_in_json_is_told_in_json() -> None:
+async def test_a_request_in_json_is_answered_in_json() -> None:
     async with fleet() as world:
         await world.worker("a")
         await world.chosen(tokens_of("x", 4), "r")
@@ -127,7 +128,7 @@ async def test_who_asks_in_json_is_told_in_json() -> None:
         assert (told.request, message.headers["Content-Type"]) == ("r", "application/json")
 
 
-async def test_an_end_that_is_heard_before_the_answer_comes_counts() -> None:
+async def test_an_end_that_is_received_before_the_answer_counts() -> None:
     async with fleet() as world:
         await world.worker("a")
         old = OldRouter(world, "old")
@@ -139,13 +140,13 @@ async def test_an_end_that_is_heard_before_the_answer_comes_counts() -> None:
         assert await starting == ["lives"]
 
 
-async def _living(world: Fleet, *, meanwhile: OldRouter) -> list[str]:
+async def _living(world: RouterFleet, *, meanwhile: OldRouter) -> list[str]:
     async with fleet(instance="0b", beside=world) as replica:
         assert meanwhile.open.is_set(), "it counted as started before it was told"
         return [each.reserved.request for each in replica.router.models[MODEL].load.reservations()]
 
 
-async def test_until_it_is_told_it_answers_no_question_and_is_in_no_address_book() -> None:
+async def test_a_starting_router_neither_answers_nor_registers_before_it_has_the_reservations() -> None:
     async with fleet() as world:  # lends its broker and worker, and stops listening itself
         await world.worker("a")
         for subscription in world.router._model_subscriptions[MODEL]:
@@ -162,7 +163,7 @@ async def test_until_it_is_told_it_answers_no_question_and_is_in_no_address_book
 
 
 @pytest.mark.parametrize("wrong", [b"\xc1", b"", RESERVATIONS.encode(Reservations(MODEL, [reserved("r", -1)], []))])
-async def test_after_a_router_that_is_gone_silent_or_senseless_the_next_one_is_asked(
+async def test_if_a_router_is_gone_silent_or_invalid_the_next_one_is_asked(
     wrong: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_sync, "ANSWER_TIMEOUT_S", 0.05)
@@ -181,7 +182,7 @@ async def test_after_a_router_that_is_gone_silent_or_senseless_the_next_one_is_a
         assert all(old.asked.is_set() for old in (silent, senseless))
 
 
-async def test_where_no_router_tells_it_starts_without_and_says_so_aloud(
+async def test_if_no_router_answers_it_starts_without_reservations_and_logs_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(replica_sync, "ANSWER_TIMEOUT_S", 0.02)
@@ -194,11 +195,11 @@ async def test_where_no_router_tells_it_starts_without_and_says_so_aloud(
             async with fleet(instance="0b", beside=world) as replica:
                 assert replica.metric("headrace_router_joins_total", outcome="failed") == 1
                 assert (await replica.chosen(tokens_of("x", 2))).instance == "a"
-        assert "no router told its reservations: old0: " in caplog.text
+        assert "no router sent its reservations; starting without them: old0: " in caplog.text
         assert [old.asked.is_set() for old in olds] == [True, True, True, False, False]
 
 
-async def test_a_router_that_ends_while_it_waits_to_be_told_leaves_no_subscription_behind() -> None:
+async def test_a_router_that_stops_while_it_waits_for_reservations_closes_its_subscriptions() -> None:
     async with fleet() as world, fleet(instance="0b", beside=world) as replica:
         old = OldRouter(world, "old")
         await old.start()
@@ -211,9 +212,11 @@ async def test_a_router_that_ends_while_it_waits_to_be_told_leaves_no_subscripti
         assert not world.broker.subscriptions(replica.runtime.bus)
 
 
-async def test_a_question_that_cannot_be_read_is_counted() -> None:
+async def test_a_request_that_cannot_be_read_is_counted() -> None:
     async with fleet() as world:
         subject = subjects.reservations(NAMESPACE, world.runtime.instance)
         await world.bus.publish(subject, b"\xc1")
-        await world.bus.publish(subject, RESERVATIONS_REQUEST.encode(ReservationsRequest(MODEL)))  # nobody to answer
+        await world.bus.publish(
+            subject, RESERVATIONS_REQUEST.encode(ReservationsRequest(MODEL))
+        )  # without a reply subject
         await until(lambda: world.metric("headrace_malformed_messages_total", channel="reservations") == 1)

@@ -1,4 +1,4 @@
-"""Several routers on one broker: what one reserves all know, and people are answered by the one that knows."""
+"""Several routers on one broker: all of them know a reservation of any one, and the router that made it explains it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from shared.messages import (
     RouterState,
     Selected,
 )
-from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, NO_SPECULATION, Fleet, fleet, select, tokens_of, until
+from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, NO_SPECULATION, RouterFleet, fleet, select, tokens_of, until
 
 
 @asynccontextmanager
-async def two(config: RouterConfig = NO_SPECULATION, *, workers: int = 4) -> AsyncIterator[tuple[Fleet, Fleet]]:
-    """Two routers that both route to the workers w0 …"""
+async def two(
+    config: RouterConfig = NO_SPECULATION, *, workers: int = 4
+) -> AsyncIterator[tuple[RouterFleet, RouterFleet]]:
+    """Run two routers that both route to the workers w0 …"""
     async with fleet(config, instance="0a") as first, fleet(config, instance="0b", beside=first) as second:
         for number in range(workers):
             await second.knows(await first.worker(f"w{number}"))
@@ -45,13 +47,13 @@ async def two(config: RouterConfig = NO_SPECULATION, *, workers: int = 4) -> Asy
         yield first, second
 
 
-def own_bus(world: Fleet) -> MemoryBus:
-    """The router's end of the bus, as the twin that it is."""
+def own_bus(world: RouterFleet) -> MemoryBus:
+    """The router's end of the bus, which is the in-memory twin."""
     assert isinstance(world.runtime.bus, MemoryBus)
     return world.runtime.bus
 
 
-async def explained(world: Fleet, subject: str, request: str) -> Explanations:
+async def explained(world: RouterFleet, subject: str, request: str) -> Explanations:
     answer = await world.bus.request(subject, request.encode(), timeout_s=LIMIT_S)
     assert answer.headers == {"Content-Type": "application/json"}
     return EXPLANATIONS.decode(answer.payload, answer.headers)
@@ -79,7 +81,7 @@ def question(number: int) -> bytes:
     return SELECT.encode(select(tokens_of(f"{number:04}", 5), f"r{number}"))
 
 
-async def test_what_another_router_reserves_is_heard_in_the_middle_of_a_burst() -> None:
+async def test_another_routers_reservations_are_received_in_the_middle_of_a_burst() -> None:
     async with fleet() as world, fleet(instance="0b", beside=world):
         for name in ("a", "b"):
             await world.worker(name)
@@ -88,11 +90,11 @@ async def test_what_another_router_reserves_is_heard_in_the_middle_of_a_burst() 
         elsewhere = asyncio.create_task(world.tell(Reserved("elsewhere", 1, "f", "a", 0, 100_000, 300, router="0b")))
         await elsewhere
         chosen = [await each for each in asked]
-        # Much later `b` is as busy with these questions.
+        # Much later `b` is as busy with these requests.
         assert all(isinstance(each, Selected) and each.instance == "b" for each in chosen[10:25])
 
 
-async def test_reservations_of_one_moment_are_told_together_and_the_answers_do_not_wait() -> None:
+async def test_reservations_of_one_moment_are_published_together_and_the_answers_do_not_wait() -> None:
     told: list[LoadEvents] = []
 
     async def hear(message: Message) -> None:
@@ -109,7 +111,7 @@ async def test_reservations_of_one_moment_are_told_together_and_the_answers_do_n
         assert all(isinstance(event, Reserved) and event.router == "0a" for event in events)
 
 
-async def test_a_router_that_is_alone_tells_nobody_until_another_asks_what_is_reserved() -> None:
+async def test_a_single_router_publishes_no_reservations_until_another_one_asks() -> None:
     told: list[str] = []
 
     async def hear(message: Message) -> None:
@@ -119,7 +121,7 @@ async def test_a_router_that_is_alone_tells_nobody_until_another_asks_what_is_re
         await world.worker("a")
         await world.bus.subscribe(subjects.router_load(NAMESPACE, MODEL), hear)
         await world.chosen(tokens_of("x", 5), "alone")
-        # It is not in the directory yet: it comes there once it has been told.
+        # It is not in the directory yet: it registers once it has the reservations.
         question = RESERVATIONS_REQUEST.encode(ReservationsRequest(MODEL))
         await world.bus.request(subjects.reservations(NAMESPACE, world.runtime.instance), question, timeout_s=LIMIT_S)
         await world.chosen(tokens_of("y", 5), "joined")
@@ -127,7 +129,7 @@ async def test_a_router_that_is_alone_tells_nobody_until_another_asks_what_is_re
         assert told == ["joined"]
 
 
-async def test_what_is_reserved_at_the_end_of_a_router_is_told_still() -> None:
+async def test_a_stopping_router_still_publishes_its_last_reservations() -> None:
     async with fleet(instance="0a") as first:
         await first.worker("a")
         async with fleet(instance="0b", beside=first) as second:
@@ -158,7 +160,7 @@ async def test_an_answer_that_cannot_be_sent_reserves_nothing_anywhere(fault: st
         assert [each.reserved.request for load in loads for each in load.reservations()] == ["r", "r"], "asked again"
 
 
-async def test_a_question_asked_again_of_another_router_is_answered_alike_and_ends_once() -> None:
+async def test_a_select_repeated_to_another_router_gets_the_same_answer_and_ends_once() -> None:
     async with two() as (first, second):
         loads = [world.router.models[MODEL].load for world in (first, second)]
         for number in range(8):
@@ -173,7 +175,7 @@ async def test_a_question_asked_again_of_another_router_is_answered_alike_and_en
         await until(lambda: [len(load.reservations()) for load in loads] == [0, 0])
 
 
-async def test_reservations_made_while_nats_is_away_are_told_when_it_is_back() -> None:
+async def test_reservations_made_while_nats_is_away_are_published_when_it_is_back() -> None:
     async with two() as (first, second):
         own_bus(first).lose()
         told = Reserved("r", 1, "f", "w0", 0, 5000, 300, router="0a")
@@ -184,7 +186,7 @@ async def test_reservations_made_while_nats_is_away_are_told_when_it_is_back() -
         await until(lambda: load.load_of(("w0", 0)).queued_tokens == 5000)
 
 
-async def test_what_waited_for_nats_and_comes_at_once_leaves_the_loop_to_others() -> None:
+async def test_events_that_waited_for_nats_and_come_at_once_do_not_block_the_loop() -> None:
     async with fleet() as world:
         await world.worker("a")
         load = world.router.models[MODEL].load
@@ -197,7 +199,7 @@ async def test_what_waited_for_nats_and_comes_at_once_leaves_the_loop_to_others(
         assert len(grown) >= 8
 
 
-async def test_load_events_of_a_model_that_nobody_knows_are_counted() -> None:
+async def test_load_events_of_an_unknown_model_are_counted() -> None:
     async with fleet() as world:
         await world.worker("a")
         payload = LOAD_EVENTS.encode(LoadEvents("unheard of", [Finished("r", 1)]))
@@ -208,7 +210,7 @@ async def test_load_events_of_a_model_that_nobody_knows_are_counted() -> None:
 # --- explain and state
 
 
-async def test_the_router_that_knows_a_request_is_first_to_explain_it() -> None:
+async def test_the_router_that_knows_a_request_explains_it_first() -> None:
     async with two() as (first, _):
         chosen = await asyncio.gather(*(first.chosen(tokens_of(f"{n:04}", 5), f"r{n}") for n in range(8)))
         for each in chosen:
@@ -236,7 +238,7 @@ async def test_each_router_explains_its_own_choices_under_its_own_name() -> None
         assert (decision.actual_cached_tokens, decision.first_token_s) == (8, 0.5)
 
 
-async def test_without_a_request_the_latest_choices_are_told() -> None:
+async def test_without_a_request_id_the_latest_decisions_are_returned() -> None:
     async with fleet() as world:
         await world.worker("a")
         for number in range(3):
@@ -246,7 +248,7 @@ async def test_without_a_request_the_latest_choices_are_told() -> None:
             assert [each.request for each in told.decisions] == ["r0", "r1", "r2"]
 
 
-async def test_a_request_that_nobody_knows_is_answered_with_none_also_when_many_ask(
+async def test_an_unknown_request_is_answered_with_no_decision_even_if_many_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(queries, "DELAYED_LIMIT", 3)
@@ -257,7 +259,7 @@ async def test_a_request_that_nobody_knows_is_answered_with_none_also_when_many_
         await first.bus.publish(subject, b"nobody to answer")
 
 
-async def test_a_router_may_end_while_somebody_waits_for_its_answer() -> None:
+async def test_a_router_may_stop_while_a_client_waits_for_its_answer() -> None:
     async with fleet() as world:
         await world.worker("a")
         asking = asyncio.create_task(explained(world, subjects.explain(NAMESPACE, MODEL), "unheard of"))
@@ -265,7 +267,7 @@ async def test_a_router_may_end_while_somebody_waits_for_its_answer() -> None:
     asking.cancel()
 
 
-async def test_a_router_tells_its_state() -> None:
+async def test_a_router_answers_with_its_state() -> None:
     async with fleet() as world:
         await world.worker("a")
         worker = await world.worker("b")

@@ -1,4 +1,4 @@
-"""The router on the in-process twins, among workers that speak the real messages."""
+"""The router on the in-process twins, among workers that send real messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.router.fleet import (
     MODEL,
     NAMESPACE,
     NO_SPECULATION,
-    Fleet,
+    RouterFleet,
     fleet,
     select,
     tokens_of,
@@ -37,7 +37,7 @@ from tests.router.fleet import (
 )
 
 
-async def test_a_prompt_goes_where_its_blocks_are_and_the_answer_says_why() -> None:
+async def test_a_prompt_is_routed_to_its_cached_blocks_and_the_answer_says_why() -> None:
     async with fleet() as world:
         workers = [await world.worker(name) for name in ("a", "b", "c")]
         prompt = tokens_of("x", 20)
@@ -97,7 +97,7 @@ async def test_a_burst_of_siblings_stays_together_before_any_event_comes() -> No
         assert len(chosen) == 1
 
 
-async def test_reservations_are_told_to_all_routers_and_other_routers_reservations_count() -> None:
+async def test_reservations_are_published_to_all_routers_and_those_of_other_routers_count() -> None:
     async with fleet() as world:
         for name in ("a", "b"):
             await world.worker(name)
@@ -110,7 +110,7 @@ async def test_reservations_are_told_to_all_routers_and_other_routers_reservatio
         await until(lambda: load.load_of(("a", 0)).requests == 0)
 
 
-async def test_a_frontend_whose_lease_ends_takes_its_reservations_along() -> None:
+async def test_the_reservations_of_a_frontend_are_released_when_its_lease_ends() -> None:
     async with fleet() as world:
         await world.worker("a")
         frontend = await _register_frontend(world, "f")
@@ -121,7 +121,7 @@ async def test_a_frontend_whose_lease_ends_takes_its_reservations_along() -> Non
         await until(lambda: load.statistics().reservations == 0)
 
 
-async def test_a_worker_that_goes_is_not_chosen_and_leaves_nothing_behind() -> None:
+async def test_a_worker_that_leaves_is_not_chosen_and_its_state_is_removed() -> None:
     async with fleet() as world:
         a, _ = await world.worker("a"), await world.worker("b")
         prompt = tokens_of("x", 30)
@@ -168,7 +168,7 @@ async def test_a_lost_batch_is_replayed_when_the_next_one_comes() -> None:
         assert worker.snapshots == 1
 
 
-async def test_a_batch_lost_at_the_tail_is_seen_by_the_load_reports() -> None:
+async def test_the_loss_of_the_last_batch_is_detected_by_load_reports() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         world.broker.mute(worker.publisher.source)
@@ -178,7 +178,7 @@ async def test_a_batch_lost_at_the_tail_is_seen_by_the_load_reports() -> None:
         await world.finds("a", tokens_of("x", 5), 5)
 
 
-async def test_an_engine_that_restarts_is_cleared_and_asked_again() -> None:
+async def test_an_engine_that_restarts_is_cleared_and_asked_for_a_new_snapshot() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         await worker.stores(tokens_of("x", 5))
@@ -202,7 +202,7 @@ async def test_a_cleared_cache_is_gone_at_once() -> None:
         await until(lambda: world.router.models[MODEL].index.bytes == 0)
 
 
-async def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
+async def test_a_snapshot_that_does_not_come_is_requested_again() -> None:
     config = msgspec.structs.replace(
         NO_SPECULATION, source=msgspec.structs.replace(NO_SPECULATION.source, snapshot_idle_timeout_s=0.01)
     )
@@ -215,7 +215,7 @@ async def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
         assert world.metric("headrace_kv_snapshots_total", outcome="failed") >= 2
 
 
-async def test_torn_frames_are_counted_and_what_follows_them_is_applied() -> None:
+async def test_torn_frames_are_counted_and_later_batches_are_applied() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         for payload in (b"", b"\xc1", b"\x93\x01"):
@@ -226,7 +226,7 @@ async def test_torn_frames_are_counted_and_what_follows_them_is_applied() -> Non
         assert world.metric("headrace_kv_events_total", outcome="rejected") == 3
 
 
-async def test_a_source_whose_blocks_are_not_the_cards_is_refused_and_the_worker_still_serves() -> None:
+async def test_a_source_with_another_block_size_than_its_card_is_refused_and_the_worker_still_serves() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         worker.tells(BlockStored([1], None, list(range(8)), 8))
@@ -236,7 +236,7 @@ async def test_a_source_whose_blocks_are_not_the_cards_is_refused_and_the_worker
         assert (await world.chosen(tokens_of("x", 2))).instance == "a"
 
 
-async def test_a_worker_without_events_is_known_by_what_was_routed_to_it() -> None:
+async def test_the_cache_of_a_worker_without_events_is_known_by_the_prompts_routed_to_it() -> None:
     async with fleet() as world:
         await world.worker("a", sends_events=False)
         prompt = tokens_of("x", 6)
@@ -247,7 +247,7 @@ async def test_a_worker_without_events_is_known_by_what_was_routed_to_it() -> No
 # --- questions that cannot be answered, and bad ones
 
 
-async def test_before_any_worker_nobody_listens_for_the_model_and_the_router_itself_says_so() -> None:
+async def test_before_any_worker_comes_only_the_routers_own_subject_answers_for_the_model() -> None:
     async with fleet() as world:
         with pytest.raises(NoResponders):
             await world.ask(tokens_of("x", 2))
@@ -256,7 +256,7 @@ async def test_before_any_worker_nobody_listens_for_the_model_and_the_router_its
         assert reply.code == "unknown_model"
 
 
-async def test_without_instances_left_and_with_all_excluded_the_refusal_says_which() -> None:
+async def test_a_refusal_says_whether_there_are_no_instances_or_all_are_excluded() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         excluded = await world.ask(tokens_of("x", 2), excluded=("a",))
@@ -273,7 +273,7 @@ async def test_without_instances_left_and_with_all_excluded_the_refusal_says_whi
         assert gone.retry_after_s > 0
 
 
-async def test_a_lora_is_served_by_who_has_it() -> None:
+async def test_a_lora_is_served_by_the_worker_that_has_it() -> None:
     async with fleet() as world:
         await world.worker("a")
         await world.worker("b", lora=("french",))
@@ -297,7 +297,9 @@ async def test_a_lora_is_served_by_who_has_it() -> None:
         ({"excluded": ("x",) * 10_000}, "excluded"),
     ],
 )
-async def test_a_bad_question_is_refused_by_name_and_reserves_nothing(changes: dict[str, object], word: str) -> None:
+async def test_an_invalid_select_is_refused_with_its_field_and_reserves_nothing(
+    changes: dict[str, object], word: str
+) -> None:
     async with fleet() as world:
         await world.worker("a")
         question = msgspec.structs.replace(select(tokens_of("x", 2)), **changes)
@@ -309,7 +311,7 @@ async def test_a_bad_question_is_refused_by_name_and_reserves_nothing(changes: d
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"{}", msgspec.msgpack.encode({"type": "select", "attempt": "one"})])
-async def test_what_is_no_question_is_refused_and_counted(payload: bytes) -> None:
+async def test_a_payload_that_is_not_a_select_is_refused_and_counted(payload: bytes) -> None:
     async with fleet() as world:
         await world.worker("a")
         reply = await world.ask_raw(payload)
@@ -318,7 +320,7 @@ async def test_what_is_no_question_is_refused_and_counted(payload: bytes) -> Non
         assert world.metric("headrace_malformed_messages_total", channel="select") == 1
 
 
-async def test_garbage_on_every_channel_is_counted_and_the_router_lives_on() -> None:
+async def test_garbage_on_every_channel_is_counted_and_the_router_keeps_running() -> None:
     async with fleet() as world:
         await world.worker("a")
         await world.bus.publish(subjects.router_load(NAMESPACE, MODEL), b"\xc1")
@@ -334,7 +336,7 @@ async def test_garbage_on_every_channel_is_counted_and_the_router_lives_on() -> 
 # --- seeing it
 
 
-async def test_a_question_in_json_is_answered_in_json() -> None:
+async def test_a_select_in_json_is_answered_in_json() -> None:
     async with fleet() as world:
         await world.worker("a")
         question = SELECT.encode(select(tokens_of("x", 2)), JSON_HEADER)
@@ -344,7 +346,7 @@ async def test_a_question_in_json_is_answered_in_json() -> None:
         assert msgspec.json.decode(answer.payload)["instance"] == "a"
 
 
-async def test_a_decision_can_be_explained_with_what_came_of_it() -> None:
+async def test_a_decision_can_be_explained_with_its_outcome() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         prompt = tokens_of("x", 5)
@@ -364,7 +366,8 @@ async def test_a_decision_can_be_explained_with_what_came_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "errors"), [("BrokenPolicy", 1), ("LeavingPolicy", 1), ("WordlessPolicy", 1), ("NumpyPolicy", 0)]
+    ("policy", "errors"),
+    [("BrokenPolicy", 1), ("ExitingPolicy", 1), ("FailingReasonPolicy", 1), ("NumpyScorePolicy", 0)],
 )
 async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted(policy: str, errors: int) -> None:
     config = msgspec.structs.replace(NO_SPECULATION, policy=f"tests.router.broken_policy:{policy}")
@@ -374,7 +377,7 @@ async def test_a_policy_that_fails_is_replaced_for_that_request_and_counted(poli
         assert world.metric("headrace_policy_troubles_total", kind="failed") == errors
 
 
-async def test_a_worker_that_stands_still_is_passed_over_and_shown() -> None:
+async def test_a_frozen_worker_is_passed_over_and_shown() -> None:
     config = msgspec.structs.replace(NO_SPECULATION, load=msgspec.structs.replace(NO_SPECULATION.load, frozen_s=0.3))
     async with fleet(config) as world:
         a, b = [await world.worker(name) for name in ("a", "b")]
@@ -398,7 +401,7 @@ async def test_a_worker_that_stands_still_is_passed_over_and_shown() -> None:
                 await asyncio.sleep(0.02)
 
 
-async def test_a_policy_that_is_slow_too_often_is_switched_off() -> None:
+async def test_a_policy_that_is_slow_too_often_is_disabled() -> None:
     policy = "tests.router.broken_policy:LastPolicy"
     config = msgspec.structs.replace(NO_SPECULATION, policy=policy, policy_budget_ms=0.0, policy_strikes=1)
     async with fleet(config) as world:
@@ -413,7 +416,7 @@ async def test_a_policy_that_is_slow_too_often_is_switched_off() -> None:
         assert world.metric("headrace_policy_troubles_total", kind="off") == 1
 
 
-async def test_the_address_book_is_there_while_the_router_answers_and_gone_after() -> None:
+async def test_the_router_is_registered_only_while_it_answers() -> None:
     async with fleet(instance="0b") as world:
         key = subjects.instance_key(NAMESPACE, "router", "0b")
         assert key in world.store.found(key)
@@ -421,7 +424,7 @@ async def test_the_address_book_is_there_while_the_router_answers_and_gone_after
     assert not store.found(key)
 
 
-async def _register_frontend(world: Fleet, name: str) -> MemoryRegistration:
+async def _register_frontend(world: RouterFleet, name: str) -> MemoryRegistration:
     entry = Instance(NAMESPACE, "frontend", name, 1, "m", 1, 0.0, "0")
     key = subjects.instance_key(NAMESPACE, "frontend", name)
     registration = await MemoryDiscovery(world.store).register(lambda _: {key: INSTANCE.encode(entry, JSON_HEADER)})

@@ -1,4 +1,4 @@
-"""What kvbms hold, on its way to the workers that can get it: a router, scripted workers and scripted kvbms."""
+"""Blocks of kvbms count for the workers that can fetch them: a router, scripted workers and scripted kvbms."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from shared import subjects
 from shared.hashing import pack_tokens, sequence_hashes
 from shared.kvbm_messages import KVBM_REPORT, KvbmReport, LayoutReport
 from shared.messages import JSON_HEADER, ROUTER_STATE, BlockStored, Overlap, RouterState
-from tests.router.fleet import BLOCK_SIZE, LIMIT_S, MODEL, NAMESPACE, Fleet, fleet, tokens_of, until
+from tests.router.fleet import BLOCK_SIZE, LIMIT_S, MODEL, NAMESPACE, RouterFleet, fleet, tokens_of, until
 from tests.router.scripted_kvbm import ScriptedKvbm, kvbm
 
 X, Y = tokens_of("x", 6), tokens_of("y", 3)
 
 
-def overlap(world: Fleet, worker: str, tokens: list[int] = X) -> Overlap:
+def overlap(world: RouterFleet, worker: str, tokens: list[int] = X) -> Overlap:
     hashes = sequence_hashes(pack_tokens(tokens), BLOCK_SIZE)
     return world.router.models[MODEL].index.find(hashes).get((worker, 0), Overlap())
 
 
-async def finds(world: Fleet, worker: str, *blocks: int, tokens: list[int] = X) -> None:
-    """Waits until so many leading blocks are found on the device, in host memory and on disk."""
+async def finds(world: RouterFleet, worker: str, *blocks: int, tokens: list[int] = X) -> None:
+    """Wait until exactly these numbers of leading blocks are found on the device, in host memory and on disk."""
     await until(lambda: overlap(world, worker, tokens) == Overlap(*blocks))
 
 
-async def follows(world: Fleet, store: str = "k/l") -> None:
+async def follows(world: RouterFleet, store: str = "k/l") -> None:
     await until(lambda: store in world.router.feeds and world.router.feeds[store].source.state == "live")
 
 
-async def attached(world: Fleet, *workers: str) -> ScriptedKvbm:
-    """A kvbm that is followed, and the workers attached to it."""
+async def attached(world: RouterFleet, *workers: str) -> ScriptedKvbm:
+    """Start a kvbm that is followed, and workers attached to it."""
     store = await kvbm(world)
     for worker in workers:
         await world.worker(worker, kvbm="k", kvbm_layout="l")
@@ -38,13 +38,13 @@ async def attached(world: Fleet, *workers: str) -> ScriptedKvbm:
     return store
 
 
-async def state(world: Fleet) -> RouterState:
+async def state(world: RouterFleet) -> RouterState:
     subject = subjects.router_state(NAMESPACE, world.runtime.instance)
     answer = await world.bus.request(subject, b"", timeout_s=LIMIT_S)
     return ROUTER_STATE.decode(answer.payload, JSON_HEADER)
 
 
-async def test_what_a_kvbm_holds_counts_for_the_workers_attached_to_it_and_for_nobody_else() -> None:
+async def test_a_kvbms_blocks_count_for_the_workers_attached_to_it_and_for_no_others() -> None:
     async with fleet() as world:
         store = await attached(world, "a", "b")
         await world.worker("c")
@@ -57,7 +57,7 @@ async def test_what_a_kvbm_holds_counts_for_the_workers_attached_to_it_and_for_n
         await finds(world, "a", 0, 2)
 
 
-async def test_each_batch_is_applied_once_however_many_are_attached() -> None:
+async def test_each_batch_is_applied_once_however_many_workers_are_attached() -> None:
     async with fleet() as world:
         store = await attached(world, "a", "b", "c")
         store.layouts["l"].stores(X, range(6), "host")
@@ -66,7 +66,7 @@ async def test_each_batch_is_applied_once_however_many_are_attached() -> None:
         assert world.router.models[MODEL].index.statistics().pairs == {"device": 0, "host": 6, "disk": 0}
 
 
-async def test_leading_blocks_that_are_hot_on_a_device_and_have_left_the_kvbm_are_in_nobodys_way() -> None:
+async def test_leading_blocks_that_only_a_device_still_holds_do_not_hide_the_kvbms_blocks_after_them() -> None:
     async with fleet() as world:
         store = await attached(world, "a", "b")
         store.layouts["l"].stores(X, range(6), "host")
@@ -77,7 +77,7 @@ async def test_leading_blocks_that_are_hot_on_a_device_and_have_left_the_kvbm_ar
         await finds(world, "a", 3, 3)
 
 
-async def test_a_choice_counts_host_and_disk_as_cached_and_names_no_store() -> None:
+async def test_a_choice_counts_host_and_disk_blocks_as_cached_and_names_no_store() -> None:
     async with fleet() as world:
         store = await attached(world, "a")
         await world.worker("b")
@@ -92,7 +92,7 @@ async def test_a_choice_counts_host_and_disk_as_cached_and_names_no_store() -> N
         assert load.active_blocks == 6, "what comes from the kvbm takes room on the device"
 
 
-async def test_a_kvbm_may_be_known_before_its_workers_or_after_them() -> None:
+async def test_a_kvbm_may_register_before_or_after_its_workers() -> None:
     async with fleet() as world:
         await world.worker("a", kvbm="k", kvbm_layout="l")
         store = await kvbm(world)
@@ -103,7 +103,7 @@ async def test_a_kvbm_may_be_known_before_its_workers_or_after_them() -> None:
         await finds(world, "b", 0, 0, 6)
 
 
-async def test_what_was_stored_before_the_router_came_is_in_the_snapshot_of_both_tiers() -> None:
+async def test_blocks_stored_before_the_router_started_come_in_a_snapshot_of_both_tiers() -> None:
     async with fleet() as world:
         store = await kvbm(world)
         store.layouts["l"].stores(X, range(4), "host", silently=True)
@@ -113,7 +113,7 @@ async def test_what_was_stored_before_the_router_came_is_in_the_snapshot_of_both
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-async def test_a_kvbm_whose_events_left_something_out_is_found_by_that_tiers_digest_and_asked_again(tier: str) -> None:
+async def test_a_kvbm_that_left_out_an_event_is_detected_by_that_tiers_digest_and_asked_again(tier: str) -> None:
     async with fleet() as world:
         store = await attached(world, "a")
         layout = store.layouts["l"]
@@ -126,7 +126,7 @@ async def test_a_kvbm_whose_events_left_something_out_is_found_by_that_tiers_dig
         assert world.router.feeds["k/l"].status().digests == {"agreed": 0, "differed": 1, "exempt": 0}
 
 
-async def test_a_kvbm_and_a_router_that_agree_go_on_undisturbed() -> None:
+async def test_a_kvbm_and_a_router_whose_digests_agree_exchange_no_snapshot() -> None:
     async with fleet() as world:
         store = await attached(world, "a")
         store.layouts["l"].stores(X, range(6), "host")
@@ -138,7 +138,7 @@ async def test_a_kvbm_and_a_router_that_agree_go_on_undisturbed() -> None:
         assert store.layouts["l"].snapshots == 1
 
 
-async def test_a_tail_that_was_lost_is_seen_by_the_report_and_replayed() -> None:
+async def test_the_loss_of_the_last_batches_is_detected_by_the_report_and_they_are_replayed() -> None:
     async with fleet() as world:
         store = await attached(world, "a")
         layout = store.layouts["l"]
@@ -153,7 +153,7 @@ async def test_a_tail_that_was_lost_is_seen_by_the_report_and_replayed() -> None
         assert layout.snapshots == 1
 
 
-async def test_a_kvbm_that_is_gone_leaves_nothing_behind() -> None:
+async def test_the_state_of_a_kvbm_that_leaves_is_removed() -> None:
     async with fleet() as world:
         store = await attached(world, "a")
         store.layouts["l"].stores(X, range(6), "host")
@@ -168,7 +168,7 @@ async def test_a_kvbm_that_is_gone_leaves_nothing_behind() -> None:
         assert not world.router.models[MODEL].stores
 
 
-async def test_a_kvbm_that_starts_again_is_another_to_which_workers_attach_anew() -> None:
+async def test_a_kvbm_that_restarts_has_a_new_id_and_workers_attach_again() -> None:
     async with fleet() as world:
         await (await attached(world, "a")).stop()
         await until(lambda: "k/l" not in world.router.feeds)
@@ -178,7 +178,7 @@ async def test_a_kvbm_that_starts_again_is_another_to_which_workers_attach_anew(
         await finds(world, "a", 0, 0, 2)
 
 
-async def test_a_worker_that_attaches_keeps_what_it_holds_and_what_is_reserved_there() -> None:
+async def test_a_worker_that_attaches_keeps_its_blocks_and_reservations() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         store = await kvbm(world)
@@ -196,7 +196,7 @@ async def test_a_worker_that_attaches_keeps_what_it_holds_and_what_is_reserved_t
         assert world.router.models[MODEL].load.load_of(("a", 0)).requests == 1
 
 
-async def test_a_layout_that_nobody_names_is_not_followed_and_one_that_its_kvbm_does_not_have_is_waited_for() -> None:
+async def test_a_layout_is_followed_once_a_card_names_it_and_its_kvbm_has_it() -> None:
     async with fleet() as world:
         store = await kvbm(world, layouts=["l", "other"])
         await world.worker("a", kvbm="k", kvbm_layout="l")
@@ -211,7 +211,7 @@ async def test_a_layout_that_nobody_names_is_not_followed_and_one_that_its_kvbm_
         assert overlap(world, "a") == Overlap()
 
 
-async def test_of_one_kvbm_a_bounded_number_of_layouts_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bounded_number_of_layouts_of_one_kvbm_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "STORES_LIMIT", 1)
     async with fleet() as world:
         await kvbm(world, layouts=["l", "m"])
@@ -223,7 +223,7 @@ async def test_of_one_kvbm_a_bounded_number_of_layouts_is_followed(monkeypatch: 
         await follows(world, "k/m")
 
 
-async def test_a_kvbm_that_contradicts_the_card_is_refused_and_said_to_be() -> None:
+async def test_a_kvbm_that_contradicts_the_card_is_refused_and_shown_as_refused() -> None:
     async with fleet() as world:
         store = await attached(world, "a")
         store.layouts["l"].stores(X, [0], "host")
@@ -235,7 +235,7 @@ async def test_a_kvbm_that_contradicts_the_card_is_refused_and_said_to_be() -> N
         assert not world.router.models[MODEL]._without_events, "the worker's own events are as good as before"
 
 
-async def test_reports_that_make_no_sense_or_name_what_is_not_followed_are_ignored() -> None:
+async def test_invalid_reports_and_reports_of_unfollowed_layouts_are_ignored() -> None:
     async with fleet() as world:
         await attached(world, "a")
         subject = subjects.kvbm(NAMESPACE, "k", "load")

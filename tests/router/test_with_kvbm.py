@@ -1,4 +1,5 @@
-"""A router beside a real kvbm, with a real pool and a real disk tier: what engines store there is what it knows."""
+"""A router with a real kvbm, with a real pool and a real disk tier: the router knows the blocks that engines store
+there."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from shared.hashing import content_keys, pack_tokens, root_key
 from shared.kvbm_messages import StoreLayout
 from shared.messages import KvLayout, Overlap
 from tests.kvbm.store_rig import World, running, settings
-from tests.router.fleet import BLOCK_SIZE, MODEL, NO_SPECULATION, Fleet, fleet, tokens_of, until
+from tests.router.fleet import BLOCK_SIZE, MODEL, NO_SPECULATION, RouterFleet, fleet, tokens_of, until
 
 LAYOUT = StoreLayout(MODEL, "weights-1", KvLayout("float32", layers=1, kv_heads=2, head_dim=125, block_size=BLOCK_SIZE))
 """Blocks of two pages."""
@@ -31,13 +32,13 @@ def contents_of(tokens: list[int]) -> list[Content]:
     return found
 
 
-async def chosen(world: Fleet, request: str, *, blocks: int) -> Overlap:
-    """What a choice counts on, once so many blocks are found; the prompt goes on behind them."""
+async def chosen(world: RouterFleet, request: str, *, blocks: int) -> Overlap:
+    """Return the overlap of a choice once `blocks` blocks are found; the prompt continues after them."""
     await world.finds("a", X, blocks)
     return (await world.chosen([*X, 1, 2], request)).overlap
 
 
-async def test_what_engines_store_counts_for_the_workers_attached_through_evictions_and_a_restart(
+async def test_blocks_that_engines_store_count_for_attached_workers_through_evictions_and_a_restart(
     tmp_path: Path,
 ) -> None:
     async with fleet(OFTEN) as world:
@@ -53,7 +54,7 @@ async def test_what_engines_store_counts_for_the_workers_attached_through_evicti
                 assert await chosen(world, "first", blocks=2) == Overlap(0, 2, 0)
                 for number in range(2, 12):
                     assert await engine.store(contents[number : number + 1]) == 1
-                    await store.spilled(LAYOUT)  # else it may leave memory before it is on disk
+                    await store.spilled(LAYOUT)  # otherwise it may leave memory before it is on disk
                 slots = (await store.layout(LAYOUT)).host.capacity_blocks
                 assert slots < 12, "some blocks are on disk alone"
                 found = await chosen(world, "second", blocks=12)

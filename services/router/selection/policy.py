@@ -24,9 +24,6 @@ from shared.errors import ConfigError
 from shared.plugin import FAILURES, load_plugin, problem_of, sendable
 
 _REASON_LIMIT = 500
-_PROBLEM_LIMIT = 200
-FAILURES = (Exception, SystemExit)
-"""Exceptions that a policy, being a plug-in, may raise without ending the router."""
 
 
 class Policy(Protocol):
@@ -50,24 +47,10 @@ def explain_candidate(policy: Policy, request: RoutingRequest, candidate: Candid
     failed)."""
     try:
         explain: Callable[[RoutingRequest, CandidateState], object] | None = getattr(policy, "reason", None)
-        return "" if explain is None else _sendable(str(explain(request, candidate))[:_REASON_LIMIT]), ""
+        return "" if explain is None else sendable(str(explain(request, candidate)), _REASON_LIMIT), ""
     except FAILURES as wrong:  # a reason that fails must not fail the choice
         problem = problem_of(wrong)
         return f"no reason: {problem}", problem
-
-
-def problem_of(wrong: BaseException) -> str:
-    """Describe an exception of a plug-in as text that can be sent."""
-    try:
-        text = f"{type(wrong).__name__}: {wrong}"
-    except Exception:  # noqa: BLE001 - even `__str__` is foreign code
-        text = type(wrong).__name__
-    return _sendable(text[:_PROBLEM_LIMIT])
-
-
-def _sendable(text: str) -> str:
-    """Replace what UTF-8 cannot encode."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 BUILT_IN: dict[str, Callable[[], Policy]] = {
@@ -83,18 +66,12 @@ def load_policy(name: str) -> Callable[[], Policy]:
     """Return the factory of the policy `name`, which is built in or `module:attribute`. Raises ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(f"policy {name}: it is neither module:attribute nor one of {', '.join(BUILT_IN)}")
-    try:
-        made = getattr(import_module(module), attribute)
-    except FAILURES as wrong:  # a policy is a plug-in: its module may raise anything during import
-        raise ConfigError(f"policy {name}: {problem_of(wrong)}") from wrong
+    made = load_plugin("policy", name, BUILT_IN)
     missing = [method for method in ("filter", "score", "pick") if not callable(getattr(made, method, None))]
     if missing or not callable(made):
         raise ConfigError(f"policy {name}: it must be a class with {', '.join(missing) or 'a constructor'}")
     try:
         made()
-    except FAILURES as wrong:  # as above; it is better to fail now than when the first worker comes
+    except FAILURES as wrong:  # better now than when the first worker comes
         raise ConfigError(f"policy {name}: its constructor failed: {problem_of(wrong)}") from wrong
-    return cast(Callable[[], Policy], made)
+    return made

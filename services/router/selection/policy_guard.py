@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
 from services.router.selection.policies.kv import KvPolicy
-from services.router.selection.policy import FAILURES, Policy, explain_candidate, problem_of
+from services.router.selection.policy import Policy, explain_candidate
 from shared.errors import ProtocolError
 from shared.plugin import FAILURES, problem_of
 
@@ -143,12 +143,12 @@ def _ask_policy(
     scored = tuple(map(ScoredCandidate, left, scores))
     if isnan(sum(scores)):  # cheap, but infinities may add up to NaN too
         for each in scored:
-            _check(each)
+            _check_score(each)
     chosen = policy.pick(request, scored, draw)
     if not isinstance(chosen, ScoredCandidate):
         raise ProtocolError(f"pick returned {type(chosen).__name__} instead of one of `scored`")
     chosen = ScoredCandidate(chosen.candidate, float(0.0 + chosen.score))
-    _check(chosen)
+    _check_score(chosen)
     if chosen.candidate not in candidates:
         raise ProtocolError(f"the policy picked {chosen.candidate.id}, which is not a candidate")
     words, problem = explain_candidate(policy, request, chosen.candidate)
@@ -156,6 +156,6 @@ def _ask_policy(
     return PolicyChoice(policy, sorted(scored, key=_score), chosen, words, fault)
 
 
-def _check(scored: ScoredCandidate) -> None:
+def _check_score(scored: ScoredCandidate) -> None:
     if isnan(scored.score):
         raise ProtocolError(f"score of {scored.candidate.id} is nan")

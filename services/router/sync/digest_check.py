@@ -48,14 +48,14 @@ class DigestCheck:
             return None
         self.open = True
         self._opened_s = now_s
-        _keep(self._claims, (epoch, sequence), digests, CLAIMS_LIMIT)
+        _keep_latest(self._claims, (epoch, sequence), digests, CLAIMS_LIMIT)
         return self._compare((epoch, sequence))
 
     def chains_digest(self, epoch: int | None, sequence: int, digests: Digests | None) -> DigestResult | None:
         """Add the digest of our chains at a sequence; None if blocks were left out of them."""
         if not self.open:
             return None
-        _keep(self._states, (epoch, sequence), digests, STATES_LIMIT)
+        _keep_latest(self._states, (epoch, sequence), digests, STATES_LIMIT)
         return self._compare((epoch, sequence))
 
     def chains_cleared(self) -> None:
@@ -86,7 +86,7 @@ class DigestCheck:
 V = TypeVar("V")
 
 
-def _keep(kept: dict[_Mark, V], mark: _Mark, value: V, limit: int) -> None:
+def _keep_latest(kept: dict[_Mark, V], mark: _Mark, value: V, limit: int) -> None:
     kept[mark] = value
     if len(kept) > limit:
         del kept[next(iter(kept))]

@@ -27,7 +27,6 @@ from services.router.index import kv_events
 from services.router.index.chains import CardMismatch, Chains, SlotCleanup
 from services.router.index.kv_events import DecodedBatch, RemovedEvent, StoredEvent
 from services.router.metrics import RouterMetrics
-from services.router.rate_limited_log import Seldom
 from services.router.sync.digest_check import DigestCheck, DigestResult, Digests
 from services.router.sync.silence import Silence
 from services.router.sync.snapshots import snapshot_slices
@@ -74,7 +73,7 @@ class EventFeed:
         chains: Mapping[int, Chains],
         config: SourceConfig,
         metrics: RouterMetrics,
-        seldom: Seldom,
+        limited_log: RateLimitedLog,
         *,
         clear_later: Callable[[SlotCleanup], None],
         trust: Callable[[bool], None],
@@ -139,7 +138,7 @@ class EventFeed:
         self._silence.prefill_seen(since_s, self._now_s())
         if self._silence.silent:
             problem = f"no KV events for {self._config.silence_s:g} s, although requests compute new blocks"
-            self._seldom.warn(f"KV events of {self._name}", problem)
+            self._limited_log.warn(f"KV events of {self._name}", problem)
         self._update_trust()
 
     def status(self) -> SourceState:
@@ -185,7 +184,7 @@ class EventFeed:
         if len(self._actions) >= self._config.held_limit_batches:
             self._dropped += 1
             self._metrics.events.labels("dropped").inc()
-            self._seldom.warn(
+            self._limited_log.warn(
                 f"KV event queue of {self._name}",
                 f"{len(self._actions)} batches wait to be applied, so new ones are dropped",
             )
@@ -319,7 +318,7 @@ class EventFeed:
             return
         except (Unavailable, ProtocolError) as wrong:
             self._metrics.snapshots.labels("failed").inc()
-            self._seldom.warn(f"snapshot of {self._name}", wrong)
+            self._limited_log.warn(f"snapshot of {self._name}", wrong)
             self._run_actions(self.source.request_failed(action.ticket))
             return
         if taken is not None:
@@ -359,7 +358,7 @@ class EventFeed:
             raw = await self._subscription.replay(action.first, timeout_s=self._config.replay_timeout_s)
         except (Unavailable, ProtocolError) as wrong:
             self._metrics.replays.labels("failed").inc()
-            self._seldom.warn(f"replay of {self._name}", wrong)
+            self._limited_log.warn(f"replay of {self._name}", wrong)
             self._run_actions(self.source.request_failed(action.ticket))
             return
         batches: list[tuple[int, DecodedBatch | None]] = []

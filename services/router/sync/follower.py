@@ -19,7 +19,6 @@ from services.router.config import RouterConfig
 from services.router.index.chains import Chains, SlotCleanup
 from services.router.index.shared_stores import StoreId, kvbm_of, layout_of
 from services.router.metrics import RouterMetrics
-from services.router.rate_limited_log import Seldom
 from services.router.selection.model_router import ModelRouter, same_worker
 from services.router.selection.policy import BUILT_IN, load_policy
 from services.router.sync.feed import EventFeed, SourceOrigin
@@ -50,7 +49,7 @@ class DirectoryFollower:
         runtime: Runtime,
         config: RouterConfig,
         metrics: RouterMetrics,
-        seldom: Seldom,
+        limited_log: RateLimitedLog,
         *,
         appeared: Callable[[str], None],
         forgotten: Callable[[str], None],
@@ -60,7 +59,7 @@ class DirectoryFollower:
         self._runtime = runtime
         self._config = config
         self._metrics = metrics
-        self._seldom = seldom
+        self._limited_log = limited_log
         self._model_added = appeared
         self._model_dropped = forgotten
         self._make_policy = load_policy(config.policy)
@@ -95,7 +94,7 @@ class DirectoryFollower:
             before = model.eligibility.frozen
             model.tick(asyncio.get_running_loop().time(), listening=self._runtime.bus.connected)
             for worker in sorted(model.eligibility.frozen - before):
-                self._seldom.warn(f"worker {worker}", f"it is frozen and passed over for {model.model}")
+                self._limited_log.warn(f"worker {worker}", f"it is frozen and passed over for {model.model}")
             await asyncio.sleep(0)
 
     # --- the directory
@@ -164,7 +163,7 @@ class DirectoryFollower:
         for name in [name for name in cards if name not in self.models]:
             if len(self.models) >= MODELS_LIMIT and not self._drop_longest_unserved():
                 del cards[name]
-                self._seldom.warn("models", f"{name} is ignored: {MODELS_LIMIT} models are known already")
+                self._limited_log.warn("models", f"{name} is ignored: {MODELS_LIMIT} models are known already")
             else:
                 self._model(name)
 
@@ -209,7 +208,7 @@ class DirectoryFollower:
         """Open a feed; return whether its address is valid."""
         try:
             self.feeds[origin.name] = EventFeed(
-                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._seldom),
+                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._limited_log),
                 clear_later=lambda clearing: self._clear_later([clearing]),
                 trust=trust,
                 snapshot_turns=self._snapshot_turns,
@@ -256,7 +255,7 @@ class DirectoryFollower:
                 if len(named) < STORES_LIMIT:
                     named.setdefault(store, (name, stream))
                 else:
-                    self._seldom.warn(
+                    self._limited_log.warn(
                         f"kvbm {kvbm}",
                         f"layout {layout_of(store)[:64]} is not followed: at most {STORES_LIMIT} layouts are",
                     )

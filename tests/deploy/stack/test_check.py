@@ -46,7 +46,7 @@ def test_a_policys_module_is_loaded_as_routers_do(tmp_path: Path) -> None:
     [
         ("fastest", "policy fastest: not one of kv, round-robin, random, least-loaded, power-of-two and not module"),
         ("no.such:Policy", "policy no.such:Policy: ModuleNotFoundError: No module named 'no'"),
-        ("json:loads", "policy json:loads: it is no class with filter, score, pick"),
+        ("json:loads", "policy json:loads: it must be a class with filter, score, pick"),
     ],
 )
 def test_a_policy_that_routers_would_not_start_with_is_refused_in_their_words(

@@ -1,4 +1,4 @@
-"""From engine events to the index: captured sessions step by step, orphans, and any order at all."""
+"""From engine events to the index: captured sessions step by step, orphans, and events in any order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chains_of(index: Index, *, block_size: int = 2, limit: int = 1000, orphans: 
 def stored(
     names: list[EngineHash], parent: EngineHash | None = None, tokens: list[int] | None = None, tier: int = 0
 ) -> StoredEvent:
-    """Blocks of two tokens, by default made of the names."""
+    """Blocks of two tokens; by default the tokens are made of the names."""
     if tokens is None:
         tokens = [token for name in names for token in (int.from_bytes(str(name).encode()[-1:], "big"), 1)]
     return StoredEvent(names, parent, pack_tokens(tokens), 2, tier, None, False, "", "", len(names))
@@ -78,7 +78,7 @@ def test_a_captured_session_replays_to_the_exact_set_of_blocks_at_every_step(ses
 
 
 @pytest.mark.parametrize("session", SESSIONS)
-def test_the_overlap_of_a_captured_request_is_what_the_engine_then_found_cached(session: str) -> None:
+def test_the_overlap_of_a_captured_request_equals_what_the_engine_found_cached(session: str) -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index, block_size=BLOCK_SIZE)
     messages = payloads(session)
@@ -89,13 +89,13 @@ def test_the_overlap_of_a_captured_request_is_what_the_engine_then_found_cached(
                 chains.apply(event)
         applied = max(applied, asked.events_from)
         if asked.request == "r11-after-reset":
-            continue  # the engine had cleared its cache, but says so only with its next step
+            continue  # the engine had cleared its cache, but reports it only with its next step
         found = sequence_hashes(pack_tokens(asked.tokens), BLOCK_SIZE, seed_of(asked.lora, asked.salt))
         overlap = index.find(found[: (len(asked.tokens) - 1) // BLOCK_SIZE]).get(A, Overlap())
         assert overlap == Overlap(asked.cached_tokens // BLOCK_SIZE), asked.request
 
 
-def test_a_block_in_two_tiers_stays_until_it_left_both() -> None:
+def test_a_block_in_two_tiers_stays_until_it_is_removed_from_both() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     chains.apply(stored_letters("ab"))
@@ -106,7 +106,7 @@ def test_a_block_in_two_tiers_stays_until_it_left_both() -> None:
     assert index.find(hashes("ab")) == {A: Overlap(1)}
 
 
-def test_orphans_are_joined_when_their_parent_comes_in_any_depth() -> None:
+def test_orphans_are_inserted_when_their_parent_comes_at_any_depth() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     chains.apply(stored_letters("ef", parent="d"))
@@ -120,7 +120,7 @@ def test_orphans_are_joined_when_their_parent_comes_in_any_depth() -> None:
     chains.validate()
 
 
-def test_an_orphan_removed_while_it_waits_is_not_there_afterwards_but_what_follows_it_is() -> None:
+def test_an_orphan_removed_while_it_waits_is_not_inserted_but_its_successors_are() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     chains.apply(stored_letters("bc", parent="a"))
@@ -133,7 +133,7 @@ def test_an_orphan_removed_while_it_waits_is_not_there_afterwards_but_what_follo
     assert index.find(hashes("abcd")) == {A: Overlap(4)}
 
 
-def test_orphans_removed_in_full_leave_nothing_behind() -> None:
+def test_orphans_that_are_removed_in_full_leave_no_state() -> None:
     chains = chains_of(Index(limit_bytes=1 << 30))
     chains.apply(stored_letters("bc", parent="a"))
     chains.apply(RemovedEvent(letters("bc"), 0, None))
@@ -141,14 +141,14 @@ def test_orphans_removed_in_full_leave_nothing_behind() -> None:
     chains.validate()
 
 
-def test_a_run_without_blocks_leaves_nothing_behind() -> None:
+def test_a_run_without_blocks_leaves_no_state() -> None:
     chains = chains_of(Index(limit_bytes=1 << 20))
     chains.apply(stored([], parent=7))
     chains.validate()
     assert chains.statistics().orphans == 0
 
 
-def test_at_the_orphans_limit_the_oldest_run_goes() -> None:
+def test_at_the_limit_of_orphans_the_oldest_run_is_dropped() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index, orphans=3)
     chains.apply(stored_letters("bc", parent="a"))
@@ -170,7 +170,7 @@ def test_at_the_limit_of_known_blocks_new_ones_are_ignored_and_counted() -> None
     assert chains.statistics().ignored_blocks == 1
 
 
-def test_a_block_with_an_image_is_known_but_neither_it_nor_what_follows_is_found() -> None:
+def test_a_block_with_an_image_is_known_but_neither_it_nor_its_successors_are_found() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     chains.apply(msgspec.structs.replace(stored_letters("abc"), routable=1))
@@ -203,7 +203,7 @@ def test_only_the_first_group_that_keeps_whole_prefixes_is_followed() -> None:
     assert index.find(hashes("ab")) == {}
 
 
-def test_another_block_size_and_tokens_outside_the_vocabulary_are_a_mismatch() -> None:
+def test_another_block_size_and_tokens_outside_the_vocabulary_are_a_card_mismatch() -> None:
     chains = chains_of(Index(limit_bytes=1 << 30))
     with pytest.raises(CardMismatch, match="blocks of 3 tokens"):
         chains.apply(StoredEvent([1], None, pack_tokens([1, 2, 3]), 3, 0, None, False, "", "", 1))
@@ -211,7 +211,7 @@ def test_another_block_size_and_tokens_outside_the_vocabulary_are_a_mismatch() -
         chains.apply(stored([1], None, [1, 2000]))
 
 
-def test_a_snapshot_restores_what_events_would_have_told() -> None:
+def test_a_snapshot_restores_the_same_blocks_as_events() -> None:
     told, restored = Index(limit_bytes=1 << 30), Index(limit_bytes=1 << 30)
     chains_of(told).apply(stored_letters("abc"))
     blocks = [
@@ -222,7 +222,7 @@ def test_a_snapshot_restores_what_events_would_have_told() -> None:
     assert restored.find(hashes("abc")) == told.find(hashes("abc")) == {A: Overlap(3)}
 
 
-def test_clearing_hides_everything_at_once_and_what_comes_after_it_counts() -> None:
+def test_clearing_hides_all_blocks_at_once_and_later_events_count() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     chains.apply(stored_letters("abc"))
@@ -249,7 +249,7 @@ def path(name: str) -> str:
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.sampled_from(NAMES), st.integers(1, 3)), max_size=60))
-def test_whatever_the_order_the_blocks_found_are_those_held_once_no_parent_is_missing(
+def test_in_any_order_the_blocks_found_are_those_held_once_no_parent_is_missing(
     steps: list[tuple[bool, int, str, int]],
 ) -> None:
     index = Index(limit_bytes=1 << 30)
@@ -268,7 +268,7 @@ def test_whatever_the_order_the_blocks_found_are_those_held_once_no_parent_is_mi
         for tier in range(3):
             assert chains.digest(tier) == digest_of(name for at, name in +held if at == tier)
     assert chains.exact
-    for name in NAMES:  # every parent comes: nothing is an orphan any more
+    for name in NAMES:  # every parent comes, so no orphan is left
         held[0, name] += 1
         chains.apply(stored_letters(name, parent=PARENT[name]))
     chains.validate()
@@ -290,7 +290,9 @@ def digest_of(names: Iterable[str]) -> int:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 2)), max_size=40))
-def test_the_digest_of_a_workers_pool_is_that_of_its_events_at_every_step(steps: list[tuple[int, int, int]]) -> None:
+def test_the_digest_of_a_workers_pool_equals_that_of_its_events_at_every_step(
+    steps: list[tuple[int, int, int]],
+) -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     pool = BlockPool(8)
@@ -301,7 +303,7 @@ def test_the_digest_of_a_workers_pool_is_that_of_its_events_at_every_step(steps:
             for slot in reversed(held.pop(choice % len(held))):
                 pool.release(slot)
         elif pool.available >= length:
-            tokens = pack_tokens([choice, 7] * length)  # three chains, again and again
+            tokens = pack_tokens([choice, 7] * length)  # three chains, repeatedly
             root = root_key("m", salt="s" if choice else "")
             keys = content_keys(root, tokens, 2)
             found = [pool.acquire(key) for key in keys[: pool.longest_prefix(keys)]]
@@ -327,7 +329,7 @@ def test_the_digest_of_a_workers_pool_is_that_of_its_events_at_every_step(steps:
     assert chains.statistics().unknown_removals == 0
 
 
-def test_a_source_of_which_something_was_left_out_is_not_exact_until_it_is_cleared() -> None:
+def test_a_source_whose_blocks_were_left_out_is_not_exact_until_it_is_cleared() -> None:
     def exact(chains: Chains, *events: CacheEvent) -> bool:
         for event in events:
             chains.apply(event)
@@ -341,7 +343,7 @@ def test_a_source_of_which_something_was_left_out_is_not_exact_until_it_is_clear
     assert exact(orphans, ClearedEvent(), stored_letters("b", parent="a"), stored_letters("a"))
 
 
-def test_what_the_index_drops_at_its_limit_stays_in_the_digest() -> None:
+def test_blocks_that_the_index_drops_at_its_limit_stay_in_the_digest() -> None:
     index = Index(limit_bytes=1)
     chains = chains_of(index)
     chains.apply(stored_letters("ab"))
@@ -352,7 +354,7 @@ def test_what_the_index_drops_at_its_limit_stays_in_the_digest() -> None:
     assert chains.digest(0) == 0
 
 
-def test_a_name_told_of_again_with_other_tokens_stays_what_it_is_and_leaves_nothing_behind() -> None:
+def test_an_engine_hash_stored_again_with_other_tokens_keeps_its_sequence_hash_and_leaves_no_state() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     chains.apply(stored([1, 2], None, [1, 1, 2, 2]))
@@ -365,7 +367,7 @@ def test_a_name_told_of_again_with_other_tokens_stays_what_it_is_and_leaves_noth
     assert index.bytes == 0
 
 
-def test_what_was_stored_a_thousand_times_is_cleared_as_one_block() -> None:
+def test_a_block_stored_a_thousand_times_is_cleared_as_one_block() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     for _ in range(1000):
@@ -377,7 +379,7 @@ def test_what_was_stored_a_thousand_times_is_cleared_as_one_block() -> None:
     assert index.bytes == 0
 
 
-def test_a_small_clearing_is_done_in_one_step_over_all_tiers() -> None:
+def test_a_small_cleanup_is_done_in_one_step_over_all_tiers() -> None:
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index)
     for tier in range(3):
@@ -390,7 +392,7 @@ def test_a_small_clearing_is_done_in_one_step_over_all_tiers() -> None:
 
 
 class Compared(int):
-    """Counts how often one is compared with another."""
+    """Counts how often a number is compared with another."""
 
     times = 0
 
@@ -401,7 +403,7 @@ class Compared(int):
     __hash__ = int.__hash__
 
 
-def test_an_orphan_whose_blocks_went_from_its_end_is_joined_in_time_that_grows_with_its_length() -> None:
+def test_an_orphan_whose_blocks_were_removed_from_its_end_is_inserted_in_linear_time() -> None:
     chains = chains_of(Index(limit_bytes=1 << 30), orphans=2000)
     names: list[EngineHash] = [Compared(number) for number in range(1000, 3000)]
     chains.apply(stored(names, 1, [7] * 4000))
@@ -412,7 +414,7 @@ def test_an_orphan_whose_blocks_went_from_its_end_is_joined_in_time_that_grows_w
     assert Compared.times < 20 * len(names)
 
 
-def test_runs_that_wait_for_their_parent_keep_no_names_of_any_length() -> None:
+def test_orphans_do_not_keep_lora_names_or_salts() -> None:
     chains = chains_of(Index(limit_bytes=1 << 30))
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -442,7 +444,7 @@ TOLD_NAMES: st.SearchStrategy[EngineHash] = st.one_of(st.integers(1, 9), st.samp
         max_size=40,
     )
 )
-def test_a_source_may_contradict_itself_as_it_likes_and_leaves_nothing_behind(
+def test_a_source_that_contradicts_itself_leaves_no_state(
     steps: list[tuple[str, int, list[tuple[EngineHash, int]], EngineHash | None, bool, int]],
 ) -> None:
     index = Index(limit_bytes=1 << 30)

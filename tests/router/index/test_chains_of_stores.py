@@ -1,4 +1,4 @@
-"""Two workers and the store they are attached to: what each can get, against sets of blocks."""
+"""Two workers and the store they are attached to: the blocks that each can get, compared with sets of blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.messages import Overlap
 DEVICE, HOST, DISK = 0, 1, 2
 STORE = "k/l"
 TREE = {1: 0, 2: 1, 3: 2, 4: 3, 5: 2, 6: 5, 7: 0, 8: 7}
-"""Block → its parent; 0: none."""
+"""Block → its parent; 0 for none."""
 
 
 def path(block: int) -> list[int]:
@@ -50,7 +50,7 @@ def found(index: Index, candidate: str, block: int) -> Overlap:
     return index.find(hashes).get((candidate, 0), Overlap())
 
 
-def test_a_block_of_a_store_whose_parent_only_a_worker_has_is_found_behind_it_whichever_is_told_first() -> None:
+def test_a_stores_block_whose_parent_only_a_worker_has_is_found_after_it_in_either_order_of_events() -> None:
     for store_first in (True, False):
         index = Index(limit_bytes=1 << 30)
         worker, store = chains_of(index, "a"), chains_of(index, STORE)
@@ -66,7 +66,7 @@ def test_a_block_of_a_store_whose_parent_only_a_worker_has_is_found_behind_it_wh
             chains.validate()
 
 
-def test_a_worker_that_attaches_brings_the_parents_that_a_store_waits_for() -> None:
+def test_a_worker_that_attaches_supplies_the_parents_that_a_store_waits_for() -> None:
     index = Index(limit_bytes=1 << 30)
     worker, store = chains_of(index, "a"), chains_of(index, STORE)
     worker.apply(stored(1, DEVICE))
@@ -83,9 +83,9 @@ def test_a_worker_that_attaches_brings_the_parents_that_a_store_waits_for() -> N
     assert store.statistics().orphans == 1, "it is the worker's store no longer"
 
 
-class StoreMachine(RuleBasedStateMachine):
-    """Workers offer what they hold to the store, which drops what it likes; each source's events come in order, and
-    sources overtake one another. A device gives up the end of a prefix before its beginning."""
+class ChainsOfStoresMachine(RuleBasedStateMachine):
+    """Workers offer their blocks to the store, which drops any of them. The events of each source come in order, but
+    those of one source may overtake another's. A device evicts the end of a prefix before its beginning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,5 +154,5 @@ class StoreMachine(RuleBasedStateMachine):
         self.settle()
 
 
-TestStore = StoreMachine.TestCase
+TestStore = ChainsOfStoresMachine.TestCase
 TestStore.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,4 +1,4 @@
-"""The index against a naive model: sets of hashes, counted."""
+"""The index compared with a naive model: counted sets of hashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNLIMITED = 1 << 40
 DEVICE, HOST, DISK = 0, 1, 2
 
 
-def test_a_chain_held_by_one_is_found_to_its_end() -> None:
+def test_a_chain_of_one_candidate_is_found_to_its_end() -> None:
     index = Index(limit_bytes=UNLIMITED)
     slot = index.open_slot(("a", 0))
     index.add_blocks(slot, DEVICE, [1, 2, 3])
@@ -41,7 +41,7 @@ def test_each_block_counts_in_its_best_tier() -> None:
     assert index.find([1, 2, 3, 4, 5, 6]) == {("a", 0): Overlap(2, 2, 1), ("b", 0): Overlap(0, 0, 1)}
 
 
-def test_what_a_store_holds_counts_for_those_who_borrow_from_it_and_the_store_is_not_found() -> None:
+def test_a_stores_blocks_count_for_its_borrowers_and_the_store_is_not_found() -> None:
     index = Index(limit_bytes=UNLIMITED)
     a, b, alone, store = (index.open_slot((name, 0)) for name in ("a", "b", "alone", "k"))
     for name in "ab":
@@ -65,7 +65,7 @@ def test_what_a_store_holds_counts_for_those_who_borrow_from_it_and_the_store_is
     index.validate()
 
 
-def test_a_block_that_leaves_the_middle_ends_the_chain_and_rejoins_it_when_it_is_back() -> None:
+def test_a_block_removed_from_the_middle_ends_the_overlap_until_it_is_stored_again() -> None:
     index = Index(limit_bytes=UNLIMITED)
     slot = index.open_slot(("a", 0))
     chain = list(range(1, 101))
@@ -88,7 +88,7 @@ def test_chains_that_end_anywhere_are_each_found_to_their_end() -> None:
         assert found == {f"w{length}": min(length, asked) for length in lengths}
 
 
-def test_prompts_that_leave_a_chain_anywhere_overlap_up_to_there() -> None:
+def test_a_prompt_that_leaves_a_chain_overlaps_up_to_that_block() -> None:
     index = Index(limit_bytes=UNLIMITED)
     slot = index.open_slot(("a", 0))
     chain = list(range(1, 601))
@@ -100,7 +100,7 @@ def test_prompts_that_leave_a_chain_anywhere_overlap_up_to_there() -> None:
     assert index.find([*chain[:10], 1000, 1001, 1002]) == {("a", 0): Overlap(12)}
 
 
-def test_what_is_stored_twice_is_gone_when_it_is_removed_twice() -> None:
+def test_a_block_added_twice_is_gone_when_it_is_removed_twice() -> None:
     index = Index(limit_bytes=UNLIMITED)
     slot = index.open_slot(("a", 0))
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_what_is_stored_twice_is_gone_when_it_is_removed_twice() -> None:
     assert index.bytes == 0
 
 
-def test_blocks_that_grow_and_go_one_by_one_stay_in_few_runs() -> None:
+def test_blocks_added_and_removed_one_by_one_stay_in_few_runs() -> None:
     index = Index(limit_bytes=UNLIMITED)
     a, b = index.open_slot(("a", 0)), index.open_slot(("b", 0))
     chain = list(range(1, 201))
@@ -153,11 +153,11 @@ def test_a_retired_slot_is_not_found_and_its_number_is_used_again_once_it_is_emp
     assert index.find([1, 2]) == {("a", 0): Overlap(1)}
     index.remove_blocks(first, DEVICE, [1, 2])
     assert index.open_slot(("b", 0)).number == 0
-    index.remove_blocks(first, DEVICE, [1, 2])  # the freed slot's number is another's now
+    index.remove_blocks(first, DEVICE, [1, 2])  # the number of the freed slot is reused
     index.validate()
 
 
-def test_at_the_limit_the_coldest_runs_go_and_touched_ones_stay() -> None:
+def test_at_the_limit_the_coldest_runs_are_dropped_and_touched_ones_stay() -> None:
     index = Index(limit_bytes=BLOCK_BYTES * 100 + RUN_BYTES * 10 + HOLDERS_BYTES)
     slot = index.open_slot(("a", 0))
     for start in range(0, 100, 10):
@@ -172,7 +172,7 @@ def test_at_the_limit_the_coldest_runs_go_and_touched_ones_stay() -> None:
     assert slot.dropped_blocks == index.statistics().dropped_blocks == 50
 
 
-def test_what_is_dropped_at_the_limit_is_gone_for_all_holders_and_tiers_repeats_too() -> None:
+def test_blocks_dropped_at_the_limit_are_gone_for_all_holders_and_tiers_with_their_repeats() -> None:
     index = Index(limit_bytes=BLOCK_BYTES * 20)
     a, b = index.open_slot(("a", 0)), index.open_slot(("b", 0))
     for slot, tier in ((a, DEVICE), (a, HOST), (b, DEVICE), (b, DEVICE)):
@@ -186,7 +186,7 @@ def test_what_is_dropped_at_the_limit_is_gone_for_all_holders_and_tiers_repeats_
     assert b.state == "freed"
 
 
-def test_a_run_larger_than_the_limit_leaves_nothing() -> None:
+def test_a_run_larger_than_the_limit_is_dropped() -> None:
     index = Index(limit_bytes=BLOCK_BYTES)
     index.add_blocks(index.open_slot(("a", 0)), DEVICE, range(100))
     index.validate()
@@ -194,7 +194,7 @@ def test_a_run_larger_than_the_limit_leaves_nothing() -> None:
 
 
 def traced(index: Index, fill: Callable[[Index], None]) -> int:
-    """Bytes that the index takes more after it was filled, or asked."""
+    """Return the bytes by which the index grew while it was filled or searched."""
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -206,7 +206,7 @@ def traced(index: Index, fill: Callable[[Index], None]) -> int:
 
 
 def churned(index: Index) -> None:
-    """As many blocks a shard as make its dict largest for them, after each was replaced a few times."""
+    """Fill it with as many blocks per shard as make its dict largest, after each block was replaced a few times."""
     draw = Random(3)
     slot = index.open_slot(("a", 0))
     held: deque[array[int]] = deque()
@@ -219,7 +219,7 @@ def churned(index: Index) -> None:
 
 
 def scattered(index: Index) -> None:
-    """Every block held by others, of a thousand."""
+    """Give every block other holders out of a thousand."""
     draw = Random(4)
     slots = [index.open_slot((f"w{number}", 0)) for number in range(1000)]
     for block in range(2000):
@@ -229,12 +229,12 @@ def scattered(index: Index) -> None:
 
 
 @pytest.mark.parametrize("fill", [churned, scattered])
-def test_the_index_is_no_larger_than_it_is_held_to_be(fill: Callable[[Index], None]) -> None:
+def test_the_index_is_no_larger_than_its_estimate(fill: Callable[[Index], None]) -> None:
     index = Index(limit_bytes=UNLIMITED)
     assert traced(index, fill) < index.bytes
 
 
-def test_names_remembered_for_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memo_of_candidates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.router.index.index._MEMO_LIMIT_BYTES", 100_000)
     index = Index(limit_bytes=UNLIMITED)
     slots = [index.open_slot((f"w{number}", 0)) for number in range(100)]
@@ -251,7 +251,7 @@ def test_names_remembered_for_answers_are_bounded(monkeypatch: pytest.MonkeyPatc
     index.validate()
 
 
-def test_after_all_blocks_are_removed_their_room_is_given_back() -> None:
+def test_after_all_blocks_are_removed_their_memory_is_freed() -> None:
     def fill_and_empty(index: Index) -> None:
         slot = index.open_slot(("a", 0))
         index.add_blocks(slot, DEVICE, range(20_000))
@@ -262,7 +262,7 @@ def test_after_all_blocks_are_removed_their_room_is_given_back() -> None:
     index.validate()
 
 
-def test_one_more_slot_makes_sets_of_holders_larger_and_the_bound_holds() -> None:
+def test_the_limit_holds_when_one_more_slot_makes_sets_of_holders_larger() -> None:
     index = Index(limit_bytes=100_000)
     slots = [index.open_slot((f"w{number}", 0)) for number in range(10)]
     for block in range(1000):
@@ -275,7 +275,7 @@ def test_one_more_slot_makes_sets_of_holders_larger_and_the_bound_holds() -> Non
 
 
 TREE: dict[int, int] = {}
-"""Block → its parent; 0: none. Some chains are longer than others, so that prompts part early and late."""
+"""Block → its parent; 0 for none. Some chains are longer than others, so that prompts differ early and late."""
 _draw = Random(5)
 for _block in range(1, 61):
     TREE[_block] = _draw.choice([0, *range(1, _block)]) if _block % 3 == 0 else _block - 1
@@ -296,7 +296,7 @@ STORES = ("k", "l")
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Random events on a small tree of blocks, so that runs are cut and joined; the model holds counted sets."""
+    """Random events on a small tree of blocks cut and join runs; the model holds counted sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.retired: list[Slot] = []
         self.held: dict[Slot, list[Counter[int]]] = {}
         self.lenders: dict[str, str] = {}
-        """By borrower."""
+        """Borrower → lender."""
 
     @rule(name=st.sampled_from(NAMES), lender=st.sampled_from([*STORES, None]))
     def borrow(self, name: str, lender: str | None) -> None:

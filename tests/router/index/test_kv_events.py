@@ -1,4 +1,4 @@
-"""Payloads of every shape, and of none."""
+"""Payloads of every format, and invalid ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FULL: list[Any] = [
 
 
 def as_arrays(payload: bytes) -> bytes:
-    """A payload of maps as engines before them wrote it."""
+    """Return a payload of maps in the format of older engines."""
     ts, events, rank = msgspec.msgpack.decode(payload)
     keys = {
         "BlockStored": (
@@ -60,7 +60,7 @@ def stored(event: list[Any] | dict[str, Any], *tail: Any) -> StoredEvent:
 
 
 @pytest.mark.parametrize("session", SESSIONS)
-def test_captured_frames_decode_alike_as_maps_and_as_old_arrays(session: str) -> None:
+def test_captured_frames_decode_the_same_as_maps_and_as_old_arrays(session: str) -> None:
     for payload in payloads(session):
         assert decode(payload) == decode(as_arrays(payload))
         assert decode(payload).events
@@ -74,7 +74,7 @@ def test_old_arrays_may_have_tails_of_any_length(length: int) -> None:
     assert found.routable == 2
 
 
-def test_a_batch_may_have_no_rank_and_fields_of_the_future() -> None:
+def test_a_batch_may_lack_a_rank_and_have_unknown_fields() -> None:
     assert decode(msgspec.msgpack.encode([1.0, []])) == DecodedBatch(1.0, 0, [], 0)
     assert decode(msgspec.msgpack.encode([1.0, [["AllBlocksCleared", 9]], 3, "future"])) == DecodedBatch(
         1.0, 3, [ClearedEvent()], 0
@@ -85,12 +85,12 @@ def test_a_batch_may_have_no_rank_and_fields_of_the_future() -> None:
     ("medium", "tier"),
     [(None, 0), ("GPU", 0), ("gpu", 0), ("cpu", 1), ("host_pinned", 1), ("CPU_TIER1", 1), ("disk", 2)],
 )
-def test_every_spelling_of_a_medium_is_its_tier(medium: str | None, tier: int) -> None:
+def test_every_name_of_a_medium_is_mapped_to_its_tier(medium: str | None, tier: int) -> None:
     payload = msgspec.msgpack.encode([1.0, [["BlockRemoved", [b"x" * 32], medium]]])
     assert decode(payload).events == [RemovedEvent([b"x" * 32], tier, None)]
 
 
-def test_events_of_a_tier_that_we_do_not_know_are_ignored_and_counted() -> None:
+def test_events_of_an_unknown_tier_are_ignored_and_counted() -> None:
     batch = decode(msgspec.msgpack.encode([1.0, [["BlockRemoved", [1], "tape"], ["AllBlocksCleared"]]]))
     assert batch.events == [ClearedEvent()]
     assert batch.ignored == 1
@@ -109,7 +109,7 @@ def test_events_of_a_tier_that_we_do_not_know_are_ignored_and_counted() -> None:
         (None, [["image-hash"], None], 5, "", 0),
     ],
 )
-def test_extra_keys_tell_the_salt_and_where_more_than_tokens_decides(
+def test_extra_keys_give_the_salt_and_the_first_block_that_is_not_routable(
     lora: str | None, keys: list[Any] | None, parent: int | None, salt: str, routable: int
 ) -> None:
     found = stored(["BlockStored", [7, 8], parent, [1, 2, 3, 4], 2, None, "GPU", lora, keys])
@@ -137,7 +137,7 @@ def test_a_lora_without_a_name_is_not_routable() -> None:
         },
     ],
 )
-def test_sglangs_events_name_their_salt(event: Any) -> None:
+def test_the_salt_of_sglangs_events_is_read(event: Any) -> None:
     found = stored(event, 1)
     assert (found.hashes, found.tier, found.lora, found.salt, found.routable) == ([-7, 8], 1, "", "tenant", 2)
 
@@ -167,7 +167,7 @@ def test_events_without_blocks_count_too(event: list[Any]) -> None:
         decode(msgspec.msgpack.encode([1.0, [event] * (BATCH_LIMIT_BLOCKS + 1)]))
 
 
-def test_a_windowed_cache_is_marked() -> None:
+def test_a_sliding_window_cache_is_marked() -> None:
     assert stored([*FULL[:10], "sliding_window"]).windowed
     assert not stored([*FULL[:10], "mla_attention"]).windowed
 
@@ -209,12 +209,12 @@ def test_wrong_types_and_counts_are_a_protocol_error(event: Any) -> None:
 @pytest.mark.parametrize(
     "payload", [b"", b"\xc1", b"\x93", msgspec.msgpack.encode({}), msgspec.msgpack.encode([1.0, [], -1])]
 )
-def test_what_is_no_batch_is_a_protocol_error(payload: bytes) -> None:
+def test_a_payload_that_is_not_a_batch_is_a_protocol_error(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(payload)
 
 
-def test_keys_nested_without_end_are_a_protocol_error() -> None:
+def test_deeply_nested_keys_are_a_protocol_error() -> None:
     batch = msgspec.msgpack.encode([1.0, [["BlockStored", [7], None, [1, 2], 2, None, "GPU", None, [[None]]]]])
     assert batch.endswith(b"\x91\x91\xc0")
     with pytest.raises(ProtocolError):
@@ -235,7 +235,7 @@ def test_a_torn_frame_is_a_protocol_error(session: str) -> None:
         [1.0, [["BlockStored", [1], None, [1], 1, None, "GPU", "\ud800".encode("utf-8", "replace").decode()]]]
     )
 )
-def test_any_bytes_are_a_batch_or_a_protocol_error(payload: bytes) -> None:
+def test_any_bytes_decode_or_raise_a_protocol_error(payload: bytes) -> None:
     try:
         decode(payload)
     except ProtocolError:

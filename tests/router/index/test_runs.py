@@ -1,4 +1,4 @@
-"""Runs by themselves; `test_index.py` drives them through every cut and join."""
+"""Runs alone; `test_index.py` covers every cut and join."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALONE = (1, 0, 0)
 
 
 def filled(blocks: int) -> tuple[Runs, Run]:
-    """A chain of blocks 1, 2, 3 …; the run that it ends with."""
+    """Return runs with the chain of blocks 1, 2, 3 …, and its last run."""
     runs = Runs()
     hashes = list(range(1, blocks + 1))
     last: Run | None = None
@@ -24,7 +24,7 @@ def filled(blocks: int) -> tuple[Runs, Run]:
     return runs, last
 
 
-def test_a_run_is_no_longer_than_the_limit_and_the_next_goes_on() -> None:
+def test_a_run_is_no_longer_than_the_limit_and_the_next_run_continues_it() -> None:
     runs, last = filled(RUN_BLOCKS + 1)
     runs.validate()
     assert [run.size for run in runs.coldest_first()] == [RUN_BLOCKS, 1]
@@ -33,7 +33,7 @@ def test_a_run_is_no_longer_than_the_limit_and_the_next_goes_on() -> None:
     assert runs.ending_with(5) is None
 
 
-def test_blocks_that_come_back_one_by_one_from_the_end_join_the_run_behind_them() -> None:
+def test_blocks_added_one_by_one_from_the_end_join_the_run_after_them() -> None:
     runs, run = filled(10)
     others = runs.holders_of((3, 0, 0))
     for stop in range(10, 4, -1):
@@ -51,7 +51,7 @@ def test_a_block_cut_from_the_middle_leaves_two_runs() -> None:
     assert runs.find(4) is None
 
 
-def test_the_warmest_run_goes_last() -> None:
+def test_the_warmest_run_is_dropped_last() -> None:
     runs = Runs()
     first, second = (runs.add([block], 0, ALONE, None)[0] for block in (1, 2))
     assert runs.coldest() is first
@@ -65,7 +65,7 @@ def test_the_warmest_run_goes_last() -> None:
     assert runs.holder_sets == runs.blocks == runs.runs == 0
 
 
-def test_where_a_chain_leaves_a_run_and_what_of_a_list_is_in_it() -> None:
+def test_matching_pieces_end_where_a_chain_and_a_run_differ() -> None:
     run = filled(8)[1]
     for shared in range(1, 9):
         assert match_end(run.hashes, [*range(1, shared + 1), -1, -2], 0) == shared
@@ -77,7 +77,7 @@ def test_where_a_chain_leaves_a_run_and_what_of_a_list_is_in_it() -> None:
     assert matching_piece_either_way(run, [4, 5, 9], 0) == (3, 2)
 
 
-def test_the_collector_need_not_look_and_nothing_is_left_behind() -> None:
+def test_the_garbage_collector_tracks_no_run_and_none_is_leaked() -> None:
     class Seen(array):  # type: ignore[type-arg]  # an array that weak references may point to
         pass
 

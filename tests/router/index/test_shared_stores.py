@@ -1,4 +1,4 @@
-"""Who borrows from whom, before, while and after they have slots."""
+"""Borrowers and lenders before, while and after they have slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORKERS: list[CandidateId] = [("a", 0), ("a", 1), ("b", 0)]
 STORES: list[CandidateId] = [("k/l", 0), ("k/m", 0)]
 
 
-def test_a_store_that_nobody_borrows_from_is_no_lender() -> None:
+def test_a_store_without_borrowers_is_not_a_lender() -> None:
     stores = SharedStores()
     stores.slot_opened(("k/l", 0), 0)
     stores.slot_opened(("a", 0), 1)
@@ -25,7 +25,7 @@ def test_a_store_that_nobody_borrows_from_is_no_lender() -> None:
     assert (stores.lenders, stores.with_borrowers(0b01)) == (0, 0b01)
 
 
-def test_a_borrower_lends_nothing() -> None:
+def test_a_borrower_cannot_lend() -> None:
     stores = SharedStores()
     stores.set_lender(("a", 0), ("k/l", 0))
     with pytest.raises(AssertionError, match="borrower"):
@@ -34,7 +34,7 @@ def test_a_borrower_lends_nothing() -> None:
         stores.set_lender(("k/l", 0), ("k/m", 0))
 
 
-def test_what_is_remembered_of_lenders_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memo_of_unions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_stores, "_UNIONS_LIMIT", 3)
     stores = SharedStores()
     for number in range(4):
@@ -46,8 +46,8 @@ def test_what_is_remembered_of_lenders_together_is_bounded(monkeypatch: pytest.M
         stores.validate()
 
 
-class LendingMachine(RuleBasedStateMachine):
-    """Slots open and retire, under any free number; borrowers change their lenders."""
+class SharedStoresMachine(RuleBasedStateMachine):
+    """Slots open and retire under any free number; borrowers change their lenders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,5 +84,5 @@ class LendingMachine(RuleBasedStateMachine):
         self.stores.validate()
 
 
-TestLending = LendingMachine.TestCase
+TestLending = SharedStoresMachine.TestCase
 TestLending.settings = settings(max_examples=80, stateful_step_count=30)

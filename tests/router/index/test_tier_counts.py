@@ -1,4 +1,4 @@
-"""Counting tiers along a prompt, against counting each block of each slot."""
+"""Counts of tiers along a prompt, compared with counting each block of each slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SLOTS = 4
 STRETCHES = st.lists(
     st.tuples(st.integers(1, 5), st.lists(st.sampled_from("DHK·"), min_size=SLOTS, max_size=SLOTS)), max_size=8
 )
-"""Each so many blocks long; of each slot, where it has them: device, host memory, disk or nowhere."""
+"""Stretches of blocks. For each one: its length, and the tier of each slot there: device, host memory, disk or none."""
 
 
 def mask(slots: list[int]) -> int:
@@ -19,8 +19,10 @@ def mask(slots: list[int]) -> int:
 
 
 @given(STRETCHES)
-@example([(1, list("DHDD")), (1, list("DDDH")), (1, list("DHDD"))])  # slot 1 comes to count as 3 does, which leaves
-def test_slots_that_go_from_tier_to_tier_are_counted_in_each_until_they_end(
+@example(
+    [(1, list("DHDD")), (1, list("DDDH")), (1, list("DHDD"))]
+)  # slot 1 gets the same counts as slot 3, which leaves
+def test_slots_that_change_tiers_are_counted_in_each_tier_until_they_end(
     stretches: list[tuple[int, list[str]]],
 ) -> None:
     lower = TierCounts()

@@ -1,4 +1,4 @@
-"""Decisions: the latest are kept, with what came of them, and put into words when asked for."""
+"""The decision log keeps the latest decisions with their outcomes, and makes reasons only on request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from services.router.selection.load import CandidateLoad, WorkerSpeed
 from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policy_guard import PolicyChoice
 from shared.messages import Overlap, Prefilled, Selected
-from tests.router.broken_policy import WordlessPolicy
+from tests.router.broken_policy import FailingReasonPolicy
 
 QUESTION = RoutingRequest(100, 16)
 
 
 def scored(count: int) -> list[ScoredCandidate]:
-    """So many candidates, the first with three blocks and the best score."""
+    """Return `count` candidates, the first one with three blocks and the best score."""
     load = CandidateLoad(1, 300, 20)
     first = CandidateState(("w0", 0), Overlap(2, 1), load, 1000, WorkerSpeed(1000.0))
     return [
@@ -36,20 +36,20 @@ def kept(*requests: str, limit: int = 10, candidates: int = 3, chosen: int = 0) 
     return decisions
 
 
-def test_only_the_latest_are_kept_and_asking_again_counts_as_late() -> None:
+def test_only_the_latest_decisions_are_kept_and_a_repeated_one_counts_as_new() -> None:
     decisions = kept("a", "b", "a", "c", limit=2)
     assert [each.selected.request for each in decisions.find("", latest=9)] == ["a", "c"]
     assert [each.selected.request for each in decisions.find("", latest=1)] == ["c"]
     assert decisions.find("b", latest=9) == []
 
 
-def test_a_request_is_found_by_its_clients_own_name_too() -> None:
+def test_a_request_is_found_by_its_clients_own_id_too() -> None:
     decisions = kept("a-b-0e", "a-b-0f", "a-b", "a", "a-0a")
     found = {name: [each.selected.request for each in decisions.find(name, latest=9)] for name in ("a-b", "a", "a-")}
     assert found == {"a-b": ["a-b-0e", "a-b-0f", "a-b"], "a": ["a-b", "a", "a-0a"], "a-": []}
 
 
-def test_what_a_request_asks_for_several_times_is_found_by_the_name_of_the_whole() -> None:
+def test_the_choices_of_one_request_are_found_by_the_id_of_the_whole_request() -> None:
     decisions = kept("a-0e/0", "a-0e/1", "a-0f", "b/0")
     found = {
         name: [each.selected.request for each in decisions.find(name, latest=9)] for name in ("a-0e", "a", "a-0e/1")
@@ -57,7 +57,7 @@ def test_what_a_request_asks_for_several_times_is_found_by_the_name_of_the_whole
     assert found == {"a-0e": ["a-0e/0", "a-0e/1"], "a": ["a-0e/0", "a-0e/1", "a-0f"], "a-0e/1": ["a-0e/1"]}
 
 
-def test_rows_are_the_best_few_and_the_chosen_one() -> None:
+def test_rows_are_the_best_candidates_and_the_chosen_one() -> None:
     (decision,) = kept("a", candidates=KEPT_CANDIDATES + 9, chosen=KEPT_CANDIDATES + 5).find("a", latest=1)
     rows = decision.selected.candidates
     assert [row.instance for row in rows] == [*(f"w{n}" for n in range(KEPT_CANDIDATES - 1)), f"w{KEPT_CANDIDATES + 5}"]
@@ -67,7 +67,7 @@ def test_rows_are_the_best_few_and_the_chosen_one() -> None:
     assert rows[1].predicted_s is None, "how fast it is was not told"
 
 
-def test_a_first_token_is_compared_once_and_within_what_can_be() -> None:
+def test_a_first_token_is_recorded_once_and_its_count_is_clamped() -> None:
     decisions = kept("a", "b")
     prediction = decisions.record_first_token(Prefilled("a", 1, 32, 0.5))
     assert prediction is not None
@@ -81,7 +81,7 @@ def test_a_first_token_is_compared_once_and_within_what_can_be() -> None:
     assert (decision.actual_cached_tokens, decision.first_token_s) == (32, 0.5)
 
 
-def test_a_first_token_from_elsewhere_tells_nothing_of_a_choice_that_came_too_late() -> None:
+def test_a_first_token_from_another_instance_is_not_recorded_for_a_choice_that_came_too_late() -> None:
     decisions = kept("a")
     chosen = decisions.find("a", latest=1)[0].selected.instance
     assert decisions.record_first_token(Prefilled("a", 1, 32, 0.5, instance="elsewhere")) is None
@@ -90,7 +90,7 @@ def test_a_first_token_from_elsewhere_tells_nothing_of_a_choice_that_came_too_la
     assert decisions.record_first_token(Prefilled("a", 1, 32, 0.5, instance=chosen)) is not None
 
 
-def test_an_end_is_noted_once() -> None:
+def test_an_end_is_recorded_once() -> None:
     decisions = kept("a")
     decisions.record_end(("a", 1), 2.5)
     decisions.record_end(("a", 1), 9.0)
@@ -98,8 +98,8 @@ def test_an_end_is_noted_once() -> None:
     assert [each.ended_s for each in decisions.find("", latest=9)] == [2.5]
 
 
-def test_a_policy_without_words_is_no_obstacle() -> None:
+def test_a_policy_without_reasons_can_be_explained() -> None:
     decisions = DecisionLog(limit=1)
     each = scored(2)
-    decisions.add(selected("a"), QUESTION, PolicyChoice(WordlessPolicy(), each, each[0]), 0.0)
+    decisions.add(selected("a"), QUESTION, PolicyChoice(FailingReasonPolicy(), each, each[0]), 0.0)
     assert decisions.find("a", latest=1)[0].selected.candidates[0].reason.startswith("no reason: LookupError")

@@ -1,4 +1,4 @@
-"""Who is asked for: only who can serve, not who stands still, and a newcomer not for everything at once."""
+"""Eligible candidates can serve, are not frozen, and get a growing share after they join."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def eligibility(*cards: ModelCard, now_s: float = 0.0) -> Eligibility:
 
 
 def asked(made: Eligibility, now_s: float = 0.0, **fields: Any) -> list[str]:
-    """The instances that a question is put to, one for each rank."""
+    """The instances that are eligible for a request, one for each rank."""
     return [seat.instance for seat in made.eligible(Select("r", 1, "f", "m", b"", 1, 1, **fields), now_s)]
 
 
@@ -39,7 +39,7 @@ def refusal(made: Eligibility, **fields: Any) -> str:
     return nobody.value.code
 
 
-def test_every_rank_is_asked_for_and_whoever_comes_or_goes_is_seen_at_once() -> None:
+def test_every_rank_is_eligible_and_instances_that_join_or_leave_count_at_once() -> None:
     made = eligibility(card("a"), card("b", ranks=2))
     assert asked(made) == ["a", "b", "b"]
     made.add_card(card("c"), 0.0)
@@ -47,7 +47,7 @@ def test_every_rank_is_asked_for_and_whoever_comes_or_goes_is_seen_at_once() -> 
     assert asked(made) == ["b", "b", "c"]
 
 
-def test_where_nobody_can_serve_the_refusal_says_why() -> None:
+def test_if_no_candidate_can_serve_the_refusal_says_why() -> None:
     made = eligibility(card("p", role="prefill"))
     assert refusal(made) == "no_instances"
     made.add_card(card("a"), 0.0)
@@ -58,7 +58,7 @@ def test_where_nobody_can_serve_the_refusal_says_why() -> None:
     assert asked(made, excluded=("b",)) == ["a"]
 
 
-def test_a_prompt_is_not_put_to_who_has_no_room_for_it_while_others_have() -> None:
+def test_a_candidate_without_room_for_the_prompt_is_skipped_while_others_have_room() -> None:
     small = msgspec.structs.replace(card("small"), capacity_blocks=3)
     short = msgspec.structs.replace(card("short"), context_length=10)
     made = eligibility(small, short, card("a"))
@@ -74,7 +74,7 @@ def test_a_prompt_is_not_put_to_who_has_no_room_for_it_while_others_have() -> No
     assert asked(made) == ["small", "short"]
 
 
-def test_who_stands_still_is_passed_over_while_others_are_there() -> None:
+def test_a_frozen_instance_is_passed_over_while_others_are_available() -> None:
     made = eligibility(card("a"), card("b"), card("c"))
     made.frozen = frozenset({"a", "b"})
     assert asked(made) == ["c"]
@@ -82,20 +82,20 @@ def test_who_stands_still_is_passed_over_while_others_are_there() -> None:
 
 
 @pytest.mark.parametrize("age_s", [0.0, 2.5, 5.0, 7.5, 10.0, 100.0])
-def test_one_that_joins_takes_part_in_a_share_that_grows_with_its_age(age_s: float) -> None:
+def test_an_instance_that_joins_gets_a_share_that_grows_with_its_age(age_s: float) -> None:
     made = eligibility(card("a"))
     made.add_card(card("new"), 50.0)
     share = sum("new" in asked(made, 50.0 + age_s) for _ in range(1000)) / 1000
     assert abs(share - min(age_s / RAMP_S, 1.0)) < 0.06
 
 
-def test_those_that_come_up_together_or_are_found_together_take_part_at_once() -> None:
+def test_instances_that_start_or_are_found_together_do_not_ramp_up() -> None:
     made = eligibility(card("a"), now_s=7.0)
     made.add_card(card("b"), 16.9)
     assert all(asked(made, 17.0) == ["a", "b"] for _ in range(50))
 
 
-def test_newcomers_are_asked_for_where_nobody_else_is_left() -> None:
+def test_instances_that_ramp_up_are_eligible_if_no_others_are_left() -> None:
     made = eligibility(card("a"))
     made.add_card(card("new", lora=("l",)), 50.0)
     assert asked(made, 50.0) == ["a"]
@@ -106,15 +106,15 @@ def test_newcomers_are_asked_for_where_nobody_else_is_left() -> None:
     assert asked(made, 50.0) == ["new"]
 
 
-def test_one_that_comes_again_ramps_up_again() -> None:
+def test_an_instance_that_comes_again_ramps_up_again() -> None:
     made = eligibility(card("a"), card("b"))
     made.remove_card("b")
     made.add_card(card("b"), 50.0)
     assert asked(made, 50.0) == ["a"]
 
 
-class SeatsMachine(RuleBasedStateMachine):
-    """Instances come, go and stand still; whoever is asked for can serve."""
+class EligibilityMachine(RuleBasedStateMachine):
+    """Instances join, leave and freeze; every eligible candidate can serve."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,5 +153,5 @@ class SeatsMachine(RuleBasedStateMachine):
         self.made.validate()
 
 
-TestSeats = SeatsMachine.TestCase
+TestSeats = EligibilityMachine.TestCase
 TestSeats.settings = settings(max_examples=60, stateful_step_count=25)

@@ -1,4 +1,4 @@
-"""Reservations: in any order, more than once, and gone when they end."""
+"""Reservations: events in any order and more than once; reservations are gone when attempts end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_reservation_is_prefill_then_decode_then_nothing() -> None:
     load.validate()
 
 
-def test_what_is_withdrawn_may_be_reserved_again() -> None:
+def test_a_withdrawn_attempt_may_be_reserved_again() -> None:
     load = LoadTracker()
     load.add_reservation(reservation("r"), 0.0)
     load.withdraw(("r", 1))
@@ -65,7 +65,7 @@ def test_what_is_withdrawn_may_be_reserved_again() -> None:
     load.validate()
 
 
-def test_everything_may_be_told_twice() -> None:
+def test_every_event_may_come_twice() -> None:
     load = LoadTracker()
     assert load.add_reservation(reservation("r"), 0.0)
     assert not load.add_reservation(reservation("r"), 0.0)
@@ -87,7 +87,7 @@ def test_an_end_that_comes_before_its_reservation_is_remembered() -> None:
     load.validate()
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_remembered_attempts_are_bounded() -> None:
     load = LoadTracker(remembered_limit=2)
     for request in "abc":
         load.mark_finished((request, 1))
@@ -96,7 +96,7 @@ def test_what_is_remembered_is_bounded() -> None:
     load.validate()
 
 
-def test_at_the_limit_the_oldest_reservation_goes() -> None:
+def test_at_the_limit_the_oldest_reservation_is_released() -> None:
     load = LoadTracker(limit=2)
     for request in "abc":
         load.add_reservation(reservation(request), 0.0)
@@ -107,7 +107,7 @@ def test_at_the_limit_the_oldest_reservation_goes() -> None:
     assert load.load_of(A) == IDLE
 
 
-def test_a_report_replaces_what_it_knows_and_leaves_what_it_does_not_know_yet() -> None:
+def test_a_report_replaces_the_reservations_that_it_has_and_keeps_the_others() -> None:
     load = LoadTracker()
     load.add_reservation(reservation("old"), 0.0)
     load.add_reservation(reservation("new", tokens=7, blocks=1), 0.0)
@@ -120,7 +120,7 @@ def test_a_report_replaces_what_it_knows_and_leaves_what_it_does_not_know_yet() 
     load.validate()
 
 
-def test_load_that_others_put_on_a_worker_counts() -> None:
+def test_load_without_a_reservation_here_counts() -> None:
     load = LoadTracker()
     load.apply_report(report("a", "stranger", tokens=50, blocks=5), 0.0)
     assert load.load_of(A) == CandidateLoad(1, 50, 5)
@@ -128,7 +128,7 @@ def test_load_that_others_put_on_a_worker_counts() -> None:
     assert load.load_of(A) == IDLE
 
 
-def test_of_an_instance_with_several_ranks_a_report_only_tells_which_attempts_live() -> None:
+def test_only_the_attempts_are_used_from_a_report_of_several_ranks() -> None:
     load = LoadTracker(grace_s=3, unknown_s=10)
     load.add_reservation(Reserved("r", 1, "f", "a", 1, 100, 10), 0.0)
     load.apply_report(report("a", "r", tokens=900, blocks=90), 1.0, ranks=2)
@@ -139,7 +139,7 @@ def test_of_an_instance_with_several_ranks_a_report_only_tells_which_attempts_li
     load.validate()
 
 
-def test_a_reservation_that_reports_do_not_know_for_long_is_released() -> None:
+def test_a_reservation_that_reports_lack_for_long_is_released() -> None:
     load = LoadTracker(grace_s=3, unknown_s=10)
     load.add_reservation(reservation("r"), 0.0)
     for now_s in range(13):
@@ -151,7 +151,7 @@ def test_a_reservation_that_reports_do_not_know_for_long_is_released() -> None:
     load.validate()
 
 
-def test_time_alone_releases_nothing_and_neither_do_reports_that_know_it() -> None:
+def test_neither_time_alone_nor_reports_that_have_it_release_a_reservation() -> None:
     load = LoadTracker(grace_s=3, unknown_s=10)
     load.add_reservation(reservation("r"), 0.0)
     load.apply_report(report("a", "r"), 100.0)
@@ -160,7 +160,7 @@ def test_time_alone_releases_nothing_and_neither_do_reports_that_know_it() -> No
     assert load.statistics().reservations == 1
 
 
-def test_a_lease_that_ends_releases_what_hung_on_it() -> None:
+def test_a_lease_that_ends_releases_its_reservations() -> None:
     load = LoadTracker()
     load.add_reservation(reservation("1", "a", frontend="f"), 0.0)
     load.add_reservation(reservation("2", "a", frontend="g"), 0.0)
@@ -173,7 +173,7 @@ def test_a_lease_that_ends_releases_what_hung_on_it() -> None:
     load.validate()
 
 
-def test_what_has_a_lower_priority_is_not_ahead() -> None:
+def test_tokens_of_a_lower_priority_are_not_ahead() -> None:
     load = LoadTracker()
     for request, tokens, priority in (("low", 1000, -1), ("usual", 100, 0), ("high", 10, 5)):
         load.add_reservation(reservation(request, tokens=tokens, priority=priority), 0.0)
@@ -186,7 +186,7 @@ def test_what_has_a_lower_priority_is_not_ahead() -> None:
     load.validate()
 
 
-def test_how_fast_a_worker_is_is_what_it_last_said() -> None:
+def test_a_workers_speed_is_the_one_it_reported_last() -> None:
     load = LoadTracker()
     assert load.speeds == {}
     load.apply_report(report(speed=WorkerSpeed(1000.0, 0.02)), 0.0)
@@ -200,7 +200,7 @@ def test_how_fast_a_worker_is_is_what_it_last_said() -> None:
 
 
 def still(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:
-    """Who stands still then, where these reports come every quarter of a second until then."""
+    """The instances that are frozen at `now_s` if these reports come every quarter of a second until then."""
     at_s = 0.0
     while at_s < now_s:
         for each in reports:
@@ -210,7 +210,7 @@ def still(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:
     return set(load.frozen_instances(now_s))
 
 
-def test_a_worker_with_work_and_without_a_step_stands_still_until_it_makes_one() -> None:
+def test_a_worker_with_work_and_without_a_step_is_frozen_until_it_makes_one() -> None:
     load = LoadTracker(frozen_s=5)
     assert still(load, 4.9, report("a", "r"), report("b")) == set()
     assert still(load, 10.0, report("a", "r"), report("b")) == {"a"}
@@ -218,21 +218,21 @@ def test_a_worker_with_work_and_without_a_step_stands_still_until_it_makes_one()
     assert load.frozen_instances(10.25) == set()
 
 
-def test_a_worker_that_was_idle_has_its_time_from_when_work_came() -> None:
+def test_the_time_of_an_idle_worker_counts_from_when_work_came() -> None:
     load = LoadTracker(frozen_s=5)
     assert still(load, 20.0, report("a")) == set()
     load.apply_report(report("a", "r"), 20.0)
     assert load.frozen_instances(20.1) == set()
 
 
-def test_a_worker_whose_reports_stop_stands_still_though_it_was_idle() -> None:
+def test_a_worker_whose_reports_stop_is_frozen_though_it_was_idle() -> None:
     load = LoadTracker(frozen_s=5)
     load.apply_report(report("a"), 0.0)
     load.apply_report(report("b"), 0.0)
     assert still(load, 5.0, report("b")) == {"a"}
 
 
-def test_while_nothing_can_be_heard_nobody_stands_still_nor_right_after() -> None:
+def test_while_the_router_is_cut_off_and_right_after_no_worker_is_frozen() -> None:
     load = LoadTracker(frozen_s=5)
     load.apply_report(report("a", "r"), 0.0)
     for second in range(60):
@@ -241,7 +241,7 @@ def test_while_nothing_can_be_heard_nobody_stands_still_nor_right_after() -> Non
     assert [load.frozen_instances(59.0 + quarter / 4) for quarter in (8, 16, 20)] == [set(), set(), {"a"}]
 
 
-def test_who_stood_still_himself_blames_nobody() -> None:
+def test_a_router_that_was_frozen_itself_takes_no_worker_for_frozen() -> None:
     load = LoadTracker(frozen_s=5)
     load.apply_report(report("a", "r"), 0.0)
     load.frozen_instances(0.0)
@@ -250,7 +250,7 @@ def test_who_stood_still_himself_blames_nobody() -> None:
 
 
 class LoadMachine(RuleBasedStateMachine):
-    """Few requests on few instances, told in any order; every request ends at the end."""
+    """Few requests on few instances, with events in any order; every request ends at the end."""
 
     def __init__(self) -> None:
         super().__init__()

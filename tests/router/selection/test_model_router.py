@@ -1,4 +1,4 @@
-"""One model's routing as a whole: any sequence of questions, loads and cards leaves it valid, and nothing behind."""
+"""One model's routing as a whole: any sequence of Selects, loads and cards leaves it valid and empty at the end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_rank_of_an_instance_is_a_candidate() -> None:
     ]
 
 
-def test_only_an_answer_that_was_asked_to_tells_its_rows_at_most_so_many_and_the_best_first() -> None:
+def test_an_answer_has_rows_only_if_asked_for_bounded_in_number_and_best_first() -> None:
     router = model()
     for number in range(KEPT_CANDIDATES + 4):
         router.add_card(card(f"w{number}"))
@@ -96,7 +96,7 @@ def test_blocks_that_a_prompt_shares_with_those_before_it_are_reserved_once() ->
     assert (first.blocks, sibling.blocks) == (4, 2)
 
 
-def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to_come() -> None:
+def test_an_explanation_has_the_load_and_the_predicted_first_token_at_the_choice() -> None:
     router = model()
     router.add_card(card("a"))
     router.apply_load_report(report("a", rate=100.0), 0.0)
@@ -109,7 +109,7 @@ def test_an_explanation_tells_the_load_as_it_was_and_when_the_first_token_was_to
     assert row.reason == router.explain("second")[0].selected.reason
 
 
-def test_a_question_is_refused_before_anything_is_reserved_where_its_first_token_would_come_too_late() -> None:
+def test_a_request_whose_first_token_would_come_too_late_is_refused_without_a_reservation() -> None:
     router = model()
     for name in "ab":
         router.add_card(card(name))
@@ -118,14 +118,14 @@ def test_a_question_is_refused_before_anything_is_reserved_where_its_first_token
     reply = router.select(select("late", [7, 8, 9], wait_limit_s=2.0), 0.0)
     assert isinstance(reply.reply, SelectRefused)
     assert reply.reply.code == "overloaded"
-    assert "in 3 s at the soonest, the limit is 2 s" in reply.reply.reason
+    assert "at least 3 s, the limit is 2 s" in reply.reply.reason
     assert reply.reserved is None
     assert {each.reserved.request for each in router.load.reservations()} == {"at a", "at b"}
     assert isinstance(router.select(select("no limit", [7, 8, 9]), 0.0).reply, Selected)
     assert isinstance(router.select(select("patient", [7, 8, 9], wait_limit_s=60.0), 0.0).reply, Selected)
 
 
-def test_who_is_refused_is_told_when_the_soonest_will_have_caught_up_a_minute_at_most() -> None:
+def test_retry_after_is_when_the_soonest_candidate_has_caught_up_but_at_most_a_minute() -> None:
     router = model()
     router.add_card(card("a"))
     router.apply_load_report(report("a", rate=1.0), 0.0)
@@ -136,7 +136,7 @@ def test_who_is_refused_is_told_when_the_soonest_will_have_caught_up_a_minute_at
         router.select(select(f"before {number}", [10 * number + 100, 2, 3]), 0.0)
 
 
-def test_a_choice_that_would_be_too_late_is_made_anew_among_those_in_time() -> None:
+def test_a_choice_that_would_be_too_late_is_repeated_among_the_candidates_in_time() -> None:
     router = model("round-robin")
     for name, rate in (("slow", 1.0), ("fast", 100.0), ("unheard", 0.0)):
         router.add_card(card(name))
@@ -145,7 +145,7 @@ def test_a_choice_that_would_be_too_late_is_made_anew_among_those_in_time() -> N
     assert set(asked) == {"fast", "unheard"}
 
 
-def test_a_question_that_is_asked_again_is_not_refused_for_the_wait_that_it_is_part_of() -> None:
+def test_a_repeated_select_is_not_refused_for_the_wait_that_it_causes_itself() -> None:
     router = model()
     router.add_card(card("a"))
     router.apply_load_report(report("a", rate=1.0), 0.0)
@@ -154,7 +154,7 @@ def test_a_question_that_is_asked_again_is_not_refused_for_the_wait_that_it_is_p
     assert chosen(router, select("r", [7, 8, 9], wait_limit_s=0.5)).instance == "a"
 
 
-def test_the_same_question_again_is_answered_alike_reserves_once_and_is_told_once() -> None:
+def test_a_repeated_select_gets_the_same_answer_one_reservation_and_one_decision() -> None:
     router = model()
     for instance in "abc":
         router.add_card(card(instance))
@@ -170,7 +170,7 @@ def test_the_same_question_again_is_answered_alike_reserves_once_and_is_told_onc
     router.validate()
 
 
-def test_an_earlier_attempt_asked_for_again_is_explained_by_its_own_rows() -> None:
+def test_a_repeated_earlier_attempt_is_explained_by_its_own_rows() -> None:
     router = model()
     for instance in "ab":
         router.add_card(card(instance))
@@ -190,7 +190,7 @@ def test_a_prompt_longer_than_any_that_may_be_hashed_is_refused_though_it_has_no
 
 
 @pytest.mark.parametrize("left_s", [-1.0, float("nan")])
-def test_a_question_whose_time_is_over_is_refused_and_reserves_nothing(left_s: float) -> None:
+def test_a_select_whose_time_is_over_is_refused_and_reserves_nothing(left_s: float) -> None:
     router = model()
     router.add_card(card("a"))
     for field in ("time_left_s", "wait_limit_s"):
@@ -198,7 +198,7 @@ def test_a_question_whose_time_is_over_is_refused_and_reserves_nothing(left_s: f
     assert router.load.statistics().reservations == 0
 
 
-def test_what_another_router_reserved_is_answered_alike() -> None:
+def test_a_select_that_another_router_reserved_gets_the_same_answer() -> None:
     for instance in "ab":
         router = model()
         for each in "ab":
@@ -211,7 +211,7 @@ def test_what_another_router_reserved_is_answered_alike() -> None:
         assert [row.instance for row in router.explain("r")[0].selected.candidates] == [instance]
 
 
-def test_what_another_router_reserved_in_place_of_a_choice_that_was_taken_back_is_what_is_explained() -> None:
+def test_a_reservation_of_another_router_that_replaces_a_withdrawn_choice_is_explained() -> None:
     router = model()
     for instance in "ab":
         router.add_card(card(instance))
@@ -223,7 +223,7 @@ def test_what_another_router_reserved_in_place_of_a_choice_that_was_taken_back_i
     assert [each.selected.instance for each in router.explain("r")] == [other]
 
 
-def test_a_question_that_comes_again_for_another_instance_moves_its_reservation() -> None:
+def test_a_repeated_select_for_another_instance_moves_its_reservation() -> None:
     router = model()
     for instance in "ab":
         router.add_card(card(instance))
@@ -235,7 +235,7 @@ def test_a_question_that_comes_again_for_another_instance_moves_its_reservation(
     router.validate()
 
 
-def test_an_attempt_whose_end_was_told_is_answered_and_not_reserved() -> None:
+def test_an_attempt_that_has_ended_is_answered_and_not_reserved() -> None:
     router = model()
     router.add_card(card("a"))
     router.apply_load_event(Finished("r", 1), 0.0)
@@ -248,7 +248,7 @@ def test_an_attempt_whose_end_was_told_is_answered_and_not_reserved() -> None:
 # --- who may serve
 
 
-def test_who_is_excluded_and_who_lacks_the_lora_is_not_chosen_and_a_refusal_says_which() -> None:
+def test_excluded_instances_and_those_without_the_lora_are_not_chosen_and_a_refusal_says_which() -> None:
     router = model("round-robin")
     assert refused(router, select("r", [1])) == "no_instances"
     router.add_card(card("p", role="prefill"))
@@ -266,7 +266,7 @@ def test_who_is_excluded_and_who_lacks_the_lora_is_not_chosen_and_a_refusal_says
     router.validate()
 
 
-def test_sessions_stay_together_while_all_else_is_nearly_equal_and_follow_the_cache_when_it_is_not() -> None:
+def test_sessions_stay_together_while_scores_are_nearly_equal_and_follow_the_cache_otherwise() -> None:
     router = model()
     for name in "abcd":
         router.add_card(card(name))
@@ -281,7 +281,7 @@ def test_sessions_stay_together_while_all_else_is_nearly_equal_and_follow_the_ca
     assert chosen(router, select("r", known, session="s")).instance == other
 
 
-def test_a_question_waits_only_behind_its_own_priority_and_above() -> None:
+def test_only_tokens_of_the_same_or_a_higher_priority_are_ahead_of_a_request() -> None:
     router = model("least-loaded")
     router.add_card(card("a"))
     router.add_card(card("b"))
@@ -291,7 +291,7 @@ def test_a_question_waits_only_behind_its_own_priority_and_above() -> None:
     assert chosen(router, select("later", [2], priority=-1)).instance == "b"
 
 
-def test_a_worker_that_stands_still_is_passed_over_unless_nobody_else_is_there() -> None:
+def test_a_frozen_worker_is_passed_over_unless_it_is_the_only_one() -> None:
     router = model()
     router.add_card(card("a"))
     router.add_card(card("b"))
@@ -310,7 +310,7 @@ def test_a_worker_that_stands_still_is_passed_over_unless_nobody_else_is_there()
     assert {row.instance for row in rows} == {"a", "b"}
 
 
-def test_while_nothing_is_heard_nobody_is_passed_over() -> None:
+def test_while_the_router_is_cut_off_no_worker_is_passed_over() -> None:
     router = model()
     router.add_card(card("a"))
     router.apply_load_report(report("a", "r"), 0.0)
@@ -320,7 +320,7 @@ def test_while_nothing_is_heard_nobody_is_passed_over() -> None:
 
 
 def shares(router: ModelRouter, now_s: float, questions: int = 400) -> Counter[str]:
-    """How often each instance is chosen, each time for a request that is over at once."""
+    """How often each instance is chosen, for requests that end at once."""
     counted: Counter[str] = Counter()
     for number in range(questions):
         counted[chosen(router, select(f"s{number}", [10_000 + number]), now_s).instance] += 1
@@ -328,12 +328,12 @@ def shares(router: ModelRouter, now_s: float, questions: int = 400) -> Counter[s
     return counted
 
 
-def test_one_that_joins_takes_part_in_a_growing_share_of_the_questions() -> None:
+def test_an_instance_that_joins_gets_a_growing_share_of_the_requests() -> None:
     config = msgspec.structs.replace(CONFIG, load=LoadConfig(ramp_s=10))
     router = model("least-loaded", config)
     for name in "ab":
         router.add_card(card(name), 0.0)
-    for name in "ab":  # both busy: the idle one that joins would get everything
+    for name in "ab":  # both are busy: without ramp-up the idle one that joins would get every request
         router.apply_load_event(Reserved(f"busy {name}", 1, "g", name, 0, 5000, 100, "r2"), 20.0)
     router.add_card(card("new"), 20.0)
     assert shares(router, 20.0)["new"] == 0
@@ -346,7 +346,7 @@ def test_one_that_joins_takes_part_in_a_growing_share_of_the_questions() -> None
 # --- what is expected
 
 
-def test_what_was_sent_is_expected_there_and_nowhere_once_the_cache_is_cleared() -> None:
+def test_a_routed_prompts_blocks_are_expected_there_until_the_cache_is_cleared() -> None:
     router = model()
     router.add_card(card("a"))
     router.select(select("r", [1, 2, 3]), 0.0)
@@ -356,7 +356,7 @@ def test_what_was_sent_is_expected_there_and_nowhere_once_the_cache_is_cleared()
     assert chosen(router, select("t", [1, 2, 3]), 1.0).overlap.blocks == 0
 
 
-def test_of_one_without_events_what_was_sent_is_known_for_as_long_as_it_is_used() -> None:
+def test_prompts_sent_to_an_instance_without_events_are_known_as_long_as_they_are_used() -> None:
     router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(history_s=100, speculation_s=5)))
     router.add_card(card("a"))
     router.set_sends_events("a", False)
@@ -369,7 +369,7 @@ def test_of_one_without_events_what_was_sent_is_known_for_as_long_as_it_is_used(
     router.validate()
 
 
-def test_when_events_cease_to_be_trusted_what_was_expected_by_then_expires_as_it_would_have() -> None:
+def test_when_events_are_no_longer_trusted_earlier_speculation_expires_as_before() -> None:
     router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(history_s=100, speculation_s=5)))
     router.add_card(card("a"))
     chosen(router, select("r", [1, 2, 3]), 0.0)
@@ -382,7 +382,7 @@ def test_when_events_cease_to_be_trusted_what_was_expected_by_then_expires_as_it
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Workers come and go while few requests are asked for, told of and reported; the index is small enough to drop."""
+    """Workers join and leave while few requests are routed and reported; the index is small enough to drop blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ TestModelRouter = RouterMachine.TestCase
 TestModelRouter.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def test_what_another_router_reserved_at_an_instance_or_a_rank_that_is_not_there_is_not_kept() -> None:
+def test_reservations_of_another_router_at_an_unknown_instance_or_rank_are_ignored() -> None:
     router = model()
     router.add_card(card("a"))
     for request, instance, rank in (("r", "a", 0), ("s", "gone", 0), ("t", "a", 1)):
@@ -475,7 +475,7 @@ def test_what_another_router_reserved_at_an_instance_or_a_rank_that_is_not_there
     assert [one.reserved.instance for one in router.load.reservations()] == ["a"]
 
 
-def test_counts_beyond_what_a_message_can_carry_are_told_as_the_most_it_can() -> None:
+def test_counts_beyond_what_a_message_can_carry_are_clamped() -> None:
     router = model()
     router.add_card(card("a"))
     most = (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""The policies, each by what it promises."""
+"""The properties of each policy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_policy_picks_a_candidate_and_the_same_one_for_the_same_draw(
 
 
 @pytest.mark.parametrize("name", ["kv", "least-loaded", "power-of-two", "random"])
-def test_ties_are_spread(name: str) -> None:
+def test_ties_are_spread_over_the_candidates(name: str) -> None:
     idle = [facts(letter) for letter in "abcd"]
     policy = BUILT_IN[name]()
     picks = Counter(choose(policy, idle, seed=seed) for seed in range(400))
@@ -64,7 +64,7 @@ def test_ties_are_spread(name: str) -> None:
     assert min(picks.values()) > 50
 
 
-def test_a_session_stays_together_all_else_equal_and_only_its_own_moves_when_one_goes() -> None:
+def test_a_session_stays_at_its_candidate_and_only_the_sessions_of_a_leaving_candidate_move() -> None:
     kv = BUILT_IN["kv"]()
     idle = [facts(letter) for letter in "abcd"]
     homes = {f"s{number}": choose(kv, idle, session=f"s{number}") for number in range(50)}
@@ -75,7 +75,7 @@ def test_a_session_stays_together_all_else_equal_and_only_its_own_moves_when_one
         assert home == "a" or choose(kv, left, session=session) == home
 
 
-def test_a_session_goes_home_though_a_little_waits_there_and_not_if_that_would_cost_more_than_a_neighbour() -> None:
+def test_a_session_keeps_its_candidate_unless_that_costs_more_than_one_more_neighbour() -> None:
     kv = BUILT_IN["kv"]()
     home = choose(kv, [facts("a"), facts("b")], session="s")
     away = "b" if home == "a" else "a"
@@ -86,13 +86,13 @@ def test_a_session_goes_home_though_a_little_waits_there_and_not_if_that_would_c
     assert choose(kv, [facts(home, None, a_lot), facts(away)], session="s") == away
 
 
-def test_round_robin_takes_turns_and_who_comes_or_goes_does_not_disturb_them() -> None:
+def test_round_robin_takes_turns_and_keeps_the_order_when_candidates_join_or_leave() -> None:
     policy = BUILT_IN["round-robin"]()
     assert [choose(policy, [facts("a"), facts("b"), facts("c")]) for _ in range(4)] == ["a", "b", "c", "a"]
     assert [choose(policy, [facts("a"), facts("c")]) for _ in range(3)] == ["c", "a", "c"]
 
 
-def test_least_loaded_and_power_of_two_look_at_tokens_in_hand() -> None:
+def test_least_loaded_and_power_of_two_compare_tokens_queued_or_in_use() -> None:
     busy, calm = CandidateLoad(1, 1000, 0), CandidateLoad(3, 10, 2)
     for name in ("least-loaded", "power-of-two"):
         assert choose(BUILT_IN[name](), [facts("busy", Overlap(19), busy), facts("calm", None, calm)]) == "calm"
@@ -114,10 +114,10 @@ def test_a_policy_is_found_by_name_or_by_module_and_attribute() -> None:
             "services.router.selection.candidates:Scored",
             ":x",
         ),
-        *("tests.router.broken_policy:NeedyPolicy", "tests.router.module_that_fails:P"),
+        *("tests.router.broken_policy:ConstructorArgumentPolicy", "tests.router.module_that_fails:P"),
     ],
 )
-def test_what_is_no_policy_is_a_config_error(name: str) -> None:
+def test_an_invalid_policy_is_a_config_error(name: str) -> None:
     assert ScoredCandidate is not None
     with pytest.raises(ConfigError, match="policy"):
         load_policy(name)

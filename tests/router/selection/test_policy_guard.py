@@ -1,4 +1,4 @@
-"""A policy that fails, dawdles or chooses nonsense costs nobody a request."""
+"""A policy that fails, is slow or chooses an invalid candidate never costs a request."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from services.router.selection.policy import BUILT_IN, Policy, explain_candidate
 from services.router.selection.policy_guard import CHOICES_PER_FORGIVEN_STRIKE, PolicyFault, PolicyGuard
 from shared.messages import Overlap
 from tests.router.broken_policy import (
+    ArrayScorePolicy,
     BrokenPolicy,
-    ForeignPolicy,
-    GarbledPolicy,
-    GreedyPolicy,
+    ExitingPolicy,
+    FailingReasonPolicy,
+    IdPickPolicy,
     LastPolicy,
-    LeavingPolicy,
-    NamingPolicy,
-    NoNumberPolicy,
-    OwnNoNumberPolicy,
-    OwnScorePolicy,
-    SenselessPolicy,
-    UnspeakablePolicy,
-    VectorPolicy,
-    WordlessPolicy,
-    WordyPolicy,
+    MutatingPolicy,
+    NanPickPolicy,
+    NanScorePolicy,
+    SlowReasonPolicy,
+    SurrogateErrorPolicy,
+    TextPickPolicy,
+    TextScorePolicy,
+    UnknownCandidatePolicy,
+    UnprintableErrorPolicy,
 )
 
 REQUEST = RoutingRequest(320, 16)
 CANDIDATES = [CandidateState(("a", 0), Overlap(19), IDLE, 1000), CandidateState(("b", 0), Overlap(), IDLE, 1000)]
 
 
-class Clock:
-    """Time goes on by so much each time it is looked at."""
+class SteppingClock:
+    """A clock that advances by the next of these times at each call."""
 
     def __init__(self, *steps_s: float) -> None:
         self.now_s = 0.0
@@ -47,14 +47,14 @@ class Clock:
         return self.now_s
 
 
-def chooser(policy: Policy, *took_s: float, strikes: int = 2) -> PolicyGuard:
-    """One whose policy takes so long for its answers, and no time after that."""
+def guard(policy: Policy, *took_s: float, strikes: int = 2) -> PolicyGuard:
+    """Guard a policy whose choices take these times, and no time after that."""
     steps_s = [step_s for each in took_s for step_s in (0.0, each)]
-    return PolicyGuard(policy, Random(1), clock=Clock(*steps_s), budget_s=0.005, strikes=strikes)
+    return PolicyGuard(policy, Random(1), clock=SteppingClock(*steps_s), budget_s=0.005, strikes=strikes)
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_those_scored_come_best_first_with_the_choice_and_who_made_it(name: str) -> None:
+def test_a_choice_has_the_scored_candidates_best_first_and_the_policy_that_made_it(name: str) -> None:
     policy = BUILT_IN[name]()
     choice = PolicyGuard(policy, Random(1)).choose(REQUEST, CANDIDATES)
     assert choice.policy is policy
@@ -68,23 +68,23 @@ def test_those_scored_come_best_first_with_the_choice_and_who_made_it(name: str)
     ("policy", "problem"),
     [
         (BrokenPolicy(), "ZeroDivisionError: somebody's mistake"),
-        (SenselessPolicy(), "TypeError"),
-        (GreedyPolicy(), "AttributeError"),
-        (OwnScorePolicy(), "TypeError"),
-        (VectorPolicy(), "TypeError"),
-        (ForeignPolicy(), "ProtocolError: the policy picked ('nowhere', 0), which is no candidate"),
-        (NoNumberPolicy(), "ProtocolError: score of ('a', 0) is nan"),
-        (OwnNoNumberPolicy(), "ProtocolError: score of ('a', 0) is nan"),
-        (NamingPolicy(), "ProtocolError: pick returned str, not one of the scored"),
-        (LeavingPolicy(), "SystemExit: 3"),
-        (UnspeakablePolicy(), "UnspeakableError"),
-        (GarbledPolicy(), "ValueError: ?"),
+        (TextScorePolicy(), "TypeError"),
+        (MutatingPolicy(), "AttributeError"),
+        (TextPickPolicy(), "TypeError"),
+        (ArrayScorePolicy(), "TypeError"),
+        (UnknownCandidatePolicy(), "ProtocolError: the policy picked ('nowhere', 0), which is not a candidate"),
+        (NanScorePolicy(), "ProtocolError: score of ('a', 0) is nan"),
+        (NanPickPolicy(), "ProtocolError: score of ('a', 0) is nan"),
+        (IdPickPolicy(), "ProtocolError: pick returned str instead of one of `scored`"),
+        (ExitingPolicy(), "SystemExit: 3"),
+        (UnprintableErrorPolicy(), "UnprintableError"),
+        (SurrogateErrorPolicy(), "ValueError: ?"),
     ],
 )
-def test_where_the_policy_fails_kv_chooses_and_the_problem_is_told(policy: Policy, problem: str) -> None:
-    asked = chooser(policy)
+def test_if_the_policy_fails_kv_chooses_and_the_problem_is_reported(policy: Policy, problem: str) -> None:
+    guarded = guard(policy)
     for count in range(1, 31):
-        choice = asked.choose(REQUEST, CANDIDATES)
+        choice = guarded.choose(REQUEST, CANDIDATES)
         assert choice.chosen.candidate is CANDIDATES[0]
         assert isinstance(choice.policy, KvPolicy)
         assert choice.fault is not None
@@ -92,77 +92,77 @@ def test_where_the_policy_fails_kv_chooses_and_the_problem_is_told(policy: Polic
         assert problem in choice.fault.problem
         said = f"{type(policy).__name__} failed ({choice.fault.problem}), kv chose: uncached 16 + "
         assert choice.reason.startswith(said)
-        assert asked.failures == count
-    assert asked.policy is policy, "failing is no reason to stop asking"
+        assert guarded.failures == count
+    assert guarded.policy is policy, "failing is no reason to stop asking"
 
 
-def test_one_that_is_slow_too_often_is_switched_off_for_good() -> None:
+def test_a_policy_that_is_slow_too_often_is_disabled_for_good() -> None:
     policy = LastPolicy()
-    asked = chooser(policy, 0.006, 0.004, 0.2, 0.05)
-    told = [asked.choose(REQUEST, CANDIDATES) for _ in range(4)]
-    assert [None if each.fault is None else each.fault.kind for each in told] == ["slow", None, "slow", "off"]
-    assert told[3].fault is not None
-    assert told[3].fault.problem.startswith("50.0 ms, the budget is 5; too slow too often")
-    assert {each.chosen.candidate.id[0] for each in told} == {"b"}, "a late choice is a choice"
-    assert isinstance(asked.policy, KvPolicy)
-    after = asked.choose(REQUEST, CANDIDATES)
+    guarded = guard(policy, 0.006, 0.004, 0.2, 0.05)
+    choices = [guarded.choose(REQUEST, CANDIDATES) for _ in range(4)]
+    assert [None if each.fault is None else each.fault.kind for each in choices] == ["slow", None, "slow", "off"]
+    assert choices[3].fault is not None
+    assert choices[3].fault.problem.startswith("it took 50.0 ms, the budget is 5 ms; too slow too often")
+    assert {each.chosen.candidate.id[0] for each in choices} == {"b"}, "a late choice is a choice"
+    assert isinstance(guarded.policy, KvPolicy)
+    after = guarded.choose(REQUEST, CANDIDATES)
     assert after.chosen.candidate is CANDIDATES[0]
     assert after.fault is None
-    assert asked.disabled
+    assert guarded.disabled
     assert after.reason.startswith("LastPolicy is off, kv chose: uncached 16 + ")
 
 
-def test_failing_slowly_is_slow() -> None:
-    asked = chooser(BrokenPolicy(), 0.2, 0.2, 0.2)
-    told = [asked.choose(REQUEST, CANDIDATES) for _ in range(4)]
-    assert [None if each.fault is None else each.fault.kind for each in told] == ["slow", "slow", "off", None]
-    assert told[0].fault is not None
-    assert "ZeroDivisionError: somebody's mistake" in told[0].fault.problem
-    assert {each.chosen.candidate for each in told} == {CANDIDATES[0]}
+def test_a_slow_failure_counts_as_slow() -> None:
+    guarded = guard(BrokenPolicy(), 0.2, 0.2, 0.2)
+    choices = [guarded.choose(REQUEST, CANDIDATES) for _ in range(4)]
+    assert [None if each.fault is None else each.fault.kind for each in choices] == ["slow", "slow", "off", None]
+    assert choices[0].fault is not None
+    assert "ZeroDivisionError: somebody's mistake" in choices[0].fault.problem
+    assert {each.chosen.candidate for each in choices} == {CANDIDATES[0]}
 
 
-def test_the_words_for_a_choice_count_towards_its_time() -> None:
-    clock = Clock(0.0, 0.006, 0.0)
-    asked = PolicyGuard(WordyPolicy(clock), Random(1), clock=clock, budget_s=0.005)
-    choice = asked.choose(REQUEST, CANDIDATES)
+def test_the_time_of_the_reason_counts_towards_the_budget() -> None:
+    clock = SteppingClock(0.0, 0.006, 0.0)
+    guarded = PolicyGuard(SlowReasonPolicy(clock), Random(1), clock=clock, budget_s=0.005)
+    choice = guarded.choose(REQUEST, CANDIDATES)
     assert choice.reason == "because"
     assert choice.fault is not None
     assert choice.fault.kind == "slow"
 
 
-def test_a_hiccup_now_and_then_is_forgiven() -> None:
+def test_an_occasional_slow_choice_is_forgiven() -> None:
     policy = LastPolicy()
-    asked = chooser(policy, *([0.006] + [0.001] * CHOICES_PER_FORGIVEN_STRIKE) * 5)
-    kinds = [asked.choose(REQUEST, CANDIDATES).fault for _ in range(5 * (CHOICES_PER_FORGIVEN_STRIKE + 1))]
+    guarded = guard(policy, *([0.006] + [0.001] * CHOICES_PER_FORGIVEN_STRIKE) * 5)
+    kinds = [guarded.choose(REQUEST, CANDIDATES).fault for _ in range(5 * (CHOICES_PER_FORGIVEN_STRIKE + 1))]
     assert sum(each is not None for each in kinds) == 5
-    assert asked.policy is policy
+    assert guarded.policy is policy
 
 
-def test_without_a_clock_nothing_is_slow() -> None:
-    asked = PolicyGuard(LastPolicy(), Random(1), budget_s=0.0, strikes=0)
-    assert asked.choose(REQUEST, CANDIDATES).fault is None
+def test_without_a_clock_no_choice_is_slow() -> None:
+    guarded = PolicyGuard(LastPolicy(), Random(1), budget_s=0.0, strikes=0)
+    assert guarded.choose(REQUEST, CANDIDATES).fault is None
 
 
-class NeverPolicy(KvPolicy):
-    """Its scores add up to what is not a number."""
+class InfiniteScorePolicy(KvPolicy):
+    """Returns infinite scores, whose sum is NaN."""
 
     def score(self, request: RoutingRequest, candidate: CandidateState) -> float:
         return math.inf if candidate.id[0] == "a" else -math.inf
 
 
 def test_infinite_scores_are_scores() -> None:
-    choice = PolicyGuard(NeverPolicy(), Random(1)).choose(REQUEST, CANDIDATES)
+    choice = PolicyGuard(InfiniteScorePolicy(), Random(1)).choose(REQUEST, CANDIDATES)
     assert (choice.fault, choice.chosen.candidate) == (None, CANDIDATES[1])
 
 
-def test_a_policy_that_cannot_say_why_chooses_all_the_same_and_the_problem_is_told() -> None:
+def test_a_policy_whose_reason_fails_still_chooses_and_the_problem_is_reported() -> None:
     problem = "LookupError: lost for words"
-    assert explain_candidate(WordlessPolicy(), REQUEST, CANDIDATES[0]) == (f"no reason: {problem}", problem)
-    asked = PolicyGuard(WordlessPolicy(), Random(1))
-    choice = asked.choose(REQUEST, CANDIDATES)
-    assert isinstance(choice.policy, WordlessPolicy)
+    assert explain_candidate(FailingReasonPolicy(), REQUEST, CANDIDATES[0]) == (f"no reason: {problem}", problem)
+    guarded = PolicyGuard(FailingReasonPolicy(), Random(1))
+    choice = guarded.choose(REQUEST, CANDIDATES)
+    assert isinstance(choice.policy, FailingReasonPolicy)
     assert choice.reason == f"no reason: {problem}"
     assert choice.fault == PolicyFault("failed", f"reason: {problem}")
-    assert asked.failures == 0, "the choice was its own"
+    assert guarded.failures == 0, "the choice was its own"
     assert explain_candidate(LastPolicy(), REQUEST, CANDIDATES[0]) == ("", "")
     assert explain_candidate(KvPolicy(), REQUEST, CANDIDATES[0])[0] != ""

@@ -1,4 +1,4 @@
-"""Blocks that are expected: found by any prompt that goes the same way, until their time is up."""
+"""Expected blocks are found by any prompt with the same prefix until they expire."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A, B = ("a", 0), ("b", 0)
 def expected(
     entries: Speculation, hashes: list[int], now_s: float = 0.0, **known: Overlap
 ) -> dict[CandidateId, Overlap]:
-    """What is found of a prompt where the index says `known`, by instance."""
+    """The overlaps of a prompt by instance, if the index finds `known`."""
     found: dict[CandidateId, Overlap] = {(name, 0): overlap for name, overlap in known.items()}
     entries.extend_overlaps(found, hashes, pack_hashes(hashes), now_s)
     return found
@@ -43,7 +43,7 @@ def test_expected_blocks_are_found_until_they_expire(slots: list[Slot]) -> None:
     entries.validate()
 
 
-def test_a_prompt_that_parts_from_the_run_finds_what_they_share(slots: list[Slot]) -> None:
+def test_a_prompt_that_differs_from_the_run_finds_the_blocks_they_share(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
     entries.add(slots[0], pack_hashes([1, 2, 3, 4]), 0.0)
     assert expected(entries, [1, 2, 3, 9]) == {A: Overlap(3)}
@@ -52,7 +52,7 @@ def test_a_prompt_that_parts_from_the_run_finds_what_they_share(slots: list[Slot
     assert expected(entries, [9, 2, 3]) == {}
 
 
-def test_a_run_joins_what_the_index_holds_before_it_and_only_that_candidates(slots: list[Slot]) -> None:
+def test_a_run_extends_the_overlap_of_its_own_candidate_only(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
     entries.add(slots[0], pack_hashes([3, 4]), 0.0)
     assert expected(entries, [1, 2, 3, 4], a=Overlap(1, 1), b=Overlap(2)) == {A: Overlap(3, 1), B: Overlap(2)}
@@ -62,7 +62,7 @@ def test_a_run_joins_what_the_index_holds_before_it_and_only_that_candidates(slo
     assert expected(entries, [1, 2, 3, 4, 5], a=Overlap(5)) == {A: Overlap(5)}
 
 
-def test_runs_join_runs(slots: list[Slot]) -> None:
+def test_runs_extend_runs(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
     entries.add(slots[0], pack_hashes([1, 2]), 0.0)
     entries.add(slots[0], pack_hashes([3, 4]), 0.0)
@@ -71,7 +71,7 @@ def test_runs_join_runs(slots: list[Slot]) -> None:
     assert expected(entries, [1, 2, 9, 8]) == {A: Overlap(4)}
 
 
-def test_two_candidates_may_expect_the_same(slots: list[Slot]) -> None:
+def test_the_same_blocks_may_be_expected_at_two_candidates(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
     entries.add(slots[0], pack_hashes([1, 2]), 0.0)
     entries.add(slots[1], pack_hashes([1, 2, 3]), 0.0)
@@ -79,7 +79,7 @@ def test_two_candidates_may_expect_the_same(slots: list[Slot]) -> None:
     entries.validate()
 
 
-def test_of_the_same_prompt_again_the_longer_run_is_kept(slots: list[Slot]) -> None:
+def test_the_longer_run_of_a_repeated_prompt_is_kept(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
     entries.add(slots[0], pack_hashes([1, 2, 3]), 0.0)
     entries.add(slots[0], pack_hashes([1]), 1.0)
@@ -91,7 +91,7 @@ def test_of_the_same_prompt_again_the_longer_run_is_kept(slots: list[Slot]) -> N
     assert expected(entries, [1, 2, 3, 4], 7.0) == {A: Overlap(1)}, "an expired run is no reason to keep it"
 
 
-def test_nothing_is_expected_of_a_slot_that_was_given_up() -> None:
+def test_no_block_is_expected_in_a_retired_slot() -> None:
     index = Index(limit_bytes=1 << 30)
     slot = index.open_slot(A)
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
@@ -100,7 +100,7 @@ def test_nothing_is_expected_of_a_slot_that_was_given_up() -> None:
     assert expected(entries, [1]) == {}
 
 
-def test_at_the_limit_the_oldest_run_goes_early_and_one_over_the_limit_is_not_kept(slots: list[Slot]) -> None:
+def test_at_the_limit_the_oldest_run_is_dropped_early_and_a_run_over_the_limit_is_not_kept(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=5, limit_bytes=2 * RUN_BYTES + 8 * 5)
     entries.add(slots[0], pack_hashes([1, 2, 3]), 0.0)
     entries.add(slots[0], pack_hashes([4, 5]), 1.0)
@@ -113,7 +113,7 @@ def test_at_the_limit_the_oldest_run_goes_early_and_one_over_the_limit_is_not_ke
     assert expected(entries, [1000]) == {}
 
 
-def test_what_is_used_lives_on_and_the_beginning_of_a_chain_outlives_its_end(slots: list[Slot]) -> None:
+def test_used_runs_are_renewed_and_the_beginning_of_a_chain_outlives_its_end(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=5, limit_bytes=3 * RUN_BYTES)
     entries.add(slots[0], pack_hashes([1, 2]), 0.0)
     entries.add(slots[0], pack_hashes([3, 4]), 0.0)
@@ -126,7 +126,7 @@ def test_what_is_used_lives_on_and_the_beginning_of_a_chain_outlives_its_end(slo
     assert expected(entries, [1, 2, 3, 4], 8.9) == {A: Overlap(2)}
 
 
-def test_runs_that_come_and_go_are_no_larger_than_they_are_held_to_be(slots: list[Slot]) -> None:
+def test_runs_that_come_and_go_are_no_larger_than_their_estimate(slots: list[Slot]) -> None:
     draw = Random(1)
     entries = Speculation(ttl_s=1400, limit_bytes=1 << 30)
     tracemalloc.start()
@@ -149,14 +149,14 @@ def test_expiring_stops_after_a_slice(slots: list[Slot]) -> None:
     assert entries.bytes == 0
 
 
-def test_with_a_time_to_live_of_nothing_nothing_is_expected(slots: list[Slot]) -> None:
+def test_with_a_time_to_live_of_zero_no_block_is_expected(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=0, limit_bytes=10_000)
     entries.add(slots[0], pack_hashes([1]), 0.0)
     assert entries.bytes == 0
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 1000))
-def test_the_overlap_is_what_comparing_block_by_block_gives(
+def test_the_overlap_equals_a_block_by_block_comparison(
     run: int, prompt: int, shared: int, known: int, seed: int
 ) -> None:
     draw = Random(seed)
@@ -174,7 +174,7 @@ def test_the_overlap_is_what_comparing_block_by_block_gives(
 
 
 class SpeculationMachine(RuleBasedStateMachine):
-    """A few chains that share beginnings, sent to two slots one of which is given up now and then."""
+    """A few chains with common prefixes, sent to two slots, one of which is retired at times."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Digests: compared as of one sequence; and a worker whose events lie is found by them and healed."""
+"""Digests are compared at one sequence; a worker with wrong events is detected by them and corrected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 2
 RANKS = 2
 
 
-def test_a_report_and_what_was_applied_are_compared_whichever_comes_first() -> None:
+def test_a_reported_and_an_applied_digest_are_compared_whichever_comes_first() -> None:
     check = DigestCheck(every_s=60.0)
     assert check.source_digest(1, 5, (77,), 0.0) is None
     assert check.open
@@ -43,13 +43,13 @@ def test_digests_of_another_sequence_or_another_epoch_are_not_compared() -> None
     assert check.open
 
 
-def test_chains_that_left_something_out_are_exempt() -> None:
+def test_chains_that_left_blocks_out_are_exempt() -> None:
     check = DigestCheck(every_s=60.0)
     check.source_digest(1, 5, (77,), 0.0)
     assert check.chains_digest(1, 5, None) == "exempt"
 
 
-def test_comparisons_come_no_oftener_than_asked_and_never_if_never() -> None:
+def test_comparisons_keep_their_interval_and_can_be_disabled() -> None:
     check = DigestCheck(every_s=60.0)
     check.source_digest(1, 5, (77,), 0.0)
     check.chains_digest(1, 5, (77,))
@@ -62,7 +62,7 @@ def test_comparisons_come_no_oftener_than_asked_and_never_if_never() -> None:
     assert not never.open
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
+def test_kept_digests_are_bounded_and_the_oldest_is_dropped() -> None:
     check = DigestCheck(every_s=60.0)
     for sequence in range(2 * CLAIMS_LIMIT):
         check.source_digest(1, 1000 + sequence, (0,), 0.0)
@@ -74,7 +74,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
     assert check.source_digest(1, STATES_LIMIT, (0,), 0.0) == "agreed"
 
 
-def test_after_a_clear_what_the_chains_were_is_not_compared() -> None:
+def test_states_from_before_a_clear_are_not_compared() -> None:
     check = DigestCheck(every_s=60.0)
     check.source_digest(1, 9, (0,), 0.0)
     check.chains_digest(1, 5, (11,))
@@ -83,8 +83,8 @@ def test_after_a_clear_what_the_chains_were_is_not_compared() -> None:
 
 
 @dataclass
-class Cache:
-    """What one rank of the model worker holds: prompts of 1 to 4 blocks, of two tokens' choice each."""
+class RankCache:
+    """The blocks of one rank of the model worker: prompts of 1 to 4 blocks, each with one of two contents."""
 
     blocks: dict[int, SnapshotBlock]
 
@@ -94,7 +94,7 @@ class Cache:
 
 
 def prompt(choices: list[bool]) -> tuple[bytes, list[int]]:
-    """(packed tokens, engine hashes); prompts that begin alike share blocks."""
+    """Return (packed tokens, engine hashes); prompts with the same beginning share blocks."""
     packed = pack_tokens([int(choice) + 1 for choice in choices for _ in range(BLOCK_SIZE)])
     return packed, [event_hash(key) for key in content_keys(root_key("m"), packed, BLOCK_SIZE)]
 
@@ -104,8 +104,9 @@ RANK = st.integers(0, RANKS - 1)
 
 
 class HealingMachine(RuleBasedStateMachine):
-    """A worker of two ranks whose wire loses, repeats and delays batches, and whose events lie now and then; and a
-    router that does as `Source` and `DigestCheck` say. Once the worker is quiet, the router knows what it holds."""
+    """A worker of two ranks and a router that carries out the actions of `SourceSync` and `DigestCheck`. The connection
+    loses, repeats and delays batches, and some events are wrong. Once the worker is quiet, the router has its blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class HealingMachine(RuleBasedStateMachine):
         ]
         self.checks = [DigestCheck(every_s=60.0) for _ in range(RANKS)]
         self.source = SourceSync(snapshots=True, replays=True, epochs=True, held_limit_batches=4)
-        self.caches = [Cache({}) for _ in range(RANKS)]
+        self.caches = [RankCache({}) for _ in range(RANKS)]
         self.epoch = 1
         self.sequence = -1
         self.ring: list[tuple[int, DecodedBatch]] = []
@@ -164,7 +165,7 @@ class HealingMachine(RuleBasedStateMachine):
     # --- the worker
 
     def tell(self, rank: int, events: list[CacheEvent], fault: str) -> None:
-        """As a batch; a `fault` of the worker's own makes it tell something else."""
+        """Send the events as a batch; with a `fault` the worker sends something else."""
         match fault:
             case "forgets":
                 events = []
@@ -199,7 +200,7 @@ class HealingMachine(RuleBasedStateMachine):
 
     @rule(rank=RANK, which=st.integers(0, 30), fault=st.sampled_from([*["none"] * 5, "forgets", "repeats", "corrupts"]))
     def evict(self, rank: int, which: int, fault: str) -> None:
-        """Any block, in the middle of its chain as well."""
+        """Evict any block, also in the middle of its chain."""
         held = self.caches[rank].blocks
         if held:
             name = list(held)[which % len(held)]
@@ -254,7 +255,7 @@ class HealingMachine(RuleBasedStateMachine):
 
     @rule()
     def answer(self) -> None:
-        """A replay at once; snapshots a rank a time, so that batches come in between."""
+        """Answer a replay at once, and snapshots one rank at a time, so that batches come in between."""
         request = self.request
         if isinstance(request, RequestReplay):
             self.request = None

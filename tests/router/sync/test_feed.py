@@ -1,4 +1,4 @@
-"""One worker's events on their way into the index: what a feed does when they lie, stop, flood or make no sense."""
+"""One worker's events on their way into the index: a feed when they are wrong, stop, flood or are invalid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from services.router.config import RouterConfig
 from services.router.sync.feed import EventFeed
 from shared.messages import BlockStored, Prefilled, SourceState
-from tests.router.fleet import BLOCK_SIZE, MODEL, NO_SPECULATION, Fleet, fleet, tokens_of, until
+from tests.router.fleet import BLOCK_SIZE, MODEL, NO_SPECULATION, RouterFleet, fleet, tokens_of, until
 
 X, Y = tokens_of("x", 5), tokens_of("y", 3)
 
@@ -20,18 +20,18 @@ def config(**source: Any) -> RouterConfig:
     return msgspec.structs.replace(NO_SPECULATION, source=msgspec.structs.replace(NO_SPECULATION.source, **source))
 
 
-def feed(world: Fleet, name: str = "a") -> EventFeed:
+def feed(world: RouterFleet, name: str = "a") -> EventFeed:
     return world.router.feeds[name]
 
 
-def status(world: Fleet, name: str = "a") -> SourceState:
+def status(world: RouterFleet, name: str = "a") -> SourceState:
     return feed(world, name).status()
 
 
 # --- digests
 
 
-async def test_a_worker_whose_events_left_something_out_is_found_by_its_digest_and_asked_again() -> None:
+async def test_a_worker_that_left_out_an_event_is_detected_by_its_digest_and_asked_again() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         await worker.stores(X, silently=True)
@@ -45,7 +45,7 @@ async def test_a_worker_whose_events_left_something_out_is_found_by_its_digest_a
         assert world.metric("headrace_kv_digests_total", outcome="differed") == 1
 
 
-async def test_a_worker_and_a_router_that_agree_go_on_undisturbed() -> None:
+async def test_a_worker_and_a_router_whose_digests_agree_exchange_no_snapshot() -> None:
     async with fleet(config(digest_s=0.001)) as world:
         worker = await world.worker("a")
         for number in range(20):
@@ -58,7 +58,7 @@ async def test_a_worker_and_a_router_that_agree_go_on_undisturbed() -> None:
         assert worker.snapshots == 1
 
 
-async def test_a_worker_whose_digest_is_always_wrong_is_asked_again_no_oftener_than_compared() -> None:
+async def test_a_worker_whose_digest_is_always_wrong_is_asked_again_once_per_comparison() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         worker.lie = 1
@@ -71,7 +71,7 @@ async def test_a_worker_whose_digest_is_always_wrong_is_asked_again_no_oftener_t
         assert status(world).digests["differed"] == 1
 
 
-async def test_a_source_of_which_blocks_had_to_be_left_out_is_exempt() -> None:
+async def test_a_source_whose_blocks_were_left_out_at_a_limit_is_exempt() -> None:
     settings = msgspec.structs.replace(
         NO_SPECULATION, index=msgspec.structs.replace(NO_SPECULATION.index, lower_tier_limit_blocks=3)
     )
@@ -105,7 +105,7 @@ async def test_every_rank_of_a_worker_has_its_own_blocks_its_own_snapshot_and_it
         assert (await world.chosen([*X, 1])).rank == 1
 
 
-async def test_events_of_a_rank_that_is_not_on_the_card_are_counted_and_change_nothing() -> None:
+async def test_events_of_a_rank_that_is_not_on_the_card_are_counted_and_ignored() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         worker.tells(BlockStored([1], None, list(range(BLOCK_SIZE)), BLOCK_SIZE), rank=7)
@@ -117,7 +117,7 @@ async def test_events_of_a_rank_that_is_not_on_the_card_are_counted_and_change_n
 # --- silence
 
 
-async def test_a_source_that_says_nothing_while_requests_compute_blocks_is_shown_and_its_routing_history_is_used(
+async def test_a_silent_source_is_shown_and_its_routing_history_is_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with fleet(config(silence_s=0.02)) as world:
@@ -141,14 +141,16 @@ async def test_a_source_that_says_nothing_while_requests_compute_blocks_is_shown
         await until(lambda: world.metric("headrace_kv_sources_silent") == 0)
 
 
-async def test_prompts_that_are_cached_already_raise_no_alarm() -> None:
+async def test_cached_prompts_do_not_make_a_source_silent() -> None:
     async with fleet(config(silence_s=0.001)) as world:
         worker = await world.worker("a")
         await worker.stores(X)
         await world.finds("a", X, 5)
         for number in range(20):
             await world.chosen(X, f"r{number}")
-            await world.tell(Prefilled(f"r{number}", 1, 4 * BLOCK_SIZE))  # all but the last block, as it must be
+            await world.tell(
+                Prefilled(f"r{number}", 1, 4 * BLOCK_SIZE)
+            )  # all but the last block, which is always computed
         await until(lambda: world.metric("headrace_prompt_tokens_total") == 20 * len(X))
         assert not status(world).silent
 
@@ -156,7 +158,7 @@ async def test_prompts_that_are_cached_already_raise_no_alarm() -> None:
 # --- sources that cannot do much
 
 
-async def test_a_plain_source_is_rebuilt_from_its_replay_and_shown_as_partial_where_that_does_not_reach_back() -> None:
+async def test_a_plain_source_is_rebuilt_from_its_replay_and_shown_as_partial_if_batches_are_missing() -> None:
     async with fleet() as world:
         worker = await world.worker("a", plain=True)
         await worker.stores(X)
@@ -174,7 +176,7 @@ async def test_a_plain_source_is_rebuilt_from_its_replay_and_shown_as_partial_wh
 # --- refusals
 
 
-async def test_a_refused_source_is_shown_its_routing_history_is_used_and_a_new_card_is_a_new_chance() -> None:
+async def test_a_refused_source_is_shown_its_routing_history_is_used_and_a_new_card_is_accepted() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         worker.tells(BlockStored([1], None, [1, 2, 3, 5000], BLOCK_SIZE))
@@ -192,7 +194,7 @@ async def test_a_refused_source_is_shown_its_routing_history_is_used_and_a_new_c
         await world.finds("a", Y, 3)
 
 
-async def test_a_snapshot_that_does_not_fit_the_card_is_refused_as_events_are() -> None:
+async def test_a_snapshot_that_contradicts_the_card_is_refused_like_events() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         await worker.stores([900, 901, 902, 5000], silently=True)
@@ -204,7 +206,7 @@ async def test_a_snapshot_that_does_not_fit_the_card_is_refused_as_events_are() 
 # --- floods and outages
 
 
-async def test_a_flood_is_dropped_at_the_bound_and_heals() -> None:
+async def test_batches_beyond_the_limit_are_dropped_and_recovered_later() -> None:
     async with fleet(config(held_limit_batches=8)) as world:
         worker = await world.worker("a")
         world.broker.mute(worker.publisher.source)
@@ -213,7 +215,7 @@ async def test_a_flood_is_dropped_at_the_bound_and_heals() -> None:
         number = 300
         world.broker.unmute(worker.publisher.source)
         async with asyncio.timeout(60):
-            while not status(world).dropped:  # while what was lost is replayed, in slices
+            while not status(world).dropped:  # while the lost batches are replayed, in slices
                 number += 1
                 await worker.stores(tokens_of(f"{number}", 1))
                 await asyncio.sleep(0)
@@ -225,7 +227,7 @@ async def test_a_flood_is_dropped_at_the_bound_and_heals() -> None:
         assert worker.snapshots == 1
 
 
-async def test_a_source_that_starts_over_and_over_has_one_question_at_a_time() -> None:
+async def test_a_source_that_restarts_repeatedly_has_one_request_at_a_time() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         before = len(asyncio.all_tasks())
@@ -237,7 +239,7 @@ async def test_a_source_that_starts_over_and_over_has_one_question_at_a_time() -
         assert len(asyncio.all_tasks()) <= before + 1
 
 
-async def test_losing_nats_changes_nothing_that_was_known_even_if_events_are_lost_meanwhile() -> None:
+async def test_losing_nats_loses_no_known_block_even_if_events_are_lost_meanwhile() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         await worker.stores(X)

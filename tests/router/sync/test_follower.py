@@ -1,4 +1,4 @@
-"""Which models a router keeps: a bounded number of names, served or not."""
+"""The models that a router keeps: a bounded number, with or without workers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shared.bus.memory_bus import MemoryBus
 from shared.discovery.memory import MemoryDiscovery
 from shared.errors import NoResponders
 from shared.messages import JSON_HEADER, MODEL_CARD, ModelCard
-from tests.router.fleet import MODEL, NAMESPACE, Fleet, fleet, tokens_of, until
+from tests.router.fleet import MODEL, NAMESPACE, RouterFleet, fleet, tokens_of, until
 
 
-async def _also_serves(world: Fleet, card: ModelCard, *names: str) -> None:
-    """The worker of `card` has cards of these models too, and the router has heard of them."""
+async def _also_serves(world: RouterFleet, card: ModelCard, *names: str) -> None:
+    """Add cards of these models for the worker of `card`, and wait until the router has them."""
     entries = {
         subjects.model_key(NAMESPACE, name, card.instance): MODEL_CARD.encode(
             msgspec.structs.replace(card, model=name), JSON_HEADER
@@ -26,7 +26,7 @@ async def _also_serves(world: Fleet, card: ModelCard, *names: str) -> None:
     await until(lambda: all((name, card.instance) in world.runtime.directory.cards for name in names))
 
 
-async def test_models_beyond_the_bound_are_left_out_and_the_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_models_beyond_the_limit_are_ignored_and_the_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "MODELS_LIMIT", 1)
     async with fleet() as world:
         worker = await world.worker("a")
@@ -36,9 +36,7 @@ async def test_models_beyond_the_bound_are_left_out_and_the_others_are_served(mo
         await world.finds("a", tokens_of("x", 5), 5)
 
 
-async def test_a_worker_that_comes_to_serve_another_model_is_known_by_events_where_it_was_and_by_history_there() -> (
-    None
-):
+async def test_a_worker_that_serves_a_second_model_is_known_there_by_history_and_for_the_first_by_events() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         await _also_serves(world, world.router.models[MODEL].cards["a"], "another")
@@ -50,7 +48,7 @@ async def test_a_worker_that_comes_to_serve_another_model_is_known_by_events_whe
         await world.finds("a", tokens_of("x", 5), 5)
 
 
-async def test_a_model_that_nobody_has_served_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_without_workers_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "MODELS_LIMIT", 1)
     async with fleet() as world:
         gone = await world.worker("a")

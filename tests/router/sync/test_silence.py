@@ -1,4 +1,4 @@
-"""The alarm for silent sources: it cries when requests flow, and never otherwise."""
+"""A source is silent only if requests compute blocks there without a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from services.router.sync.silence import Silence
 
 
-def test_requests_that_compute_blocks_for_a_minute_without_one_batch_are_an_alarm() -> None:
+def test_a_source_is_silent_if_requests_compute_blocks_for_a_minute_without_a_batch() -> None:
     silence = Silence(limit_s=60.0)
     silence.prefill_seen(0.0, 1.0)
     silence.prefill_seen(59.0, 60.0)
@@ -28,7 +28,7 @@ def test_an_idle_source_is_not_silent_however_long_it_idles() -> None:
     assert not silence.silent
 
 
-def test_one_lost_batch_before_a_long_pause_is_no_alarm() -> None:
+def test_one_lost_batch_before_a_long_pause_does_not_make_a_source_silent() -> None:
     silence = Silence(limit_s=60.0)
     silence.prefill_seen(0.0, 1.0)
     silence.batch_received(5000.0)
@@ -36,7 +36,7 @@ def test_one_lost_batch_before_a_long_pause_is_no_alarm() -> None:
     assert not silence.silent
 
 
-def test_with_no_limit_nothing_is_silent() -> None:
+def test_without_a_limit_no_source_is_silent() -> None:
     silence = Silence(limit_s=0.0)
     for second in range(1000):
         silence.prefill_seen(second, second + 1)
@@ -44,7 +44,7 @@ def test_with_no_limit_nothing_is_silent() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 100.0), st.floats(0.0, 20.0))))
-def test_it_is_silent_only_if_nothing_was_heard_for_the_limit(steps: list[tuple[bool, float, float]]) -> None:
+def test_it_is_silent_only_if_no_batch_came_for_the_limit(steps: list[tuple[bool, float, float]]) -> None:
     silence, now_s, heard_s = Silence(limit_s=60.0), 0.0, 0.0
     for heard, pause_s, took_s in steps:
         now_s += pause_s

@@ -1,4 +1,4 @@
-"""The healing of one event stream: every fault, and any interleaving of them."""
+"""The recovery of one event stream from every fault, and from any sequence of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def live(applied: int = 4) -> SourceSync:
     return found
 
 
-def test_a_source_starts_from_a_snapshot_and_applies_what_came_meanwhile() -> None:
+def test_a_source_starts_from_a_snapshot_and_applies_the_batches_that_came_meanwhile() -> None:
     found = source()
     assert found.start() == [RequestSnapshot(1, 0.0)]
     assert found.report_received(KvState(0, 1, 3)) == []
@@ -47,7 +47,7 @@ def test_a_source_starts_from_a_snapshot_and_applies_what_came_meanwhile() -> No
     assert found.batch_received(7, batch(7)) == [ApplyBatch(batch(7))]
 
 
-def test_a_gap_is_replayed_and_what_came_meanwhile_follows() -> None:
+def test_a_gap_is_replayed_and_the_batches_that_came_meanwhile_follow() -> None:
     found = live()
     assert found.batch_received(7, batch(7)) == [RequestReplay(2, 5, 0.0)]
     assert found.batch_received(8, batch(8)) == []
@@ -56,7 +56,7 @@ def test_a_gap_is_replayed_and_what_came_meanwhile_follows() -> None:
     assert (found.state, found.applied, found.gaps) == ("live", 8, 1)
 
 
-def test_a_gap_too_old_to_replay_is_healed_by_a_snapshot() -> None:
+def test_a_gap_too_old_to_replay_is_closed_by_a_snapshot() -> None:
     found = live()
     found.batch_received(90, batch(90))
     actions = found.replay_received(2, [(80, batch(80)), (81, batch(81))])
@@ -66,7 +66,7 @@ def test_a_gap_too_old_to_replay_is_healed_by_a_snapshot() -> None:
     assert found.snapshot_restored(3, 1, {0: 90}) == [ApplyBatch(batch(91))]
 
 
-def test_a_loss_at_the_tail_is_seen_by_the_second_report_that_is_ahead() -> None:
+def test_the_loss_of_the_last_batches_is_detected_by_the_second_report_that_is_ahead() -> None:
     found = live()
     assert found.report_received(KvState(0, 1, 6)) == []  # the batches may still be on their way
     assert found.report_received(KvState(0, 1, 6)) == [RequestReplay(2, 5, 0.0)]
@@ -74,7 +74,7 @@ def test_a_loss_at_the_tail_is_seen_by_the_second_report_that_is_ahead() -> None
     assert found.report_received(KvState(0, 1, 6)) == []
 
 
-def test_a_report_that_is_only_slower_than_the_events_asks_for_nothing() -> None:
+def test_a_report_that_is_only_slower_than_the_events_requests_nothing() -> None:
     found = live()
     for sequence in range(5, 9):
         found.batch_received(sequence, batch(sequence))
@@ -100,13 +100,13 @@ def test_a_sequence_that_goes_backwards_clears_and_starts_over() -> None:
     assert found.snapshot_restored(2, 2, {0: 0}) == [ApplyBatch(batch(1, start=1))]
 
 
-def test_being_ahead_of_two_reports_means_that_we_know_what_was_never_sent() -> None:
+def test_being_ahead_of_two_reports_means_that_we_applied_batches_that_were_never_sent() -> None:
     found = live(applied=9)
     assert found.report_received(KvState(0, 1, 7)) == []  # the report may be older than the batch
     assert found.report_received(KvState(0, 1, 7)) == [ClearBlocks(), RequestSnapshot(2, 0.2)]
 
 
-def test_batches_held_under_another_epoch_than_the_snapshots_are_not_applied() -> None:
+def test_held_batches_of_another_epoch_than_the_snapshots_are_not_applied() -> None:
     found = source()
     found.start()
     found.report_received(KvState(0, 1, 3))
@@ -115,7 +115,7 @@ def test_batches_held_under_another_epoch_than_the_snapshots_are_not_applied() -
     assert found.applied == 3
 
 
-def test_a_source_without_snapshots_is_rebuilt_from_replay_and_partial_if_that_does_not_reach_back() -> None:
+def test_a_source_without_snapshots_is_rebuilt_from_replay_and_is_partial_if_batches_are_missing() -> None:
     found = source(snapshots=False, epochs=False)
     assert found.start() == [RequestReplay(1, 0, 0.0)]
     assert found.replay_received(1, [(0, batch(0)), (1, batch(1))]) == [
@@ -132,15 +132,15 @@ def test_a_source_without_snapshots_is_rebuilt_from_replay_and_partial_if_that_d
     assert late.partial
 
 
-def test_without_an_epoch_a_restart_behind_a_replay_is_known_by_its_clock() -> None:
+def test_without_an_epoch_a_restart_after_a_replay_is_detected_by_the_clock() -> None:
     found = source(snapshots=False, epochs=False)
     found.start()
     found.replay_received(1, [(sequence, batch(sequence)) for sequence in range(5)])
-    assert found.batch_received(4, batch(4)) == []  # on its way while we asked
+    assert found.batch_received(4, batch(4)) == []  # on its way while we requested
     assert found.batch_received(4, batch(4, start=1))[0] == ClearBlocks()
 
 
-def test_a_source_that_can_do_nothing_is_cleared_at_every_gap() -> None:
+def test_a_source_without_snapshots_and_replay_is_cleared_at_every_gap() -> None:
     found = source(snapshots=False, replays=False, epochs=False)
     assert found.start() == [ClearBlocks()]
     assert found.batch_received(0, batch(0)) == [ApplyBatch(batch(0))]
@@ -150,7 +150,7 @@ def test_a_source_that_can_do_nothing_is_cleared_at_every_gap() -> None:
     found.validate()
 
 
-def test_failures_are_tried_again_after_ever_longer_pauses() -> None:
+def test_failed_requests_are_repeated_after_growing_delays() -> None:
     found = source()
     pauses = [action.after_s for action in found.start() if isinstance(action, RequestSnapshot)]
     for ticket in range(1, 12):
@@ -160,13 +160,13 @@ def test_failures_are_tried_again_after_ever_longer_pauses() -> None:
     assert found.request_failed(3) == [], "an answer to an older request"
 
 
-def test_a_batch_that_cannot_be_read_is_passed_over() -> None:
+def test_a_batch_that_cannot_be_read_is_skipped() -> None:
     found = live()
     assert found.batch_received(5, None) == []
     assert found.batch_received(6, batch(6)) == [ApplyBatch(batch(6))]
 
 
-def test_what_is_dropped_at_the_bound_of_held_batches_is_a_gap_later() -> None:
+def test_a_batch_dropped_at_the_limit_of_held_batches_is_a_gap_later() -> None:
     found = source(held=2)
     found.start()
     found.report_received(KvState(0, 1, 4))
@@ -177,7 +177,7 @@ def test_what_is_dropped_at_the_bound_of_held_batches_is_a_gap_later() -> None:
     assert found.batch_received(9, batch(9)) == [RequestReplay(2, 7, 0.0)]
 
 
-def test_what_is_known_stays_while_nobody_answers_and_is_given_up_in_the_end() -> None:
+def test_known_blocks_stay_while_the_source_does_not_answer_and_are_given_up_in_the_end() -> None:
     found = live()
     found.batch_received(5, batch(5))
     asked = found.digest_differed()
@@ -190,7 +190,7 @@ def test_what_is_known_stays_while_nobody_answers_and_is_given_up_in_the_end() -
     assert failures == STALE_FAILURES
 
 
-def test_a_batch_that_comes_twice_or_late_is_no_new_engine() -> None:
+def test_a_batch_that_comes_twice_or_late_is_not_taken_for_a_restart() -> None:
     found = live()
     found.report_received(KvState(0, 1, 4))
     for sequence in (5, 6, 6, 5):
@@ -209,7 +209,7 @@ def test_without_epochs_only_the_same_batch_is_a_repeat() -> None:
     assert found.batch_received(0, batch(0))[0] == ClearBlocks(), "its clock may have been set back"
 
 
-def test_snapshots_of_several_ranks_are_taken_one_after_the_other_and_each_follows_from_its_own() -> None:
+def test_snapshots_of_several_ranks_are_taken_in_turn_and_each_rank_continues_from_its_own() -> None:
     found = source()
     found.start()
     found.report_received(KvState(0, 1, 2))
@@ -238,8 +238,9 @@ def test_a_batch_that_cannot_be_read_makes_a_source_without_snapshots_partial() 
     assert not snapshots.partial, "a digest tells, and a snapshot heals it"
 
 
-class World:
-    """An engine with a ring of five batches, a lossy wire, and a router that does as `Source` says."""
+class StreamWorld:
+    """An engine that keeps five batches, a lossy connection, and a router that carries out the actions of
+    `SourceSync`."""
 
     def __init__(self, *, snapshots: bool, epochs: bool) -> None:
         self.source = source(snapshots=snapshots, epochs=epochs, held=4)
@@ -301,7 +302,7 @@ STEPS = st.lists(st.sampled_from(["publish", "lose", "answer", "fail", "report",
 @settings(max_examples=300)
 @given(STEPS)
 def test_after_any_faults_a_quiet_source_is_applied_exactly_once_and_in_order(steps: list[str]) -> None:
-    world = World(snapshots=True, epochs=True)
+    world = StreamWorld(snapshots=True, epochs=True)
     for step in steps:
         match step:
             case "publish" | "lose":
@@ -323,10 +324,10 @@ def test_after_any_faults_a_quiet_source_is_applied_exactly_once_and_in_order(st
 
 @settings(max_examples=200)
 @given(STEPS)
-def test_a_source_without_snapshots_or_epochs_holds_nothing_that_was_not_its_own_once_it_is_heard(
+def test_a_source_without_snapshots_or_epochs_keeps_no_block_of_an_earlier_engine_once_a_batch_comes(
     steps: list[str],
 ) -> None:
-    world = World(snapshots=False, epochs=False)
+    world = StreamWorld(snapshots=False, epochs=False)
     for step in steps:
         match step:
             case "publish" | "lose":

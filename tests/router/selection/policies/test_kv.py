@@ -1,4 +1,4 @@
-"""The default policy, by what it promises; `benchmarks/trace.py` says what that comes to."""
+"""The properties of the default policy; `benchmarks/trace.py` measures their effect."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def choose(candidates: list[CandidateState], tokens: int = 320) -> str:
 
 
 @given(CANDIDATES)
-def test_it_never_picks_one_that_is_worse_in_everything(candidates: list[CandidateState]) -> None:
+def test_it_never_picks_a_candidate_that_is_worse_in_everything(candidates: list[CandidateState]) -> None:
     best = CandidateState(("best", 0), Overlap(16), IDLE, 10**6, WorkerSpeed(1e6, 0.01))
     assert choose([*candidates, best]) == "best"
 
@@ -84,26 +84,26 @@ def test_it_follows_the_cache() -> None:
 
 
 @pytest.mark.parametrize("common_blocks", [2, 7])
-def test_a_second_conversation_goes_to_the_idle_worker_though_the_busy_one_has_their_common_beginning(
+def test_a_second_conversation_goes_to_the_idle_worker_though_the_busy_one_has_the_common_prefix(
     common_blocks: int,
 ) -> None:
     busy = CandidateLoad(requests=1, queued_tokens=0, active_blocks=20)
     assert choose([facts("busy", Overlap(common_blocks), busy), facts("idle")], tokens=300) == "idle"
 
 
-def test_a_long_common_beginning_is_kept_together_until_the_worker_is_crowded() -> None:
+def test_a_long_common_prefix_is_kept_together_until_the_worker_is_crowded() -> None:
     calm, crowded = CandidateLoad(requests=3, active_blocks=100), CandidateLoad(requests=40, active_blocks=100)
     idle = facts("idle", speed=20_000.0)
     assert choose([facts("home", Overlap(512), calm, speed=20_000.0), idle], tokens=8500) == "home"
     assert choose([facts("home", Overlap(512), crowded, speed=20_000.0), idle], tokens=8500) == "idle"
 
 
-def test_a_follow_up_goes_to_its_blocks_though_others_wait_there() -> None:
+def test_a_follow_up_goes_to_its_blocks_though_other_requests_wait_there() -> None:
     waiting = CandidateLoad(requests=2, queued_tokens=10_000, active_blocks=100)
     assert choose([facts("home", Overlap(100), waiting), facts("idle")], tokens=1700) == "home"
 
 
-def test_the_more_is_in_flight_in_the_fleet_the_longer_a_follow_up_waits_for_its_blocks() -> None:
+def test_the_more_requests_are_in_flight_the_longer_a_follow_up_waits_for_its_blocks() -> None:
     home = facts("home", Overlap(250), CandidateLoad(requests=40, queued_tokens=120_000))
     busy, idle = CandidateLoad(requests=40), IDLE
     assert choose([home, *[facts(name, None, busy) for name in "abc"]], tokens=4100) == "home"
@@ -116,7 +116,7 @@ def test_it_prefers_the_faster_tier_and_any_tier_to_computing() -> None:
     assert choose([facts("disk", Overlap(0, 0, 10)), facts("none")]) == "disk"
 
 
-def test_fetching_counts_by_the_time_it_takes_beside_computing_and_for_less_than_that() -> None:
+def test_fetching_counts_for_less_than_its_time_and_never_for_more_than_computing() -> None:
     def fetching(overlap: Overlap, tokens_per_s: float) -> float:
         candidate = facts("a", overlap, speed=tokens_per_s)
         request = RoutingRequest(16_001, BLOCK, fleet=FleetAverage.of([candidate]), host_s=HOST_S, disk_s=DISK_S)
@@ -135,7 +135,7 @@ def test_a_prefix_in_host_memory_moves_to_an_idle_worker_of_the_same_store() -> 
     assert choose([facts("home", Overlap(512), speed=20_000.0), idle], tokens=8500) == "home"
 
 
-def test_it_keeps_away_from_a_worker_where_the_prompt_does_not_fit() -> None:
+def test_it_avoids_a_worker_where_the_prompt_does_not_fit() -> None:
     full = CandidateLoad(requests=1, active_blocks=95)
     assert choose([facts("full", Overlap(8), full, total_blocks=100), facts("free")]) == "free"
 
@@ -146,7 +146,7 @@ def test_a_slow_worker_gets_only_what_it_has_cached() -> None:
     assert choose([facts("slow", Overlap(19), speed=1000.0), fast]) == "slow"
 
 
-def test_small_differences_in_speed_and_speeds_untold_move_nothing() -> None:
+def test_small_differences_in_speed_and_unknown_speeds_change_no_choice() -> None:
     home = facts("home", Overlap(10), speed=900.0)
     assert choose([home, facts("other", Overlap(9), speed=1200.0)]) == "home"
     assert choose([home, facts("other", Overlap(9))]) == "home"
