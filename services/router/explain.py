@@ -62,10 +62,10 @@ def _rounded(seconds: float | None) -> float | None:
 
 def policy_problem(models: Iterable[ModelRouter]) -> str:
     """Return why kv made choices instead of the policy, for the worst of the models; empty if it made none."""
-    choosers = [model.guard for model in models]
-    if any(chooser.disabled for chooser in choosers):
+    guards = [model.guard for model in models]
+    if any(guard.disabled for guard in guards):
         return "off: kv chooses"
-    failures = sum(chooser.failures for chooser in choosers)
+    failures = sum(guard.failures for guard in guards)
     return f"failed: kv made {failures} of its choices" if failures else ""
 
 

@@ -67,7 +67,10 @@ class Queries:
         """Answer with the state of this router; the payload is ignored."""
         sources = [feed.status() for _, feed in sorted(self._feeds.items())]
         state = RouterState(
-            *(self._runtime.instance, self._config.policy, model_states(self._models), sources),
+            self._runtime.instance,
+            self._config.policy,
+            model_states(self._models),
+            sources,
             policy_trouble=policy_problem(self._models.values()),
         )
         await self._answer("state", message, state)
@@ -93,8 +96,5 @@ class Queries:
                 assert_never(answer)
         try:
             await self._runtime.bus.publish(message.reply, payload, headers=JSON_HEADER)
-        except (
-            BusDown,
-            ProtocolError,
-        ) as wrong:  # ProtocolError: the answer is too large, or the reply subject is invalid
+        except (BusDown, ProtocolError) as wrong:  # too large, or an invalid reply subject
             self._limited_log.warn(channel, wrong)

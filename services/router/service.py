@@ -100,9 +100,12 @@ class Router:
         self._limited_log = RateLimitedLog()
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
         self._follower = DirectoryFollower(
-            *(runtime, config, self._metrics, self._limited_log),
-            appeared=self._model_added,
-            forgotten=self._model_dropped,
+            runtime,
+            config,
+            self._metrics,
+            self._limited_log,
+            model_added=self._model_added,
+            model_dropped=self._model_dropped,
         )
         self.models = self._follower.models
         self.feeds = self._follower.feeds
@@ -157,7 +160,7 @@ class Router:
             task.cancel()
 
     def _all_subscriptions(self) -> list[Subscription]:
-        return [*self._subscriptions, *(each for those in self._model_subscriptions.values() for each in those)]
+        return [*self._subscriptions, *(each for model in self._model_subscriptions.values() for each in model)]
 
     def _own(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._runtime.tasks.create_task(work)
@@ -205,33 +208,33 @@ class Router:
             self._malformed("select", ProtocolError(f"{message.subject}: no reply subject"))
             return
         try:
-            ask = SELECT.decode(message.payload, message.headers)
+            select = SELECT.decode(message.payload, message.headers)
         except ProtocolError as wrong:
             self._malformed("select", wrong)
             await self._answer(message, SelectRefused("", 0, "bad_request", str(wrong)), arrived)
             return
-        reply, reserved = self._choose(ask)
+        reply, reserved = self._choose(select)
         answered = await self._answer(message, reply, arrived)
         if reserved is None:
             return
         if not answered:
-            self.models[ask.model].load.withdraw((ask.request, ask.attempt))
+            self.models[select.model].load.withdraw((select.request, select.attempt))
         elif self._follower.other_routers or self._now() < self._joined_by_s:
             # A router that misses this event learns of the attempt from the worker's report.
-            self._outbox.publish_load(ask.model, reserved)
+            self._outbox.publish_load(select.model, reserved)
         self._selects_since_yield = (self._selects_since_yield + 1) % SELECTS_PER_TURN
         if not self._selects_since_yield and self._follower.other_routers:
             await asyncio.sleep(0)
 
-    def _choose(self, ask: Select) -> tuple[SelectReply, Reserved | None]:
-        model = self.models.get(ask.model)
+    def _choose(self, select: Select) -> tuple[SelectReply, Reserved | None]:
+        model = self.models.get(select.model)
         if model is None:
-            reason = f"no worker has served the model {ask.model[:200]} since this router started"
-            return SelectRefused(ask.request[:256], ask.attempt, "unknown_model", reason), None
-        choice = model.select(ask, self._now())
-        if choice.fault is not None:
-            self._report_fault(ask.model, choice.fault)
-        return choice.reply, choice.reserved
+            reason = f"no worker has served the model {select.model[:200]} since this router started"
+            return SelectRefused(select.request[:256], select.attempt, "unknown_model", reason), None
+        selection = model.select(select, self._now())
+        if selection.fault is not None:
+            self._report_fault(select.model, selection.fault)
+        return selection.reply, selection.reserved
 
     def _report_fault(self, model: str, fault: PolicyFault) -> None:
         """Count and log a failed or slow choice of the policy."""
@@ -245,10 +248,7 @@ class Router:
         headers = message.reply_headers()
         try:
             await self._runtime.bus.publish(message.reply, SELECT_REPLY.encode(reply, headers), headers=headers)
-        except (
-            BusDown,
-            ProtocolError,
-        ) as wrong:  # ProtocolError: the answer is too large, or the reply subject is invalid
+        except (BusDown, ProtocolError) as wrong:  # too large, or an invalid reply subject
             self._limited_log.warn("select", wrong)
             return False
         self._metrics.count_select(reply, time.perf_counter() - arrived)

@@ -179,13 +179,13 @@ class Chains:
     def clear(self) -> SlotCleanup:
         """Forget all blocks. The index no longer finds them at once; the returned SlotCleanup removes them in
         slices."""
-        clearing = self.close()
+        cleanup = self.close()
         self.slot = self._index.open_slot(self.candidate)
-        return clearing
+        return cleanup
 
     def close(self) -> SlotCleanup:
         """Forget all blocks for good, because the candidate is gone; no event may follow."""
-        clearing = SlotCleanup(self._index, self.slot, self._tiers)
+        cleanup = SlotCleanup(self._index, self.slot, self._tiers)
         self._index.retire_slot(self.slot)
         self._tiers = [_TierBlocks() for _ in TIERS]
         self._orphans.clear()
@@ -194,7 +194,7 @@ class Chains:
         self._vocabulary_checks = _VOCABULARY_CHECKS
         self._digests = [0] * len(TIERS)
         self.exact = True
-        return clearing
+        return cleanup
 
     # --- stored
 

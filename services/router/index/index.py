@@ -235,7 +235,7 @@ class Index:
         """
         found: dict[CandidateId, Overlap] = {}
         of = self._runs.find
-        lower: TierCounts | None = None
+        counts: TierCounts | None = None
         current: Holders | None = None
         alive = ~(self._retired | self._stores.lenders)
         at = 0
@@ -245,42 +245,42 @@ class Index:
             if run is None or run.holders is not current:
                 current = None if run is None else run.holders
                 if current is None:
-                    left = 0
-                elif current.lower_tiers or lower is not None:
-                    lower = lower or TierCounts()
-                    left = self._match_tiers(lower, alive, current, at)
+                    matching = 0
+                elif current.lower_tiers or counts is not None:
+                    counts = counts or TierCounts()
+                    matching = self._match_tiers(counts, alive, current, at)
                 else:
-                    left = alive & current.any_tier
-                if at and left != alive:
-                    self._record_depth(found, alive & ~left, at, lower)
-                if run is None or not left:
+                    matching = alive & current.any_tier
+                if at and matching != alive:
+                    self._record_depth(found, alive & ~matching, at, counts)
+                if run is None or not matching:
                     return found
-                alive = left
+                alive = matching
             end = at + run.size
             at = end if end <= count and hashes[end - 1] == run.last else match_end(run.hashes, hashes, at)
         if current is not None:
-            self._record_depth(found, alive, count, lower)
+            self._record_depth(found, alive, count, counts)
         return found
 
-    def _match_tiers(self, lower: TierCounts, alive: int, holders: Holders, at: int) -> int:
-        """Return which of the slots `alive` hold the block at `at`, and update `lower` with their tiers."""
+    def _match_tiers(self, counts: TierCounts, alive: int, holders: Holders, at: int) -> int:
+        """Return which of the slots `alive` hold the block at `at`, and update `counts` with their tiers."""
         device, host, disk = holders.masks
         if holders.lower_tiers & self._stores.lenders:
             host = self._stores.with_borrowers(host)
             disk = self._stores.with_borrowers(disk) if disk else 0
-        left = alive & (device | host | disk)
-        host &= left & ~device
-        lower.update(left, host, left & disk & ~device & ~host, at)
-        return left
+        matching = alive & (device | host | disk)
+        host &= matching & ~device
+        counts.update(matching, host, matching & disk & ~device & ~host, at)
+        return matching
 
     def _record_depth(
-        self, found: dict[CandidateId, Overlap], ended: int, depth: int, lower: TierCounts | None
+        self, found: dict[CandidateId, Overlap], ended: int, depth: int, counts: TierCounts | None
     ) -> None:
         """Record that the chains of the slots in `ended` are `depth` blocks long."""
-        if lower is not None:
-            for slots, host, disk in lower.counts_at(ended, depth):
+        if counts is not None:
+            for slots, host, disk in counts.counts_at(ended, depth):
                 self._assign(found, slots, Overlap(depth - host - disk, host, disk))
-            ended &= ~lower.slots
+            ended &= ~counts.slots
         self._assign(found, ended, Overlap(depth))
 
     def _assign(self, found: dict[CandidateId, Overlap], slots: int, overlap: Overlap) -> None:

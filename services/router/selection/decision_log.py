@@ -71,7 +71,7 @@ class DecisionLog:
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._kept: dict[AttemptId, _Entry] = {}
+        self._entries: dict[AttemptId, _Entry] = {}
         """Decisions by attempt; oldest first."""
 
     def add(self, selected: Selected, request: RoutingRequest, choice: PolicyChoice, at_s: float) -> None:
@@ -81,22 +81,22 @@ class DecisionLog:
             rows = (*rows[: KEPT_CANDIDATES - 1], choice.chosen)
         cached = selected.overlap.blocks * request.block_size
         attempt = selected.request, selected.attempt
-        self._kept.pop(attempt, None)
-        self._kept[attempt] = _Entry(
+        self._entries.pop(attempt, None)
+        self._entries[attempt] = _Entry(
             Decision(selected, at_s, request.prompt_tokens, cached), request, choice.policy, rows
         )
-        if len(self._kept) > self._limit:
-            del self._kept[next(iter(self._kept))]
+        if len(self._entries) > self._limit:
+            del self._entries[next(iter(self._entries))]
 
     def contains(self, attempt: AttemptId, candidate: CandidateId) -> bool:
         """Return whether the log has a choice of this candidate for the attempt."""
-        entry = self._kept.get(attempt)
+        entry = self._entries.get(attempt)
         return entry is not None and (entry.decision.selected.instance, entry.decision.selected.rank) == candidate
 
     def record_first_token(self, event: Prefilled) -> Prediction | None:
         """Record a reported first token. Returns None if it was recorded before, or if the log has no such choice: a
         frontend may ask two routers and use only the first answer."""
-        entry = self._kept.get((event.request, event.attempt))
+        entry = self._entries.get((event.request, event.attempt))
         if entry is None or entry.decision.actual_cached_tokens is not None:
             return None
         if event.instance not in ("", entry.decision.selected.instance):
@@ -116,26 +116,26 @@ class DecisionLog:
 
     def record_end(self, attempt: AttemptId, now_s: float) -> None:
         """Record the end of an attempt."""
-        entry = self._kept.get(attempt)
+        entry = self._entries.get(attempt)
         if entry is not None and entry.decision.ended_s is None:
             entry.decision.ended_s = now_s - entry.decision.at_s
 
     def get(self, attempt: AttemptId) -> Decision:
         """Return a decision of the log, with its rows."""
-        return _with_candidates(self._kept[attempt])
+        return _with_candidates(self._entries[attempt])
 
     def find(self, request: str, latest: int) -> list[Decision]:
         """Return the latest decisions of a request, or of all requests if `request` is empty; oldest first, with their
         rows. `request` may also be the client's own id, which is the part before the hyphen and the frontend's suffix;
         several requests may have it. A request for several choices has several decisions, whose ids differ after a
         slash."""
-        found = [entry for (name, _), entry in self._kept.items() if request in ("", name, *_client_ids(name))]
+        found = [entry for (name, _), entry in self._entries.items() if request in ("", name, *_client_ids(name))]
         return [_with_candidates(entry) for entry in found[-latest:]]
 
     def validate(self) -> None:
         """Assert every invariant."""
-        assert len(self._kept) <= self._limit
-        assert all(1 <= len(entry.scored) <= KEPT_CANDIDATES for entry in self._kept.values())
+        assert len(self._entries) <= self._limit
+        assert all(1 <= len(entry.scored) <= KEPT_CANDIDATES for entry in self._entries.values())
 
 
 def _client_ids(name: str) -> tuple[str, str]:

@@ -77,16 +77,16 @@ class Eligibility:
         self._by_lora.clear()
         self._shortest_limit_tokens = min(map(_prompt_limit_tokens, self.cards.values()), default=0)
 
-    def eligible(self, ask: Select, now_s: float) -> list[EligibleCandidate]:
+    def eligible(self, select: Select, now_s: float) -> list[EligibleCandidate]:
         """Return the candidates to choose among, at least one. Raises NoCandidate."""
-        candidates = self._by_lora.get(ask.lora) or self._serving(ask.lora)
-        if ask.excluded:
-            excluded = set(ask.excluded)
+        candidates = self._by_lora.get(select.lora) or self._serving(select.lora)
+        if select.excluded:
+            excluded = set(select.excluded)
             able, candidates = candidates, [each for each in candidates if each.instance not in excluded]
             if not candidates:
                 raise NoCandidate("all_excluded", f"all {len(able)} candidates are excluded")
-        if ask.prompt_tokens > self._shortest_limit_tokens:
-            candidates = [each for each in candidates if ask.prompt_tokens <= each.prompt_limit_tokens] or candidates
+        if select.prompt_tokens > self._shortest_limit_tokens:
+            candidates = [each for each in candidates if select.prompt_tokens <= each.prompt_limit_tokens] or candidates
         for passed_over in (self.frozen, self._not_ramped_up(now_s)):
             if passed_over:
                 candidates = [each for each in candidates if each.instance not in passed_over] or candidates

@@ -187,12 +187,12 @@ class LoadTracker:
         reservation = PromptReservation(event, since_s=now_s, prefilled=early is not None)
         self._reservations[attempt] = reservation
         self._frontends.setdefault(event.frontend, set()).add(attempt)
-        place = self._sums.setdefault(reservation.candidate, _CandidateSums())
-        place.attempts.add(attempt)
-        place.new_blocks += event.blocks
-        place.new_tokens += reservation.queued_tokens
-        place.queue(reservation, reservation.queued_tokens)
-        place.loads.clear()
+        sums = self._sums.setdefault(reservation.candidate, _CandidateSums())
+        sums.attempts.add(attempt)
+        sums.new_blocks += event.blocks
+        sums.new_tokens += reservation.queued_tokens
+        sums.queue(reservation, reservation.queued_tokens)
+        sums.loads.clear()
         return True
 
     def mark_prefilled(self, attempt: AttemptId) -> PromptReservation | None:
@@ -220,14 +220,14 @@ class LoadTracker:
         alone = ranks == 1
         if alone:
             self._sums.setdefault((report.instance, 0), _CandidateSums())
-        places = [(report.instance, rank) for rank in range(ranks) if (report.instance, rank) in self._sums]
+        candidates = [(report.instance, rank) for rank in range(ranks) if (report.instance, rank) in self._sums]
         running = set(report.attempts)
-        for candidate in places:
-            place = self._sums[candidate]
-            place.new_tokens = place.new_blocks = 0
-            place.queued.clear()
-            place.loads.clear()
-            for attempt in list(place.attempts):
+        for candidate in candidates:
+            sums = self._sums[candidate]
+            sums.new_tokens = sums.new_blocks = 0
+            sums.queued.clear()
+            sums.loads.clear()
+            for attempt in list(sums.attempts):
                 reservation = self._reservations[attempt]
                 if attempt in running:
                     reservation.known = alone
@@ -239,14 +239,14 @@ class LoadTracker:
                 else:
                     reservation.known = False
                 if not reservation.known:
-                    place.new_blocks += reservation.reserved.blocks
-                    place.new_tokens += reservation.queued_tokens
-                place.queue(reservation, reservation.queued_tokens)
+                    sums.new_blocks += reservation.reserved.blocks
+                    sums.new_tokens += reservation.queued_tokens
+                sums.queue(reservation, reservation.queued_tokens)
             if alone:
-                place.reported_tokens = max(report.waiting_tokens, 0)
-                place.reported_blocks = max(report.held_blocks, 0)
-                ours = sum(self._reservations[attempt].known for attempt in place.attempts)
-                place.reported_requests = max(report.waiting + report.running - ours, 0)
+                sums.reported_tokens = max(report.waiting_tokens, 0)
+                sums.reported_blocks = max(report.held_blocks, 0)
+                ours = sum(self._reservations[attempt].known for attempt in sums.attempts)
+                sums.reported_requests = max(report.waiting + report.running - ours, 0)
 
     def _update_worker(self, report: LoadReport, now_s: float) -> None:
         busy = report.waiting + report.running > 0
@@ -291,7 +291,7 @@ class LoadTracker:
         released: list[AttemptId] = []
         self._workers.pop(instance, None)
         self.speeds.pop(instance, None)
-        for candidate in [place for place in self._sums if place[0] == instance]:
+        for candidate in [each for each in self._sums if each[0] == instance]:
             for attempt in sorted(self._sums[candidate].attempts):
                 self._release(attempt)
                 released.append(attempt)
@@ -302,10 +302,10 @@ class LoadTracker:
 
     def load_of(self, candidate: CandidateId, priority: int = 0) -> CandidateLoad:
         """Return the candidate's load, as of now, as a request of that priority meets it."""
-        place = self._sums.get(candidate)
-        if place is None:
+        sums = self._sums.get(candidate)
+        if sums is None:
             return IDLE
-        return place.loads.get(priority) or place.load(priority)
+        return sums.loads.get(priority) or sums.load(priority)
 
     def candidate_of(self, attempt: AttemptId) -> CandidateId | None:
         """Return the candidate where an attempt that has not ended is reserved."""
@@ -330,26 +330,26 @@ class LoadTracker:
 
     def _unqueue(self, reservation: PromptReservation) -> None:
         """Take the prompt of the reservation out of the queued tokens."""
-        place = self._sums[reservation.candidate]
+        sums = self._sums[reservation.candidate]
         tokens = reservation.queued_tokens
-        place.queue(reservation, -tokens)
-        place.loads.clear()
+        sums.queue(reservation, -tokens)
+        sums.loads.clear()
         if reservation.known:
-            place.reported_tokens = max(place.reported_tokens - tokens, 0)
+            sums.reported_tokens = max(sums.reported_tokens - tokens, 0)
         else:
-            place.new_tokens -= tokens
+            sums.new_tokens -= tokens
 
     def _release(self, attempt: AttemptId) -> None:
         reservation = self._reservations[attempt]
         self._unqueue(reservation)
-        place = self._sums[reservation.candidate]
+        sums = self._sums[reservation.candidate]
         blocks = reservation.reserved.blocks
         if reservation.known:
-            place.reported_blocks = max(place.reported_blocks - blocks, 0)
+            sums.reported_blocks = max(sums.reported_blocks - blocks, 0)
         else:
-            place.new_blocks -= blocks
+            sums.new_blocks -= blocks
         self._drop(attempt)
-        if not place.attempts and not (place.reported_requests or place.reported_tokens or place.reported_blocks):
+        if not sums.attempts and not (sums.reported_requests or sums.reported_tokens or sums.reported_blocks):
             del self._sums[reservation.candidate]
 
     def _drop(self, attempt: AttemptId) -> None:
@@ -370,16 +370,16 @@ class LoadTracker:
             "an ended attempt is reserved"
         )
         assert sum(len(attempts) for attempts in self._frontends.values()) == len(self._reservations)
-        assert sum(len(place.attempts) for place in self._sums.values()) == len(self._reservations)
-        for candidate, place in self._sums.items():
-            here = [self._reservations[attempt] for attempt in place.attempts]
+        assert sum(len(sums.attempts) for sums in self._sums.values()) == len(self._reservations)
+        for candidate, sums in self._sums.items():
+            here = [self._reservations[attempt] for attempt in sums.attempts]
             assert all(reservation.candidate == candidate for reservation in here)
             new = [reservation for reservation in here if not reservation.known]
-            assert place.new_blocks == sum(reservation.reserved.blocks for reservation in new)
-            assert place.new_tokens == sum(reservation.queued_tokens for reservation in new)
-            assert sum(place.queued.values()) == sum(reservation.queued_tokens for reservation in here)
-            assert all(tokens > 0 for tokens in place.queued.values())
-            assert min(place.reported_requests, place.reported_tokens, place.reported_blocks) >= 0
+            assert sums.new_blocks == sum(reservation.reserved.blocks for reservation in new)
+            assert sums.new_tokens == sum(reservation.queued_tokens for reservation in new)
+            assert sum(sums.queued.values()) == sum(reservation.queued_tokens for reservation in here)
+            assert all(tokens > 0 for tokens in sums.queued.values())
+            assert min(sums.reported_requests, sums.reported_tokens, sums.reported_blocks) >= 0
 
 
 def _plausible(rate: float) -> float:

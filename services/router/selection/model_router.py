@@ -93,7 +93,8 @@ class ModelRouter:
             frozen_s=config.load.frozen_s,
         )
         self.guard = PolicyGuard(
-            *(policy, draw),
+            policy,
+            draw,
             name=config.policy,
             clock=clock,
             budget_s=config.policy_budget_ms / 1000,
@@ -116,7 +117,7 @@ class ModelRouter:
         self.history = Speculation(ttl_s=config.index.history_s, limit_bytes=limit_bytes)
         """Speculation for instances that send no events: kept longer, and renewed by use."""
 
-    # --- who is there
+    # --- instances and stores
 
     def add_card(self, card: ModelCard, now_s: float = 0.0) -> None:
         """Add an instance that serves the model, or update its card. If more than its store differs from the card
@@ -198,27 +199,27 @@ class ModelRouter:
 
     # --- select
 
-    def select(self, ask: Select, now_s: float) -> Selection:
+    def select(self, select: Select, now_s: float) -> Selection:
         """Choose a candidate and reserve the load there."""
         try:
-            hashes = self._validated_hashes(ask)
-            eligible = self.eligibility.eligible(ask, now_s)
+            hashes = self._validated_hashes(select)
+            eligible = self.eligibility.eligible(select, now_s)
         except ProtocolError as wrong:
-            return Selection(_refused(ask, "bad_request", str(wrong)))
-        except NoCandidate as nobody:
-            return Selection(_refused(ask, nobody.code, str(nobody)))
-        attempt = ask.request, ask.attempt
+            return Selection(_refused(select, "bad_request", str(wrong)))
+        except NoCandidate as wrong:
+            return Selection(_refused(select, wrong.code, str(wrong)))
+        attempt = select.request, select.attempt
         before = self.load.candidate_of(attempt)
         if before is not None:
             eligible = [each for each in eligible if each.id == before] or eligible
         card = self.cards[eligible[0].instance]
         block_size = card.block_size
         # One token of a prompt is always computed, so its last block is never fully cached.
-        findable = hashes[: (ask.prompt_tokens - 1) // block_size]
+        findable = hashes[: (select.prompt_tokens - 1) // block_size]
         overlaps = self.index.find(findable)
-        self.speculation.extend_overlaps(overlaps, findable, ask.hashes, now_s)
-        remembered = self.history.extend_overlaps(overlaps, findable, ask.hashes, now_s)
-        load, speed, priority = self.load.load_of, self.load.speeds.get, ask.priority
+        self.speculation.extend_overlaps(overlaps, findable, select.hashes, now_s)
+        remembered = self.history.extend_overlaps(overlaps, findable, select.hashes, now_s)
+        load, speed, priority = self.load.load_of, self.load.speeds.get, select.priority
         candidates = [
             CandidateState(
                 candidate,
@@ -232,76 +233,85 @@ class ModelRouter:
         ]
         block_bytes = _block_bytes(card.kv_layout)
         request = RoutingRequest(
-            *(ask.prompt_tokens, block_size, ask.session, priority, FleetAverage.of(candidates)),
+            prompt_tokens=select.prompt_tokens,
+            block_size=block_size,
+            session=select.session,
+            priority=priority,
+            fleet=FleetAverage.of(candidates),
             host_s=block_bytes / HOST_BYTES_PER_S,
             disk_s=block_bytes / DISK_BYTES_PER_S,
         )
         choice = self.guard.choose(request, candidates)
-        if ask.wait_limit_s > 0 and before is None and not _in_time([choice.chosen.candidate], ask, request):
-            in_time = _in_time(candidates, ask, request)
+        if select.wait_limit_s > 0 and before is None and not _in_time([choice.chosen.candidate], select, request):
+            in_time = _in_time(candidates, select, request)
             if not in_time:
-                return Selection(_overloaded(ask, candidates, request), fault=choice.fault)
+                return Selection(_overloaded(select, candidates, request), fault=choice.fault)
             choice = self.guard.choose(request, in_time)
         chosen = choice.chosen.candidate
         repeated = chosen.id == before
-        reserved = None if repeated else self._reserve(ask, request, chosen, now_s)
-        self._speculate(ask, hashes, chosen, remembered, now_s)
-        selected = self._selected(ask, choice)
+        reserved = None if repeated else self._reserve(select, request, chosen, now_s)
+        self._speculate(select, hashes, chosen, remembered, now_s)
+        selected = self._selected(select, choice)
         if not (repeated and self.decisions.contains(attempt, chosen.id)):
             self.decisions.add(selected, request, choice, now_s)
-        if ask.explain:
+        if select.explain:
             selected = self.decisions.get(attempt).selected
         return Selection(selected, reserved, choice.fault)
 
-    def _validated_hashes(self, ask: Select) -> list[int]:
+    def _validated_hashes(self, select: Select) -> list[int]:
         """Return the prompt's hashes. Raises ProtocolError, which names the field."""
-        if max(len(ask.request), len(ask.frontend), len(ask.session), len(ask.lora)) > _ID_LIMIT or not ask.request:
+        if (
+            max(len(select.request), len(select.frontend), len(select.session), len(select.lora)) > _ID_LIMIT
+            or not select.request
+        ):
             raise ProtocolError(
                 f"request is empty, or request, frontend, session or lora has more than {_ID_LIMIT} characters"
             )
-        if len(ask.excluded) > _EXCLUDED_LIMIT:
+        if len(select.excluded) > _EXCLUDED_LIMIT:
             raise ProtocolError(f"excluded may have at most {_EXCLUDED_LIMIT} instances")
-        if ask.attempt < 0 or ask.prompt_tokens < 1 or ask.max_tokens < 0:
+        if select.attempt < 0 or select.prompt_tokens < 1 or select.max_tokens < 0:
             raise ProtocolError("attempt and max_tokens must not be negative, and prompt_tokens must be positive")
-        if not (ask.time_left_s >= 0 and ask.wait_limit_s >= 0):  # also refuses NaN
+        if not (select.time_left_s >= 0 and select.wait_limit_s >= 0):  # also refuses NaN
             raise ProtocolError("time_left_s and wait_limit_s must not be negative: the request's time is over")
-        if len(ask.hashes) > 8 * self._config.most_hashes:
+        if len(select.hashes) > 8 * self._config.most_hashes:
             raise ProtocolError(f"hashes has more than {self._config.most_hashes} blocks")
         try:
-            hashes = unpack_hashes(ask.hashes)
+            hashes = unpack_hashes(select.hashes)
         except ValueError as wrong:
             raise ProtocolError(f"hashes: {wrong}") from None
         card = next(iter(self.cards.values()), None)
         if card is not None:
-            blocks = ask.prompt_tokens // card.block_size
+            blocks = select.prompt_tokens // card.block_size
             if blocks > self._config.most_hashes:
                 raise ProtocolError(f"prompt_tokens has more than {self._config.most_hashes} blocks")
             if len(hashes) > blocks:
-                raise ProtocolError(f"{len(hashes)} hashes for a prompt of {ask.prompt_tokens} tokens")
+                raise ProtocolError(f"{len(hashes)} hashes for a prompt of {select.prompt_tokens} tokens")
         if len(set(hashes)) != len(hashes):
             raise ProtocolError("hashes repeat: the hashes of one prompt must all be different")
         return hashes
 
-    def _reserve(self, ask: Select, request: RoutingRequest, chosen: CandidateState, now_s: float) -> Reserved | None:
+    def _reserve(
+        self, select: Select, request: RoutingRequest, chosen: CandidateState, now_s: float
+    ) -> Reserved | None:
         """Reserve the attempt; return None for an attempt that has ended already."""
         size = request.block_size
         reserved = Reserved(
-            request=ask.request,
-            attempt=ask.attempt,
-            frontend=ask.frontend,
+            request=select.request,
+            attempt=select.attempt,
+            frontend=select.frontend,
             instance=chosen.id[0],
             rank=chosen.id[1],
-            uncached_tokens=ask.prompt_tokens - chosen.overlap.blocks * size,
-            blocks=-(-ask.prompt_tokens // size) - chosen.overlap.device,
+            uncached_tokens=select.prompt_tokens - chosen.overlap.blocks * size,
+            blocks=-(-select.prompt_tokens // size) - chosen.overlap.device,
             router=self._router,
-            priority=ask.priority,
+            priority=select.priority,
         )
-        self.load.withdraw((ask.request, ask.attempt))
+        self.load.withdraw((select.request, select.attempt))
         return reserved if self.load.add_reservation(reserved, now_s) else None
 
     def _speculate(
         self,
-        ask: Select,
+        select: Select,
         hashes: Sequence[int],
         chosen: CandidateState,
         remembered: Iterable[ExpectedRun],
@@ -312,17 +322,17 @@ class ModelRouter:
         known = chosen.overlap.blocks
         if chosen.id[0] in self._without_events:
             self.history.renew([run for run in remembered if run.slot is slot], now_s)
-            self.history.add(slot, ask.hashes[8 * known :], now_s)
+            self.history.add(slot, select.hashes[8 * known :], now_s)
         else:
-            self.speculation.add(slot, ask.hashes[8 * known :], now_s)
+            self.speculation.add(slot, select.hashes[8 * known :], now_s)
         if self.index.nearly_full:
             self.index.touch(hashes[:known])
 
-    def _selected(self, ask: Select, choice: PolicyChoice) -> Selected:
+    def _selected(self, select: Select, choice: PolicyChoice) -> Selected:
         chosen = choice.chosen.candidate
         return Selected(
-            request=ask.request,
-            attempt=ask.attempt,
+            request=select.request,
+            attempt=select.attempt,
             instance=chosen.id[0],
             rank=chosen.id[1],
             router=self._router,
@@ -330,7 +340,7 @@ class ModelRouter:
             reason=choice.reason,
         )
 
-    # --- what happens afterwards
+    # --- load events and reports
 
     def apply_load_event(self, event: LoadEvent, now_s: float) -> Prediction | None:
         """Apply a load event of this or another router. Raises ProtocolError if a number is negative."""
@@ -403,24 +413,24 @@ def _block_bytes(layout: KvLayout) -> int:
         return 0
 
 
-def _in_time(candidates: Sequence[CandidateState], ask: Select, request: RoutingRequest) -> list[CandidateState]:
+def _in_time(candidates: Sequence[CandidateState], select: Select, request: RoutingRequest) -> list[CandidateState]:
     """Return the candidates whose first token would come within the frontend's limit, or whose speed is unknown."""
     waits = [predicted_first_token_s(each, request) for each in candidates]
     return [
-        each for each, wait_s in zip(candidates, waits, strict=True) if wait_s is None or wait_s <= ask.wait_limit_s
+        each for each, wait_s in zip(candidates, waits, strict=True) if wait_s is None or wait_s <= select.wait_limit_s
     ]
 
 
-def _overloaded(ask: Select, candidates: Sequence[CandidateState], request: RoutingRequest) -> SelectRefused:
+def _overloaded(select: Select, candidates: Sequence[CandidateState], request: RoutingRequest) -> SelectRefused:
     """Refuse a request for which no candidate is in time; `retry_after_s` is when the soonest will have caught up."""
     soonest_s = min(predicted_first_token_s(each, request) or 0.0 for each in candidates)
-    reason = f"the first token would take at least {soonest_s:.0f} s, the limit is {ask.wait_limit_s:g} s"
-    retry_after_s = min(max(soonest_s - ask.wait_limit_s, 1.0), RETRY_AFTER_LIMIT_S)
-    return msgspec.structs.replace(_refused(ask, "overloaded", reason), retry_after_s=retry_after_s)
+    reason = f"the first token would take at least {soonest_s:.0f} s, the limit is {select.wait_limit_s:g} s"
+    retry_after_s = min(max(soonest_s - select.wait_limit_s, 1.0), RETRY_AFTER_LIMIT_S)
+    return msgspec.structs.replace(_refused(select, "overloaded", reason), retry_after_s=retry_after_s)
 
 
-def _refused(ask: Select, code: Refusal | Literal["bad_request", "overloaded"], reason: str) -> SelectRefused:
-    return SelectRefused(ask.request[:_ID_LIMIT], ask.attempt, code, reason)
+def _refused(select: Select, code: Refusal | Literal["bad_request", "overloaded"], reason: str) -> SelectRefused:
+    return SelectRefused(select.request[:_ID_LIMIT], select.attempt, code, reason)
 
 
 def same_worker(before: ModelCard, after: ModelCard) -> bool:

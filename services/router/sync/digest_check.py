@@ -40,9 +40,9 @@ class DigestCheck:
         self._states: dict[_Mark, Digests | None] = {}
         """Digests of the chains; None if the chains had left blocks out."""
         self.open = False
-        """Whether a comparison is due: then `chains_digest` must be called."""
+        """Whether a comparison is due: then `add_chains_digest` must be called."""
 
-    def source_digest(self, epoch: int, sequence: int, digests: Digests, now_s: float) -> DigestResult | None:
+    def add_source_digest(self, epoch: int, sequence: int, digests: Digests, now_s: float) -> DigestResult | None:
         """Add a digest that the source reported for a sequence."""
         if not self._every_s or (self._due_s is not None and now_s < self._due_s):
             return None
@@ -51,7 +51,7 @@ class DigestCheck:
         _keep_latest(self._claims, (epoch, sequence), digests, CLAIMS_LIMIT)
         return self._compare((epoch, sequence))
 
-    def chains_digest(self, epoch: int | None, sequence: int, digests: Digests | None) -> DigestResult | None:
+    def add_chains_digest(self, epoch: int | None, sequence: int, digests: Digests | None) -> DigestResult | None:
         """Add the digest of our chains at a sequence; None if blocks were left out of them."""
         if not self.open:
             return None

@@ -77,7 +77,7 @@ class EventFeed:
         *,
         clear_later: Callable[[SlotCleanup], None],
         trust: Callable[[bool], None],
-        snapshot_turns: asyncio.Semaphore,
+        snapshot_semaphore: asyncio.Semaphore,
     ) -> None:
         self._runtime = runtime
         self._origin = origin
@@ -88,7 +88,7 @@ class EventFeed:
         self._limited_log = limited_log
         self._clear_later = clear_later
         self._trust = trust
-        self._snapshot_turns = snapshot_turns
+        self._snapshot_semaphore = snapshot_semaphore
         self._now_s = asyncio.get_running_loop().time
         self.stream = stream
         self.source = SourceSync(
@@ -143,7 +143,7 @@ class EventFeed:
 
     def status(self) -> SourceState:
         """Return the current state, for users."""
-        heard_s = self._silence.heard_s
+        heard_s = self._silence.last_batch_s
         return SourceState(
             instance=self._name,
             state="refused" if self.refused else self.source.state,
@@ -250,9 +250,9 @@ class EventFeed:
             return
         try:
             for event in batch.events:
-                clearing = chains.apply(event)
-                if clearing is not None:
-                    self._clear_later(clearing)
+                cleanup = chains.apply(event)
+                if cleanup is not None:
+                    self._clear_later(cleanup)
         except CardMismatch as wrong:
             self._refuse(wrong)
 
@@ -277,7 +277,9 @@ class EventFeed:
     def _digest_reported(self, state: KvState, digests: Digests) -> None:
         check = self._checks.get(state.rank)
         if check is not None:
-            self._record_result(state.rank, check.source_digest(state.epoch, state.sequence, digests, self._now_s()))
+            self._record_result(
+                state.rank, check.add_source_digest(state.epoch, state.sequence, digests, self._now_s())
+            )
 
     def _compare_digests(self) -> None:
         """Pass the chains' digests to the open checks. Only if no action waits do the chains match the source's
@@ -290,7 +292,7 @@ class EventFeed:
                 chains = self._chains[rank]
                 complete = chains.exact and not self.source.partial
                 digests = tuple(map(chains.digest, self._origin.tiers)) if complete else None
-                self._record_result(rank, check.chains_digest(self.source.epoch, as_of, digests))
+                self._record_result(rank, check.add_chains_digest(self.source.epoch, as_of, digests))
 
     def _record_result(self, rank: int, result: DigestResult | None) -> None:
         if result is None:
@@ -311,7 +313,7 @@ class EventFeed:
     async def _take_snapshot(self, action: RequestSnapshot) -> None:
         await asyncio.sleep(action.after_s)
         try:
-            async with self._snapshot_turns:
+            async with self._snapshot_semaphore:
                 taken = await self._restore(action.ticket)
         except CardMismatch as wrong:
             self._refuse(wrong)

@@ -51,8 +51,8 @@ class DirectoryFollower:
         metrics: RouterMetrics,
         limited_log: RateLimitedLog,
         *,
-        appeared: Callable[[str], None],
-        forgotten: Callable[[str], None],
+        model_added: Callable[[str], None],
+        model_dropped: Callable[[str], None],
     ) -> None:
         """`model_added` and `model_dropped` are called with the model's name. Raises ConfigError if the policy cannot
         be loaded."""
@@ -60,8 +60,8 @@ class DirectoryFollower:
         self._config = config
         self._metrics = metrics
         self._limited_log = limited_log
-        self._model_added = appeared
-        self._model_dropped = forgotten
+        self._model_added = model_added
+        self._model_dropped = model_dropped
         self._make_policy = load_policy(config.policy)
         self._draw = runtime.draw
         self.models: dict[str, ModelRouter] = {}
@@ -73,8 +73,8 @@ class DirectoryFollower:
         """Ids of the other routers."""
         self._unserved: dict[str, float] = {}
         """Models without instances → since when; longest first."""
-        self._clearings: deque[SlotCleanup] = deque()
-        self._snapshot_turns = asyncio.Semaphore(CONCURRENT_SNAPSHOTS)
+        self._cleanups: deque[SlotCleanup] = deque()
+        self._snapshot_semaphore = asyncio.Semaphore(CONCURRENT_SNAPSHOTS)
 
     def start(self) -> None:
         """Subscribe to the directory, and add what it has already."""
@@ -86,9 +86,9 @@ class DirectoryFollower:
 
     async def tick(self) -> None:
         """Clean up retired slots, in slices so that no Select waits for it, and update what depends on time."""
-        while self._clearings:
-            if not self._clearings[0].step(_SLICE_BLOCKS):
-                self._clearings.popleft()
+        while self._cleanups:
+            if not self._cleanups[0].step(_SLICE_BLOCKS):
+                self._cleanups.popleft()
             await asyncio.sleep(0)
         for model in list(self.models.values()):
             before = model.eligibility.frozen
@@ -192,7 +192,10 @@ class DirectoryFollower:
     def _follow_worker(self, worker: str, stream: EventSource, model: str) -> None:
         origin = SourceOrigin(worker, subjects.worker(self._runtime.namespace, worker, "snapshot"))
         self._follow(
-            *(origin, stream, model, self._chains(model, worker)),
+            origin,
+            stream,
+            model,
+            self._chains(model, worker),
             trust=lambda usable: self.models[model].set_sends_events(worker, usable),
         )
 
@@ -208,10 +211,16 @@ class DirectoryFollower:
         """Open a feed; return whether its address is valid."""
         try:
             self.feeds[origin.name] = EventFeed(
-                *(self._runtime, origin, stream, chains, self._config.source, self._metrics, self._limited_log),
-                clear_later=lambda clearing: self._clear_later([clearing]),
+                self._runtime,
+                origin,
+                stream,
+                chains,
+                self._config.source,
+                self._metrics,
+                self._limited_log,
+                clear_later=lambda cleanup: self._clear_later([cleanup]),
                 trust=trust,
-                snapshot_turns=self._snapshot_turns,
+                snapshot_semaphore=self._snapshot_semaphore,
             )
         except ProtocolError as wrong:
             self._metrics.malformed.labels("event source").inc()
@@ -224,8 +233,8 @@ class DirectoryFollower:
         chains = self.models[model].chains
         return {rank: chains[worker, rank] for instance, rank in chains if instance == worker}
 
-    def _clear_later(self, clearings: list[SlotCleanup]) -> None:
-        self._clearings.extend(clearing for clearing in clearings if clearing.step(_SLICE_BLOCKS))
+    def _clear_later(self, cleanups: list[SlotCleanup]) -> None:
+        self._cleanups.extend(cleanup for cleanup in cleanups if cleanup.step(_SLICE_BLOCKS))
 
     # --- stores
 

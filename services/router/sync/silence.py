@@ -19,20 +19,20 @@ class Silence:
         self._limit_s = limit_s
         self._suspected_s: float | None = None
         """When the first request was prefilled without a batch; None if there is none."""
-        self.heard_s: float | None = None
+        self.last_batch_s: float | None = None
         """When the last batch came by itself, not by replay; None if none came yet."""
         self.silent = False
 
     def batch_received(self, now_s: float) -> None:
         """Record a batch that came by itself."""
-        self.heard_s = now_s
+        self.last_batch_s = now_s
         self._suspected_s = None
         self.silent = False
 
     def prefill_seen(self, since_s: float, now_s: float) -> None:
         """Record a request, reserved at `since_s`, that computed at least one full block and has its first token
         now."""
-        if not self._limit_s or (self.heard_s is not None and self.heard_s >= since_s):
+        if not self._limit_s or (self.last_batch_s is not None and self.last_batch_s >= since_s):
             return
         if self._suspected_s is None:
             self._suspected_s = now_s

@@ -98,9 +98,9 @@ class SourceSync:
         """Rank → the sequence of its snapshot, if that is later than the first rank's."""
         self._applied_time_s: float | None = None
         """The engine's clock in the last applied batch."""
-        self._heard = -1
+        self._last_received = -1
         """Sequence of the last batch that came by itself, not by replay."""
-        self._heard_time_s: float | None = None
+        self._last_received_time_s: float | None = None
         """The engine's clock in that batch."""
         self._reported = -1
         """Sequence in the last load report."""
@@ -120,10 +120,10 @@ class SourceSync:
         """A batch came by itself. None if it could not be decoded; its sequence counts all the same."""
         if self._is_repeat(sequence, batch):
             return []
-        if sequence <= self._heard or self._is_older_start(sequence, batch):
+        if sequence <= self._last_received or self._is_older_start(sequence, batch):
             return self._restart(None, sequence, batch)
-        self._heard = sequence
-        self._heard_time_s = batch.time_s if batch is not None else self._heard_time_s
+        self._last_received = sequence
+        self._last_received_time_s = batch.time_s if batch is not None else self._last_received_time_s
         if sequence <= self.applied and self.state != "syncing":
             return []
         if self.state != "live":
@@ -215,19 +215,19 @@ class SourceSync:
             return [*cleared, RequestSnapshot(self._ticket, after_s)]
         if self._replays:
             return [*cleared, RequestReplay(self._ticket, 0, after_s)]
-        first = min(self._held, default=self._heard + 1)
+        first = min(self._held, default=self._last_received + 1)
         self.partial = first > 0
         return [ClearBlocks(), *self._go_live(first - 1, None)]
 
     def _restart(self, epoch: int | None, sequence: int | None, batch: DecodedBatch | None) -> list[Action]:
         """The engine restarted: batches held or received before do not count."""
         self._held.clear()
-        self.applied = self._heard = self._reported = self._applied_at_report = -1
+        self.applied = self._last_received = self._reported = self._applied_at_report = -1
         self.epoch = epoch
-        self._heard_time_s = None
+        self._last_received_time_s = None
         if sequence is not None:
-            self._heard = sequence
-            self._heard_time_s = batch.time_s if batch is not None else None
+            self._last_received = sequence
+            self._last_received_time_s = batch.time_s if batch is not None else None
             self._hold(sequence, batch)
         return self._resync(clear=True)
 
@@ -301,11 +301,11 @@ class SourceSync:
         """Return whether a batch comes twice or late. Its clock is then not later, unlike that of an engine that
         restarted. Without epochs, a restart with the clock set back would go unnoticed: then only the same batch is a
         repeat."""
-        if sequence > self._heard or batch is None or self._heard_time_s is None:
+        if sequence > self._last_received or batch is None or self._last_received_time_s is None:
             return False
         if self._epochs:
-            return batch.time_s <= self._heard_time_s
-        return sequence == self._heard and batch.time_s == self._heard_time_s
+            return batch.time_s <= self._last_received_time_s
+        return sequence == self._last_received and batch.time_s == self._last_received_time_s
 
     def _is_older_start(self, sequence: int, batch: DecodedBatch | None) -> bool:
         """Return whether a batch that we have by replay comes again with a later clock: then it is of another

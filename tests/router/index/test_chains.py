@@ -67,8 +67,8 @@ def test_a_captured_session_replays_to_the_exact_set_of_blocks_at_every_step(ses
                 case "AllBlocksCleared":
                     naive.clear()
         for applied in decode(payload).events:
-            clearing = chains.apply(applied)
-            while clearing is not None and clearing.step(3):
+            cleanup = chains.apply(applied)
+            while cleanup is not None and cleanup.step(3):
                 index.validate()
         chains.validate()
         index.validate()
@@ -227,11 +227,11 @@ def test_clearing_hides_all_blocks_at_once_and_later_events_count() -> None:
     chains = chains_of(index)
     chains.apply(stored_letters("abc"))
     chains.apply(stored_letters("a"))
-    clearing = chains.apply(ClearedEvent())
-    assert clearing is not None
+    cleanup = chains.apply(ClearedEvent())
+    assert cleanup is not None
     assert index.find(hashes("abc")) == {}
     chains.apply(stored_letters("ab"))
-    while clearing.step(1):
+    while cleanup.step(1):
         assert index.find(hashes("abc")) == {A: Overlap(2)}
         index.validate()
     assert index.statistics().blocks == 2
@@ -384,10 +384,10 @@ def test_a_small_cleanup_is_done_in_one_step_over_all_tiers() -> None:
     chains = chains_of(index)
     for tier in range(3):
         chains.apply(stored_letters("ab", tier=tier))
-    clearing = chains.clear()
-    assert clearing.step(5)
+    cleanup = chains.clear()
+    assert cleanup.step(5)
     assert index.statistics().blocks == 1
-    assert not clearing.step(1)
+    assert not cleanup.step(1)
     assert index.bytes == 0
 
 
@@ -450,7 +450,7 @@ def test_a_source_that_contradicts_itself_leaves_no_state(
     index = Index(limit_bytes=1 << 30)
     chains = chains_of(index, block_size=1, limit=6, orphans=5)
     slots = [chains.slot]
-    clearings = []
+    cleanups = []
     for kind, tier, blocks, parent, salted, routable in steps:
         names = [name for name, _ in blocks]
         tokens = pack_tokens([token for _, token in blocks])
@@ -463,14 +463,14 @@ def test_a_source_that_contradicts_itself_leaves_no_state(
             case "removed":
                 chains.apply(RemovedEvent(names, tier, None))
             case _:
-                clearings.append(chains.clear())
+                cleanups.append(chains.clear())
                 slots.append(chains.slot)
         chains.validate()
         index.validate()
         held = [{sequence for sequence in chains.blocks_in(each).values() if sequence is not None} for each in range(3)]
         assert index.blocks_of(chains.slot) == sum(map(len, held))
-    for clearing in [*clearings, chains.close()]:
-        while clearing.step(2):
+    for cleanup in [*cleanups, chains.close()]:
+        while cleanup.step(2):
             index.validate()
     assert index.bytes == 0
     assert {slot.state for slot in slots} == {"freed"}

@@ -388,18 +388,18 @@ class RouterMachine(RuleBasedStateMachine):
         super().__init__()
         self.router = model()
         self.now_s = 0.0
-        self.clearings: list[SlotCleanup] = []
+        self.cleanups: list[SlotCleanup] = []
 
     @rule(instance=st.sampled_from("abc"), ranks=st.integers(1, 2))
     def come(self, instance: str, ranks: int) -> None:
         changed = card(instance, ranks=ranks)
         if self.router.cards.get(instance, changed) != changed:
-            self.clearings += self.router.remove_instance(instance)
+            self.cleanups += self.router.remove_instance(instance)
         self.router.add_card(changed, self.now_s)
 
     @rule(instance=st.sampled_from("abc"))
     def go(self, instance: str) -> None:
-        self.clearings += self.router.remove_instance(instance)
+        self.cleanups += self.router.remove_instance(instance)
 
     @rule(instance=st.sampled_from("abc"), sends=st.booleans())
     def trust(self, instance: str, sends: bool) -> None:
@@ -451,11 +451,11 @@ class RouterMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for instance in "abc":
-            self.clearings += self.router.remove_instance(instance)
+            self.cleanups += self.router.remove_instance(instance)
         for request in "pqrstuv":
             self.router.apply_load_event(Finished(request, 1), self.now_s)
-        for clearing in self.clearings:
-            while clearing.step(10):
+        for cleanup in self.cleanups:
+            while cleanup.step(10):
                 pass
         self.router.tick(self.now_s + 1000)
         assert self.router.speculation.bytes == self.router.history.bytes == 0

@@ -111,7 +111,7 @@ def test_a_policy_is_found_by_name_or_by_module_and_attribute() -> None:
             "best",
             "no.such.module:P",
             "services.router.selection.policy:nothing",
-            "services.router.selection.candidates:Scored",
+            "services.router.selection.candidates:ScoredCandidate",
             ":x",
         ),
         *("tests.router.broken_policy:ConstructorArgumentPolicy", "tests.router.module_that_fails:P"),

@@ -24,62 +24,62 @@ RANKS = 2
 
 def test_a_reported_and_an_applied_digest_are_compared_whichever_comes_first() -> None:
     check = DigestCheck(every_s=60.0)
-    assert check.source_digest(1, 5, (77,), 0.0) is None
+    assert check.add_source_digest(1, 5, (77,), 0.0) is None
     assert check.open
-    assert check.chains_digest(1, 4, (11,)) is None
-    assert check.chains_digest(1, 5, (77,)) == "agreed"
+    assert check.add_chains_digest(1, 4, (11,)) is None
+    assert check.add_chains_digest(1, 5, (77,)) == "agreed"
     assert not check.open
-    assert check.source_digest(1, 6, (78,), 60.0) is None
-    assert check.chains_digest(1, 8, (80,)) is None
-    assert check.source_digest(1, 8, (81,), 60.25) == "differed"
+    assert check.add_source_digest(1, 6, (78,), 60.0) is None
+    assert check.add_chains_digest(1, 8, (80,)) is None
+    assert check.add_source_digest(1, 8, (81,), 60.25) == "differed"
 
 
 def test_digests_of_another_sequence_or_another_epoch_are_not_compared() -> None:
     check = DigestCheck(every_s=60.0)
-    assert check.source_digest(1, 5, (77,), 0.0) is None
-    assert check.chains_digest(2, 5, (11,)) is None
-    assert check.chains_digest(1, 6, (11,)) is None
-    assert check.chains_digest(None, 5, (11,)) is None
+    assert check.add_source_digest(1, 5, (77,), 0.0) is None
+    assert check.add_chains_digest(2, 5, (11,)) is None
+    assert check.add_chains_digest(1, 6, (11,)) is None
+    assert check.add_chains_digest(None, 5, (11,)) is None
     assert check.open
 
 
 def test_chains_that_left_blocks_out_are_exempt() -> None:
     check = DigestCheck(every_s=60.0)
-    check.source_digest(1, 5, (77,), 0.0)
-    assert check.chains_digest(1, 5, None) == "exempt"
+    check.add_source_digest(1, 5, (77,), 0.0)
+    assert check.add_chains_digest(1, 5, None) == "exempt"
 
 
 def test_comparisons_keep_their_interval_and_can_be_disabled() -> None:
     check = DigestCheck(every_s=60.0)
-    check.source_digest(1, 5, (77,), 0.0)
-    check.chains_digest(1, 5, (77,))
-    check.source_digest(1, 6, (78,), 59.0)
+    check.add_source_digest(1, 5, (77,), 0.0)
+    check.add_chains_digest(1, 5, (77,))
+    check.add_source_digest(1, 6, (78,), 59.0)
     assert not check.open
-    check.source_digest(1, 6, (78,), 60.0)
+    check.add_source_digest(1, 6, (78,), 60.0)
     assert check.open
     never = DigestCheck(every_s=0.0)
-    never.source_digest(1, 5, (77,), 1000.0)
+    never.add_source_digest(1, 5, (77,), 1000.0)
     assert not never.open
 
 
 def test_kept_digests_are_bounded_and_the_oldest_is_dropped() -> None:
     check = DigestCheck(every_s=60.0)
     for sequence in range(2 * CLAIMS_LIMIT):
-        check.source_digest(1, 1000 + sequence, (0,), 0.0)
+        check.add_source_digest(1, 1000 + sequence, (0,), 0.0)
         check.validate()
     for sequence in range(2 * STATES_LIMIT):
-        assert check.chains_digest(1, sequence, (0,)) is None
+        assert check.add_chains_digest(1, sequence, (0,)) is None
         check.validate()
-    assert check.source_digest(1, STATES_LIMIT - 1, (0,), 0.0) is None, "too late"
-    assert check.source_digest(1, STATES_LIMIT, (0,), 0.0) == "agreed"
+    assert check.add_source_digest(1, STATES_LIMIT - 1, (0,), 0.0) is None, "too late"
+    assert check.add_source_digest(1, STATES_LIMIT, (0,), 0.0) == "agreed"
 
 
 def test_states_from_before_a_clear_are_not_compared() -> None:
     check = DigestCheck(every_s=60.0)
-    check.source_digest(1, 9, (0,), 0.0)
-    check.chains_digest(1, 5, (11,))
+    check.add_source_digest(1, 9, (0,), 0.0)
+    check.add_chains_digest(1, 5, (11,))
     check.chains_cleared()
-    assert check.source_digest(1, 5, (12,), 0.1) is None
+    assert check.add_source_digest(1, 5, (12,), 0.1) is None
 
 
 @dataclass
@@ -133,7 +133,7 @@ class HealingMachine(RuleBasedStateMachine):
         self.restored: dict[int, int] = {}
         self.now_s = 0.0
         self.results: list[DigestResult] = []
-        self.clearings: list[SlotCleanup] = []
+        self.cleanups: list[SlotCleanup] = []
         self.perform(self.source.start())
 
     # --- the router
@@ -143,7 +143,7 @@ class HealingMachine(RuleBasedStateMachine):
             match action:
                 case ClearBlocks():
                     for chains, check in zip(self.chains, self.checks, strict=True):
-                        self.clearings.append(chains.clear())
+                        self.cleanups.append(chains.clear())
                         check.chains_cleared()
                 case ApplyBatch(batch):
                     for event in batch.events:
@@ -154,7 +154,7 @@ class HealingMachine(RuleBasedStateMachine):
         for rank, check in enumerate(self.checks):
             as_of = self.source.sequence_of(rank) if check.open else None
             if as_of is not None:
-                self.judge(check.chains_digest(self.source.epoch, as_of, (self.chains[rank].digest(0),)))
+                self.judge(check.add_chains_digest(self.source.epoch, as_of, (self.chains[rank].digest(0),)))
 
     def judge(self, result: DigestResult | None) -> None:
         if result is not None:
@@ -244,7 +244,9 @@ class HealingMachine(RuleBasedStateMachine):
         states = [KvState(rank, self.epoch, self.sequence, cache.digest) for rank, cache in enumerate(self.caches)]
         self.perform(self.source.report_received(states[0]))
         for state in states:
-            self.judge(self.checks[state.rank].source_digest(state.epoch, state.sequence, (state.digest,), self.now_s))
+            self.judge(
+                self.checks[state.rank].add_source_digest(state.epoch, state.sequence, (state.digest,), self.now_s)
+            )
         self.perform([])
 
     @rule()
