@@ -177,7 +177,7 @@ class Chains:
             )
 
     def clear(self) -> SlotCleanup:
-        """Forget all blocks. The index no longer finds them at once; the returned SlotCleanup removes them in
+        """Forget all blocks. The index finds none of them from now on. The returned SlotCleanup removes them in
         slices."""
         cleanup = self.close()
         self.slot = self._index.open_slot(self.candidate)
@@ -261,81 +261,89 @@ class Chains:
 
     def _insert(
         self,
-        number: int,
+        tier_index: int,
         parent: EngineHash | None,
-        names: Sequence[EngineHash],
-        packed: bytes,
+        engine_hashes: Sequence[EngineHash],
+        packed_tokens: bytes,
         lora: str,
         salt: str,
         *,
         routable: int,
     ) -> None:
         """Insert blocks after a known parent, or at the beginning of a chain."""
-        tier = self._tiers[number]
+        tier = self._tiers[tier_index]
         if parent is None:
-            above: int | None = None
+            parent_sequence: int | None = None
             seed = seed_of(lora, salt)
         else:
-            home = self._tier_with(parent, number)
-            if home is None:
-                self._ignored_blocks += len(names)
+            parent_tier = self._tier_with(parent, tier_index)
+            if parent_tier is None:
+                self._ignored_blocks += len(engine_hashes)
                 self.exact = False
                 return
-            above = home.hashes[parent]
-            seed = home.seeds.get(parent, SEED)
-            routable = 0 if above is None else routable
-        names = self._within_limit(tier, names)
+            parent_sequence = parent_tier.hashes[parent]
+            seed = parent_tier.seeds.get(parent, SEED)
+            routable = 0 if parent_sequence is None else routable
+        engine_hashes = self._within_limit(tier, engine_hashes)
         stride = 4 * self._block_size
-        sequences = sequence_hashes(packed[: stride * min(routable, len(names))], self._block_size, seed, above)
-        fresh = dict(zip_longest(names, sequences))
-        stretches = [(above, sequences)]
-        if len(fresh) < len(names) or not tier.hashes.keys().isdisjoint(fresh):
-            fresh, stretches = self._without_repeats(tier, names, sequences, above)
-        tier.hashes.update(fresh)
+        sequences = sequence_hashes(
+            packed_tokens[: stride * min(routable, len(engine_hashes))], self._block_size, seed, parent_sequence
+        )
+        new = dict(zip_longest(engine_hashes, sequences))
+        stretches = [(parent_sequence, sequences)]
+        if len(new) < len(engine_hashes) or not tier.hashes.keys().isdisjoint(new):
+            new, stretches = self._without_repeats(tier, engine_hashes, sequences, parent_sequence)
+        tier.hashes.update(new)
         if seed != SEED:
-            tier.seeds.update(dict.fromkeys(fresh, seed))
-        orphaned = self._runs_parked_with
-        self._digests[number] ^= (
-            _digest(name for name in fresh if (number, name) not in orphaned) if orphaned else _digest(fresh)
+            tier.seeds.update(dict.fromkeys(new, seed))
+        parked = self._runs_parked_with
+        self._digests[tier_index] ^= (
+            _digest(engine_hash for engine_hash in new if (tier_index, engine_hash) not in parked)
+            if parked
+            else _digest(new)
         )
         for before, stretch in stretches:
-            self._index.add_blocks(self.slot, number, stretch, before)
+            self._index.add_blocks(self.slot, tier_index, stretch, before)
 
-    def _within_limit(self, tier: _TierBlocks, names: Sequence[EngineHash]) -> Sequence[EngineHash]:
+    def _within_limit(self, tier: _TierBlocks, engine_hashes: Sequence[EngineHash]) -> Sequence[EngineHash]:
         """Return the leading blocks that fit within the limit."""
         room = self._limit_blocks - len(tier.hashes)
-        if room >= len(names):
-            return names
-        for position, name in enumerate(names):
-            room -= name not in tier.hashes
+        if room >= len(engine_hashes):
+            return engine_hashes
+        for position, engine_hash in enumerate(engine_hashes):
+            room -= engine_hash not in tier.hashes
             if room < 0:
-                self._ignored_blocks += len(names) - position
+                self._ignored_blocks += len(engine_hashes) - position
                 self.exact = False
-                return names[:position]
-        return names
+                return engine_hashes[:position]
+        return engine_hashes
 
     def _without_repeats(
-        self, tier: _TierBlocks, names: Sequence[EngineHash], sequences: Sequence[int], above: int | None
+        self,
+        tier: _TierBlocks,
+        engine_hashes: Sequence[EngineHash],
+        sequences: Sequence[int],
+        parent_sequence: int | None,
     ) -> tuple[dict[EngineHash, int | None], list[tuple[int | None, list[int]]]]:
         """Return the blocks that are not known yet with their sequence hashes, and the same hashes in stretches, each
         with the block that it follows. Known blocks are counted as repeats: a known engine hash keeps its sequence
         hash, whatever the event says."""
-        fresh: dict[EngineHash, int | None] = {}
+        new: dict[EngineHash, int | None] = {}
         stretches: list[tuple[int | None, list[int]]] = []
-        goes_on = False
-        for name, sequence in zip_longest(names, sequences):
-            if name in tier.hashes or name in fresh:
-                tier.repeats[name] = tier.repeats.get(name, 0) + 1
-                goes_on = False
+        extending = False
+        for engine_hash, sequence in zip_longest(engine_hashes, sequences):
+            if engine_hash in tier.hashes or engine_hash in new:
+                tier.repeats[engine_hash] = tier.repeats.get(engine_hash, 0) + 1
+                extending = False
             else:
-                fresh[name] = sequence
+                new[engine_hash] = sequence
                 if sequence is not None:
-                    if not goes_on:
-                        stretches.append((above, []))
-                        goes_on = True
+                    if not extending:
+                        stretches.append((parent_sequence, []))
+                        extending = True
                     stretches[-1][1].append(sequence)
-            above = sequence
-        return fresh, stretches
+            parent_sequence = sequence
+        return new, stretches
 
     # --- removed
 
@@ -345,19 +353,19 @@ class Chains:
         tier = self._tiers[event.tier]
         sequences: list[int] = []
         gone: list[EngineHash] = []
-        for name in event.hashes:
-            if name not in tier.hashes:
-                self._remove_parked(event.tier, name)
+        for engine_hash in event.hashes:
+            if engine_hash not in tier.hashes:
+                self._remove_parked(event.tier, engine_hash)
                 continue
-            if tier.repeats and name in tier.repeats:
-                tier.repeats[name] -= 1
-                if not tier.repeats[name]:
-                    del tier.repeats[name]
+            if tier.repeats and engine_hash in tier.repeats:
+                tier.repeats[engine_hash] -= 1
+                if not tier.repeats[engine_hash]:
+                    del tier.repeats[engine_hash]
                 continue
-            sequence = tier.hashes.pop(name)
-            tier.seeds.pop(name, None)
-            if not self._runs_parked_with or (event.tier, name) not in self._runs_parked_with:
-                gone.append(name)
+            sequence = tier.hashes.pop(engine_hash)
+            tier.seeds.pop(engine_hash, None)
+            if not self._runs_parked_with or (event.tier, engine_hash) not in self._runs_parked_with:
+                gone.append(engine_hash)
             if sequence is not None:
                 sequences.append(sequence)
         self._digests[event.tier] ^= _digest(gone)
@@ -370,10 +378,10 @@ class Chains:
         # A run with a parent takes its seed from the parent; these strings may be of any length.
         orphan = _Orphan(msgspec.structs.replace(run, lora="", salt="") if run.lora or run.salt else run)
         self._orphans.setdefault(run.parent, []).append(orphan)
-        for name in run.hashes:
-            if not self._holds(run.tier, name):
-                self._digests[run.tier] ^= _digest((name,))
-            self._runs_parked_with.setdefault((run.tier, name), []).append(orphan)
+        for engine_hash in run.hashes:
+            if not self._holds(run.tier, engine_hash):
+                self._digests[run.tier] ^= _digest((engine_hash,))
+            self._runs_parked_with.setdefault((run.tier, engine_hash), []).append(orphan)
         self._orphan_blocks += len(run.hashes)
         while self._orphan_blocks > self._orphan_limit_blocks:
             oldest = next(iter(self._orphans.values()))[0]
@@ -381,16 +389,16 @@ class Chains:
             self.exact = False
             self._forget_orphan(oldest)
 
-    def _remove_parked(self, tier: int, name: EngineHash) -> None:
-        runs = self._runs_parked_with.get((tier, name))
+    def _remove_parked(self, tier: int, engine_hash: EngineHash) -> None:
+        runs = self._runs_parked_with.get((tier, engine_hash))
         if runs is None:
             self._unknown_removals += 1
             return
         orphan = runs.pop()
         if not runs:
-            del self._runs_parked_with[tier, name]
-            self._digests[tier] ^= _digest((name,))
-        orphan.removed.append(name)
+            del self._runs_parked_with[tier, engine_hash]
+            self._digests[tier] ^= _digest((engine_hash,))
+        orphan.removed.append(engine_hash)
         if len(orphan.removed) == len(orphan.run.hashes):
             self._forget_orphan(orphan)
 
@@ -402,29 +410,29 @@ class Chains:
         if not waiting:
             del self._orphans[run.parent]
         left = (Counter(run.hashes) - Counter(orphan.removed)).elements()
-        for name in left:
-            runs = self._runs_parked_with[run.tier, name]
+        for engine_hash in left:
+            runs = self._runs_parked_with[run.tier, engine_hash]
             runs.remove(orphan)
             if not runs:
-                del self._runs_parked_with[run.tier, name]
-                if not self._holds(run.tier, name):
-                    self._digests[run.tier] ^= _digest((name,))
+                del self._runs_parked_with[run.tier, engine_hash]
+                if not self._holds(run.tier, engine_hash):
+                    self._digests[run.tier] ^= _digest((engine_hash,))
         self._orphan_blocks -= len(run.hashes)
 
-    def _take_orphans_of(self, names: Sequence[EngineHash], late: list[RemovedEvent]) -> list[StoredEvent]:
-        """Remove and return the runs that wait for one of `names`. Their removals are appended to `late`, because
-        blocks after a removed block must find it first."""
+    def _take_orphans_of(self, engine_hashes: Sequence[EngineHash], late: list[RemovedEvent]) -> list[StoredEvent]:
+        """Remove and return the runs that wait for one of `engine_hashes`. Their removals are appended to `late`,
+        because blocks after a removed block must find it first."""
         runs: list[StoredEvent] = []
-        for name in names:
-            for orphan in list(self._orphans.get(name, ())):
+        for engine_hash in engine_hashes:
+            for orphan in list(self._orphans.get(engine_hash, ())):
                 self._forget_orphan(orphan)
                 runs.append(orphan.run)
                 if orphan.removed:
                     late.append(RemovedEvent(orphan.removed, orphan.run.tier, orphan.run.group))
         return runs
 
-    def _holds(self, tier: int, name: EngineHash) -> bool:
-        return name in self._tiers[tier].hashes or (tier, name) in self._runs_parked_with
+    def _holds(self, tier: int, engine_hash: EngineHash) -> bool:
+        return engine_hash in self._tiers[tier].hashes or (tier, engine_hash) in self._runs_parked_with
 
     # --- for people and tests
 
@@ -461,14 +469,14 @@ class Chains:
         assert self._store is None or self in self._store._linked_workers
         listed = sum(len(orphans) for orphans in self._runs_parked_with.values())
         assert listed == sum(len(orphan.run.hashes) - len(orphan.removed) for orphan in runs)
-        for number, tier in enumerate(self._tiers):
-            held = tier.hashes.keys() | {name for at, name in self._runs_parked_with if at == number}
-            assert self._digests[number] == _digest(held)
+        for tier_index, tier in enumerate(self._tiers):
+            held = tier.hashes.keys() | {engine_hash for at, engine_hash in self._runs_parked_with if at == tier_index}
+            assert self._digests[tier_index] == _digest(held)
 
 
-def _digest(names: Iterable[EngineHash]) -> int:
+def _digest(engine_hashes: Iterable[EngineHash]) -> int:
     """Return the XOR of the low 64 bits of each hash; for bytes these are the last eight, big-endian."""
     bits = 0
-    for name in names:
-        bits ^= name if isinstance(name, int) else int.from_bytes(name[-8:], "big")
+    for engine_hash in engine_hashes:
+        bits ^= engine_hash if isinstance(engine_hash, int) else int.from_bytes(engine_hash[-8:], "big")
     return bits & _LOW_BITS

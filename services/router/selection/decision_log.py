@@ -57,7 +57,7 @@ class Prediction(Struct, frozen=True):
     always computed."""
 
 
-class _Entry(Struct):
+class _LoggedDecision(Struct):
     """A decision and the inputs that its rows are made from."""
 
     decision: Decision
@@ -71,7 +71,7 @@ class DecisionLog:
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._entries: dict[AttemptId, _Entry] = {}
+        self._entries: dict[AttemptId, _LoggedDecision] = {}
         """Decisions by attempt; oldest first."""
 
     def add(self, selected: Selected, request: RoutingRequest, choice: PolicyChoice, at_s: float) -> None:
@@ -82,7 +82,7 @@ class DecisionLog:
         cached = selected.overlap.blocks * request.block_size
         attempt = selected.request, selected.attempt
         self._entries.pop(attempt, None)
-        self._entries[attempt] = _Entry(
+        self._entries[attempt] = _LoggedDecision(
             Decision(selected, at_s, request.prompt_tokens, cached), request, choice.policy, rows
         )
         if len(self._entries) > self._limit:
@@ -144,13 +144,13 @@ def _client_ids(name: str) -> tuple[str, str]:
     return whole, whole.rpartition("-")[0]
 
 
-def _with_candidates(entry: _Entry) -> Decision:
+def _with_candidates(entry: _LoggedDecision) -> Decision:
     rows = tuple(_row(entry, scored) for scored in entry.scored)
     selected = msgspec.structs.replace(entry.decision.selected, candidates=rows)
     return msgspec.structs.replace(entry.decision, selected=selected)
 
 
-def _row(entry: _Entry, scored: ScoredCandidate) -> Candidate:
+def _row(entry: _LoggedDecision, scored: ScoredCandidate) -> Candidate:
     candidate = scored.candidate
     first_token_s = predicted_first_token_s(candidate, entry.request)
     return Candidate(

@@ -49,7 +49,7 @@ class CandidateLoad(Struct, frozen=True, gc=False):
 
 IDLE = CandidateLoad()
 _PRIORITIES_LIMIT = 16
-"""Most priorities remembered at once."""
+"""Most priorities for which one candidate's load is remembered."""
 
 
 class WorkerSpeed(Struct, frozen=True, gc=False):
@@ -137,8 +137,8 @@ class _WorkerReport:
 
     progress: int
     busy: bool
-    heard_s: float
-    moved_s: float
+    reported_s: float
+    progress_s: float
     """When it last made a step or had no work."""
 
 
@@ -256,8 +256,8 @@ class LoadTracker:
             self._workers[report.instance] = _WorkerReport(report.progress, busy, now_s, now_s)
             return
         if report.progress != worker.progress or not (busy and worker.busy):
-            worker.moved_s = now_s
-        worker.progress, worker.busy, worker.heard_s = report.progress, busy, now_s
+            worker.progress_s = now_s
+        worker.progress, worker.busy, worker.reported_s = report.progress, busy, now_s
 
     def frozen_instances(self, now_s: float, *, listening: bool = True) -> frozenset[str]:
         """Return the instances that are frozen now; to be called a few times a second. `listening` is False if reports
@@ -266,12 +266,12 @@ class LoadTracker:
         self._checked_s = now_s
         if asleep or not listening:
             for worker in self._workers.values():
-                worker.heard_s = worker.moved_s = now_s
+                worker.reported_s = worker.progress_s = now_s
         since_s = now_s - self._frozen_s
         return frozenset(
             instance
             for instance, worker in self._workers.items()
-            if worker.heard_s <= since_s or (worker.busy and worker.moved_s <= since_s)
+            if worker.reported_s <= since_s or (worker.busy and worker.progress_s <= since_s)
         )
 
     def remove_frontend(self, frontend: str) -> list[AttemptId]:
