@@ -1,4 +1,4 @@
-"""Calls the policy; if it fails, the built-in `kv` chooses instead. Pure; the clock is an argument.
+"""Calls the policy; if it fails, the built-in `kv` chooses instead. Pure. The clock is an argument.
 
     trusted ──(more than `strikes` choices over budget)──▶ disabled for good: `kv` chooses from then on
        └─ an exception or an invalid choice: `kv` chooses for this request (if late, it counts as over budget too)
