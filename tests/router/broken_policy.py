@@ -21,7 +21,7 @@ class BrokenPolicy:
         return 0.0
 
     def pick(self, request: RoutingRequest, scored: Sequence[ScoredCandidate], draw: Random) -> ScoredCandidate:
-        raise ZeroDivisionError("somebody's mistake")
+        raise ZeroDivisionError("a mistake in a policy")
 
 
 class TextScorePolicy(BrokenPolicy):

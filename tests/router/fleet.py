@@ -125,7 +125,7 @@ class ScriptedWorker:
         """Cache the prompt's full blocks; send events of the new ones, unless `silently`."""
         packed = pack_tokens(tokens)
         names = [event_hash(key) for key in content_keys(root_key(MODEL), packed, BLOCK_SIZE)]
-        told: list[KvEvent] = []
+        new: list[KvEvent] = []
         for number, name in enumerate(names):
             if name in self.blocks[rank]:
                 continue
@@ -133,9 +133,9 @@ class ScriptedWorker:
             first = BLOCK_SIZE * number
             block = tokens[first : first + BLOCK_SIZE]
             self.blocks[rank][name] = SnapshotBlock(name, parent, packed[4 * first : 4 * (first + BLOCK_SIZE)])
-            told.append(BlockStored([name], parent, block, self.block_size, medium="GPU"))
-        if told and not silently:
-            self.tells(*told, rank=rank)
+            new.append(BlockStored([name], parent, block, self.block_size, medium="GPU"))
+        if new and not silently:
+            self.tells(*new, rank=rank)
 
     def drops(self, tokens: list[int], block: int, *, rank: int = 0) -> None:
         """Evict one block of the prompt."""

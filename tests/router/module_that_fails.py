@@ -1,3 +1,3 @@
 """A module that cannot be imported, with an error that is not an ImportError."""
 
-raise ZeroDivisionError("somebody's mistake")
+raise ZeroDivisionError("a mistake in a policy")

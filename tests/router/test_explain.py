@@ -71,13 +71,21 @@ def test_a_choice_is_explained_with_its_outcome() -> None:
     router.apply_load_event(Prefilled("r", 1, 4, 0.25), 5.2)
     router.apply_load_event(Finished("r", 1), 7.0)
     router.apply_load_event(Finished("r", 1), 8.0)
-    (told,) = explain("r1", [router], "r", 10.0).decisions
-    assert (told.model, told.router, told.request, told.attempt, told.prompt_tokens) == ("m", "r1", "r", 1, 9)
-    assert {row.instance for row in told.candidates} == {"a", "b"}
-    assert {row.instance: row.predicted_s for row in told.candidates}["a"] == pytest.approx(0.1)
-    assert told.reason == next(row.reason for row in told.candidates if row.instance == told.instance)
-    assert (told.predicted_cached_tokens, told.actual_cached_tokens) == (0, 4)
-    assert (told.first_token_s, told.ended_s, told.age_s) == (0.25, 2.0, 5.0)
+    (explanation,) = explain("r1", [router], "r", 10.0).decisions
+    assert (
+        explanation.model,
+        explanation.router,
+        explanation.request,
+        explanation.attempt,
+        explanation.prompt_tokens,
+    ) == ("m", "r1", "r", 1, 9)
+    assert {row.instance for row in explanation.candidates} == {"a", "b"}
+    assert {row.instance: row.predicted_s for row in explanation.candidates}["a"] == pytest.approx(0.1)
+    assert explanation.reason == next(
+        row.reason for row in explanation.candidates if row.instance == explanation.instance
+    )
+    assert (explanation.predicted_cached_tokens, explanation.actual_cached_tokens) == (0, 4)
+    assert (explanation.first_token_s, explanation.ended_s, explanation.age_s) == (0.25, 2.0, 5.0)
 
 
 def test_the_latest_decisions_of_all_models_come_oldest_first() -> None:
@@ -85,8 +93,8 @@ def test_the_latest_decisions_of_all_models_come_oldest_first() -> None:
     for number in range(DECISIONS_IN_ANSWER):
         ask(first, f"x{number}", 2.0 * number)
         ask(second, f"y{number}", 2.0 * number + 1)
-    told = [each.request for each in explain("r1", [first, second], "", 100.0).decisions]
-    assert told == [
+    explanation = [each.request for each in explain("r1", [first, second], "", 100.0).decisions]
+    assert explanation == [
         f"{letter}{number}" for number in range(DECISIONS_IN_ANSWER // 2, DECISIONS_IN_ANSWER) for letter in "xy"
     ]
 
@@ -104,9 +112,9 @@ def test_the_chosen_candidate_is_among_the_rows_even_with_a_bad_score() -> None:
     router = model("m", *names, policy="round-robin")
     for number in range(2 * KEPT_CANDIDATES):
         ask(router, f"r{number}")
-        (told,) = explain("r1", [router], f"r{number}", 0.0).decisions
-        assert len(told.candidates) == KEPT_CANDIDATES
-        assert told.instance in {row.instance for row in told.candidates}
+        (explanation,) = explain("r1", [router], f"r{number}", 0.0).decisions
+        assert len(explanation.candidates) == KEPT_CANDIDATES
+        assert explanation.instance in {row.instance for row in explanation.candidates}
 
 
 class ExtremeScorePolicy(KvPolicy):
@@ -123,9 +131,9 @@ def test_infinite_scores_and_times_can_be_encoded_in_json() -> None:
     for instance in "ab":
         router.apply_load_report(LoadReport(instance, 1, 1, 0, 0, 0, 1000, 0, 0, prefill_tokens_per_s=1e-310), 0.0)
     ask(router, "r")
-    told = explain("r1", [router], "r", 0.0)
-    assert [row.instance for row in told.decisions[0].candidates] == ["b", "a"]
-    assert EXPLANATIONS.decode(EXPLANATIONS.encode(told, JSON_HEADER), JSON_HEADER) == told
+    explanation = explain("r1", [router], "r", 0.0)
+    assert [row.instance for row in explanation.decisions[0].candidates] == ["b", "a"]
+    assert EXPLANATIONS.decode(EXPLANATIONS.encode(explanation, JSON_HEADER), JSON_HEADER) == explanation
 
 
 def test_times_are_rounded_to_microseconds() -> None:
@@ -134,9 +142,9 @@ def test_times_are_rounded_to_microseconds() -> None:
     ask(router, "r", 1 / 3)
     router.apply_load_event(Prefilled("r", 1, 4, 2 / 3), 1.0)
     router.apply_load_event(Finished("r", 1), 1.0)
-    (told,) = explain("r1", [router], "r", 4 / 3 + 1e-9).decisions
-    assert (told.age_s, told.first_token_s, told.ended_s) == (1.0, 0.666667, 0.666667)
-    assert told.candidates[0].predicted_s == 0.012857
+    (explanation,) = explain("r1", [router], "r", 4 / 3 + 1e-9).decisions
+    assert (explanation.age_s, explanation.first_token_s, explanation.ended_s) == (1.0, 0.666667, 0.666667)
+    assert explanation.candidates[0].predicted_s == 0.012857
 
 
 def test_the_problem_shown_for_a_policy_is_that_of_the_worst_model() -> None:
@@ -147,9 +155,9 @@ def test_the_problem_shown_for_a_policy_is_that_of_the_worst_model() -> None:
     for router in (fine, failing, slow):
         router.add_card(next(iter(model(router.model, "a").cards.values())))
         ask(router, "r")
-    (told,) = explain("r1", [failing], "r", 0.0).decisions
-    assert told.reason == (
-        "mine:Broken failed (ZeroDivisionError: somebody's mistake), "
+    (explanation,) = explain("r1", [failing], "r", 0.0).decisions
+    assert explanation.reason == (
+        "mine:Broken failed (ZeroDivisionError: a mistake in a policy), "
         "kv chose: uncached 9 + fetch 0 + waiting 0 + running 0"
     )
     assert policy_problem([fine]) == ""

@@ -78,17 +78,17 @@ async def test_a_router_that_starts_copies_the_reservations_and_their_progress()
         load = world.router.models[MODEL].load
         await until(lambda: load.statistics().reservations == 4)
         async with fleet(instance="0b", beside=world) as replica:
-            told = replica.router.models[MODEL].load
-            assert {each.reserved.request: each.prefilled for each in told.reservations()} == {
+            copied = replica.router.models[MODEL].load
+            assert {each.reserved.request: each.prefilled for each in copied.reservations()} == {
                 "r0": True,
                 "r2": False,
                 "r3": False,
                 "r4": False,
             }
-            assert [told.load_of((name, 0)) for name in "ab"] == [load.load_of((name, 0)) for name in "ab"]
+            assert [copied.load_of((name, 0)) for name in "ab"] == [load.load_of((name, 0)) for name in "ab"]
             assert replica.metric("headrace_router_joins_total", outcome="told") == 1
             await world.tell(*(Finished(f"r{number}", 1) for number in range(5)))
-            await until(lambda: not load.reservations() and not told.reservations())
+            await until(lambda: not load.reservations() and not copied.reservations())
 
 
 async def test_many_reservations_come_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +124,8 @@ async def test_a_request_in_json_is_answered_in_json() -> None:
         subject = subjects.reservations(NAMESPACE, world.runtime.instance)
         async with world.bus.stream(subject, question, idle_timeout_s=LIMIT_S, headers=JSON_HEADER) as answers:
             (message,) = [message async for message in answers]
-        (told,) = RESERVATIONS.decode(message.payload, message.headers).reserved
-        assert (told.request, message.headers["Content-Type"]) == ("r", "application/json")
+        (reserved,) = RESERVATIONS.decode(message.payload, message.headers).reserved
+        assert (reserved.request, message.headers["Content-Type"]) == ("r", "application/json")
 
 
 async def test_an_end_that_is_received_before_the_answer_counts() -> None:
@@ -142,7 +142,7 @@ async def test_an_end_that_is_received_before_the_answer_counts() -> None:
 
 async def _living(world: RouterFleet, *, meanwhile: OldRouter) -> list[str]:
     async with fleet(instance="0b", beside=world) as replica:
-        assert meanwhile.open.is_set(), "it counted as started before it was told"
+        assert meanwhile.open.is_set(), "it counted as started before it had the reservations"
         return [each.reserved.request for each in replica.router.models[MODEL].load.reservations()]
 
 

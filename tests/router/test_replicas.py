@@ -95,27 +95,27 @@ async def test_another_routers_reservations_are_received_in_the_middle_of_a_burs
 
 
 async def test_reservations_of_one_moment_are_published_together_and_the_answers_do_not_wait() -> None:
-    told: list[LoadEvents] = []
+    published: list[LoadEvents] = []
 
     async def hear(message: Message) -> None:
-        told.append(LOAD_EVENTS.decode(message.payload))
+        published.append(LOAD_EVENTS.decode(message.payload))
 
     async with two(workers=1) as (world, _):
         await world.bus.subscribe(subjects.router_load(NAMESPACE, MODEL), hear)
         questions = [SELECT.encode(select(tokens_of(f"{n:04}", 5), f"r{n}")) for n in range(50)]
         await asyncio.gather(*(world.ask_raw(each, router=True) for each in questions))
-        await until(lambda: sum(len(batch.events) for batch in told) == 50)
-        assert len(told) <= 12, "a turn of the loop for four"
-        events = [event for batch in told for event in batch.events]
+        await until(lambda: sum(len(batch.events) for batch in published) == 50)
+        assert len(published) <= 12, "a turn of the loop for four"
+        events = [event for batch in published for event in batch.events]
         assert [event.request for event in events] == [f"r{n}" for n in range(50)]
         assert all(isinstance(event, Reserved) and event.router == "0a" for event in events)
 
 
 async def test_a_single_router_publishes_no_reservations_until_another_one_asks() -> None:
-    told: list[str] = []
+    published: list[str] = []
 
     async def hear(message: Message) -> None:
-        told.extend(event.request for event in LOAD_EVENTS.decode(message.payload).events)
+        published.extend(event.request for event in LOAD_EVENTS.decode(message.payload).events)
 
     async with fleet() as world:
         await world.worker("a")
@@ -125,8 +125,8 @@ async def test_a_single_router_publishes_no_reservations_until_another_one_asks(
         question = RESERVATIONS_REQUEST.encode(ReservationsRequest(MODEL))
         await world.bus.request(subjects.reservations(NAMESPACE, world.runtime.instance), question, timeout_s=LIMIT_S)
         await world.chosen(tokens_of("y", 5), "joined")
-        await until(lambda: bool(told))
-        assert told == ["joined"]
+        await until(lambda: bool(published))
+        assert published == ["joined"]
 
 
 async def test_a_stopping_router_still_publishes_its_last_reservations() -> None:
@@ -178,8 +178,8 @@ async def test_a_select_repeated_to_another_router_gets_the_same_answer_and_ends
 async def test_reservations_made_while_nats_is_away_are_published_when_it_is_back() -> None:
     async with two() as (first, second):
         own_bus(first).lose()
-        told = Reserved("r", 1, "f", "w0", 0, 5000, 300, router="0a")
-        first.router._outbox.publish_load(MODEL, told)
+        reserved = Reserved("r", 1, "f", "w0", 0, 5000, 300, router="0a")
+        first.router._outbox.publish_load(MODEL, reserved)
         assert not await first.router._outbox.flush()
         own_bus(first).find()
         load = second.router.models[MODEL].load
@@ -214,9 +214,9 @@ async def test_the_router_that_knows_a_request_explains_it_first() -> None:
     async with two() as (first, _):
         chosen = await asyncio.gather(*(first.chosen(tokens_of(f"{n:04}", 5), f"r{n}") for n in range(8)))
         for each in chosen:
-            told = await explained(first, subjects.explain(NAMESPACE, MODEL), f"chatcmpl-{each.request}")
-            assert told.router == each.router
-            (decision,) = told.decisions
+            answer = await explained(first, subjects.explain(NAMESPACE, MODEL), f"chatcmpl-{each.request}")
+            assert answer.router == each.router
+            (decision,) = answer.decisions
             assert (decision.request, decision.instance, decision.router) == (each.request, each.instance, each.router)
             assert {row.instance for row in decision.candidates} == {"w0", "w1", "w2", "w3"}
 
@@ -230,10 +230,10 @@ async def test_each_router_explains_its_own_choices_under_its_own_name() -> None
         for world, attempt in ((first, 1), (second, 2)):
             subject = subjects.explain(NAMESPACE, world.runtime.instance)
             while True:
-                told = await explained(first, subject, "r")
-                if attempt == 1 or told.decisions[0].ended_s is not None:
+                answer = await explained(first, subject, "r")
+                if attempt == 1 or answer.decisions[0].ended_s is not None:
                     break
-            (decision,) = told.decisions
+            (decision,) = answer.decisions
             assert (decision.router, decision.attempt) == (world.runtime.instance, attempt)
         assert (decision.actual_cached_tokens, decision.first_token_s) == (8, 0.5)
 
@@ -244,8 +244,8 @@ async def test_without_a_request_id_the_latest_decisions_are_returned() -> None:
         for number in range(3):
             await world.chosen(tokens_of("x", 5), f"r{number}")
         for subject in (MODEL, world.runtime.instance):
-            told = await explained(world, subjects.explain(NAMESPACE, subject), "")
-            assert [each.request for each in told.decisions] == ["r0", "r1", "r2"]
+            answer = await explained(world, subjects.explain(NAMESPACE, subject), "")
+            assert [each.request for each in answer.decisions] == ["r0", "r1", "r2"]
 
 
 async def test_an_unknown_request_is_answered_with_no_decision_even_if_many_ask(
@@ -254,8 +254,8 @@ async def test_an_unknown_request_is_answered_with_no_decision_even_if_many_ask(
     monkeypatch.setattr(queries, "DELAYED_LIMIT", 3)
     async with two() as (first, _):
         subject = subjects.explain(NAMESPACE, MODEL)
-        told = await asyncio.gather(*(explained(first, subject, "unheard of") for _ in range(10)))
-        assert [each.decisions for each in told] == [[]] * 10
+        answers = await asyncio.gather(*(explained(first, subject, "unheard of") for _ in range(10)))
+        assert [each.decisions for each in answers] == [[]] * 10
         await first.bus.publish(subject, b"nobody to answer")
 
 

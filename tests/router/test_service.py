@@ -101,8 +101,8 @@ async def test_reservations_are_published_to_all_routers_and_those_of_other_rout
     async with fleet() as world:
         for name in ("a", "b"):
             await world.worker(name)
-        told = Reserved("elsewhere", 1, "f", "a", 0, 5000, 300, router="ff")
-        await world.tell(told)
+        reserved = Reserved("elsewhere", 1, "f", "a", 0, 5000, 300, router="ff")
+        await world.tell(reserved)
         load = world.router.models[MODEL].load
         await until(lambda: load.load_of(("a", 0)).queued_tokens == 5000)
         assert (await world.chosen(tokens_of("x", 2))).instance == "b"
@@ -136,7 +136,7 @@ async def test_a_worker_that_leaves_is_not_chosen_and_its_state_is_removed() -> 
         assert model.load.statistics().reservations == 1
 
 
-# --- healing
+# --- recovery
 
 
 async def test_a_restarted_router_knows_what_was_cached_before_it_started() -> None:
@@ -244,7 +244,7 @@ async def test_the_cache_of_a_worker_without_events_is_known_by_the_prompts_rout
         assert (await world.chosen([*prompt, 2], "second")).overlap.device == 6
 
 
-# --- questions that cannot be answered, and bad ones
+# --- refused and invalid Selects
 
 
 async def test_before_any_worker_comes_only_the_routers_own_subject_answers_for_the_model() -> None:
@@ -333,7 +333,7 @@ async def test_garbage_on_every_channel_is_counted_and_the_router_keeps_running(
         assert (await world.chosen(tokens_of("x", 2))).instance == "a"
 
 
-# --- seeing it
+# --- explanations, metrics and registration
 
 
 async def test_a_select_in_json_is_answered_in_json() -> None:

@@ -192,7 +192,7 @@ async def test_a_worker_that_attaches_keeps_its_blocks_and_reservations() -> Non
         await worker.attaches("", "")
         await finds(world, "a", 2)
         assert worker.snapshots == 1
-        assert "k/l" not in world.router.feeds, "nobody names it any more"
+        assert "k/l" not in world.router.feeds, "no card names it any longer"
         assert world.router.models[MODEL].load.load_of(("a", 0)).requests == 1
 
 

@@ -434,7 +434,7 @@ class Chains:
     def _holds(self, tier: int, engine_hash: EngineHash) -> bool:
         return engine_hash in self._tiers[tier].hashes or (tier, engine_hash) in self._runs_parked_with
 
-    # --- for people and tests
+    # --- statistics and tests
 
     def digest(self, tier: int) -> int:
         """Return the XOR of the low 64 bits of the engine hashes of all blocks that the source holds in a tier

@@ -225,7 +225,7 @@ class Index:
             self._runs.touch(run)
             at += run.size
 
-    # --- the question
+    # --- lookup
 
     def find(self, hashes: Sequence[int]) -> dict[CandidateId, Overlap]:
         """Return how many leading blocks each candidate holds, per tier. Candidates that do not hold the first block
@@ -333,7 +333,7 @@ class Index:
             self._repeats_count -= 1
         return True
 
-    # --- the bound
+    # --- size limit
 
     @property
     def bytes(self) -> int:
@@ -395,7 +395,7 @@ class Index:
         slot.dropped_blocks += len(blocks)
         self._free_if_empty(slot)
 
-    # --- for people and tests
+    # --- statistics and tests
 
     def statistics(self) -> IndexStatistics:
         """Return sizes and counts. Linear in the number of slots only."""

@@ -78,7 +78,7 @@ class Runs:
         """Number of distinct sets of holders."""
         return len(self._holder_sets)
 
-    # --- questions
+    # --- lookups
 
     def find(self, block: int) -> Run | None:
         """Return the run that contains the block."""
@@ -165,7 +165,7 @@ class Runs:
         self._unlink(run)
         self._link(run, self._warmest())
 
-    # --- inside
+    # --- private
 
     def _join_neighbour(self, piece: array[int], holders: Holders, before: Run | None, after: int | None) -> Run | None:
         """Add the blocks to a neighbour with the same holders and enough room; return that neighbour, or None."""

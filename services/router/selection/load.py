@@ -298,7 +298,7 @@ class LoadTracker:
             self._sums.pop(candidate, None)
         return released
 
-    # --- questions
+    # --- lookups
 
     def load_of(self, candidate: CandidateId, priority: int = 0) -> CandidateLoad:
         """Return the candidate's load, as of now, as a request of that priority meets it."""

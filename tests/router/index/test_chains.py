@@ -212,14 +212,14 @@ def test_another_block_size_and_tokens_outside_the_vocabulary_are_a_card_mismatc
 
 
 def test_a_snapshot_restores_the_same_blocks_as_events() -> None:
-    told, restored = Index(limit_bytes=1 << 30), Index(limit_bytes=1 << 30)
-    chains_of(told).apply(stored_letters("abc"))
+    streamed, restored = Index(limit_bytes=1 << 30), Index(limit_bytes=1 << 30)
+    chains_of(streamed).apply(stored_letters("abc"))
     blocks = [
         SnapshotBlock(number, number - 1 or None, pack_tokens([ord(name), 1]))
         for number, name in enumerate("abc", start=1)
     ]
     chains_of(restored).restore_snapshot(blocks)
-    assert restored.find(hashes("abc")) == told.find(hashes("abc")) == {A: Overlap(3)}
+    assert restored.find(hashes("abc")) == streamed.find(hashes("abc")) == {A: Overlap(3)}
 
 
 def test_clearing_hides_all_blocks_at_once_and_later_events_count() -> None:
@@ -280,7 +280,7 @@ def test_in_any_order_the_blocks_found_are_those_held_once_no_parent_is_missing(
     ]
     for event in events:
         chains.apply(event)
-    assert index.bytes == 0, "removal leaves nothing behind"
+    assert index.bytes == 0, "removal frees everything"
     assert [chains.digest(tier) for tier in range(3)] == [0, 0, 0]
 
 

@@ -56,8 +56,8 @@ def test_a_stores_block_whose_parent_only_a_worker_has_is_found_after_it_in_eith
         worker, store = chains_of(index, "a"), chains_of(index, STORE)
         index.set_lender(("a", 0), (STORE, 0))
         worker.link_store(store)
-        told: list[tuple[Chains, CacheEvent]] = [(store, stored(2, HOST)), (worker, stored(1, DEVICE))]
-        for chains, event in told if store_first else told[::-1]:
+        ordered: list[tuple[Chains, CacheEvent]] = [(store, stored(2, HOST)), (worker, stored(1, DEVICE))]
+        for chains, event in ordered if store_first else ordered[::-1]:
             chains.apply(event)
         assert found(index, "a", 2) == Overlap(1, 1)
         assert store.statistics().orphans == 0
@@ -76,7 +76,7 @@ def test_a_worker_that_attaches_supplies_the_parents_that_a_store_waits_for() ->
     assert store.statistics().orphans == 1
     index.set_lender(("a", 0), (STORE, 0))
     worker.link_store(store)
-    assert found(index, "a", 3) == Overlap(1, 1), "what was removed while it waited is gone"
+    assert found(index, "a", 3) == Overlap(1, 1), "a block removed while it waited is gone"
     worker.link_store(None)
     store.apply(stored(8, HOST))
     worker.apply(stored(7, DEVICE))

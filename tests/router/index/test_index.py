@@ -321,11 +321,17 @@ class IndexMachine(RuleBasedStateMachine):
             self.held[self.open[name]] = [Counter(), Counter(), Counter()]
 
     @precondition(lambda self: self.open)
-    @rule(number=st.integers(0, 5), tier=st.integers(0, 2), end=BLOCKS, skipped=st.integers(0, 20), told=st.booleans())
-    def store(self, number: int, tier: int, end: int, skipped: int, told: bool) -> None:
+    @rule(
+        number=st.integers(0, 5),
+        tier=st.integers(0, 2),
+        end=BLOCKS,
+        skipped=st.integers(0, 20),
+        with_parent=st.booleans(),
+    )
+    def store(self, number: int, tier: int, end: int, skipped: int, with_parent: bool) -> None:
         slot = self.open[sorted(self.open)[number % len(self.open)]]
         chain = path(end)[skipped:] or [end]
-        self.index.add_blocks(slot, tier, chain, TREE[chain[0]] or None if told else None)
+        self.index.add_blocks(slot, tier, chain, TREE[chain[0]] or None if with_parent else None)
         self.held[slot][tier].update(chain)
 
     @precondition(lambda self: self.held)
@@ -394,7 +400,7 @@ class IndexMachine(RuleBasedStateMachine):
         for slot, tiers in self.held.items():
             for tier, counts in enumerate(tiers):
                 self.index.remove_blocks(slot, tier, list(counts.elements()))
-        assert self.index.bytes == 0, "removal leaves nothing behind"
+        assert self.index.bytes == 0, "removal frees everything"
 
 
 TestIndex = IndexMachine.TestCase

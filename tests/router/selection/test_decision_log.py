@@ -64,7 +64,7 @@ def test_rows_are_the_best_candidates_and_the_chosen_one() -> None:
     assert rows[0].overlap == Overlap(2, 1)
     assert (rows[0].queued_tokens, rows[0].active_blocks) == (300, 20)
     assert rows[0].predicted_s == (300 + 100 - 3 * 16) / 1000
-    assert rows[1].predicted_s is None, "how fast it is was not told"
+    assert rows[1].predicted_s is None, "its speed is unknown"
 
 
 def test_a_first_token_is_recorded_once_and_its_count_is_clamped() -> None:

@@ -199,7 +199,7 @@ def test_a_workers_speed_is_the_one_it_reported_last() -> None:
     load.validate()
 
 
-def still(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:
+def frozen(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:
     """The instances that are frozen at `now_s` if these reports come every quarter of a second until then."""
     at_s = 0.0
     while at_s < now_s:
@@ -212,15 +212,15 @@ def still(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:
 
 def test_a_worker_with_work_and_without_a_step_is_frozen_until_it_makes_one() -> None:
     load = LoadTracker(frozen_s=5)
-    assert still(load, 4.9, report("a", "r"), report("b")) == set()
-    assert still(load, 10.0, report("a", "r"), report("b")) == {"a"}
+    assert frozen(load, 4.9, report("a", "r"), report("b")) == set()
+    assert frozen(load, 10.0, report("a", "r"), report("b")) == {"a"}
     load.apply_report(report("a", "r", progress=2), 10.25)
     assert load.frozen_instances(10.25) == set()
 
 
 def test_the_time_of_an_idle_worker_counts_from_when_work_came() -> None:
     load = LoadTracker(frozen_s=5)
-    assert still(load, 20.0, report("a")) == set()
+    assert frozen(load, 20.0, report("a")) == set()
     load.apply_report(report("a", "r"), 20.0)
     assert load.frozen_instances(20.1) == set()
 
@@ -229,7 +229,7 @@ def test_a_worker_whose_reports_stop_is_frozen_though_it_was_idle() -> None:
     load = LoadTracker(frozen_s=5)
     load.apply_report(report("a"), 0.0)
     load.apply_report(report("b"), 0.0)
-    assert still(load, 5.0, report("b")) == {"a"}
+    assert frozen(load, 5.0, report("b")) == {"a"}
 
 
 def test_while_the_router_is_cut_off_and_right_after_no_worker_is_frozen() -> None:

@@ -245,7 +245,7 @@ def test_an_attempt_that_has_ended_is_answered_and_not_reserved() -> None:
     assert not router.load.reservations()
 
 
-# --- who may serve
+# --- eligibility
 
 
 def test_excluded_instances_and_those_without_the_lora_are_not_chosen_and_a_refusal_says_which() -> None:
@@ -343,7 +343,7 @@ def test_an_instance_that_joins_gets_a_growing_share_of_the_requests() -> None:
     router.validate()
 
 
-# --- what is expected
+# --- speculation
 
 
 def test_a_routed_prompts_blocks_are_expected_there_until_the_cache_is_cleared() -> None:
@@ -351,7 +351,7 @@ def test_a_routed_prompts_blocks_are_expected_there_until_the_cache_is_cleared()
     router.add_card(card("a"))
     router.select(select("r", [1, 2, 3]), 0.0)
     assert chosen(router, select("s", [1, 2, 4]), 1.0).overlap.device == 2
-    assert router.index.bytes == 0, "the index holds what was told by events, and nothing else"
+    assert router.index.bytes == 0, "the index holds only blocks of events"
     router.chains["a", 0].clear()
     assert chosen(router, select("t", [1, 2, 3]), 1.0).overlap.blocks == 0
 

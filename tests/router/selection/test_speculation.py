@@ -56,7 +56,7 @@ def test_a_run_extends_the_overlap_of_its_own_candidate_only(slots: list[Slot]) 
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
     entries.add(slots[0], pack_hashes([3, 4]), 0.0)
     assert expected(entries, [1, 2, 3, 4], a=Overlap(1, 1), b=Overlap(2)) == {A: Overlap(3, 1), B: Overlap(2)}
-    assert expected(entries, [1, 2, 3, 4], a=Overlap(1)) == {A: Overlap(1)}, "what lies between has gone"
+    assert expected(entries, [1, 2, 3, 4], a=Overlap(1)) == {A: Overlap(1)}, "a block between them is gone"
     assert expected(entries, [1, 2, 3, 4], a=Overlap(3)) == {A: Overlap(4)}, "half of it has come"
     assert expected(entries, [1, 2, 3, 4], a=Overlap(4)) == {A: Overlap(4)}, "confirmed"
     assert expected(entries, [1, 2, 3, 4, 5], a=Overlap(5)) == {A: Overlap(5)}

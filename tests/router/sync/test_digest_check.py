@@ -215,7 +215,7 @@ class HealingMachine(RuleBasedStateMachine):
         self.sequence = -1
         self.ring.clear()
 
-    # --- the wire
+    # --- the connection
 
     @rule()
     def deliver(self) -> None:
@@ -278,7 +278,7 @@ class HealingMachine(RuleBasedStateMachine):
                 self.request = None
                 self.perform(self.source.snapshot_restored(request.ticket, self.epoch, self.restored))
 
-    # --- what must hold
+    # --- invariants
 
     @invariant()
     def every_part_is_sound(self) -> None:

@@ -155,7 +155,7 @@ async def test_cached_prompts_do_not_make_a_source_silent() -> None:
         assert not status(world).silent
 
 
-# --- sources that cannot do much
+# --- sources without snapshots
 
 
 async def test_a_plain_source_is_rebuilt_from_its_replay_and_shown_as_partial_if_batches_are_missing() -> None:

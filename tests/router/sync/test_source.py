@@ -60,7 +60,7 @@ def test_a_gap_too_old_to_replay_is_closed_by_a_snapshot() -> None:
     found = live()
     found.batch_received(90, batch(90))
     actions = found.replay_received(2, [(80, batch(80)), (81, batch(81))])
-    assert actions == [RequestSnapshot(3, 0.2)], "what is known stays until the snapshot is here"
+    assert actions == [RequestSnapshot(3, 0.2)], "known blocks stay until the snapshot is here"
     found.batch_received(91, batch(91))
     assert found.snapshot_started(3) == [ClearBlocks()]
     assert found.snapshot_restored(3, 1, {0: 90}) == [ApplyBatch(batch(91))]
@@ -235,7 +235,7 @@ def test_a_batch_that_cannot_be_read_makes_a_source_without_snapshots_partial() 
     assert found.partial
     snapshots = live()
     snapshots.batch_received(5, None)
-    assert not snapshots.partial, "a digest tells, and a snapshot heals it"
+    assert not snapshots.partial, "a digest shows it, and a snapshot closes the gap"
 
 
 class StreamWorld:
