@@ -1,8 +1,8 @@
-"""Routing for one model: who can serve it, what they cache, how busy they are, and the choice among them. Pure.
+"""Routing for one model: the instances that serve it, their caches, their loads, and the choice among them. Pure.
 
 Select ──▶ validated ──▶ eligible ──▶ states: overlap, load ──▶ guard: the policy ──▶ reserved ──▶ Selected
-                                        ▲           ▲                                    │
-                     index, speculation, history   load ◀────────────────────────────────┘  in the same step, so that
+                                                 ▲      ▲                                │
+                       index, speculation, history     load ◀────────────────────────────┘  in the same step, so that
                                                                                             the next request sees it
 
 A frontend repeats a Select if the answer was late or lost. The repeated Select is answered with the reservation that

@@ -98,7 +98,7 @@ class EventFeed:
             held_limit_batches=config.held_limit_batches,
         )
         self.refused = ""
-        """Why no event of this source is used; empty if they are."""
+        """Why the events of this source are not used; empty if they are used."""
         self.usable = True
         """Whether the events show what the source holds."""
         digest_s = config.digest_s if stream.digest and stream.epoch else 0.0
