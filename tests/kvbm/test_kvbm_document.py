@@ -57,8 +57,8 @@ def _written(default: object) -> str:
 
 
 def test_every_policy_and_every_code_has_its_row() -> None:
-    _, _, policies = TEXT.partition("## Who goes")
-    policies, _, rest = policies.partition("**One of your own**")
+    _, _, policies = TEXT.partition("## Eviction policies")
+    policies, _, rest = policies.partition("**A policy of your own**")
     assert set(BUILT_IN) <= set(re.findall(r"^\| `([a-z0-9-]+)` \|", policies, re.M))
     _, _, codes = rest.partition("| code | when |")
     assert sorted(re.findall(r"^\| `(\w+)` \|", codes, re.M)) == sorted(get_args(RefusalCode))
