@@ -51,7 +51,7 @@ class Etcd:
                 raise Refused(text or str(refused)) from None
 
     def unless_there(self, path: str, **body: object) -> bool:
-        """Whether it was made; False: it was there before."""
+        """Ask for something to be made; return False if it was there before."""
         try:
             self.ask(path, **body)
         except Refused as refused:
