@@ -22,7 +22,7 @@ ABOVE = (ROOT, ROOT / "services", ROOT / "benchmarks")
 """Directories that a path in a document may begin in, in addition to the document's own."""
 PATH = re.compile(r"(?:shared|services|deploy|tests|benchmarks|docs|frontend|router|worker|kvbm)/[\w./-]*")
 FILE = re.compile(r"[\w/-]+\.py")
-MODULE = re.compile(r"(?:-m |^)((?:shared|services|deploy|tests|benchmarks)(?:\.\w+)+)")
+MODULE = re.compile(r"(?:-m |^)((?:shared|services|deploy|tests|benchmarks)(?:\.[a-z]\w*)+)")
 PACKAGES = [each.parent for top in ("services", "shared", "deploy") for each in (ROOT / top).rglob("__init__.py")]
 
 
