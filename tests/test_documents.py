@@ -46,8 +46,7 @@ def exists(path: str, document: Path) -> bool:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_every_path_in_a_document_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    named = [path for path in paths(text) if "/" in path or "decisions" not in document.parts]
-    assert [path for path in named if not exists(path, document)] == []
+    assert [path for path in paths(text) if not exists(path, document)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
