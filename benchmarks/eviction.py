@@ -44,7 +44,7 @@ from benchmarks.eviction_loads import agents, batch, conversations, documents
 from benchmarks.loads import Load, ideal, read_trace
 from benchmarks.plot import Panel, draw
 from benchmarks.report import Goal, report
-from services.kvbm.tiers.actions import Sizes
+from services.kvbm.tiers.actions import TierSizes
 from services.kvbm.tiers.policies import BUILT_IN, DEFAULT, DISK_DEFAULT, named
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content
@@ -85,10 +85,10 @@ class Row(Struct, frozen=True):
 class Store:
     """Both tiers, with an engine that does at once what it may."""
 
-    def __init__(self, host_policy: str, disk_policy: str, sizes: Sizes) -> None:
+    def __init__(self, host_policy: str, disk_policy: str, sizes: TierSizes) -> None:
         self._tiers = Tiers(sizes, named(host_policy, sizes.slots), named(disk_policy, max(1, sizes.records)))
         if sizes.records:
-            self._tiers.disk_back([])
+            self._tiers.disk_ready([])
         self.found = self.found_in_host = self.stored = self.written = 0
 
     def ask(self, keys: Sequence[ContentKey], most: int) -> None:
@@ -105,7 +105,7 @@ class Store:
         offered = tiers.offer([Content(keys[at], parents[at], b"") for at in range(found, len(keys))], len(keys))
         tiers.publish(offered.slots)
         self.stored += len(offered.slots)
-        spills, _ = tiers.spills(sys.maxsize)
+        spills, _ = tiers.take_spills(sys.maxsize)
         for spill in spills:
             tiers.spill_done(spill, "ok")
         self.written += len(spills)
@@ -154,7 +154,7 @@ def rows_of(load: Load, sizes: Sequence[float], policies: Sequence[str]) -> Iter
         both = share * (1 + DISK) <= 1
         for policy, disk_policy, leaves, admission in _combinations(policies, both):
             records = DISK * host if admission else 0
-            sizes_of = Sizes(
+            sizes_of = TierSizes(
                 slots=host,
                 records=records,
                 disk_sightings=1 if admission == "all" else 2,

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from services.kvbm.config import TiersConfig
 from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_keys, unpack_slots
-from services.kvbm.tickets.results import Advanced, Bounds
+from services.kvbm.tickets.results import FetchProgress, TicketLimits
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import Read, Spill, TierEvent
 from services.kvbm.tiers.policies import named
@@ -125,9 +125,9 @@ class BlockStore:
         self._tell = tell
         host, disk = named(sizes.tiers.host_policy, sizes.slots), named(sizes.tiers.disk_policy, max(1, sizes.records))
         self.tiers = Tiers(sizes.tiers.sizes(sizes.slots, sizes.records), host, disk)
-        self.tickets = Tickets(self.tiers, Bounds(blocks_per_request=_BLOCKS_PER_REQUEST))
+        self.tickets = Tickets(self.tiers, TicketLimits(blocks_per_request=_BLOCKS_PER_REQUEST))
         if sizes.records:
-            self.tiers.disk_back([])
+            self.tiers.disk_ready([])
         self._reading = _Line(clock, layout.kv.block_bytes / sizes.read_bytes_per_s)
         self._writing = _Line(clock, layout.kv.block_bytes / sizes.write_bytes_per_s)
         self._spilling = 0
@@ -224,7 +224,7 @@ class BlockStore:
             self._advance(news)
         self._settle()
 
-    def _advance(self, news: Advanced) -> None:
+    def _advance(self, news: FetchProgress) -> None:
         tell = self._waiting.get(news.ticket)
         if tell is None:
             return
@@ -238,7 +238,7 @@ class BlockStore:
         """As the shell does after each answer."""
         self._hear(self.tiers.prepare())
         if self._spilling < SPILLS_MOST:
-            spills, events = self.tiers.spills(SPILLS_MOST - self._spilling)
+            spills, events = self.tiers.take_spills(SPILLS_MOST - self._spilling)
             self._hear(events)
             self._spilling += len(spills)
             for spill in spills:

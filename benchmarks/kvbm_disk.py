@@ -34,9 +34,9 @@ import uvloop
 
 from benchmarks.report import Goal, report
 from services.kvbm.disk.disk import Disk
-from services.kvbm.disk.format import Geometry, geometry
+from services.kvbm.disk.format import DiskGeometry, disk_geometry
 from services.kvbm.disk.io_threads import DiskThreads
-from services.kvbm.tiers.disk_results import Found, Loaded, Lost, Written
+from services.kvbm.tiers.disk_results import DiskFailure, FoundBlock, LoadedFromDisk, WrittenToDisk
 from shared.blocks import Content
 
 KIB = 1024
@@ -93,7 +93,7 @@ def goals(rows: list[Row]) -> list[Goal]:
 
 
 async def _size(directory: Path, size_bytes: int, seconds: float, rounds: int) -> list[Row]:
-    shape = geometry(LAYOUT, size_bytes, FILE_BYTES, FILE_BYTES)
+    shape = disk_geometry(LAYOUT, size_bytes, FILE_BYTES, FILE_BYTES)
     rows: list[Row] = []
     with Plain(directory / "plain", shape) as plain:
         for depth in DEPTHS:
@@ -129,10 +129,10 @@ async def _size(directory: Path, size_bytes: int, seconds: float, rounds: int) -
 class Ours:
     """A disk tier with so many requests in flight."""
 
-    def __init__(self, directory: Path, shape: Geometry, depth: int) -> None:
+    def __init__(self, directory: Path, shape: DiskGeometry, depth: int) -> None:
         self._lanes = QUEUED * depth
         self.threads = DiskThreads(depth, self._lanes)
-        self._on: asyncio.Future[list[Found]] = asyncio.get_running_loop().create_future()
+        self._on: asyncio.Future[list[FoundBlock]] = asyncio.get_running_loop().create_future()
         self.disk = Disk(directory, shape, self.threads, self._on.set_result, print)
         self._shape = shape
         self._memory = [memoryview(mmap.mmap(-1, shape.memory_bytes)) for _ in range(self._lanes)]
@@ -169,20 +169,20 @@ class Ours:
 
     async def _once(self, way: Way, record: int, index: int) -> None:
         key = record.to_bytes(16, "little")
-        ended: asyncio.Future[Written | Loaded | Lost] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[WrittenToDisk | LoadedFromDisk | DiskFailure] = asyncio.get_running_loop().create_future()
         if way == "write":
             self.disk.write(record, Content(key, None, bytes(64)), self._memory[index], ended.set_result)
         else:
             self.disk.read(record, key, self._memory[index], ended.set_result)
         outcome = await ended
-        if isinstance(outcome, Lost):
-            raise RuntimeError(f"{way} of record {record}: {outcome.why}: {outcome.detail}")
+        if isinstance(outcome, DiskFailure):
+            raise RuntimeError(f"{way} of record {record}: {outcome.reason}: {outcome.detail}")
 
 
 class Plain:
     """Threads that read or write at random places of a file."""
 
-    def __init__(self, path: Path, shape: Geometry) -> None:
+    def __init__(self, path: Path, shape: DiskGeometry) -> None:
         self._path = path
         self._shape = shape
 

@@ -44,7 +44,7 @@ from benchmarks.kvbm_disk import FILE_BYTES, Plain
 from benchmarks.report import ROOT, Goal, report
 from deploy.local.stack.model import fetch_default
 from services.kvbm.config import DiskConfig
-from services.kvbm.disk.format import geometry
+from services.kvbm.disk.format import disk_geometry
 from services.worker.mover import Copy
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
@@ -172,7 +172,7 @@ async def _measure(subject: Subject, memory: Path, disk: Path, nats_url: str, bl
             turns = cycle(prompts)  # always the one that the device has not
             rows = [_row("host", await pair.ask(prompt, "host"), copying_s()) for prompt in islice(turns, 3 * rounds)]
             if "disk" in subject.tiers:
-                shape = geometry("0" * 16, subject.block_bytes, FILE_BYTES, FILE_BYTES)
+                shape = disk_geometry("0" * 16, subject.block_bytes, FILE_BYTES, FILE_BYTES)
                 plain = opened.enter_context(Plain(disk / "plain", shape))
                 for prompt in islice(turns, rounds):
                     await pair.restart(PROMPTS * blocks)

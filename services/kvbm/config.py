@@ -6,9 +6,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from services.kvbm.tickets.results import Bounds
+from services.kvbm.tickets.results import TicketLimits
 from services.kvbm.tiers import policies
-from services.kvbm.tiers.actions import Sizes
+from services.kvbm.tiers.actions import TierSizes
 from shared.config import DiscoveryConfig, NatsConfig, ObserveConfig
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -66,9 +66,9 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     leaves_first: bool = False
     """Whether a block stays as long as one that follows it is in the same tier."""
 
-    def sizes(self, slots: int, records: int) -> Sizes:
+    def sizes(self, slots: int, records: int) -> TierSizes:
         """Of one layout's tiers."""
-        return Sizes(
+        return TierSizes(
             slots=slots,
             records=records,
             host_sightings=self.host_sightings,
@@ -95,7 +95,7 @@ class KvbmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pool: PoolConfig
     disk: DiskConfig = DiskConfig()
     tiers: TiersConfig = TiersConfig()
-    tickets: Bounds = Bounds()
+    tickets: TicketLimits = TicketLimits()
     statistics: StatisticsConfig = StatisticsConfig()
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()

@@ -13,7 +13,7 @@ from msgspec import Struct
 STEPS = 60
 
 
-class Found(Struct, frozen=True):
+class LookupCounts(Struct, frozen=True):
     """Blocks that were asked for, and where they were."""
 
     lookups: int = 0
@@ -21,8 +21,8 @@ class Found(Struct, frozen=True):
     host: int = 0
     disk: int = 0
 
-    def __add__(self, other: Found) -> Found:
-        return Found(
+    def __add__(self, other: LookupCounts) -> LookupCounts:
+        return LookupCounts(
             self.lookups + other.lookups, self.asked + other.asked, self.host + other.host, self.disk + other.disk
         )
 
@@ -36,10 +36,10 @@ class HitWindow:
 
     def __init__(self, window_s: float) -> None:
         self._step_s = window_s / STEPS
-        self._steps: deque[tuple[int, Found]] = deque()
+        self._steps: deque[tuple[int, LookupCounts]] = deque()
         """(number of the step, what was found in it), oldest first; without empty ones."""
 
-    def add(self, found: Found, now_s: float) -> None:
+    def add(self, found: LookupCounts, now_s: float) -> None:
         """One more lookup, or several."""
         step = int(now_s / self._step_s)
         if self._steps and self._steps[-1][0] == step:
@@ -47,10 +47,10 @@ class HitWindow:
         self._steps.append((step, found))
         self._forget(step)
 
-    def total(self, now_s: float) -> Found:
+    def total(self, now_s: float) -> LookupCounts:
         """Of the window that ends now."""
         self._forget(int(now_s / self._step_s))
-        return sum((found for _, found in self._steps), Found())
+        return sum((found for _, found in self._steps), LookupCounts())
 
     def _forget(self, step: int) -> None:
         while self._steps and self._steps[0][0] <= step - STEPS:

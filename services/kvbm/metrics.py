@@ -8,19 +8,19 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry
 
-from services.kvbm.hit_window import Found
+from services.kvbm.hit_window import LookupCounts
 from services.kvbm.tickets.errors import RefusalCode
-from services.kvbm.tickets.results import Expired, TicketStatistics
+from services.kvbm.tickets.results import ExpiredTicket, TicketStatistics
 from services.kvbm.tiers.actions import TierEvent
-from services.kvbm.tiers.disk_results import DiskStatistics, Loaded, Lost, Written
+from services.kvbm.tiers.disk_results import DiskFailure, DiskStatistics, LoadedFromDisk, WrittenToDisk
 from shared.blocks import Evicted
 from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram
 
-Why = Literal["room", "lost", "disk gone", "discarded"]
+EvictionReason = Literal["room", "lost", "disk gone", "discarded"]
 """Blocks left a tier: for others; their bytes were damaged; with the disk; an engine said that they may be wrong."""
 
 
-class Metrics:
+class StoreMetrics:
     """One set a process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -85,11 +85,11 @@ class Metrics:
         self.pool_bytes = gauge(registry, "headrace_kvbm_pool_bytes", "Size of the pool")
         self.reserved_bytes = gauge(registry, "headrace_kvbm_pool_reserved_bytes", "Memory of the pool that is there")
 
-    def refused(self, code: RefusalCode) -> None:
+    def count_refusal(self, code: RefusalCode) -> None:
         """A request was."""
         self.refusals.labels(code).inc()
 
-    def looked_up(self, found: Found, block_bytes: int) -> None:
+    def count_lookup(self, found: LookupCounts, block_bytes: int) -> None:
         """One fetch, as far as it is known at once."""
         self.lookups.inc(found.lookups)
         self.asked_blocks.inc(found.asked)
@@ -98,39 +98,42 @@ class Metrics:
                 self.hit_blocks.labels(tier).inc(blocks)
                 self.hit_bytes.labels(tier).inc(blocks * block_bytes)
 
-    def offered(self, granted: int, known: int, declined: int) -> None:
+    def count_offer(self, granted: int, known: int, declined: int) -> None:
         """One store."""
         for outcome, blocks in (("granted", granted), ("known", known), ("declined", declined)):
             if blocks:
                 self.offered_blocks.labels(outcome).inc(blocks)
 
-    def committed(self, blocks: int, block_bytes: int) -> None:
+    def count_commit(self, blocks: int, block_bytes: int) -> None:
         """One store has ended well."""
         self.committed_blocks.inc(blocks)
         self.committed_bytes.inc(blocks * block_bytes)
 
-    def changed(self, events: Iterable[TierEvent], why: Why) -> None:
+    def count_evictions(self, events: Iterable[TierEvent], why: EvictionReason) -> None:
         """`why` is that of the evictions among the events."""
         gone = Counter(tier for tier, event in events if isinstance(event, Evicted))
         for tier, blocks in gone.items():
             self.evictions.labels(tier, why).inc(blocks)
 
-    def expired(self, tickets: Iterable[Expired]) -> None:
+    def count_expired(self, tickets: Iterable[ExpiredTicket]) -> None:
         """By time, or with a worker's lease."""
         for ticket in tickets:
             self.expiries.labels(ticket.kind).inc()
 
-    def disk_request(
-        self, operation: Literal["read", "write"], outcome: Loaded | Written | Lost, size_bytes: int
+    def count_disk_request(
+        self,
+        operation: Literal["read", "write"],
+        outcome: LoadedFromDisk | WrittenToDisk | DiskFailure,
+        size_bytes: int,
     ) -> None:
         """One has ended."""
-        if isinstance(outcome, Lost):
-            self.disk_lost.labels(operation, outcome.why).inc()
+        if isinstance(outcome, DiskFailure):
+            self.disk_lost.labels(operation, outcome.reason).inc()
             return
         self.disk_seconds.labels(operation).observe(outcome.took_s)
         self.disk_bytes.labels(operation).inc(size_bytes)
 
-    def show(self, layouts: list[TicketStatistics], disks: list[DiskStatistics], found: Found) -> None:
+    def set_gauges(self, layouts: list[TicketStatistics], disks: list[DiskStatistics], found: LookupCounts) -> None:
         """What is now, of all layouts; `found` of all their windows."""
         for tier, blocks in (("host", found.host), ("disk", found.disk)):
             self.hit_rate.labels(tier).set(found.rate(blocks) or 0.0)

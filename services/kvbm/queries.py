@@ -10,7 +10,7 @@ from services.kvbm.layout import describe
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.reservation import Reservation
-from services.kvbm.replies import Answers
+from services.kvbm.replies import ReplySender
 from shared.blocks import Content
 from shared.bus.contract import Message
 from shared.errors import ProtocolError
@@ -29,7 +29,7 @@ SLICE_BLOCKS = 4096
 _log = logging.getLogger(__name__)
 
 
-class Desk:
+class StoreQueries:
     """Of one kvbm."""
 
     def __init__(
@@ -39,25 +39,25 @@ class Desk:
         pool: HostPool,
         layouts: Layouts,
         reservation: Reservation,
-        answers: Answers,
+        answers: ReplySender,
     ) -> None:
         self._instance = runtime.instance
         self._window_s = config.statistics.window_s
         self._pool = pool
         self._layouts = layouts
         self._reservation = reservation
-        self._answers = answers
+        self._replies = answers
 
-    def log(self) -> None:
+    def log_layouts(self) -> None:
         """A line for each layout."""
         for layout in self._layouts.open.values():
             _log.info("%s", describe.line(layout.facts(), self._window_s))
 
-    async def stat(self, message: Message) -> None:
+    async def answer_stat(self, message: Message) -> None:
         """KvbmState, in JSON; the payload is ignored."""
         if message.reply:
             question = Message(message.subject, b"", message.reply, JSON_HEADER)
-            await self._answers.answer(question, KVBM_STATE.encode(self.state(), JSON_HEADER))
+            await self._replies.send(question, KVBM_STATE.encode(self.state(), JSON_HEADER))
 
     def state(self) -> KvbmState:
         """All of it."""
@@ -70,7 +70,7 @@ class Desk:
             layouts=[describe.state(layout.facts()) for layout in self._layouts.open.values()],
         )
 
-    async def snapshot(self, message: Message) -> None:
+    async def answer_snapshot(self, message: Message) -> None:
         """Of one layout, both tiers. Silent where there is none to give: the address book says so."""
         asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
         layout = self._layouts.open.get(asked.layout)
@@ -87,6 +87,6 @@ class Desk:
             for left, blocks in zip(reversed(range(len(chunks))), chunks, strict=True):
                 last = number == len(slices) and not left
                 chunk = SnapshotChunk(EPOCH, sequence, blocks, last, tier)
-                if not await self._answers.answer(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last):
+                if not await self._replies.send(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last):
                     return  # a snapshot with a hole must not get an end
                 await asyncio.sleep(0)

@@ -10,24 +10,24 @@ import asyncio
 import logging
 from collections import deque
 
-from services.kvbm.metrics import Metrics
+from services.kvbm.metrics import StoreMetrics
 from shared.bus.contract import Bus, Message
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError
 
 _log = logging.getLogger(__name__)
 
 
-class Answers:
+class ReplySender:
     """Of one kvbm."""
 
-    def __init__(self, bus: Bus, metrics: Metrics) -> None:
+    def __init__(self, bus: Bus, metrics: StoreMetrics) -> None:
         self._bus = bus
         self._metrics = metrics
         self._later: deque[tuple[Message, bytes, bool]] = deque()
         """Bounded by what fetch tickets there may be."""
         self._waiting = asyncio.Event()
 
-    async def answer(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
+    async def send(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
         """In the encoding of the question. Whether it was sent."""
         try:
             await self._bus.publish(message.reply, payload, headers=message.reply_headers(last=last))
@@ -38,7 +38,7 @@ class Answers:
             return False
         return True
 
-    def later(self, message: Message, payload: bytes, *, last: bool) -> None:
+    def queue(self, message: Message, payload: bytes, *, last: bool) -> None:
         """After all that was to come later before."""
         self._later.append((message, payload, last))
         self._waiting.set()
@@ -54,4 +54,4 @@ class Answers:
         """All that was to come later."""
         while self._later:
             message, payload, last = self._later.popleft()
-            await self.answer(message, payload, last=last)
+            await self.send(message, payload, last=last)

@@ -25,15 +25,15 @@ from time import perf_counter
 
 from services.kvbm.announcement import announcement
 from services.kvbm.config import KvbmConfig
-from services.kvbm.hit_window import Found
-from services.kvbm.layout.layout import Layout
+from services.kvbm.hit_window import LookupCounts
+from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
-from services.kvbm.metrics import Metrics
+from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.reservation import Reservation
-from services.kvbm.queries import Desk
-from services.kvbm.replies import Answers
-from services.kvbm.tickets.engines import Engines
+from services.kvbm.queries import StoreQueries
+from services.kvbm.replies import ReplySender
+from services.kvbm.tickets.engines import AttachedEngines
 from services.kvbm.tickets.errors import NotReady, Refusal, TooManyOwners, UnknownOwner
 from services.kvbm.tiers import policies
 from shared import kvbm_messages as wire
@@ -53,7 +53,7 @@ REASON_CHARS = 500
 
 _log = logging.getLogger(__name__)
 
-_Operation = Callable[[Message], tuple[Layout, bytes | None]]
+_Operation = Callable[[Message], tuple[LayoutStore, bytes | None]]
 """The layout that is to settle, and the answer; None: it goes by and by."""
 
 
@@ -65,14 +65,14 @@ async def serve(runtime: Runtime, config: KvbmConfig) -> None:
 
 
 @asynccontextmanager
-async def kvbm(runtime: Runtime, config: KvbmConfig) -> AsyncIterator[Kvbm]:
+async def kvbm(runtime: Runtime, config: KvbmConfig) -> AsyncIterator[KvbmService]:
     """A kvbm that answers while the context is open."""
     for name in (config.tiers.host_policy, config.tiers.disk_policy):
         policies.named(name, 1)  # or it would be seen to be none when the first engine attaches
     pool = HostPool.open(
         Path(config.pool.directory), config.pool.size_bytes, config.pool.arenas, instance=runtime.instance
     )
-    service = Kvbm(runtime, config, pool)
+    service = KvbmService(runtime, config, pool)
     try:
         await service.start()
         yield service
@@ -80,22 +80,22 @@ async def kvbm(runtime: Runtime, config: KvbmConfig) -> AsyncIterator[Kvbm]:
         await service.stop()
 
 
-class Kvbm:
+class KvbmService:
     """One kvbm process."""
 
     def __init__(self, runtime: Runtime, config: KvbmConfig, pool: HostPool) -> None:
         self._runtime = runtime
         self._config = config
         self._pool = pool
-        self._metrics = Metrics(runtime.registry)
+        self._metrics = StoreMetrics(runtime.registry)
         self._metrics.pool_bytes.set(pool.geometry.file_bytes)
-        self._answers = Answers(runtime.bus, self._metrics)
-        self.engines = Engines()
+        self._replies = ReplySender(runtime.bus, self._metrics)
+        self.engines = AttachedEngines()
         self.layouts = Layouts(runtime, config, pool, self._metrics, lambda: self._announcement.change())
         self.reservation = Reservation(pool, config.pool.prefault_threads)
         self._announcement = announcement(runtime, self._sources)
-        self._desk = Desk(runtime, config, pool, self.layouts, self.reservation, self._answers)
-        self._before = set(pool.survivors)
+        self._queries = StoreQueries(runtime, config, pool, self.layouts, self.reservation, self._replies)
+        self._former_owners = set(pool.survivors)
         """Engines that a former kvbm may have let write, and that have neither attached anew nor died."""
         self._operations: dict[str, _Operation] = {
             "attach": self._attach,
@@ -112,12 +112,12 @@ class Kvbm:
     async def start(self) -> None:
         """Answers, then says so."""
         bus = self._runtime.bus
-        receivers = {"*": self._receive, "stat": self._desk.stat, "snapshot": self._desk.snapshot}
+        receivers = {"*": self._receive, "stat": self._queries.answer_stat, "snapshot": self._queries.answer_snapshot}
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.vitals.ask(self._unready, dict)
-        for work in (self._answers.run(), self.reservation.run(), self._announcement.run(), self._tick()):
+        for work in (self._replies.run(), self.reservation.run(), self._announcement.run(), self._tick()):
             self._own(work)
 
     async def stop(self) -> None:
@@ -130,7 +130,7 @@ class Kvbm:
         if self._tasks:
             await asyncio.wait(self._tasks)
         closed = await self.layouts.close()
-        await self._answers.flush()
+        await self._replies.flush()
         if closed:
             self._pool.close()
 
@@ -148,30 +148,30 @@ class Kvbm:
         if not message.reply:
             raise ProtocolError("no reply subject")
         start_s = perf_counter()
-        layout: Layout | None = None
+        layout: LayoutStore | None = None
         try:
             layout, payload = serve(message)
         except (Refusal, ProtocolError) as wrong:
             code = wrong.code if isinstance(wrong, Refusal) else "bad_request"
-            self._metrics.refused(code)
+            self._metrics.count_refusal(code)
             payload = wire.SETTLED.encode(wire.KvbmRefused(code, str(wrong)[:REASON_CHARS]), message.headers)
         if payload is not None:
-            await self._answers.answer(message, payload, last=operation == "fetch")
+            await self._replies.send(message, payload, last=operation == "fetch")
         self._metrics.request_seconds.labels(operation).observe(perf_counter() - start_s)
         if layout is not None:
             layout.settle_soon()
 
-    def _layout_of(self, owner: str) -> Layout:
-        return self.layouts.open[self.engines.layout(owner)]
+    def _layout_of(self, owner: str) -> LayoutStore:
+        return self.layouts.open[self.engines.layout_of(owner)]
 
-    def _attach(self, message: Message) -> tuple[Layout, bytes]:
+    def _attach(self, message: Message) -> tuple[LayoutStore, bytes]:
         ask = wire.ATTACH.decode(message.payload, message.headers)
         self.engines.check(ask)
         if not self.reservation.complete:
             raise NotReady(self.reservation.reason)
         self._check_alive(ask.owner)
-        layout = self.layouts.place(ask.layout, self._before)
-        self.engines.attached(ask)
+        layout = self.layouts.get_or_open(ask.layout, self._former_owners)
+        self.engines.add(ask)
         layout.attach(ask.owner)
         self._answered(ask.owner)
         arena = layout.slots.arena
@@ -190,7 +190,7 @@ class Kvbm:
 
     def _check_alive(self, owner: str) -> None:
         try:
-            alive = self._pool.owners.alive(owner)
+            alive = self._pool.owners.is_alive(owner)
         except OSError as wrong:
             raise NotReady(f"whether {owner!r} lives cannot be told: {wrong}") from None
         if not alive:
@@ -198,22 +198,22 @@ class Kvbm:
                 raise TooManyOwners("as many engines are known as may be")
             raise UnknownOwner(owner, "does not hold the lock of its file in the pool's directory")
 
-    def _store(self, message: Message) -> tuple[Layout, bytes]:
+    def _store(self, message: Message) -> tuple[LayoutStore, bytes]:
         ask = wire.STORE.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
         return layout, wire.STORE_REPLY.encode(layout.store(ask), message.headers)
 
-    def _commit(self, message: Message) -> tuple[Layout, bytes]:
+    def _commit(self, message: Message) -> tuple[LayoutStore, bytes]:
         ask = wire.COMMIT.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
         return layout, wire.SETTLED.encode(layout.commit(ask), message.headers)
 
-    def _abort(self, message: Message) -> tuple[Layout, bytes]:
+    def _abort(self, message: Message) -> tuple[LayoutStore, bytes]:
         ask = wire.ABORT.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
         return layout, wire.SETTLED.encode(layout.abort(ask), message.headers)
 
-    def _fetch(self, message: Message) -> tuple[Layout, bytes | None]:
+    def _fetch(self, message: Message) -> tuple[LayoutStore, bytes | None]:
         """Where all is in memory the one reply goes at once; else it is the first of those that go by and by."""
         ask = wire.FETCH.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
@@ -226,15 +226,15 @@ class Kvbm:
 
     def _tell(self, message: Message, reply: wire.Fetched | wire.KvbmRefused, last: bool) -> None:
         if isinstance(reply, wire.KvbmRefused):
-            self._metrics.refused(reply.code)
-        self._answers.later(message, wire.FETCH_REPLY.encode(reply, message.headers), last=last)
+            self._metrics.count_refusal(reply.code)
+        self._replies.queue(message, wire.FETCH_REPLY.encode(reply, message.headers), last=last)
 
-    def _release(self, message: Message) -> tuple[Layout, bytes]:
+    def _release(self, message: Message) -> tuple[LayoutStore, bytes]:
         ask = wire.RELEASE.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
         return layout, wire.SETTLED.encode(layout.release(ask), message.headers)
 
-    def _discard(self, message: Message) -> tuple[Layout, bytes]:
+    def _discard(self, message: Message) -> tuple[LayoutStore, bytes]:
         ask = wire.DISCARD.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
         return layout, wire.SETTLED.encode(layout.discard(ask), message.headers)
@@ -243,29 +243,29 @@ class Kvbm:
 
     def _answered(self, owner: str) -> None:
         """It has attached, so it writes to nothing of before, in any layout."""
-        self._before.discard(owner)
+        self._former_owners.discard(owner)
         for layout in self.layouts.open.values():
             layout.owner_answered(owner)
 
-    def _look(self) -> None:
+    def _poll_owners(self) -> None:
         """At the engines' locks."""
         try:
-            dead = self._pool.owners.look()
+            dead = self._pool.owners.poll()
         except OSError as wrong:
             _log.warning("which engines live cannot be told: %s", wrong)
             return
         for owner in dead:
-            if self.engines.dead(owner):
+            if self.engines.remove(owner):
                 _log.info("engine %s has ended", owner)
                 self._metrics.dead_owners.inc()
-            self._before.discard(owner)
+            self._former_owners.discard(owner)
             for layout in self.layouts.open.values():
                 layout.owner_dead(owner)
 
     def _directory_changed(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceDown) and change.instance.service == "worker":
             for owner, digest in self.engines.of_worker(change.instance.instance):
-                expired = self.layouts.open[digest].lease_lost(owner)
+                expired = self.layouts.open[digest].worker_lease_lost(owner)
                 if expired:
                     _log.warning("%d tickets of engine %s ended with its worker's lease", len(expired), owner)
 
@@ -278,13 +278,13 @@ class Kvbm:
             for layout in self.layouts.open.values():
                 layout.expire()
                 if not tick % ticks_a_try:
-                    layout.space_again()
+                    layout.retry_space()
             if not tick % _TICKS_A_LOOK:
-                self._look()
+                self._poll_owners()
             if not tick % _TICKS_A_SHOW:
-                self._show()
+                self._set_gauges()
             if ticks_a_line and tick and not tick % ticks_a_line:
-                self._desk.log()
+                self._queries.log_layouts()
             await self._report()
             await asyncio.sleep(REPORT_INTERVAL_S)
 
@@ -303,10 +303,11 @@ class Kvbm:
         ]
         return [reason for reason in reasons if reason]
 
-    def _show(self) -> None:
+    def _set_gauges(self) -> None:
         facts = [layout.facts() for layout in self.layouts.open.values()]
         disks = [each.disk for each in facts if each.disk is not None]
-        self._metrics.show([each.tickets for each in facts], disks, sum((each.found for each in facts), Found()))
+        found = sum((each.found for each in facts), LookupCounts())
+        self._metrics.set_gauges([each.tickets for each in facts], disks, found)
         self._metrics.reserved_bytes.set(self.reservation.done_bytes)
 
     # --- questions

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.eviction import Store, foresight, rows_of
 from benchmarks.eviction_loads import agents, batch, conversations, documents
 from benchmarks.loads import Load, Request, ideal
-from services.kvbm.tiers.actions import Sizes
+from services.kvbm.tiers.actions import TierSizes
 from shared.hashing import ContentKey
 
 
@@ -35,7 +35,7 @@ def test_made_up_loads_are_in_order_with_names_for_all_tokens_and_share_whole_pr
 
 
 def store(slots: int, records: int = 0, *, twice: bool = False, leaves: bool = False) -> Store:
-    sizes = Sizes(
+    sizes = TierSizes(
         slots=slots,
         records=records,
         disk_sightings=2 if twice else 1,

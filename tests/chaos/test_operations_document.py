@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics as FrontendMetrics
 from services.kvbm.config import KvbmConfig
-from services.kvbm.metrics import Metrics as StoreMetrics
+from services.kvbm.metrics import StoreMetrics
 from services.router.config import RouterConfig
 from services.router.metrics import RouterMetrics as RouterMetrics
 from services.worker.config import WorkerConfig

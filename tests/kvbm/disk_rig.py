@@ -10,9 +10,9 @@ from hashlib import shake_256
 from pathlib import Path
 
 from services.kvbm.disk.disk import Disk
-from services.kvbm.disk.format import Geometry, geometry
+from services.kvbm.disk.format import DiskGeometry, disk_geometry
 from services.kvbm.disk.io_threads import DiskThreads
-from services.kvbm.tiers.disk_results import Found, Loaded, Lost, Written
+from services.kvbm.tiers.disk_results import DiskFailure, FoundBlock, LoadedFromDisk, WrittenToDisk
 from shared.blocks import Content
 from shared.hashing import ContentKey, pack_tokens
 
@@ -23,10 +23,10 @@ RECORD_BYTES = 4096 + 12288
 DEADLINE_S = 60.0
 
 
-def small(records: int = 8, per_segment: int = 4, payload_bytes: int = PAYLOAD_BYTES) -> Geometry:
+def small(records: int = 8, per_segment: int = 4, payload_bytes: int = PAYLOAD_BYTES) -> DiskGeometry:
     """A geometry of so many records."""
     record_bytes = 4096 + -(-payload_bytes // 4096) * 4096
-    return geometry(LAYOUT, payload_bytes, records * record_bytes, per_segment * record_bytes)
+    return disk_geometry(LAYOUT, payload_bytes, records * record_bytes, per_segment * record_bytes)
 
 
 def content(number: int) -> Content:
@@ -41,7 +41,7 @@ def payload(key: ContentKey, size_bytes: int = PAYLOAD_BYTES) -> bytes:
     return shake_256(key).digest(size_bytes)
 
 
-def memory(shape: Geometry, holds: bytes = b"") -> memoryview:
+def memory(shape: DiskGeometry, holds: bytes = b"") -> memoryview:
     """Aligned memory for one payload."""
     view = memoryview(mmap.mmap(-1, shape.memory_bytes))
     view[: len(holds)] = holds
@@ -53,7 +53,7 @@ class Rig:
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
-        self.found: asyncio.Queue[list[Found]] = asyncio.Queue()
+        self.found: asyncio.Queue[list[FoundBlock]] = asyncio.Queue()
         self.gone: asyncio.Queue[str] = asyncio.Queue()
 
     async def back(self) -> dict[ContentKey, int]:
@@ -72,26 +72,26 @@ class Rig:
             while words not in self.disk.statistics().reason:  # noqa: ASYNC110 — no event tells why it stays off
                 await asyncio.sleep(0.001)
 
-    async def write(self, record: int, what: Content, holds: bytes | None = None) -> Written | Lost:
+    async def write(self, record: int, what: Content, holds: bytes | None = None) -> WrittenToDisk | DiskFailure:
         """Writes a block; its bytes are those of its key if nothing else is said."""
         shape = self.disk.geometry
-        ended: asyncio.Future[Written | Lost] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[WrittenToDisk | DiskFailure] = asyncio.get_running_loop().create_future()
         holds = payload(what.key, shape.payload_bytes) if holds is None else holds
         self.disk.write(record, what, memory(shape, holds), ended.set_result)
         async with asyncio.timeout(DEADLINE_S):
             return await ended
 
-    async def erase(self, record: int) -> Written | Lost:
-        ended: asyncio.Future[Written | Lost] = asyncio.get_running_loop().create_future()
+    async def erase(self, record: int) -> WrittenToDisk | DiskFailure:
+        ended: asyncio.Future[WrittenToDisk | DiskFailure] = asyncio.get_running_loop().create_future()
         self.disk.erase(record, ended.set_result)
         async with asyncio.timeout(DEADLINE_S):
             return await ended
 
-    async def read(self, record: int, key: ContentKey) -> tuple[Loaded | Lost, bytes]:
+    async def read(self, record: int, key: ContentKey) -> tuple[LoadedFromDisk | DiskFailure, bytes]:
         """Reads a block: the outcome and the memory's bytes."""
         shape = self.disk.geometry
         into = memory(shape)
-        ended: asyncio.Future[Loaded | Lost] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[LoadedFromDisk | DiskFailure] = asyncio.get_running_loop().create_future()
         self.disk.read(record, key, into, ended.set_result)
         async with asyncio.timeout(DEADLINE_S):
             return await ended, bytes(into[: shape.payload_bytes])
@@ -99,19 +99,24 @@ class Rig:
     async def holds(self, record: int, what: Content) -> bool:
         """Whether the record gives exactly this content and the bytes of its key."""
         outcome, read = await self.read(record, what.key)
-        if isinstance(outcome, Loaded):
+        if isinstance(outcome, LoadedFromDisk):
             assert (outcome.content, read) == (what, payload(what.key, len(read))), "wrong bytes"
-        return isinstance(outcome, Loaded)
+        return isinstance(outcome, LoadedFromDisk)
 
 
 @asynccontextmanager
 async def running(
-    directory: Path, shape: Geometry | None = None, *, min_free_bytes: int = 0, limit: int = 64, retry_s: float = 0.02
+    directory: Path,
+    shape: DiskGeometry | None = None,
+    *,
+    min_free_bytes: int = 0,
+    limit: int = 64,
+    retry_s: float = 0.02,
 ) -> AsyncIterator[Rig]:
     """A disk tier that is brought up by its own task."""
     threads = DiskThreads(4, limit)
     rigs: list[Rig] = []
-    back: Callable[[list[Found]], None] = lambda found: rigs[0].found.put_nowait(found)  # noqa: E731
+    back: Callable[[list[FoundBlock]], None] = lambda found: rigs[0].found.put_nowait(found)  # noqa: E731
     gone: Callable[[str], None] = lambda reason: rigs[0].gone.put_nowait(reason)  # noqa: E731
     shape = small() if shape is None else shape
     disk = Disk(directory, shape, threads, back, gone, min_free_bytes=min_free_bytes, retry_s=retry_s)

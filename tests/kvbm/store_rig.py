@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
-from services.kvbm.service import Kvbm, kvbm
+from services.kvbm.service import KvbmService, kvbm
 from services.kvbm.tickets.packing import unpack_slots
 from services.kvbm.tiers.policies import LruPolicy
 from shared import kvbm_messages as wire
@@ -300,7 +300,7 @@ class World:
 class Store:
     """One life of a kvbm."""
 
-    def __init__(self, world: World, service: Kvbm, runtime: Runtime) -> None:
+    def __init__(self, world: World, service: KvbmService, runtime: Runtime) -> None:
         self.world = world
         self.service = service
         self.runtime = runtime
@@ -385,7 +385,7 @@ async def running(world: World, instance: str = "b1") -> AsyncIterator[Store]:
         checking.cancel()
 
 
-async def _check(service: Kvbm) -> None:
+async def _check(service: KvbmService) -> None:
     """In each turn of the loop."""
     while True:
         service.validate()

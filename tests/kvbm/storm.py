@@ -29,7 +29,7 @@ from services.kvbm import service
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, TiersConfig
 from services.kvbm.disk.segments import Segments
 from services.kvbm.tickets.packing import pack_slots, unpack_slots
-from services.kvbm.tickets.results import Bounds
+from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector import connector, stores
 from shared import kvbm_messages as wire
 from shared.blocks import Content
@@ -81,7 +81,7 @@ def storm_settings(draw: Random, folder: Path, arenas: int) -> KvbmConfig:
         disk=DiskConfig(
             str(folder / "disk"), limit_bytes, 1 << 16, min_free_bytes=0, threads=2, queue=16, retry_s=0.02
         ),
-        tickets=Bounds(TICKET_S, TICKET_S, draw.choice((2, 64)), 8, draw.choice((0.25, 1.0))),
+        tickets=TicketLimits(TICKET_S, TICKET_S, draw.choice((2, 64)), 8, draw.choice((0.25, 1.0))),
         tiers=TiersConfig(
             host_policy=draw.choice(POLICIES),
             disk_policy=draw.choice(POLICIES),

@@ -15,7 +15,7 @@ import pytest
 
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig, StatisticsConfig, TiersConfig
 from services.kvbm.tickets.errors import RefusalCode
-from services.kvbm.tickets.results import Bounds
+from services.kvbm.tickets.results import TicketLimits
 from services.kvbm.tiers.host_slots import SlotState
 from services.kvbm.tiers.policies import BUILT_IN, GuardedPolicy, named
 from services.worker.config import KvbmConfig as OfWorker
@@ -35,7 +35,7 @@ def test_the_settings_and_their_defaults_are_those_that_there_are() -> None:
         "pool": PoolConfig,
         "disk": DiskConfig,
         "tiers": TiersConfig,
-        "tickets": Bounds,
+        "tickets": TicketLimits,
         "statistics": StatisticsConfig,
     }
     common = {"namespace", "nats", "discovery", "observe"}

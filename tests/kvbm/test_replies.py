@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.kvbm.metrics import Metrics
-from services.kvbm.replies import Answers
+from services.kvbm.metrics import StoreMetrics
+from services.kvbm.replies import ReplySender
 from shared.bus.contract import LAST_HEADER, Message
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.messages import JSON_HEADER
@@ -19,7 +19,7 @@ class Rig:
         self.broker = MemoryBroker()
         self.bus = MemoryBus(self.broker, payload_limit_bytes=100)
         self.registry = CollectorRegistry()
-        self.answers = Answers(self.bus, Metrics(self.registry))
+        self.answers = ReplySender(self.bus, StoreMetrics(self.registry))
         self.arrived: asyncio.Queue[Message] = asyncio.Queue()
 
     async def open(self) -> Rig:
@@ -39,7 +39,7 @@ async def test_answers_of_by_and_by_keep_their_order_and_the_last_one_says_so() 
     rig = await Rig().open()
     running = asyncio.create_task(rig.answers.run())
     for number in range(3):
-        rig.answers.later(question(), b"%d" % number, last=number == 2)
+        rig.answers.queue(question(), b"%d" % number, last=number == 2)
     async with asyncio.timeout(60):
         arrived = [await rig.arrived.get() for _ in range(3)]
     assert [message.payload for message in arrived] == [b"0", b"1", b"2"]
@@ -49,17 +49,17 @@ async def test_answers_of_by_and_by_keep_their_order_and_the_last_one_says_so() 
 
 async def test_who_asks_in_json_is_told_that_it_is_json() -> None:
     rig = await Rig().open()
-    assert await rig.answers.answer(question(**JSON_HEADER), b"{}")
+    assert await rig.answers.send(question(**JSON_HEADER), b"{}")
     async with asyncio.timeout(60):
         assert (await rig.arrived.get()).headers == JSON_HEADER
 
 
 async def test_what_cannot_be_sent_is_counted_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     rig = await Rig().open()
-    assert not await rig.answers.answer(question(), bytes(101))
+    assert not await rig.answers.send(question(), bytes(101))
     assert "101" in caplog.text
     rig.broker.disconnect(rig.bus)
-    rig.answers.later(question(), b"lost", last=True)
+    rig.answers.queue(question(), b"lost", last=True)
     await rig.answers.flush()
     rig.broker.reconnect(rig.bus)
     await rig.answers.flush()

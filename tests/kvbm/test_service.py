@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from services.kvbm.config import KvbmConfig, PoolConfig, TiersConfig
 from services.kvbm.service import REASON_CHARS
 from services.kvbm.tickets.packing import pack_slots
-from services.kvbm.tickets.results import Bounds
+from services.kvbm.tickets.results import TicketLimits
 from shared import kvbm_messages as wire
 from shared.blocks import Content
 from shared.config import load
@@ -37,7 +37,7 @@ from tests.kvbm.store_rig import (
     worker_in,
 )
 
-QUICK = Bounds(store_time_s=0.3, fetch_time_s=0.3)
+QUICK = TicketLimits(store_time_s=0.3, fetch_time_s=0.3)
 
 
 def refusal(reply: object) -> str:
@@ -262,7 +262,7 @@ async def test_layouts_with_arenas_of_their_own_do_not_see_each_others_blocks(tm
 
 
 async def test_bad_stores_are_refused_and_nothing_is_granted(tmp_path: Path) -> None:
-    async with serving(tmp_path, tickets=Bounds(blocks_per_request=3, tickets_per_owner=1)) as store:
+    async with serving(tmp_path, tickets=TicketLimits(blocks_per_request=3, tickets_per_owner=1)) as store:
         a = await store.world.attached("a")
         (good,) = chain(1)
         bad: dict[str, list[Content]] = {
@@ -314,7 +314,7 @@ async def test_a_refusal_is_short_however_long_what_was_asked(tmp_path: Path) ->
 
 
 async def test_bad_fetches_are_refused_in_one_last_reply(tmp_path: Path) -> None:
-    async with serving(tmp_path, tickets=Bounds(blocks_per_request=3)) as store:
+    async with serving(tmp_path, tickets=TicketLimits(blocks_per_request=3)) as store:
         a = await store.world.attached("a")
         for asked in ([b"short"], keys(chain(1, 1)[:1]) * 2, keys(chain(1, 2, 3, 4))):
             (reply,) = await a.fetch(asked)

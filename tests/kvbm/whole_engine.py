@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from services.kvbm.service import Kvbm
+from services.kvbm.service import KvbmService
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmDown, KvbmReply, KvbmUp
@@ -119,7 +119,7 @@ class Worker:
             self.client.take(engine.asks.popleft())
         return works
 
-    async def rest(self, engine: Engine, kvbm: Kvbm) -> None:
+    async def rest(self, engine: Engine, kvbm: KvbmService) -> None:
         """Everything that it was asked is answered, and the kvbm keeps nothing for it, though it lives."""
         owner = engine.attachment.hold()
 

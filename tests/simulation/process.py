@@ -29,8 +29,8 @@ from services.frontend.metrics import Metrics
 from services.frontend.requests.service import Frontend
 from services.kvbm.config import KvbmConfig, PoolConfig, StatisticsConfig
 from services.kvbm.pool.host_pool import HostPool
-from services.kvbm.service import Kvbm, kvbm
-from services.kvbm.tickets.results import Bounds
+from services.kvbm.service import KvbmService, kvbm
+from services.kvbm.tickets.results import TicketLimits
 from services.router.config import IndexConfig, LoadConfig, RouterConfig, SourceConfig
 from services.router.service import Router, router
 from services.worker.config import EngineConfig, SimulatedConfig, WorkerConfig
@@ -99,7 +99,7 @@ class Process:
         """The one that lives, of a worker."""
         self.scheduler: Scheduler | None = None
         """Its scheduler, with the block pool."""
-        self.kvbm: Kvbm | None = None
+        self.kvbm: KvbmService | None = None
         self._loop = loop
         self._store = store
         self._sizes = sizes
@@ -292,7 +292,7 @@ class Process:
         config = KvbmConfig(
             namespace=NAMESPACE,
             pool=PoolConfig(directory=self._pool, size_bytes=pool_bytes(self._sizes.pool_slots)),
-            tickets=Bounds(store_time_s=1.0, fetch_time_s=1.0),
+            tickets=TicketLimits(store_time_s=1.0, fetch_time_s=1.0),
             statistics=StatisticsConfig(log_s=0.0),
         )
         while not self._stopping.is_set():

@@ -16,7 +16,7 @@ from services.frontend.requests.frames import Frames
 from services.frontend.requests.retry import Tries
 from services.frontend.requests.session import Action, Expired, Session
 from services.kvbm.layout.event_log import EventLog
-from services.kvbm.layout.layout import Layout
+from services.kvbm.layout.layout import LayoutStore
 from services.router.index.index import CandidateId
 from services.router.selection.load import LoadTracker
 from services.router.selection.speculation import Speculation
@@ -107,8 +107,8 @@ def test_a_kvbm_of_whose_return_engines_do_not_hear_is_found(monkeypatch: pytest
 
 
 def test_what_kvbm_holds_for_no_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layout, "expire", lambda _: [])
-    monkeypatch.setattr(Layout, "release", lambda *_: Settled())  # that one is lost on its way is too rare
+    monkeypatch.setattr(LayoutStore, "expire", lambda _: [])
+    monkeypatch.setattr(LayoutStore, "release", lambda *_: Settled())  # that one is lost on its way is too rare
     assert finds("fetches=[1-9]", stormy())
 
 

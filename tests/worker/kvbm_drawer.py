@@ -11,11 +11,11 @@ from random import Random
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.tickets.errors import Refusal, UnknownOwner
 from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
-from services.kvbm.tickets.results import Advanced, Bounds
+from services.kvbm.tickets.results import FetchProgress, TicketLimits
 from services.kvbm.tickets.slot_checksums import SlotChecksums
 from services.kvbm.tickets.tickets import Tickets
-from services.kvbm.tiers.actions import Read, ReadOutcome, Sizes, Spill, TierEvent
-from services.kvbm.tiers.disk_results import Found
+from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent, TierSizes
+from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
 from services.worker.messages import KvbmAsk
@@ -37,7 +37,7 @@ class Drawer:
         directory: Path,
         name: str,
         layout: wire.StoreLayout,
-        bounds: Bounds,
+        bounds: TicketLimits,
         disk: dict[ContentKey, tuple[Content, bytes]],
         right: Callable[[Content], bytes] = lambda _: b"",
         pool_bytes: int = 2 * ARENA_BYTES,
@@ -46,13 +46,13 @@ class Drawer:
         self.name = name
         self.pool = HostPool.open(directory, pool_bytes)
         self.layout = layout
-        self.slots = self.pool.place(layout.digest, layout.kv.block_bytes, ()).slots
-        sizes = Sizes(slots=self.slots.arena.slots, records=DISK_RECORDS, disk_sightings=1, spare_slots=1)
+        self.slots = self.pool.assign_arena(layout.digest, layout.kv.block_bytes, ()).slots
+        sizes = TierSizes(slots=self.slots.arena.slots, records=DISK_RECORDS, disk_sightings=1, spare_slots=1)
         host, records = LruPolicy(sizes.slots), LruPolicy(sizes.records)
         before = self.pool.survivors
         self.tiers = Tiers(sizes, host, records, quarantined=bool(before))
-        self.tickets = Tickets(self.tiers, bounds, before=before, first_ticket=1 + 1_000_000 * int(name[1:]))
-        self.tiers.disk_back([Found(index, content) for index, (content, _) in enumerate(disk.values())])
+        self.tickets = Tickets(self.tiers, bounds, former_owners=before, first_ticket=1 + 1_000_000 * int(name[1:]))
+        self.tiers.disk_ready([FoundBlock(index, content) for index, (content, _) in enumerate(disk.values())])
         self.disk = disk
         self.reads: list[Read] = []
         self.spills: list[Spill] = []
@@ -98,7 +98,7 @@ class Drawer:
 
     def _attach(self, attach: wire.Attach) -> wire.Attached:
         assert attach.layout == self.layout
-        if not self.pool.owners.alive(attach.owner):
+        if not self.pool.owners.is_alive(attach.owner):
             raise UnknownOwner(attach.owner)
         self.tickets.attach(attach.owner)
         arena = self.slots.arena
@@ -120,21 +120,21 @@ class Drawer:
         self._hear(granted.events)
         for slot in granted.slots:
             self.slots.grant(slot)
-        self.checksums.granted(granted.slots)
+        self.checksums.clear(granted.slots)
         return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
 
     def _commit(self, commit: wire.Commit, now_s: float) -> None:
         slots = unpack_slots(commit.slots)
         events = self.tickets.commit(commit.owner, commit.ticket, slots, now_s)
         for slot, checksum in zip(slots, unpack_checksums(commit.checksums, len(slots)), strict=True):
-            self.checksums.written(slot, checksum)
+            self.checksums.set(slot, checksum)
         self._hear(events)
 
     def _fetch(self, fetch: wire.Fetch, now_s: float) -> tuple[wire.Fetched, bool]:
         found = self.tickets.fetch(fetch.owner, unpack_keys(fetch.keys), now_s)
         for read in found.reads:
             self.slots.grant(read.slot)
-            self.checksums.granted((read.slot,))
+            self.checksums.clear((read.slot,))
         self.reads += found.reads
         self._hear(found.events)
         more = found.ready < len(found.slots)
@@ -159,14 +159,14 @@ class Drawer:
         for slot in slots:
             self.slots.grant(slot)
         self._hear(events)
-        for record in self.tiers.erases():
-            self.tiers.erased(record)
+        for record in self.tiers.take_erases():
+            self.tiers.erase_done(record)
         for key in keys:
             self.disk.pop(key, None)
 
     def damage(self, draw: Random) -> None:
         """A bit of a block that can be found turns."""
-        places = self.tiers._host.shelf.places
+        places = self.tiers._host.resident.places
         if places:
             key = draw.choice(sorted(places))
             self.damaged.add(key)
@@ -187,7 +187,7 @@ class Drawer:
             self._advance(news)
         self._hear(events)
 
-    def _advance(self, news: Advanced) -> None:
+    def _advance(self, news: FetchProgress) -> None:
         replies = self.advanced[news.ticket]
         disk = bool(news.from_disk)
         reply = self._fetched(news.ticket, news.time_left_s, news.first, news.slots, news.found, disk=disk)
@@ -197,7 +197,7 @@ class Drawer:
 
     def spill(self, most: int) -> None:
         """Some blocks are written to disk."""
-        spills, events = self.tiers.spills(most)
+        spills, events = self.tiers.take_spills(most)
         self._hear(events)
         for spill in spills:
             self._check(spill.content, spill.slot)
@@ -213,7 +213,7 @@ class Drawer:
     def look(self, now_s: float) -> None:
         """Tickets whose time is over, and owners that have died."""
         self.tickets.expire(now_s)
-        for owner in self.pool.owners.look():
+        for owner in self.pool.owners.poll():
             self.tickets.owner_dead(owner)
 
     def trouble(self, draw: Random, now_s: float) -> None:
@@ -230,7 +230,7 @@ class Drawer:
     def _hear(self, events: list[TierEvent]) -> None:
         for tier, event in events:
             if tier == "host" and isinstance(event, Stored):
-                self._check(event.content, self.tiers._host.shelf.places[event.content.key])
+                self._check(event.content, self.tiers._host.resident.places[event.content.key])
 
     def _check(self, content: Content, slot: int) -> None:
         right = self._right(content)

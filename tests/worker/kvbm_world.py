@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from services.kvbm.tickets.results import Bounds
+from services.kvbm.tickets.results import TicketLimits
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import Exchange
 from services.worker.kv_connector.pool_attachment import PoolAttachment
@@ -37,7 +37,7 @@ LIMIT_S = 60.0
 CONTEXT_LENGTH = 16
 CAPACITY_BLOCKS = 10
 STORE = StoreLayout(model="model", weights="the same", kv=LAYOUT)
-BOUNDS = Bounds(store_time_s=4.0, fetch_time_s=4.0, tickets_per_owner=16, owner_share=0.7)
+BOUNDS = TicketLimits(store_time_s=4.0, fetch_time_s=4.0, tickets_per_owner=16, owner_share=0.7)
 
 
 class Engine:

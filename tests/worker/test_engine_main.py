@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.kvbm.tickets.results import Bounds
+from services.kvbm.tickets.results import TicketLimits
 from services.worker.config import Dtype, EngineConfig, KvbmConfig, SimulatedConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.engine.process import EngineClient
@@ -115,7 +115,7 @@ class Store:
     def _open(self) -> Drawer:
         self._kvbms += 1
         return Drawer(
-            self._directory, f"k{self._kvbms}", self._layout, Bounds(), self._disk, pool_bytes=self._pool_bytes
+            self._directory, f"k{self._kvbms}", self._layout, TicketLimits(), self._disk, pool_bytes=self._pool_bytes
         )
 
     @property

@@ -31,11 +31,18 @@ from typing import Literal, TypeVar
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from services.kvbm.disk.format import PAGE_BYTES, Geometry, Header, HeaderTooLarge, decode_header, encode_header
+from services.kvbm.disk.format import PAGE_BYTES, DiskGeometry, Header, HeaderTooLarge, decode_header, encode_header
 from services.kvbm.disk.io_threads import DiskThreads
 from services.kvbm.disk.scan import scan
 from services.kvbm.disk.segments import Segments
-from services.kvbm.tiers.disk_results import DiskStatistics, Found, Loaded, Lost, Why, Written
+from services.kvbm.tiers.disk_results import (
+    DiskFailure,
+    DiskStatistics,
+    FoundBlock,
+    LoadedFromDisk,
+    LossReason,
+    WrittenToDisk,
+)
 from shared.blocks import Content
 from shared.hashing import ContentKey
 
@@ -48,7 +55,7 @@ _GONE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.E
 _log = logging.getLogger(__name__)
 
 
-Result = TypeVar("Result", Written, Loaded)
+Result = TypeVar("Result", WrittenToDisk, LoadedFromDisk)
 T = TypeVar("T")
 
 
@@ -60,9 +67,9 @@ class Disk:
     def __init__(
         self,
         directory: Path,
-        geometry: Geometry,
+        geometry: DiskGeometry,
         threads: DiskThreads,
-        back: Callable[[list[Found]], None],
+        back: Callable[[list[FoundBlock]], None],
         gone: Callable[[str], None],
         *,
         min_free_bytes: int = 0,
@@ -89,7 +96,7 @@ class Disk:
         self._failed = asyncio.Event()
         self._sequence = 0
         self._counts: Counter[Literal["loaded", "written"]] = Counter()
-        self._lost: Counter[Why] = Counter()
+        self._lost: Counter[LossReason] = Counter()
         self._under_way: Counter[Literal["read", "write"]] = Counter()
 
     @property
@@ -104,7 +111,7 @@ class Disk:
             state="on" if self._segments else "scanning" if self._scanning else "off",
             reason=self._full if self._segments else self._reason,
             direct=segments is not None and segments.direct,
-            segments=0 if segments is None else len(segments.made()),
+            segments=0 if segments is None else len(segments.existing()),
             scanned_segments=self._scanned_segments,
             reading=self._under_way["read"],
             writing=self._under_way["write"],
@@ -122,7 +129,7 @@ class Disk:
         record: int,
         content: Content,
         memory: memoryview,
-        done: Callable[[Written | Lost], None],
+        done: Callable[[WrittenToDisk | DiskFailure], None],
         *,
         checksum: int = 0,
     ) -> None:
@@ -131,56 +138,58 @@ class Disk:
         payload must have, or nothing is written; 0: nobody knows."""
         self._check(record, memory)
         if self._segments is not None and self._writes_stopped:
-            self._refuse(Lost("no space", self._full), done)
+            self._refuse(DiskFailure("no space", self._full), done)
             return
         self._sequence += 1
         sequence, geometry = self._sequence, self.geometry
 
-        def job(segments: Segments, page: memoryview) -> Written | Lost:
+        def job(segments: Segments, page: memoryview) -> WrittenToDisk | DiskFailure:
             start_s = perf_counter()
             found = xxh3_64_intdigest(memory[: geometry.payload_bytes])
             if checksum not in (0, found):
-                return Lost("damaged", f"the memory to write does not hold the bytes of {content.key.hex()}")
+                return DiskFailure("damaged", f"the memory to write does not hold the bytes of {content.key.hex()}")
             try:
                 encode_header(page, geometry, Header(content, sequence, found))
             except HeaderTooLarge as error:
-                return Lost("too large", str(error))
+                return DiskFailure("too large", str(error))
             segments.write(record, page, memory)
-            return Written(perf_counter() - start_s)
+            return WrittenToDisk(perf_counter() - start_s)
 
         self._submit("write", job, done)
 
-    def read(self, record: int, key: ContentKey, memory: memoryview, done: Callable[[Loaded | Lost], None]) -> None:
+    def read(
+        self, record: int, key: ContentKey, memory: memoryview, done: Callable[[LoadedFromDisk | DiskFailure], None]
+    ) -> None:
         """Reads the record into `memory`, as long and as aligned as for `write`, if it is the block `key` names. `done`
         follows, never before this returns; until then the memory is being written to, and what it holds after `Lost` is
         rubbish."""
         self._check(record, memory)
         geometry = self.geometry
 
-        def job(segments: Segments, page: memoryview) -> Loaded | Lost:
+        def job(segments: Segments, page: memoryview) -> LoadedFromDisk | DiskFailure:
             start_s = perf_counter()
             if not segments.read(record, page, memory):
-                return Lost("missing", f"record {record} lies behind the end of its file")
+                return DiskFailure("missing", f"record {record} lies behind the end of its file")
             header = decode_header(page, geometry)
             if not isinstance(header, Header):
-                return Lost(header, f"the header of record {record} is no record of this layout: {header}")
+                return DiskFailure(header, f"the header of record {record} is no record of this layout: {header}")
             if header.content.key != key:
-                return Lost("other key", f"record {record} holds {header.content.key.hex()}, not {key.hex()}")
+                return DiskFailure("other key", f"record {record} holds {header.content.key.hex()}, not {key.hex()}")
             if xxh3_64_intdigest(memory[: geometry.payload_bytes]) != header.checksum:
-                return Lost("damaged", f"record {record} does not hold the bytes that were written")
-            return Loaded(header.content, perf_counter() - start_s, header.checksum)
+                return DiskFailure("damaged", f"record {record} does not hold the bytes that were written")
+            return LoadedFromDisk(header.content, perf_counter() - start_s, header.checksum)
 
         self._submit("read", job, done)
 
-    def erase(self, record: int, done: Callable[[Written | Lost], None]) -> None:
+    def erase(self, record: int, done: Callable[[WrittenToDisk | DiskFailure], None]) -> None:
         """No block is found in the record any more. `done` follows, never before this returns. A read that is under way
         ends as it would, or finds nothing."""
         assert 0 <= record < self.geometry.capacity, f"record {record} of {self.geometry.capacity}"
 
-        def job(segments: Segments, page: memoryview) -> Written | Lost:
+        def job(segments: Segments, page: memoryview) -> WrittenToDisk | DiskFailure:
             start_s = perf_counter()
             segments.erase(record, page)
-            return Written(perf_counter() - start_s)
+            return WrittenToDisk(perf_counter() - start_s)
 
         self._submit("write", job, done, payload=False)
 
@@ -193,56 +202,56 @@ class Disk:
     def _submit(
         self,
         kind: Literal["read", "write"],
-        job: Callable[[Segments, memoryview], Result | Lost],
-        done: Callable[[Result | Lost], None],
+        job: Callable[[Segments, memoryview], Result | DiskFailure],
+        done: Callable[[Result | DiskFailure], None],
         *,
         payload: bool = True,
     ) -> None:
         """`payload`: a block's bytes are what it moves, and are counted."""
         segments = self._segments
         if segments is None:
-            self._refuse(Lost("off", self._reason), done)
+            self._refuse(DiskFailure("off", self._reason), done)
             return
 
-        def ended(outcome: Result | Lost | Exception) -> None:
+        def ended(outcome: Result | DiskFailure | Exception) -> None:
             self._under_way[kind] -= 1
-            segments.drop()
+            segments.release()
             if isinstance(outcome, Exception):
                 outcome = self._judge(segments, outcome)
-            elif not isinstance(outcome, Lost):
+            elif not isinstance(outcome, DiskFailure):
                 if payload:
                     self._counts["written" if kind == "write" else "loaded"] += 1
                 self._errors_in_a_row = 0
-            if isinstance(outcome, Lost):
-                self._lost[outcome.why] += 1
+            if isinstance(outcome, DiskFailure):
+                self._lost[outcome.reason] += 1
             done(outcome)
 
-        segments.hold()
+        segments.acquire()
         self._under_way[kind] += 1
         if not self._threads.submit(kind, lambda page: job(segments, page), ended):
             self._under_way[kind] -= 1
-            segments.drop()
-            self._refuse(Lost("busy", f"{self._threads.limit} {kind}s are under way"), done)
+            segments.release()
+            self._refuse(DiskFailure("busy", f"{self._threads.limit} {kind}s are under way"), done)
 
-    def _refuse(self, lost: Lost, done: Callable[[Lost], None]) -> None:
-        self._lost[lost.why] += 1
+    def _refuse(self, lost: DiskFailure, done: Callable[[DiskFailure], None]) -> None:
+        self._lost[lost.reason] += 1
         asyncio.get_running_loop().call_soon(done, lost)
 
     # --- trouble
 
-    def _judge(self, segments: Segments, error: Exception) -> Lost:
+    def _judge(self, segments: Segments, error: Exception) -> DiskFailure:
         """What an error costs: this record, growth, or the tier."""
         number = error.errno if isinstance(error, OSError) else None
         if number == errno.ECANCELED:
-            return Lost("off", str(error))
+            return DiskFailure("off", str(error))
         if number in _FULL:
             self._stop_growing(segments, str(error))
-            return Lost("no space", str(error))
+            return DiskFailure("no space", str(error))
         if segments is self._segments:
             self._errors_in_a_row += 1
             if number in _GONE or self._errors_in_a_row >= ERRORS_IN_A_ROW:
                 self._fail(error)
-        return Lost("error", str(error))
+        return DiskFailure("error", str(error))
 
     def _stop_growing(self, segments: Segments, reason: str) -> None:
         """A full disk that has no room for a segment still takes what goes to those that are there; one that refuses
@@ -266,7 +275,7 @@ class Disk:
         """Brings the tier up, keeps looking at it, and brings it up again, until it is cancelled."""
         while True:
             segments = Segments(self._directory, self.geometry, self._min_free_bytes)
-            segments.hold()
+            segments.acquire()
             try:
                 await self._come_up(segments)
                 await self._stay(segments)
@@ -279,7 +288,7 @@ class Disk:
             finally:
                 self._segments = self._scanning = None
                 self._reason = self._reason or "closed"
-                segments.drop()
+                segments.release()
             await asyncio.sleep(self._retry_s)
 
     async def _come_up(self, segments: Segments) -> None:
@@ -308,7 +317,7 @@ class Disk:
 
     async def _look(self, segments: Segments) -> None:
         try:
-            await self._upkeep(segments, lambda _: segments.look())
+            await self._upkeep(segments, lambda _: segments.check())
         except OSError as error:
             self._fail(error)
         self._writes_stopped, self._full = False, ""
@@ -317,5 +326,5 @@ class Disk:
         self._scanned_segments = segments
 
     async def _upkeep(self, segments: Segments, job: Callable[[memoryview], T]) -> T:
-        segments.hold()
-        return await self._threads.upkeep(job, segments.drop)
+        segments.acquire()
+        return await self._threads.upkeep(job, segments.release)

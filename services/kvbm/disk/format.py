@@ -23,7 +23,7 @@ import struct
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.kvbm.tiers.disk_results import NotRead
+from services.kvbm.tiers.disk_results import HeaderProblem
 from shared.blocks import Content
 from shared.errors import HeadraceError
 from shared.hashing import KEY_BYTES
@@ -60,7 +60,7 @@ class Header(Struct, frozen=True, gc=False):
     """XXH3-64 of the payload."""
 
 
-class Geometry(Struct, frozen=True):
+class DiskGeometry(Struct, frozen=True):
     """Where the records of one layout lie. Made by `geometry`."""
 
     layout: str
@@ -89,7 +89,7 @@ class Geometry(Struct, frozen=True):
         """How many records this segment has: the last one may be shorter."""
         return min(self.records_per_segment, self.capacity - segment * self.records_per_segment)
 
-    def place(self, record: int) -> tuple[int, int]:
+    def position(self, record: int) -> tuple[int, int]:
         """The segment and the offset in it, in bytes."""
         segment, index = divmod(record, self.records_per_segment)
         return segment, index * self.record_bytes
@@ -100,7 +100,7 @@ def padded(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def geometry(layout: str, payload_bytes: int, limit_bytes: int, segment_bytes: int) -> Geometry:
+def disk_geometry(layout: str, payload_bytes: int, limit_bytes: int, segment_bytes: int) -> DiskGeometry:
     """As many records as fit `limit_bytes`, in segments of about `segment_bytes`. Raises ValueError where not one fits,
     or where the digest is none."""
     if len(layout) != 2 * DIGEST_BYTES or layout.strip("0123456789abcdef"):
@@ -111,10 +111,10 @@ def geometry(layout: str, payload_bytes: int, limit_bytes: int, segment_bytes: i
     capacity = limit_bytes // record_bytes
     if capacity < 1:
         raise ValueError(f"a disk tier of {limit_bytes} bytes holds no record of {record_bytes}")
-    return Geometry(layout, payload_bytes, min(capacity, max(1, segment_bytes // record_bytes)), capacity)
+    return DiskGeometry(layout, payload_bytes, min(capacity, max(1, segment_bytes // record_bytes)), capacity)
 
 
-def encode_header(page: memoryview | bytearray, geometry: Geometry, header: Header) -> None:
+def encode_header(page: memoryview | bytearray, geometry: DiskGeometry, header: Header) -> None:
     """Writes `header` over the page. Raises HeaderTooLarge; the page is as it was then."""
     content = header.content
     lora, salt = content.lora.encode(), content.salt.encode()
@@ -139,7 +139,7 @@ def encode_header(page: memoryview | bytearray, geometry: Geometry, header: Head
     page[:] = _CHECKSUM.pack(xxh3_64_intdigest(body)) + body
 
 
-def decode_header(page: bytes | bytearray | memoryview, geometry: Geometry) -> Header | NotRead:
+def decode_header(page: bytes | bytearray | memoryview, geometry: DiskGeometry) -> Header | HeaderProblem:
     """What a page says, or why it is no record of this geometry."""
     page = bytes(page)
     if page == _BLANK:

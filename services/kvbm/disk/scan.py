@@ -8,9 +8,9 @@ from functools import partial
 from operator import itemgetter
 from typing import Protocol
 
-from services.kvbm.disk.format import Geometry, Header
+from services.kvbm.disk.format import DiskGeometry, Header
 from services.kvbm.disk.segments import Segments
-from services.kvbm.tiers.disk_results import Found, NotRead
+from services.kvbm.tiers.disk_results import FoundBlock, HeaderProblem
 from shared.blocks import Content
 from shared.hashing import ContentKey
 
@@ -18,7 +18,7 @@ RECORDS = 1024
 """Headers that one request to a thread reads."""
 AT_ONCE = 4
 
-Headers = list[tuple[int, Header | NotRead]]
+Headers = list[tuple[int, Header | HeaderProblem]]
 
 
 class Upkeep(Protocol):
@@ -28,13 +28,13 @@ class Upkeep(Protocol):
 
 
 async def scan(
-    segments: Segments, geometry: Geometry, upkeep: Upkeep, scanned: Callable[[int], None]
-) -> tuple[list[Found], int]:
+    segments: Segments, geometry: DiskGeometry, upkeep: Upkeep, scanned: Callable[[int], None]
+) -> tuple[list[FoundBlock], int]:
     """What can be found, the oldest first, and the highest sequence. Of two records with one key the newer one counts.
     `scanned` is told how many segments have been begun. Raises OSError."""
     newest: dict[ContentKey, tuple[int, int, Content]] = {}
     highest = 0
-    chunks = _chunks(geometry, segments.made(), scanned)
+    chunks = _chunks(geometry, segments.existing(), scanned)
 
     async def work() -> None:
         nonlocal highest
@@ -55,10 +55,10 @@ async def scan(
         failures.extend(error for error in group.exceptions if isinstance(error, OSError))
     if failures:
         raise failures[0]
-    return [Found(record, content) for _, record, content in sorted(newest.values(), key=itemgetter(0))], highest
+    return [FoundBlock(record, content) for _, record, content in sorted(newest.values(), key=itemgetter(0))], highest
 
 
-def _chunks(geometry: Geometry, made: list[int], scanned: Callable[[int], None]) -> Iterator[tuple[int, int, int]]:
+def _chunks(geometry: DiskGeometry, made: list[int], scanned: Callable[[int], None]) -> Iterator[tuple[int, int, int]]:
     for begun, segment in enumerate(made, 1):
         scanned(begun)
         records = geometry.records_in(segment)

@@ -24,8 +24,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from services.kvbm.disk.format import PAGE_BYTES, Geometry, Header, decode_header
-from services.kvbm.tiers.disk_results import NotRead
+from services.kvbm.disk.format import PAGE_BYTES, DiskGeometry, Header, decode_header
+from services.kvbm.tiers.disk_results import HeaderProblem
 
 SEGMENT = re.compile(r"segment-(\d{6,9})")
 PROBE = "probe"
@@ -36,7 +36,7 @@ _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 class Segments:
     """One opening of the directory; a new object for the next."""
 
-    def __init__(self, directory: Path, geometry: Geometry, min_free_bytes: int) -> None:
+    def __init__(self, directory: Path, geometry: DiskGeometry, min_free_bytes: int) -> None:
         self.direct = False
         """Whether requests go past the page cache."""
         self.no_space = ""
@@ -58,11 +58,11 @@ class Segments:
 
     # --- in the loop
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         """One more user."""
         self._users += 1
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """One fewer; the last one closes everything."""
         assert self._users > 0
         self._users -= 1
@@ -84,13 +84,13 @@ class Segments:
         lock(self._own, self._path)
         self._adopt()
 
-    def made(self) -> list[int]:
+    def existing(self) -> list[int]:
         """The segments that are there, in order."""
         return sorted(self._files)
 
     def write(self, record: int, page: memoryview, memory: memoryview) -> None:
         """Header page and payload, in one request."""
-        segment, offset = self._geometry.place(record)
+        segment, offset = self._geometry.position(record)
         if segment not in self._allocated:
             self._make(segment)
         written = os.pwritev(self._files[segment], [page, memory], offset)
@@ -99,7 +99,7 @@ class Segments:
 
     def erase(self, record: int, page: memoryview) -> None:
         """Zeros over the header page, where there is one."""
-        segment, offset = self._geometry.place(record)
+        segment, offset = self._geometry.position(record)
         file = self._files.get(segment)
         if file is not None and offset < os.fstat(file).st_size:
             page[:] = bytes(PAGE_BYTES)
@@ -108,15 +108,15 @@ class Segments:
 
     def read(self, record: int, page: memoryview, memory: memoryview) -> bool:
         """The reverse. False: the file ends before the record does, or was never made."""
-        segment, offset = self._geometry.place(record)
+        segment, offset = self._geometry.position(record)
         file = self._files.get(segment)
         return file is not None and os.preadv(file, [page, memory], offset) == self._geometry.record_bytes
 
-    def scan(self, segment: int, first: int, count: int, page: memoryview) -> list[tuple[int, Header | NotRead]]:
+    def scan(self, segment: int, first: int, count: int, page: memoryview) -> list[tuple[int, Header | HeaderProblem]]:
         """The headers of `count` records of a segment from its `first` on; it may end early. A sector that cannot be
         read costs its record alone."""
         file, start = self._files[segment], segment * self._geometry.records_per_segment
-        headers: list[tuple[int, Header | NotRead]] = []
+        headers: list[tuple[int, Header | HeaderProblem]] = []
         for index in range(first, first + count):
             try:
                 if os.preadv(file, [page], index * self._geometry.record_bytes) != PAGE_BYTES:
@@ -129,7 +129,7 @@ class Segments:
             headers.append((start + index, decode_header(page, self._geometry)))
         return headers
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raises OSError where the directory or a segment is not there any more, or another took its place. What was
         said about space is forgotten."""
         try:

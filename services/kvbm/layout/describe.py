@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from services.kvbm.hit_window import Found
+from services.kvbm.hit_window import LookupCounts
 from services.kvbm.tickets.results import TicketStatistics
 from services.kvbm.tiers.disk_results import DiskStatistics
 from shared.kvbm_messages import LayoutState, StoreLayout, TierState
@@ -18,7 +18,7 @@ class LayoutFacts(Struct, frozen=True):
     tickets: TicketStatistics
     disk: DiskStatistics | None
     """None: there is no disk tier."""
-    found: Found
+    found: LookupCounts
     """Over the window."""
     host_problem: str
     """What is wrong with the tier's policy; empty: nothing."""

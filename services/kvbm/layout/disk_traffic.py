@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from services.kvbm.disk.disk import Disk
-from services.kvbm.metrics import Metrics
+from services.kvbm.metrics import StoreMetrics
 from services.kvbm.tickets.slot_checksums import SlotChecksums
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill
 from services.kvbm.tiers.disk_records import WriteOutcome
-from services.kvbm.tiers.disk_results import Loaded, Lost, Written
+from services.kvbm.tiers.disk_results import DiskFailure, LoadedFromDisk, WrittenToDisk
 from shared.pool.map import ArenaMap
 
 SPILLS_MOST = 64
@@ -38,7 +38,7 @@ class DiskTraffic:
         read_done: Callable[[Read, ReadOutcome], None],
         spill_done: Callable[[Spill, WriteOutcome], None],
         erased: Callable[[int], None],
-        metrics: Metrics,
+        metrics: StoreMetrics,
     ) -> None:
         self.disk = disk
         self._slots = slots
@@ -65,7 +65,7 @@ class DiskTraffic:
         """Begins them all, in order."""
         for read in reads:
             self._slots.grant(read.slot)
-            self._checksums.granted((read.slot,))
+            self._checksums.clear((read.slot,))
             memory = self._slots.slot(read.slot)
             self._reading += 1
             self.disk.read(read.record, read.content.key, memory, partial(self._read_ended, read, memory))
@@ -77,40 +77,40 @@ class DiskTraffic:
             memory = self._slots.slot(spill.slot)
             self._spilling += 1
             done = partial(self._spill_ended, spill, memory)
-            self.disk.write(spill.record, spill.content, memory, done, checksum=self._checksums.of(spill.slot))
+            self.disk.write(spill.record, spill.content, memory, done, checksum=self._checksums.get(spill.slot))
 
     def erase(self, records: Iterable[int]) -> None:
         """Begins them all. Touches no slot: nothing waits for the end but the record."""
         for record in records:
             self.disk.erase(record, partial(self._erase_ended, record))
 
-    def _erase_ended(self, record: int, outcome: Written | Lost) -> None:
-        if isinstance(outcome, Lost):
-            self._metrics.disk_request("write", outcome, 0)
+    def _erase_ended(self, record: int, outcome: WrittenToDisk | DiskFailure) -> None:
+        if isinstance(outcome, DiskFailure):
+            self._metrics.count_disk_request("write", outcome, 0)
         self._erased(record)
 
-    def _read_ended(self, read: Read, memory: memoryview, outcome: Loaded | Lost) -> None:
+    def _read_ended(self, read: Read, memory: memoryview, outcome: LoadedFromDisk | DiskFailure) -> None:
         memory.release()
         self._reading -= 1
-        if isinstance(outcome, Loaded):
-            self._checksums.written(read.slot, outcome.checksum)
-        self._metrics.disk_request("read", outcome, self.disk.geometry.payload_bytes)
+        if isinstance(outcome, LoadedFromDisk):
+            self._checksums.set(read.slot, outcome.checksum)
+        self._metrics.count_disk_request("read", outcome, self.disk.geometry.payload_bytes)
         self._read_done(read, _of_read(outcome))
 
-    def _spill_ended(self, spill: Spill, memory: memoryview, outcome: Written | Lost) -> None:
+    def _spill_ended(self, spill: Spill, memory: memoryview, outcome: WrittenToDisk | DiskFailure) -> None:
         memory.release()
         self._spilling -= 1
-        self._metrics.disk_request("write", outcome, self.disk.geometry.payload_bytes)
+        self._metrics.count_disk_request("write", outcome, self.disk.geometry.payload_bytes)
         self._spill_done(spill, _of_write(outcome))
 
 
-def _of_read(outcome: Loaded | Lost) -> ReadOutcome:
-    if isinstance(outcome, Loaded):
+def _of_read(outcome: LoadedFromDisk | DiskFailure) -> ReadOutcome:
+    if isinstance(outcome, LoadedFromDisk):
         return "ok"
     return "lost" if outcome.tried else "failed"
 
 
-def _of_write(outcome: Written | Lost) -> WriteOutcome:
-    if isinstance(outcome, Written):
+def _of_write(outcome: WrittenToDisk | DiskFailure) -> WriteOutcome:
+    if isinstance(outcome, WrittenToDisk):
         return "ok"
-    return outcome.why if outcome.why in ("no space", "damaged") else "failed"
+    return outcome.reason if outcome.reason in ("no space", "damaged") else "failed"

@@ -30,7 +30,7 @@ BEHIND_CHANGES = 65_536
 _tier = itemgetter(0)
 
 
-class Mark(Struct, frozen=True):
+class EventMark(Struct, frozen=True):
     """How far the events are."""
 
     sequence: int = -1
@@ -49,7 +49,7 @@ class EventLog:
         digests: Callable[[], tuple[int, int]],
         wall: Callable[[], float],
     ) -> None:
-        self.mark = Mark()
+        self.mark = EventMark()
         self._publisher = publisher
         self._block_size = block_size
         self._digests = digests
@@ -82,7 +82,7 @@ class EventLog:
             self._publish()
         return bool(self._waiting)
 
-    def flush_all(self) -> Mark:
+    def flush_all(self) -> EventMark:
         """Tells everything: for a snapshot, which must be of one sequence."""
         while self.flush():
             pass
@@ -96,7 +96,7 @@ class EventLog:
         self._sequence += 1
         self._publisher.publish(self._sequence, EVENT_BATCH.encode(EventBatch(self._wall(), events, 0)))
         if not self._waiting:
-            self.mark = Mark(self._sequence, *self._digests())
+            self.mark = EventMark(self._sequence, *self._digests())
 
     def close(self) -> None:
         """Nothing is told any more."""

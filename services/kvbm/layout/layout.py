@@ -18,20 +18,20 @@ from collections.abc import Callable, Collection
 
 from services.kvbm.config import KvbmConfig
 from services.kvbm.disk.disk import Disk
-from services.kvbm.hit_window import Found, HitWindow
+from services.kvbm.hit_window import HitWindow, LookupCounts
 from services.kvbm.layout.describe import LayoutFacts
 from services.kvbm.layout.disk_traffic import SPILLS_MOST, DiskTraffic
 from services.kvbm.layout.event_log import EventLog
-from services.kvbm.metrics import Metrics, Why
+from services.kvbm.metrics import EvictionReason, StoreMetrics
 from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
-from services.kvbm.tickets.pending_fetches import Askers, Told, fetched
-from services.kvbm.tickets.results import Expired
+from services.kvbm.tickets.pending_fetches import PendingFetches, SendFetchReply, fetch_reply
+from services.kvbm.tickets.results import ExpiredTicket
 from services.kvbm.tickets.slot_checksums import SlotChecksums
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers import policies
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent
 from services.kvbm.tiers.disk_records import WriteOutcome
-from services.kvbm.tiers.disk_results import Found as FoundOnDisk
+from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.tiers import Tiers
 from shared import kvbm_messages as wire
 from shared.blocks import Content
@@ -41,13 +41,13 @@ from shared.pool.map import ArenaMap
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
-MakeDisk = Callable[[Callable[[list[FoundOnDisk]], None], Callable[[str], None]], Disk]
+MakeDisk = Callable[[Callable[[list[FoundBlock]], None], Callable[[str], None]], Disk]
 """(back, gone) → the layout's disk tier, not running yet."""
 _TICKET_BITS = 48
 """Tickets begin with a number drawn from so many bits: none of another kvbm's is mistaken for one of ours."""
 
 
-class Layout:
+class LayoutStore:
     """See the module. `before`: the engines that a former kvbm may have let write to these slots. The disk is run by
     whoever made the layout; `close` comes after its last request has ended."""
 
@@ -57,9 +57,9 @@ class Layout:
         slots: ArenaMap,
         config: KvbmConfig,
         runtime: Runtime,
-        metrics: Metrics,
+        metrics: StoreMetrics,
         *,
-        before: Collection[str],
+        former_owners: Collection[str],
         disk: MakeDisk | None,
     ) -> None:
         self.layout = layout
@@ -75,9 +75,9 @@ class Layout:
             "host": policies.named(config.tiers.host_policy, sizes.slots),
             "disk": policies.named(config.tiers.disk_policy, max(1, sizes.records)),
         }
-        self.tiers = Tiers(sizes, self._policies["host"], self._policies["disk"], quarantined=bool(before))
+        self.tiers = Tiers(sizes, self._policies["host"], self._policies["disk"], quarantined=bool(former_owners))
         first_ticket = 1 + runtime.draw.getrandbits(_TICKET_BITS)
-        self.tickets = Tickets(self.tiers, config.tickets, before=before, first_ticket=first_ticket)
+        self.tickets = Tickets(self.tiers, config.tickets, former_owners=former_owners, first_ticket=first_ticket)
         self.log = EventLog(runtime.events.open_publisher(), self._block_size, self._digests, runtime.wall)
         self._checksums = SlotChecksums(slots.arena.slots)
         self._window = HitWindow(config.statistics.window_s)
@@ -91,7 +91,7 @@ class Layout:
                 erased=self._erased,
                 metrics=metrics,
             )
-        self._askers = Askers(slots, self._checksums)
+        self._pending = PendingFetches(slots, self._checksums)
         self._limited_log = RateLimitedLog()
         self._settling: asyncio.Handle | None = None
         self._ended = False
@@ -111,43 +111,43 @@ class Layout:
     def attach(self, owner: str) -> None:
         """See `Tickets.attach`."""
         self.tickets.attach(owner)
-        self._askers.end_all(owner, "the engine has attached anew")
+        self._pending.refuse_all(owner, "the engine has attached anew")
         self.settle_soon()
 
     def owner_answered(self, owner: str) -> None:
         """See `Tickets.owner_answered`."""
-        self.tickets.owner_answered(owner)
+        self.tickets.writer_confirmed_idle(owner)
 
     def owner_dead(self, owner: str) -> None:
         """See `Tickets.owner_dead`."""
         self.tickets.owner_dead(owner)
-        self._askers.end_all(owner, "the engine is dead")
+        self._pending.refuse_all(owner, "the engine is dead")
         self.settle_soon()
 
-    def lease_lost(self, owner: str) -> list[Expired]:
+    def worker_lease_lost(self, owner: str) -> list[ExpiredTicket]:
         """See `Tickets.lease_lost`."""
-        return self._expired(self.tickets.lease_lost(owner))
+        return self._expired(self.tickets.worker_lease_lost(owner))
 
-    def expire(self) -> list[Expired]:
+    def expire(self) -> list[ExpiredTicket]:
         """See `Tickets.expire`."""
         return self._expired(self.tickets.expire(self._now()))
 
-    def _expired(self, expired: list[Expired]) -> list[Expired]:
-        self._metrics.expired(expired)
+    def _expired(self, expired: list[ExpiredTicket]) -> list[ExpiredTicket]:
+        self._metrics.count_expired(expired)
         for ticket in expired:
-            self._askers.end(ticket.ticket, "expired", "its time is over")
+            self._pending.refuse(ticket.ticket, "expired", "its time is over")
         return expired
 
     # --- requests
 
     def store(self, ask: wire.Store) -> wire.Granted:
         """Slots to write to."""
-        self.tickets.check_count(len(ask.blocks))
+        self.tickets.check_block_count(len(ask.blocks))
         granted = self.tickets.store(ask.owner, to_contents(ask.blocks, self._block_size), self._now())
         for slot in granted.slots:
             self.slots.grant(slot)
-        self._checksums.granted(granted.slots)
-        self._metrics.offered(len(granted.slots), granted.known, granted.declined)
+        self._checksums.clear(granted.slots)
+        self._metrics.count_offer(len(granted.slots), granted.known, granted.declined)
         self._changed(granted.events)
         return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
 
@@ -157,9 +157,9 @@ class Layout:
         written = dict(zip(slots, unpack_checksums(ask.checksums, len(slots)), strict=True))
         events = self.tickets.commit(ask.owner, ask.ticket, written.keys(), self._now())
         for slot, checksum in written.items():  # one that is free after all is granted before it is read
-            self._checksums.written(slot, checksum)
+            self._checksums.set(slot, checksum)
         self._changed(events)
-        self._metrics.committed(len(written), self._block_bytes)
+        self._metrics.count_commit(len(written), self._block_bytes)
         return wire.Settled()
 
     def abort(self, ask: wire.Abort) -> wire.Settled:
@@ -167,23 +167,23 @@ class Layout:
         self.tickets.abort(ask.owner, ask.ticket)
         return wire.Settled()
 
-    def fetch(self, ask: wire.Fetch, told: Told) -> tuple[wire.Fetched, bool]:
+    def fetch(self, ask: wire.Fetch, told: SendFetchReply) -> tuple[wire.Fetched, bool]:
         """What is in memory, and whether that is all; if it is not, `told` gets what comes up from disk, later."""
-        self.tickets.check_count(len(ask.keys) // KEY_BYTES)
+        self.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
         keys = unpack_keys(ask.keys)
         held = self.tickets.fetch(ask.owner, keys, self._now())
-        found = Found(1, len(keys), host=len(held.slots) - held.from_disk, disk=held.from_disk)
+        found = LookupCounts(1, len(keys), host=len(held.slots) - held.from_disk, disk=held.from_disk)
         self._window.add(found, self._now())
-        self._metrics.looked_up(found, self._block_bytes)
+        self._metrics.count_lookup(found, self._block_bytes)
         self._changed(held.events)
         if held.reads:
             assert self._traffic is not None, "a read without a disk"
             self._traffic.read(held.reads)
         complete = held.ready == len(held.slots)
         if not complete:
-            self._askers.add(held.ticket, ask.owner, told)
+            self._pending.add(held.ticket, ask.owner, told)
         ready = held.slots if complete else held.slots[: held.ready]
-        first = fetched(
+        first = fetch_reply(
             self.slots, self._checksums, held.ticket, held.time_left_s, 0, ready, len(held.slots), disk=False
         )
         return first, complete
@@ -191,12 +191,12 @@ class Layout:
     def release(self, ask: wire.Release) -> wire.Settled:
         """See `Tickets.release`."""
         self.tickets.release(ask.owner, ask.ticket)
-        self._askers.end(ask.ticket, "unknown_ticket", "it was released", owner=ask.owner)
+        self._pending.refuse(ask.ticket, "unknown_ticket", "it was released", owner=ask.owner)
         return wire.Settled()
 
     def discard(self, ask: wire.Discard) -> wire.Settled:
         """See `Tickets.discard`. A load that is under way sees by the generation that its bytes are worth nothing."""
-        self.tickets.check_count(len(ask.keys) // KEY_BYTES)
+        self.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
         slots, events = self.tickets.discard(ask.owner, unpack_keys(ask.keys))
         if slots or events:
             named = len(ask.keys) // KEY_BYTES
@@ -207,7 +207,7 @@ class Layout:
         self._discarded(slots, events, "discarded")
         return wire.Settled()
 
-    def _discarded(self, slots: Collection[int], events: list[TierEvent], why: Why) -> None:
+    def _discarded(self, slots: Collection[int], events: list[TierEvent], why: EvictionReason) -> None:
         for slot in slots:
             self.slots.grant(slot)
         self._changed(events, why)
@@ -215,26 +215,26 @@ class Layout:
 
     def _erase(self) -> None:
         """What the disk has of discarded blocks, so that no restart finds it."""
-        records = self.tiers.erases()
+        records = self.tiers.take_erases()
         if records:
             assert self._traffic is not None, "records without a disk"
             self._traffic.erase(records)
 
     # --- the disk
 
-    def _disk_back(self, found: list[FoundOnDisk]) -> None:
-        self._changed(self.tiers.disk_back(found))
+    def _disk_back(self, found: list[FoundBlock]) -> None:
+        self._changed(self.tiers.disk_ready(found))
         self.settle_soon()
 
     def _disk_gone(self, _reason: str) -> None:
-        self._changed(self.tiers.disk_gone(), "disk gone")
+        self._changed(self.tiers.disk_failed(), "disk gone")
         self.settle_soon()
 
     def _read_done(self, read: Read, outcome: ReadOutcome) -> None:
         advanced, events = self.tickets.read_done(read, outcome, self._now())
         self._changed(events, "lost")
         if not self._ended:
-            self._askers.advance(advanced)
+            self._pending.add_progress(advanced)
         self.settle_soon()
 
     def _spill_done(self, spill: Spill, outcome: WriteOutcome) -> None:
@@ -245,19 +245,19 @@ class Layout:
         self.settle_soon()
 
     def _erased(self, record: int) -> None:
-        self.tiers.erased(record)
+        self.tiers.erase_done(record)
         self.settle_soon()
 
-    def space_again(self) -> None:
+    def retry_space(self) -> None:
         """See `Tiers.space_again`."""
-        self.tiers.space_again()
+        self.tiers.retry_space()
         self.settle_soon()
 
     # --- settling
 
-    def _changed(self, events: list[TierEvent], why: Why = "room") -> None:
+    def _changed(self, events: list[TierEvent], why: EvictionReason = "room") -> None:
         if events:
-            self._metrics.changed(events, why)
+            self._metrics.count_evictions(events, why)
             self.log.add(events)
 
     def settle_soon(self) -> None:
@@ -272,20 +272,20 @@ class Layout:
             self._settling = None
         self._changed(self.tiers.prepare())
         if self._traffic is not None and self._traffic.room:
-            spills, events = self.tiers.spills(self._traffic.room)
+            spills, events = self.tiers.take_spills(self._traffic.room)
             self._changed(events)
             self._traffic.spill(spills)
-        self._askers.tell()
+        self._pending.send_progress()
         if self.log.flush():
             self.settle_soon()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Nothing new is begun, and nobody waits any more; what is under way ends by itself."""
         self._ended = True
         if self._settling is not None:
             self._settling.cancel()
             self._settling = None
-        self._askers.end_all(None, "the layout is gone")
+        self._pending.refuse_all(None, "the layout is gone")
 
     def close(self) -> None:
         """It has ended, and nothing is under way."""
@@ -334,9 +334,11 @@ class Layout:
         self.log.validate()
         self._window.validate()
         statistics = self.tickets.statistics()
-        self._askers.validate()
-        waiting = len(self._askers) - len(self._askers.untold)
+        self._pending.validate()
+        waiting = len(self._pending) - len(self._pending.with_progress)
         assert waiting <= statistics.fetches, "a fetch has ended, and who asked will never hear of it"
         under_way = 0 if self._traffic is None else self._traffic.under_way
-        assert under_way == statistics.tiers.host.loading + statistics.tiers.disk.writing, "a copy nobody knows of"
-        assert self._settling is not None or not (self._askers.untold or self.log.waiting), "nobody will tell it"
+        assert under_way == statistics.tiers.host.loading + statistics.tiers.disk.writing, "a copy is counted wrong"
+        assert self._settling is not None or not (self._pending.with_progress or self.log.waiting), (
+            "no turn will report it"
+        )

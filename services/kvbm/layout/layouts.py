@@ -15,15 +15,15 @@ from pathlib import Path
 
 from services.kvbm.config import KvbmConfig
 from services.kvbm.disk.disk import Disk
-from services.kvbm.disk.format import geometry
+from services.kvbm.disk.format import disk_geometry
 from services.kvbm.disk.io_threads import DiskThreads
 from services.kvbm.disk.layouts import make_room
-from services.kvbm.layout.layout import Layout, MakeDisk
-from services.kvbm.metrics import Metrics
+from services.kvbm.layout.layout import LayoutStore, MakeDisk
+from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.arenas import NoArena
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.tickets.errors import ArenaMissing, NotReady
-from services.kvbm.tiers.disk_results import Found
+from services.kvbm.tiers.disk_results import FoundBlock
 from shared.errors import ConfigError
 from shared.kvbm_messages import StoreLayout
 from shared.pool.format import PoolUnfit
@@ -39,7 +39,7 @@ class Layouts:
     """Of one kvbm. `changed` is called when one has come or gone."""
 
     def __init__(
-        self, runtime: Runtime, config: KvbmConfig, pool: HostPool, metrics: Metrics, changed: Callable[[], None]
+        self, runtime: Runtime, config: KvbmConfig, pool: HostPool, metrics: StoreMetrics, changed: Callable[[], None]
     ) -> None:
         self._runtime = runtime
         self._config = config
@@ -51,26 +51,26 @@ class Layouts:
         """Running, by layout."""
         self._ending: set[asyncio.Task[None]] = set()
         """Of layouts that are closed: each keeps its directory locked until it has ended."""
-        self.open: dict[str, Layout] = {}
+        self.open: dict[str, LayoutStore] = {}
         """By digest; for reading only."""
 
-    def place(self, layout: StoreLayout, before: Collection[str]) -> Layout:
+    def get_or_open(self, layout: StoreLayout, former_owners: Collection[str]) -> LayoutStore:
         """The layout, opened if it is not. `before`: the engines of a former kvbm that may write to any slot yet.
         Raises ArenaMissing, and NotReady where a policy of somebody's own cannot be made that large."""
         digest = layout.digest
         in_use = [other.digest for other in self.open.values() if other.in_use]
         try:
-            place = self._pool.place(digest, layout.kv.block_bytes, in_use)
+            place = self._pool.assign_arena(digest, layout.kv.block_bytes, in_use)
         except (NoArena, PoolUnfit) as wrong:
             raise ArenaMissing(str(wrong)) from None
         if digest in self.open:
             return self.open[digest]
-        if place.dropped in self.open:
-            self._drop(place.dropped)
+        if place.former_layout in self.open:
+            self._drop(place.former_layout)
         try:
-            made = Layout(
+            made = LayoutStore(
                 *(layout, place.slots, self._config, self._runtime, self._metrics),
-                before=before,
+                former_owners=former_owners,
                 disk=self._disk(layout),
             )
         except ConfigError as wrong:
@@ -91,7 +91,7 @@ class Layouts:
             self._ending.add(disk)
             disk.add_done_callback(self._ending.discard)
         self._metrics.evictions.labels("host", "layout gone").inc(layout.tiers.statistics().host.ready)
-        layout.end()
+        layout.stop()
         layout.close()
 
     # --- disks
@@ -106,12 +106,12 @@ class Layouts:
         if threads is None:
             return None
         try:
-            shape = geometry(layout.digest, layout.kv.block_bytes, self._share_bytes, config.segment_bytes)
+            shape = disk_geometry(layout.digest, layout.kv.block_bytes, self._share_bytes, config.segment_bytes)
         except ValueError as wrong:
             _log.error("layout %s is not kept on disk: %s", layout.digest, wrong)
             return None
 
-        def make(back: Callable[[list[Found]], None], gone: Callable[[str], None]) -> Disk:
+        def make(back: Callable[[list[FoundBlock]], None], gone: Callable[[str], None]) -> Disk:
             return Disk(
                 *(Path(config.directory), shape, threads, back, gone),
                 min_free_bytes=config.min_free_bytes,
@@ -146,7 +146,7 @@ class Layouts:
     async def close(self) -> bool:
         """False: a disk has not answered in time, and memory of the pool is in use until the process ends."""
         for layout in self.open.values():
-            layout.end()
+            layout.stop()
         for task in self._disks.values():
             task.cancel()
         ending = [*self._disks.values(), *self._ending]

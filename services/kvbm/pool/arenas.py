@@ -21,11 +21,11 @@ class NoArena(HeadraceError):
     """Every arena belongs to a layout that is in use."""
 
 
-class Given(Struct, frozen=True):
+class AssignedArena(Struct, frozen=True):
     """An arena for a layout, and the layout that had it until now and has lost all that was in it."""
 
     index: int
-    dropped: str | None = None
+    former_layout: str | None = None
 
 
 class Arenas:
@@ -45,32 +45,32 @@ class Arenas:
         """The layout's arena; None: it has none."""
         return self._index.get(layout)
 
-    def give(self, layout: str, in_use: Collection[str]) -> Given:
+    def assign(self, layout: str, in_use: Collection[str]) -> AssignedArena:
         """The layout's arena, the same as before where it has one. `in_use`: the layouts that must keep theirs, since
         an engine that lives uses them or a copy is under way. Raises NoArena; nothing has changed then."""
         if layout in self._index:
             index = self._index.pop(layout)
             self._index[layout] = index
-            return Given(index)
+            return AssignedArena(index)
         free = set(range(self.count)).difference(self._index.values())
         if free:
             # The same one after a restart, as far as it can be: engines then need not map and pin memory anew.
             wanted = xxh3_64_intdigest(layout.encode()) % self.count
             self._index[layout] = wanted if wanted in free else min(free)
-            return Given(self._index[layout])
+            return AssignedArena(self._index[layout])
         for other in self._index:
             if other not in in_use:
                 index = self._index.pop(other)
                 self._index[layout] = index
-                return Given(index, dropped=other)
+                return AssignedArena(index, former_layout=other)
         raise NoArena(f"all {self.count} arenas of the pool are in use by the layouts {', '.join(self._index)}")
 
-    def take_back(self, layout: str, given: Given) -> None:
+    def undo_assign(self, layout: str, given: AssignedArena) -> None:
         """The layout could not use what it was given, last of all: whoever had it before has it still."""
         index = self._index.pop(layout)
         assert index == given.index
-        if given.dropped is not None:
-            self._index = {given.dropped: index, **self._index}
+        if given.former_layout is not None:
+            self._index = {given.former_layout: index, **self._index}
 
     def validate(self) -> None:
         """Raises AssertionError where the arenas contradict themselves."""

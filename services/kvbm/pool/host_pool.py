@@ -25,8 +25,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from services.kvbm.pool.arenas import Arenas
-from services.kvbm.pool.memory_check import check_room
-from services.kvbm.pool.owners import Owners
+from services.kvbm.pool.memory_check import check_memory
+from services.kvbm.pool.owners import OwnerLocks
 from services.kvbm.pool.prefault import Prefault
 from shared.errors import ConfigError
 from shared.pool.format import PAGE_BYTES, Geometry, PoolUnfit, usable
@@ -36,17 +36,17 @@ from shared.pool.map import ArenaMap, PoolMap
 _log = logging.getLogger(__name__)
 
 
-class Place(Struct, frozen=True):
+class ArenaAssignment(Struct, frozen=True):
     """A layout's slots, and the layout that had them until now."""
 
     slots: ArenaMap
-    dropped: str | None
+    former_layout: str | None
 
 
 class HostPool:
     """One kvbm's pool. Made by `open`."""
 
-    def __init__(self, pool: PoolMap, owners: Owners, arenas: int, *, adopted: bool, closing: ExitStack) -> None:
+    def __init__(self, pool: PoolMap, owners: OwnerLocks, arenas: int, *, adopted: bool, closing: ExitStack) -> None:
         self.path = pool.path
         self.geometry = pool.geometry
         self.owners = owners
@@ -79,9 +79,9 @@ class HostPool:
                 check_directory(directory)
                 lock = hold_directory(directory, instance)
                 closing.callback(lock.close)
-                owners = Owners(directory)
+                owners = OwnerLocks(directory)
                 closing.callback(owners.close)
-                owners.look()
+                owners.poll()
                 if owners.full:
                     raise ConfigError(f"{directory}: too many engines live to know them all: {len(owners.watched)}")
                 pool, adopted = _open_file(directory / POOL, size_bytes, owners.watched)
@@ -104,7 +104,7 @@ class HostPool:
         """To be started where the pool is not `reserved`, and stopped before `close`; `ended` is called in a thread."""
         return Prefault(self._pool.descriptor, self.geometry.file_bytes, threads, ended)
 
-    def place(self, layout: str, block_bytes: int, in_use: Collection[str]) -> Place:
+    def assign_arena(self, layout: str, block_bytes: int, in_use: Collection[str]) -> ArenaAssignment:
         """The slots for blocks of `block_bytes` of the layout with this digest; asked again, the same ones.
 
         `in_use`: the layouts that living engines use or that are being copied; others may lose their arena. Raises
@@ -116,20 +116,20 @@ class HostPool:
             there = self._placed[layout]
             if there.arena.slot_bytes != arena.slot_bytes:
                 raise PoolUnfit(f"layout {layout}: slots of {there.arena.slot_bytes} bytes, not {arena.slot_bytes}")
-            self.arenas.give(layout, in_use)
-            return Place(there, None)
-        given = self.arenas.give(layout, in_use)
+            self.arenas.assign(layout, in_use)
+            return ArenaAssignment(there, None)
+        given = self.arenas.assign(layout, in_use)
         try:
             slots = self._pool.arena(self.geometry.arena(given.index, self.arenas.count, block_bytes))
         except PoolUnfit:  # the system has no room for one mapping more
-            self.arenas.take_back(layout, given)
+            self.arenas.undo_assign(layout, given)
             raise
         dropped = next((other for other in self._placed if self.arenas.index(other) is None), None)
         if dropped is not None:
             self._placed[dropped].close()
             del self._placed[dropped]
         self._placed[layout] = slots
-        return Place(slots, dropped)
+        return ArenaAssignment(slots, dropped)
 
     def close(self) -> None:
         """The file stays, for the next kvbm here to adopt."""
@@ -145,21 +145,21 @@ def _open_file(path: Path, size_bytes: int, survivors: Collection[str]) -> tuple
         there_bytes: int | None = path.lstat().st_blocks * 512
     except FileNotFoundError:
         there_bytes = None
-    check_room(path.parent, size_bytes, there_bytes or 0)
+    check_memory(path.parent, size_bytes, there_bytes or 0)
     if there_bytes is not None:
         try:
             return _adopt(path, size_bytes), True
         except PoolUnfit as wrong:
             if survivors:  # the memory of the former file is theirs until they attach to the new one
-                _check_room_besides(path, size_bytes, wrong, survivors)
+                _check_memory_besides(path, size_bytes, wrong, survivors)
             _log.warning("%s; a new file takes its place", wrong)
     _make(path, size_bytes)
     return PoolMap(path, grants=True), False
 
 
-def _check_room_besides(path: Path, size_bytes: int, wrong: PoolUnfit, survivors: Collection[str]) -> None:
+def _check_memory_besides(path: Path, size_bytes: int, wrong: PoolUnfit, survivors: Collection[str]) -> None:
     try:
-        check_room(path.parent, size_bytes, 0)
+        check_memory(path.parent, size_bytes, 0)
     except ConfigError as full:
         living = ", ".join(sorted(survivors))
         raise ConfigError(f"{wrong}; no room for a new one while these engines live: {living}: {full}") from None

@@ -15,7 +15,7 @@ from shared.errors import ConfigError
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def check_room(directory: Path, size_bytes: int, there_bytes: int) -> None:
+def check_memory(directory: Path, size_bytes: int, there_bytes: int) -> None:
     """Raises ConfigError where a pool of `size_bytes` in `directory` has no room; `there_bytes` of it are in memory
     already, or will be given back for it."""
     missing_bytes = max(0, size_bytes - there_bytes)

@@ -21,7 +21,7 @@ MOST_OWNERS = 256
 """Watched at once, one descriptor each. More engines than these cannot attach."""
 
 
-class Owners:
+class OwnerLocks:
     """Those with a file in `directory`/owners. Blocking, for as long as a few calls of the file system take."""
 
     def __init__(self, directory: Path) -> None:
@@ -41,7 +41,7 @@ class Owners:
         """No other engine can be taken up."""
         return len(self._watched) >= MOST_OWNERS
 
-    def alive(self, owner: str) -> bool:
+    def is_alive(self, owner: str) -> bool:
         """Whether its lock is held now; whoever was not watched is, if there is room. False for a name that no owner
         may have. Raises OSError where it cannot be told."""
         if not is_owner(owner):
@@ -50,7 +50,7 @@ class Owners:
             return False
         return not _free(self._watched[owner])
 
-    def look(self) -> list[str]:
+    def poll(self) -> list[str]:
         """Takes up new owners, deletes the files of dead ones, and returns those that were watched and have died.
         Raises OSError where it cannot be told; then nobody is dead who is not returned by a later look."""
         for file in self._directory.iterdir():

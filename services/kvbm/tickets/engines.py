@@ -22,7 +22,7 @@ NAME_CHARS = 1024
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-class Engine(Struct, frozen=True):
+class AttachedEngine(Struct, frozen=True):
     """One engine process."""
 
     worker: str
@@ -30,11 +30,11 @@ class Engine(Struct, frozen=True):
     """Its digest."""
 
 
-class Engines:
+class AttachedEngines:
     """By owner."""
 
     def __init__(self) -> None:
-        self._attached: dict[str, Engine] = {}
+        self._attached: dict[str, AttachedEngine] = {}
 
     def check(self, attach: Attach) -> None:
         """Raises BadRequest where it makes no sense, WrongLayout where the owner has another one. That the owner lives
@@ -50,15 +50,15 @@ class Engines:
         if known is not None and known.layout != attach.layout.digest:
             raise WrongLayout(f"owner {attach.owner!r} is attached to layout {known.layout}, and stays with it")
 
-    def attached(self, attach: Attach) -> None:
+    def add(self, attach: Attach) -> None:
         """It was checked, and is."""
-        self._attached[attach.owner] = Engine(attach.worker, attach.layout.digest)
+        self._attached[attach.owner] = AttachedEngine(attach.worker, attach.layout.digest)
 
-    def dead(self, owner: str) -> bool:
+    def remove(self, owner: str) -> bool:
         """Whether it was attached."""
         return self._attached.pop(owner, None) is not None
 
-    def layout(self, owner: str) -> str:
+    def layout_of(self, owner: str) -> str:
         """Of one that is attached. Raises UnknownOwner."""
         known = self._attached.get(owner)
         if known is None:

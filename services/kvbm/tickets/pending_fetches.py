@@ -16,48 +16,48 @@ from msgspec import Struct
 
 from services.kvbm.tickets.errors import RefusalCode
 from services.kvbm.tickets.packing import pack_slots
-from services.kvbm.tickets.results import Advanced
+from services.kvbm.tickets.results import FetchProgress
 from services.kvbm.tickets.slot_checksums import SlotChecksums
 from shared import kvbm_messages as wire
 from shared.pool.map import ArenaMap
 
-Told = Callable[[wire.Fetched | wire.KvbmRefused, bool], None]
+SendFetchReply = Callable[[wire.Fetched | wire.KvbmRefused, bool], None]
 """A later reply to a fetch, and whether it is the last one."""
 
 
-class _Asker(Struct):
+class _PendingFetch(Struct):
     owner: str
-    told: Told
-    news: list[Advanced]
+    told: SendFetchReply
+    news: list[FetchProgress]
     """What it does not know yet."""
 
 
-class Askers:
+class PendingFetches:
     """Of one layout, by ticket."""
 
     def __init__(self, slots: ArenaMap, checksums: SlotChecksums) -> None:
         self._slots = slots
         self._checksums = checksums
-        self._waiting: dict[int, _Asker] = {}
-        self.untold: set[int] = set()
+        self._waiting: dict[int, _PendingFetch] = {}
+        self.with_progress: set[int] = set()
         """Tickets with news; for reading only."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, ticket: int, owner: str, told: Told) -> None:
+    def add(self, ticket: int, owner: str, told: SendFetchReply) -> None:
         """Its first reply is the caller's."""
-        self._waiting[ticket] = _Asker(owner, told, [])
+        self._waiting[ticket] = _PendingFetch(owner, told, [])
 
-    def advance(self, pieces: Iterable[Advanced]) -> None:
+    def add_progress(self, pieces: Iterable[FetchProgress]) -> None:
         """News of some of them, to be told at the next `tell`."""
         for piece in pieces:
             self._waiting[piece.ticket].news.append(piece)
-            self.untold.add(piece.ticket)
+            self.with_progress.add(piece.ticket)
 
-    def tell(self) -> None:
+    def send_progress(self) -> None:
         """All news so far: a reply for each run of slots from one tier."""
-        for ticket in sorted(self.untold):
+        for ticket in sorted(self.with_progress):
             asker = self._waiting[ticket]
             first, last = asker.news[0].first, asker.news[-1]
             came = [pair for piece in asker.news for pair in zip(piece.slots, piece.from_disk, strict=True)]
@@ -68,33 +68,35 @@ class Askers:
                 del self._waiting[ticket]
             for disk, run in groupby(came, itemgetter(1)) if came else ((True, ()),):
                 slots = [slot for slot, _ in run]
-                reply = fetched(
+                reply = fetch_reply(
                     self._slots, self._checksums, ticket, last.time_left_s, first, slots, last.found, disk=disk
                 )
                 first += len(slots)
                 asker.told(reply, complete and first == end)
-        self.untold.clear()
+        self.with_progress.clear()
 
-    def end(self, ticket: int, code: RefusalCode, reason: str, *, owner: str | None = None) -> None:
+    def refuse(self, ticket: int, code: RefusalCode, reason: str, *, owner: str | None = None) -> None:
         """The ticket has ended before its prefix was there. Those that do not wait, or are not `owner`'s, are
         ignored."""
         asker = self._waiting.get(ticket)
         if asker is not None and owner in (None, asker.owner):
             del self._waiting[ticket]
-            self.untold.discard(ticket)
+            self.with_progress.discard(ticket)
             asker.told(wire.KvbmRefused(code, f"ticket {ticket}: {reason}"), True)
 
-    def end_all(self, owner: str | None, reason: str) -> None:
+    def refuse_all(self, owner: str | None, reason: str) -> None:
         """All tickets of the owner; None: of everybody."""
         for ticket in [ticket for ticket, asker in self._waiting.items() if owner in (None, asker.owner)]:
-            self.end(ticket, "unknown_ticket", reason)
+            self.refuse(ticket, "unknown_ticket", reason)
 
     def validate(self) -> None:
         """Raises AssertionError where the askers contradict themselves."""
-        assert self.untold == {ticket for ticket, asker in self._waiting.items() if asker.news}, "news for nobody"
+        assert self.with_progress == {ticket for ticket, asker in self._waiting.items() if asker.news}, (
+            "news for nobody"
+        )
 
 
-def fetched(
+def fetch_reply(
     memory: ArenaMap,
     checksums: SlotChecksums,
     ticket: int,

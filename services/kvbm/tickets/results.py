@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from services.kvbm.tiers.actions import Read, TierEvent, TierStatistics
 
 
-class Bounds(Struct, frozen=True, forbid_unknown_fields=True):
+class TicketLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """How long tickets last, and how much one owner may have: the table `tickets` of the settings."""
 
     store_time_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
@@ -22,7 +22,7 @@ class Bounds(Struct, frozen=True, forbid_unknown_fields=True):
     """Of the slots, that one owner may be writing to, quarantined ones counted; at least one slot."""
 
 
-class Granted(Struct, frozen=True):
+class StoreGrant(Struct, frozen=True):
     """A store's answer."""
 
     ticket: int
@@ -35,7 +35,7 @@ class Granted(Struct, frozen=True):
     events: list[TierEvent]
 
 
-class Fetched(Struct, frozen=True):
+class FetchGrant(Struct, frozen=True):
     """A fetch's answer: the whole prefix, of which the first `ready` slots can be read at once."""
 
     ticket: int
@@ -49,7 +49,7 @@ class Fetched(Struct, frozen=True):
     events: list[TierEvent]
 
 
-class Advanced(Struct, frozen=True):
+class FetchProgress(Struct, frozen=True):
     """News of a fetch that waits for the disk: more slots can be read, or the prefix is shorter, or both. Where `found`
     is 0 the ticket has ended."""
 
@@ -65,7 +65,7 @@ class Advanced(Struct, frozen=True):
     """Length of the prefix as it is known now."""
 
 
-class Expired(Struct, frozen=True):
+class ExpiredTicket(Struct, frozen=True):
     """A ticket's time was over."""
 
     owner: str

@@ -21,15 +21,15 @@ class SlotChecksums:
         self._of = array("Q", bytes(_BYTES * slots))
         assert self._of.itemsize == _BYTES
 
-    def of(self, slot: int) -> int:
+    def get(self, slot: int) -> int:
         """0: none is known."""
         return self._of[slot]
 
-    def written(self, slot: int, checksum: int) -> None:
+    def set(self, slot: int, checksum: int) -> None:
         """The slot has the bytes of this checksum."""
         self._of[slot] = checksum
 
-    def granted(self, slots: Iterable[int]) -> None:
+    def clear(self, slots: Iterable[int]) -> None:
         """These are about to be written."""
         for slot in slots:
             self._of[slot] = 0

@@ -32,7 +32,14 @@ from itertools import islice, takewhile
 from msgspec import Struct
 
 from services.kvbm.tickets.errors import BadRequest, TicketExpired, TooManyTickets, UnknownOwner, UnknownTicket
-from services.kvbm.tickets.results import Advanced, Bounds, Expired, Fetched, Granted, TicketStatistics
+from services.kvbm.tickets.results import (
+    ExpiredTicket,
+    FetchGrant,
+    FetchProgress,
+    StoreGrant,
+    TicketLimits,
+    TicketStatistics,
+)
 from services.kvbm.tiers.actions import Read, ReadOutcome, TierEvent
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content
@@ -66,9 +73,11 @@ class Tickets:
     """See the module. One layout's. Ids begin with `first_ticket`, which a kvbm that starts anew chooses so that no
     ticket of before is mistaken for one of its own; `before` are the owners that the former one may have let write."""
 
-    def __init__(self, tiers: Tiers, bounds: Bounds, *, before: Collection[str] = (), first_ticket: int = 1) -> None:
+    def __init__(
+        self, tiers: Tiers, limits: TicketLimits, *, former_owners: Collection[str] = (), first_ticket: int = 1
+    ) -> None:
         assert first_ticket > 0, "0 is no ticket"
-        self.bounds = bounds
+        self.limits = limits
         self._tiers = tiers
         self._owners: dict[str, _Owner] = {}
         self._stores: OrderedDict[int, _Store] = OrderedDict()
@@ -78,71 +87,71 @@ class Tickets:
         """Stores that wait for their owners' answers."""
         self._waiting: dict[int, set[int]] = {}
         """Loading slot → the fetches that wait for it, where there are any."""
-        self._before = set(before)
+        self._former_owners = set(former_owners)
         self._next_ticket = first_ticket
         host = tiers.statistics().host
-        self._from_before = list(range(host.capacity)) if host.quarantined else []
+        self._startup_quarantine = list(range(host.capacity)) if host.quarantined else []
         """Slots in quarantine since the start."""
         assert host.quarantined in (0, host.capacity), "tiers that are in use already"
-        self._writing_limit = max(1, int(host.capacity * bounds.owner_share))
-        self._end_of_before()
+        self._writing_limit = max(1, int(host.capacity * limits.owner_share))
+        self._release_startup_quarantine()
 
     # --- owners
 
     def attach(self, owner: str) -> None:
         """The owner may store and fetch. It says that nothing of its own is under way, whatever was before."""
-        self._end_all(owner)
+        self._end_tickets_of(owner)
         self._owners[owner] = _Owner(set())
-        self.owner_answered(owner)
+        self.writer_confirmed_idle(owner)
 
-    def owner_answered(self, owner: str) -> None:
+    def writer_confirmed_idle(self, owner: str) -> None:
         """The owner, perhaps another layout's, writes to nothing that a former kvbm has let it write to."""
-        self._before.discard(owner)
-        self._end_of_before()
+        self._former_owners.discard(owner)
+        self._release_startup_quarantine()
 
     def owner_dead(self, owner: str) -> None:
         """The kernel has let go of the owner's lock. Unknown owners are ignored."""
-        self._end_all(owner)
+        self._end_tickets_of(owner)
         self._owners.pop(owner, None)
-        self.owner_answered(owner)
+        self.writer_confirmed_idle(owner)
 
-    def lease_lost(self, owner: str) -> list[Expired]:
+    def worker_lease_lost(self, owner: str) -> list[ExpiredTicket]:
         """The owner's worker is not there for others any more: the time of all its tickets is over."""
         known = self._owners.get(owner)
         open_ones = sorted(known.tickets.difference(self._expired)) if known else ()
         return [self._expire(ticket) for ticket in open_ones]
 
-    def _end_all(self, owner: str) -> None:
+    def _end_tickets_of(self, owner: str) -> None:
         known = self._owners.get(owner)
         for ticket in list(known.tickets) if known else ():
             if ticket in self._fetches:
                 self._end_fetch(ticket)
             else:
-                self._tiers.give_back(self._end_store(ticket).slots)
+                self._tiers.free_slots(self._end_store(ticket).slots)
 
-    def _end_of_before(self) -> None:
-        if self._from_before and not self._before:
-            self._tiers.give_back(self._from_before)
-            self._from_before = []
+    def _release_startup_quarantine(self) -> None:
+        if self._startup_quarantine and not self._former_owners:
+            self._tiers.free_slots(self._startup_quarantine)
+            self._startup_quarantine = []
 
     # --- store
 
-    def store(self, owner: str, contents: Sequence[Content], now_s: float) -> Granted:
+    def store(self, owner: str, contents: Sequence[Content], now_s: float) -> StoreGrant:
         """Slots for those of the blocks that are new and worth keeping, a prefix first block first. Raises BadRequest,
         UnknownOwner, TooManyTickets."""
         for content in contents:
             if len(content.key) != KEY_BYTES or (content.parent is not None and len(content.parent) != KEY_BYTES):
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {content.key.hex()} behind {content.parent!r}")
-        known = self._admitted(owner, len(contents), now_s)
+        known = self._admit(owner, len(contents), now_s)
         offered = self._tiers.offer(contents, max(0, self._writing_limit - known.writing))
         ticket = 0
         if offered.slots:
             ticket = self._open(known)
-            self._stores[ticket] = _Store(owner, offered.slots, now_s + self.bounds.store_time_s)
+            self._stores[ticket] = _Store(owner, offered.slots, now_s + self.limits.store_time_s)
             known.writing += len(offered.slots)
-        return Granted(
+        return StoreGrant(
             ticket=ticket,
-            time_left_s=self.bounds.store_time_s,
+            time_left_s=self.limits.store_time_s,
             indices=offered.indices,
             slots=list(offered.slots),
             known=offered.known,
@@ -167,38 +176,38 @@ class Tickets:
         late = ticket in self._expired
         self._end_store(ticket)
         if late:
-            self._tiers.give_back(store.slots)
+            self._tiers.free_slots(store.slots)
             raise TicketExpired(owner, ticket)
-        self._tiers.give_back(slot for slot in store.slots if slot not in written)
+        self._tiers.free_slots(slot for slot in store.slots if slot not in written)
         return self._tiers.publish([slot for slot in store.slots if slot in written])
 
     def abort(self, owner: str, ticket: int) -> None:
         """Nobody writes to the ticket's slots any more. Idempotent: unknown tickets are ignored. Raises BadRequest."""
         if self._store_of(owner, ticket) is not None:
-            self._tiers.give_back(self._end_store(ticket).slots)
+            self._tiers.free_slots(self._end_store(ticket).slots)
 
     # --- fetch
 
-    def fetch(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> Fetched:
+    def fetch(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> FetchGrant:
         """Holds the longest prefix that is there. Raises BadRequest, UnknownOwner, TooManyTickets."""
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {key.hex()}")
         if len(set(keys)) != len(keys):
             raise BadRequest("a prefix has no block twice")
-        known = self._admitted(owner, len(keys), now_s)
+        known = self._admit(owner, len(keys), now_s)
         found = self._tiers.fetch(keys)
         ticket = 0
         if found.slots:
             ticket = self._open(known)
             ready = found.loading[0] if found.loading else len(found.slots)
-            deadline_s = now_s + self.bounds.fetch_time_s
+            deadline_s = now_s + self.limits.fetch_time_s
             self._fetches[ticket] = _Fetch(owner, found.slots, ready, set(found.loading), deadline_s)
         for index in found.loading:
             self._waiting.setdefault(found.slots[index], set()).add(ticket)
-        return Fetched(
+        return FetchGrant(
             ticket=ticket,
-            time_left_s=self.bounds.fetch_time_s,
+            time_left_s=self.limits.fetch_time_s,
             slots=list(found.slots),
             ready=found.loading[0] if found.loading else len(found.slots),
             from_disk=len(found.loading),
@@ -211,7 +220,7 @@ class Tickets:
         fetch = self._fetches.get(ticket)
         if fetch is not None and fetch.owner == owner:
             self._end_fetch(ticket)
-        elif fetch is None and self._mine(owner, ticket):
+        elif fetch is None and self._has_ticket(owner, ticket):
             raise BadRequest(f"ticket {ticket} is a store's: commit or abort it")
 
     # --- wrong blocks
@@ -221,12 +230,12 @@ class Tickets:
         slots that had them: fetches may read these until they end. Raises BadRequest, UnknownOwner."""
         if owner not in self._owners:
             raise UnknownOwner(owner)
-        self.check_count(len(keys))
+        self.check_block_count(len(keys))
         return self._tiers.discard(keys)
 
     # --- the disk reports
 
-    def read_done(self, read: Read, outcome: ReadOutcome, now_s: float) -> tuple[list[Advanced], list[TierEvent]]:
+    def read_done(self, read: Read, outcome: ReadOutcome, now_s: float) -> tuple[list[FetchProgress], list[TierEvent]]:
         """A read has ended: news for the fetches that waited for it, and what can be found now. To be told exactly once
         for each read, whatever became of the fetch that it was begun for."""
         waiting = sorted(self._waiting.pop(read.slot, ()))
@@ -236,12 +245,12 @@ class Tickets:
             for ticket in waiting:
                 self._shorten(ticket, self._fetches[ticket].slots.index(read.slot))
         events = self._tiers.read_done(read, outcome)
-        advanced: list[Advanced] = []
+        advanced: list[FetchProgress] = []
         for ticket in waiting:
             first = self._fetches[ticket].ready
             ready = self._advance(ticket, now_s)
             if ready > first or outcome != "ok":
-                advanced.append(self._news(ticket, first, now_s))
+                advanced.append(self._progress(ticket, first, now_s))
         return advanced, events
 
     def _shorten(self, ticket: int, end: int) -> None:
@@ -263,15 +272,15 @@ class Tickets:
         while fetch.ready < len(fetch.slots) and not self._tiers.is_loading(fetch.slots[fetch.ready]):
             fetch.ready += 1
         if fetch.ready > first and now_s < fetch.deadline_s:
-            fetch.deadline_s = now_s + self.bounds.fetch_time_s
+            fetch.deadline_s = now_s + self.limits.fetch_time_s
             self._fetches.move_to_end(ticket)
         return fetch.ready
 
-    def _news(self, ticket: int, first: int, now_s: float) -> Advanced:
+    def _progress(self, ticket: int, first: int, now_s: float) -> FetchProgress:
         fetch = self._fetches[ticket]
         if not fetch.slots:
             self._end_fetch(ticket)
-        return Advanced(
+        return FetchProgress(
             owner=fetch.owner,
             ticket=ticket,
             time_left_s=max(0.0, fetch.deadline_s - now_s),
@@ -289,36 +298,36 @@ class Tickets:
         fetches = [fetch.deadline_s for fetch in islice(self._fetches.values(), 1)]
         return min([*stores, *fetches], default=None)
 
-    def expire(self, now_s: float) -> list[Expired]:
+    def expire(self, now_s: float) -> list[ExpiredTicket]:
         """Ends the time of all tickets whose deadline has come."""
         due = list(takewhile(lambda ticket: self._stores[ticket].deadline_s <= now_s, self._stores))
         due += takewhile(lambda ticket: self._fetches[ticket].deadline_s <= now_s, self._fetches)
         return [self._expire(ticket) for ticket in due]
 
-    def _expire(self, ticket: int) -> Expired:
+    def _expire(self, ticket: int) -> ExpiredTicket:
         store = self._stores.pop(ticket, None)
         if store is None:
             fetch = self._fetches[ticket]
             slots = list(fetch.slots)
             self._end_fetch(ticket)
-            return Expired(fetch.owner, ticket, "fetch", slots)
+            return ExpiredTicket(fetch.owner, ticket, "fetch", slots)
         self._expired[ticket] = store
         self._tiers.quarantine(store.slots)
-        return Expired(store.owner, ticket, "store", list(store.slots))
+        return ExpiredTicket(store.owner, ticket, "store", list(store.slots))
 
     # --- inside
 
-    def _admitted(self, owner: str, blocks: int, now_s: float) -> _Owner:
+    def _admit(self, owner: str, blocks: int, now_s: float) -> _Owner:
         """The owner, who may open one more ticket."""
         known = self._owners.get(owner)
         if known is None:
             raise UnknownOwner(owner)
-        long_ago_s = now_s - self.bounds.store_time_s
+        long_ago_s = now_s - self.limits.store_time_s
         if any(self._expired[ticket].deadline_s <= long_ago_s for ticket in known.tickets & self._expired.keys()):
             raise UnknownOwner(owner, "has a store that expired long ago: it is to attach anew")
-        self.check_count(blocks)
-        if len(known.tickets) >= self.bounds.tickets_per_owner:
-            raise TooManyTickets(owner, self.bounds.tickets_per_owner)
+        self.check_block_count(blocks)
+        if len(known.tickets) >= self.limits.tickets_per_owner:
+            raise TooManyTickets(owner, self.limits.tickets_per_owner)
         return known
 
     def _open(self, owner: _Owner) -> int:
@@ -327,13 +336,13 @@ class Tickets:
         owner.tickets.add(ticket)
         return ticket
 
-    def _mine(self, owner: str, ticket: int) -> bool:
+    def _has_ticket(self, owner: str, ticket: int) -> bool:
         known = self._owners.get(owner)
         return known is not None and ticket in known.tickets
 
     def _store_of(self, owner: str, ticket: int) -> _Store | None:
         """The owner's store, expired or not; None: it has no such ticket."""
-        if not self._mine(owner, ticket):
+        if not self._has_ticket(owner, ticket):
             return None
         if ticket in self._fetches:
             raise BadRequest(f"ticket {ticket} is a fetch's: release it")
@@ -355,10 +364,10 @@ class Tickets:
 
     # --- questions
 
-    def check_count(self, blocks: int) -> None:
+    def check_block_count(self, blocks: int) -> None:
         """Raises BadRequest where one request has too many blocks. Costs nothing, and unpacking them may cost much."""
-        if blocks > self.bounds.blocks_per_request:
-            raise BadRequest(f"{blocks} blocks in one request, at most {self.bounds.blocks_per_request} are taken")
+        if blocks > self.limits.blocks_per_request:
+            raise BadRequest(f"{blocks} blocks in one request, at most {self.limits.blocks_per_request} are taken")
 
     def statistics(self) -> TicketStatistics:
         """Counts, in O(1)."""
@@ -367,7 +376,7 @@ class Tickets:
             stores=len(self._stores),
             fetches=len(self._fetches),
             expired=len(self._expired),
-            awaited=len(self._before),
+            awaited=len(self._former_owners),
             tiers=self._tiers.statistics(),
         )
 
@@ -385,13 +394,13 @@ class Tickets:
             assert owner.writing == sum(len(store.slots) for store in stores.values() if store.owner == name), name
         assert set(tickets.values()) <= self._owners.keys(), "a ticket without an owner"
         writing = [slot for store in self._stores.values() for slot in store.slots]
-        quarantined = [slot for store in self._expired.values() for slot in store.slots] + self._from_before
+        quarantined = [slot for store in self._expired.values() for slot in store.slots] + self._startup_quarantine
         host = tiers.statistics().host
         assert len({*writing, *quarantined}) == len(writing) + len(quarantined), "a slot has two writers"
         assert all(tiers.state(slot) == "writing" for slot in writing), "a granted slot is not writing"
         assert all(tiers.state(slot) == "quarantined" for slot in quarantined), "a quarantined slot is not"
         assert (len(writing), len(quarantined)) == (host.writing, host.quarantined), "a slot without its writer"
-        assert not self._from_before or self._before, "a quarantine that nobody is waited for"
+        assert not self._startup_quarantine or self._former_owners, "a quarantine that nobody is waited for"
         waiting: dict[int, set[int]] = {}
         for ticket, fetch in self._fetches.items():
             assert fetch.slots, f"fetch {ticket} holds nothing"

@@ -16,7 +16,7 @@ ReadOutcome = Literal["ok", "lost", "failed"]
 """Of a read: the bytes are in the slot; the record has not got them, and goes; not now, but the record may be right."""
 
 
-class Sizes(Struct, frozen=True):
+class TierSizes(Struct, frozen=True):
     """How much there is of everything, and from when on a block is worth it."""
 
     slots: int
@@ -68,7 +68,7 @@ class Spill(Struct, frozen=True):
     content: Content
 
 
-class Held(Struct, frozen=True):
+class HeldPrefix(Struct, frozen=True):
     """The longest prefix, each slot held once. Those that `reads` fill, here or for an earlier fetch, are loading."""
 
     slots: list[int]

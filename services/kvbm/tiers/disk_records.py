@@ -26,9 +26,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.kvbm.tiers.disk_results import Found
+from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import EvictionPolicy
-from services.kvbm.tiers.residency import Shelf
+from services.kvbm.tiers.residency import Residency
 from shared.blocks import Content, Evicted, Stored
 from shared.hashing import ContentKey
 
@@ -66,7 +66,7 @@ class DiskRecords:
 
     def __init__(self, policy: EvictionPolicy, capacity: int, *, leaves_first: bool) -> None:
         self.capacity = capacity
-        self.shelf = Shelf(policy, self._may_leave, leaves_first=leaves_first)
+        self.resident = Residency(policy, self._may_leave, leaves_first=leaves_first)
         self.on = False
         self.writing: dict[ContentKey, int] = {}
         """What is being written, and where; without the stray ones. For reading only."""
@@ -86,7 +86,7 @@ class DiskRecords:
             free=len(self._free),
             withheld=len(self._withheld),
             writing=len(self._writes),
-            ready=len(self.shelf),
+            ready=len(self.resident),
             reading=len(self._reading),
             erasing=len(self._erasing),
         )
@@ -98,27 +98,27 @@ class DiskRecords:
 
     # --- down
 
-    def write(self, content: Content) -> tuple[int, Evicted | None] | None:
+    def start_write(self, content: Content) -> tuple[int, Evicted | None] | None:
         """A record for a block that the disk has not, and who had to go for it; None: there is no room."""
         assert self.on, "the disk is off"
-        assert content.key not in self.shelf, f"{content.key.hex()} is there"
+        assert content.key not in self.resident, f"{content.key.hex()} is there"
         assert content.key not in self.writing, f"{content.key.hex()} is being written"
         if self._refuses:
             return None
         evicted: Evicted | None = None
         if not self._free:
-            key = self.shelf.victim()
+            key = self.resident.victim()
             if key is None:
                 return None
-            record = self.shelf.places[key]
-            evicted = self.shelf.take(key)
+            record = self.resident.places[key]
+            evicted = self.resident.remove(key)
         else:
             record = self._free.pop()
         self._writes[record] = _Write(content, replaces=evicted is not None)
         self.writing[content.key] = record
         return record, evicted
 
-    def written(self, record: int, outcome: WriteOutcome) -> Stored | None:
+    def write_done(self, record: int, outcome: WriteOutcome) -> Stored | None:
         """The write has ended. None: it failed, or the disk has gone since it began."""
         write = self._writes.pop(record)
         if write.condemned and not write.stray:
@@ -128,7 +128,7 @@ class DiskRecords:
         if not write.stray:
             del self.writing[write.content.key]
             if outcome == "ok":
-                return self.shelf.put(write.content, record)
+                return self.resident.add(write.content, record)
         if not self.on:  # `back` will see that it is free
             return None
         self._free.append(record)
@@ -138,7 +138,7 @@ class DiskRecords:
             self._free.clear()
         return None
 
-    def space_again(self) -> None:
+    def retry_space(self) -> None:
         """It is time to try whether the disk has space."""
         self._refuses = False
         self._free += self._withheld
@@ -146,9 +146,9 @@ class DiskRecords:
 
     # --- up
 
-    def read(self, key: ContentKey) -> int:
+    def start_read(self, key: ContentKey) -> int:
         """The record of a block that is there; it stays until `read_done`. A block is read by one request at a time."""
-        record = self.shelf.places[key]
+        record = self.resident.places[key]
         assert record not in self._reading, f"record {record} is read twice"
         self._reading.add(record)
         return record
@@ -156,10 +156,10 @@ class DiskRecords:
     def read_done(self, record: int, key: ContentKey, *, lost: bool) -> Evicted | None:
         """The read has ended; `lost`: the record has not the block's bytes, and goes."""
         self._reading.remove(record)
-        if self.shelf.places.get(key) == record:
+        if self.resident.places.get(key) == record:
             if not lost:
                 return None
-            evicted = self.shelf.take(key)
+            evicted = self.resident.remove(key)
             self._free.append(record)
             return evicted
         if self.on and record not in self._erasing:  # the disk went and came back; else `back` will see that it is free
@@ -173,17 +173,17 @@ class DiskRecords:
         of it is to be erased when that has ended."""
         if key in self.writing:
             self._writes[self.writing[key]].condemned = True
-        record = self.shelf.places.get(key)
+        record = self.resident.places.get(key)
         if record is None:
             return None
         self._erasing.add(record)
-        return record, self.shelf.take(key)
+        return record, self.resident.remove(key)
 
     def is_erasing(self, record: int) -> bool:
         """Whether it is to be erased, and is not yet."""
         return record in self._erasing
 
-    def erased(self, record: int) -> None:
+    def erase_done(self, record: int) -> None:
         """The disk has tried to."""
         self._erasing.remove(record)
         if self.on and record not in self._reading:  # else `read_done` or `back` will see that it is free
@@ -191,17 +191,17 @@ class DiskRecords:
 
     # --- off and on
 
-    def gone(self) -> list[Evicted]:
+    def turn_off(self) -> list[Evicted]:
         """Nothing can be written or found until `back`. Again: nothing."""
-        self.space_again()
+        self.retry_space()
         self.on = False
         self._free.clear()
         for write in self._writes.values():
             write.stray = True
         self.writing.clear()
-        return [self.shelf.take(key) for key in list(self.shelf.places)]
+        return [self.resident.remove(key) for key in list(self.resident.places)]
 
-    def back(self, found: Sequence[Found]) -> list[Stored]:
+    def turn_on(self, found: Sequence[FoundBlock]) -> list[Stored]:
         """The disk is there, with these blocks, oldest first; of two records with one key the newer counts."""
         assert not self.on, "the disk is there already"
         self.on = True
@@ -209,8 +209,8 @@ class DiskRecords:
         newest = {one.content.key: one.record for one in found if one.record not in busy}
         stored: list[Stored] = []
         for run in _runs([one for one in found if newest.get(one.content.key) == one.record]):
-            stored += reversed([self.shelf.put(one.content, one.record) for one in reversed(run)])
-        used = busy.union(self.shelf.places.values())
+            stored += reversed([self.resident.add(one.content, one.record) for one in reversed(run)])
+        used = busy.union(self.resident.places.values())
         self._free = [record for record in range(self.capacity - 1, -1, -1) if record not in used]
         return stored
 
@@ -221,8 +221,8 @@ class DiskRecords:
 
     def validate(self) -> None:
         """Raises AssertionError where the records contradict themselves. O(capacity)."""
-        self.shelf.validate()
-        shelved = set(self.shelf.places.values())
+        self.resident.validate()
+        shelved = set(self.resident.places.values())
         free = {*self._free, *self._withheld}
         assert len(free) == len(self._free) + len(self._withheld), "a record is free twice"
         assert not shelved & self._writes.keys(), "a record can be found while it is written"
@@ -230,7 +230,7 @@ class DiskRecords:
         assert not free & self._writes.keys(), "a free record is written"
         assert not free & self._reading, "a free record is read"
         assert not self._erasing & (shelved | free | self._writes.keys()), "a record that is erased is used"
-        assert not self.shelf.places.keys() & self.writing.keys(), "a block is there and being written"
+        assert not self.resident.places.keys() & self.writing.keys(), "a block is there and being written"
         assert self.writing == {
             write.content.key: record for record, write in self._writes.items() if not write.stray
         }, "writes are known wrong"
@@ -238,13 +238,13 @@ class DiskRecords:
             used = shelved | self._writes.keys() | self._reading | self._erasing | free
             assert used == set(range(self.capacity)), "a record is lost"
         else:
-            assert not self.shelf.places, "a block can be found on a disk that is off"
+            assert not self.resident.places, "a block can be found on a disk that is off"
             assert not free, "a record of a disk that is off is free"
 
 
-def _runs(found: Sequence[Found]) -> list[list[Found]]:
+def _runs(found: Sequence[FoundBlock]) -> list[list[FoundBlock]]:
     """The same in the same order, cut where a block does not follow the one before it in a chain."""
-    runs: list[list[Found]] = []
+    runs: list[list[FoundBlock]] = []
     for one in found:
         if not runs or one.content.parent != runs[-1][-1].content.key:
             runs.append([])

@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from shared.blocks import Content
 
-NotRead = Literal["blank", "torn", "version", "layout"]
+HeaderProblem = Literal["blank", "torn", "version", "layout"]
 """Why a page is no record of ours: never written; its checksum or its lengths are wrong; another format version;
 another layout or payload size."""
-Why = Literal["off", "busy", "no space", "error", "too large", "missing", "other key", "damaged"] | NotRead
+LossReason = Literal["off", "busy", "no space", "error", "too large", "missing", "other key", "damaged"] | HeaderProblem
 """Why a block was not written or not read.
 
     off, busy               not tried: the tier is off; as many requests are under way as may be
@@ -23,14 +23,14 @@ Why = Literal["off", "busy", "no space", "error", "too large", "missing", "other
 """
 
 
-class Written(Struct, frozen=True):
+class WrittenToDisk(Struct, frozen=True):
     """The record holds the block."""
 
     took_s: float
     """In the thread: checksum and disk, without the queue."""
 
 
-class Loaded(Struct, frozen=True):
+class LoadedFromDisk(Struct, frozen=True):
     """The memory holds the block, verified."""
 
     content: Content
@@ -39,19 +39,19 @@ class Loaded(Struct, frozen=True):
     """As in its header."""
 
 
-class Lost(Struct, frozen=True):
+class DiskFailure(Struct, frozen=True):
     """It did not happen; `detail` is for people."""
 
-    why: Why
+    reason: LossReason
     detail: str
 
     @property
     def tried(self) -> bool:
         """False: the record is as it was, and may be asked for again. True: whatever it held is to be forgotten."""
-        return self.why not in ("off", "busy")
+        return self.reason not in ("off", "busy")
 
 
-class Found(Struct, frozen=True, gc=False):
+class FoundBlock(Struct, frozen=True, gc=False):
     """A block that was there when the tier came up. Its payload is checked when it is read."""
 
     record: int
@@ -74,4 +74,4 @@ class DiskStatistics(Struct, frozen=True):
     written: int
     loaded_bytes: int
     written_bytes: int
-    lost: dict[Why, int]
+    lost: dict[LossReason, int]

@@ -20,51 +20,51 @@ from shared.hashing import ContentKey
 _ASKED_AGAIN = 2
 
 
-class Line:
+class EvictionQueue:
     """Keys in order, each once."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[ContentKey, None] = OrderedDict()
-        self._aside: OrderedDict[ContentKey, None] = OrderedDict()
+        self._refused: OrderedDict[ContentKey, None] = OrderedDict()
         """Refused, all of them longer in line than those that wait; who was asked last is last."""
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._aside)
+        return len(self._waiting) + len(self._refused)
 
     def __contains__(self, key: ContentKey) -> bool:
-        return key in self._waiting or key in self._aside
+        return key in self._waiting or key in self._refused
 
     def push(self, key: ContentKey) -> None:
         """To the end, from wherever it is."""
-        self._aside.pop(key, None)
+        self._refused.pop(key, None)
         self._waiting[key] = None
         self._waiting.move_to_end(key)
 
-    def drop(self, key: ContentKey) -> None:
+    def remove(self, key: ContentKey) -> None:
         """It must be there."""
-        if key in self._aside:
-            del self._aside[key]
+        if key in self._refused:
+            del self._refused[key]
         else:
             del self._waiting[key]
 
     def first(self, may_go: Callable[[ContentKey], bool], *, every: bool) -> ContentKey | None:
         """One that may go, about the first in line; it stays. Unless `every` is set, one may be missed that was refused
         before."""
-        if not self._waiting and not self._aside:  # as most lines of a policy that has many are
+        if not self._waiting and not self._refused:  # as most lines of a policy that has many are
             return None
-        for _ in range(min(_ASKED_AGAIN, len(self._aside))):
-            key = next(iter(self._aside))
+        for _ in range(min(_ASKED_AGAIN, len(self._refused))):
+            key = next(iter(self._refused))
             if may_go(key):
                 return key
-            self._aside.move_to_end(key)
+            self._refused.move_to_end(key)
         while self._waiting:
             key = next(iter(self._waiting))
             if may_go(key):
                 return key
             del self._waiting[key]
-            self._aside[key] = None
-        return next(filter(may_go, self._aside), None) if every else None
+            self._refused[key] = None
+        return next(filter(may_go, self._refused), None) if every else None
 
     def validate(self) -> None:
         """Raises AssertionError where the line contradicts itself. O(length)."""
-        assert self._waiting.keys().isdisjoint(self._aside), "a key is in line twice"
+        assert self._waiting.keys().isdisjoint(self._refused), "a key is in line twice"

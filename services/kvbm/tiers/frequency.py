@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 from shared.hashing import ContentKey
 
-ENOUGH = 15
+COUNT_MOST = 15
 _UNCOUNTED_MOST = 4096
 
 
-class Sightings:
+class AccessFrequency:
     """Bounded in keys: about 200 bytes each."""
 
     def __init__(self, limit: int) -> None:
@@ -27,36 +27,36 @@ class Sightings:
         """Seen, in order, after all in `_counts`."""
 
     def __len__(self) -> int:
-        self.catch_up()
+        self.flush()
         return len(self._counts)
 
-    def of(self, key: ContentKey) -> int:
+    def count(self, key: ContentKey) -> int:
         """How often it was seen; 0: never, or too long ago."""
-        self.catch_up()
+        self.flush()
         return self._counts.get(key, 0)
 
-    def see_later(self, keys: Iterable[ContentKey]) -> None:
+    def record_later(self, keys: Iterable[ContentKey]) -> None:
         """Once more, each of them, which is counted before anybody asks: no answer to a fetch waits for it, of 512
         blocks 0.15 ms."""
         self._uncounted.extend(keys)
         if len(self._uncounted) > _UNCOUNTED_MOST:
-            self.catch_up()
+            self.flush()
 
-    def catch_up(self) -> None:
+    def flush(self) -> None:
         """Counts what is not counted yet."""
         if self._uncounted:
             keys, self._uncounted = self._uncounted, []
-            self.see(keys)
+            self.record(keys)
 
-    def see(self, keys: Iterable[ContentKey]) -> list[int]:
+    def record(self, keys: Iterable[ContentKey]) -> list[int]:
         """Once more, each of them; how often it was seen, this one counted. 256 in 30 µs: half of what a call for each
         takes."""
-        self.catch_up()
+        self.flush()
         counts = self._counts
         seen: list[int] = []
         for key in keys:
             count = counts.pop(key, 0)
-            if count < ENOUGH:
+            if count < COUNT_MOST:
                 count += 1
             counts[key] = count  # last again
             seen.append(count)

@@ -29,7 +29,7 @@ from typing import Literal
 from msgspec import Struct
 
 from services.kvbm.tiers.policies import EvictionPolicy
-from services.kvbm.tiers.residency import Shelf
+from services.kvbm.tiers.residency import Residency
 from shared.blocks import Content, Evicted, Stored
 from shared.hashing import ContentKey
 
@@ -56,7 +56,7 @@ class HostSlots:
 
     def __init__(self, policy: EvictionPolicy, capacity: int, *, quarantined: bool, leaves_first: bool) -> None:
         self.capacity = capacity
-        self.shelf = Shelf(policy, self._may_leave, leaves_first=leaves_first)
+        self.resident = Residency(policy, self._may_leave, leaves_first=leaves_first)
         self.writing: dict[ContentKey, int] = {}
         """What workers are writing, and where; for reading only."""
         self.loading: dict[ContentKey, int] = {}
@@ -83,7 +83,7 @@ class HostSlots:
 
     def knows(self, key: ContentKey) -> bool:
         """Whether the block is there or on its way."""
-        return key in self.shelf.places or key in self.loading or key in self.writing
+        return key in self.resident.places or key in self.loading or key in self.writing
 
     @property
     def free(self) -> int:
@@ -101,7 +101,7 @@ class HostSlots:
             free=len(self._free),
             writing=len(self.writing),
             loading=len(self.loading),
-            ready=len(self.shelf),
+            ready=len(self.resident),
             quarantined=self._quarantined,
             held=self.held,
             leaving=self._leaving,
@@ -113,24 +113,24 @@ class HostSlots:
         """A free slot, or the victim's; None: none may go."""
         evicted: Evicted | None = None
         if not self._free:
-            key = self.shelf.victim()
+            key = self.resident.victim()
             if key is None:
                 return None
-            slot = self.shelf.places[key]
-            evicted = self.shelf.take(key)
+            slot = self.resident.places[key]
+            evicted = self.resident.remove(key)
         else:
             slot = self._free.pop()
         self._state[slot] = state
         self._content[slot] = content
         return slot, evicted
 
-    def free_one(self) -> Evicted | None:
+    def evict_one(self) -> Evicted | None:
         """The policy's victim goes ahead of need; None: none may."""
-        key = self.shelf.victim()
+        key = self.resident.victim()
         if key is None:
             return None
-        slot = self.shelf.places[key]
-        evicted = self.shelf.take(key)
+        slot = self.resident.places[key]
+        evicted = self.resident.remove(key)
         self._set_free(slot)
         return evicted
 
@@ -150,29 +150,29 @@ class HostSlots:
     def publish(self, slot: int) -> Stored | None:
         """The block is written. None: it is not to be kept or has come from disk meanwhile, and the slot is free."""
         condemned = slot in self._condemned
-        content = self._unwrite(slot)
-        if condemned or content.key in self.shelf.places or content.key in self.loading:
+        content = self._end_write(slot)
+        if condemned or content.key in self.resident.places or content.key in self.loading:
             self._set_free(slot)
             return None
         self._state[slot] = "ready"
         self._content[slot] = content
-        return self.shelf.put(content, slot)
+        return self.resident.add(content, slot)
 
     def quarantine(self, slot: int) -> None:
         """The writer's time is over, and it has not said that it is done."""
-        self._unwrite(slot)
+        self._end_write(slot)
         self._state[slot] = "quarantined"
         self._quarantined += 1
 
-    def give_back(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """The writer is done, and nothing is to be kept."""
         if self._state[slot] == "quarantined":
             self._quarantined -= 1
         else:
-            self._unwrite(slot)
+            self._end_write(slot)
         self._set_free(slot)
 
-    def _unwrite(self, slot: int) -> Content:
+    def _end_write(self, slot: int) -> Content:
         content = self._content[slot]
         assert self._state[slot] == "writing", f"slot {slot} is {self._state[slot]}"
         assert content is not None
@@ -191,7 +191,7 @@ class HostSlots:
 
     def load(self, content: Content) -> tuple[int, Evicted | None] | None:
         """A slot for a block that is to be read from disk; None: there is no room."""
-        assert content.key not in self.shelf, f"{content.key.hex()} is there"
+        assert content.key not in self.resident, f"{content.key.hex()} is there"
         assert content.key not in self.loading, f"{content.key.hex()} is loading"
         taken = self._take("loading", content)
         if taken is not None:
@@ -212,7 +212,7 @@ class HostSlots:
             self._set_free(slot)
             return None
         self._state[slot] = "ready"
-        return self.shelf.put(content, slot)
+        return self.resident.add(content, slot)
 
     # --- wrong blocks
 
@@ -221,7 +221,7 @@ class HostSlots:
         content = self._content[slot]
         assert self._state[slot] == "ready", f"slot {slot} is {self._state[slot]}"
         assert content is not None
-        evicted = self.shelf.take(content.key)
+        evicted = self.resident.remove(content.key)
         if self._holds[slot]:
             self._state[slot] = "leaving"
             self._content[slot] = None
@@ -264,7 +264,7 @@ class HostSlots:
 
     def validate(self, holds: dict[int, int]) -> None:
         """Raises AssertionError where the slots contradict themselves or the caller's count of holds. O(capacity)."""
-        self.shelf.validate()
+        self.resident.validate()
         counts: dict[SlotState, int] = {"free": 0, "writing": 0, "loading": 0, "ready": 0}
         counts |= {"leaving": 0, "quarantined": 0}
         for slot, state in enumerate(self._state):
@@ -278,7 +278,7 @@ class HostSlots:
             assert slot not in self._condemned or state in ("writing", "loading"), f"slot {slot} is condemned"
         assert sorted(self._free) == [slot for slot, state in enumerate(self._state) if state == "free"]
         whereabouts: list[tuple[SlotState, dict[ContentKey, int]]]
-        whereabouts = [("writing", self.writing), ("loading", self.loading), ("ready", self.shelf.places)]
+        whereabouts = [("writing", self.writing), ("loading", self.loading), ("ready", self.resident.places)]
         for state, known in whereabouts:
             assert len(known) == counts[state], f"{len(known)} blocks are known as {state}, {counts[state]} slots are"
             for key, slot in known.items():
@@ -286,7 +286,7 @@ class HostSlots:
                 assert self._state[slot] == state, f"slot {slot} is {self._state[slot]}, known as {state}"
                 assert content is not None, f"slot {slot} is empty"
                 assert content.key == key, f"slot {slot} holds another block"
-        assert not self.loading.keys() & self.shelf.places.keys(), "a block is there and loading"
+        assert not self.loading.keys() & self.resident.places.keys(), "a block is there and loading"
         assert counts["leaving"] == self._leaving, "leaving slots are counted wrong"
         assert counts["quarantined"] == self._quarantined, "quarantined slots are counted wrong"
         assert self.held == sum(count > 0 for count in self._holds), "held slots are counted wrong"

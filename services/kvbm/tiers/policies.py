@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from services.kvbm.tiers.eviction_queue import Line
+from services.kvbm.tiers.eviction_queue import EvictionQueue
 from services.kvbm.tiers.reuse import ReusePolicy
 from shared.errors import ConfigError
 from shared.hashing import ContentKey
@@ -54,7 +54,7 @@ class LruPolicy:
 
     def __init__(self, capacity_blocks: int) -> None:
         assert capacity_blocks > 0, f"a tier of {capacity_blocks} blocks"
-        self._line = Line()
+        self._line = EvictionQueue()
 
     def stored(self, key: ContentKey) -> None:
         """Youngest."""
@@ -69,7 +69,7 @@ class LruPolicy:
 
     def gone(self, key: ContentKey) -> None:
         """It must have been there."""
-        self._line.drop(key)
+        self._line.remove(key)
 
     def victim(self, may_go: MayGo) -> ContentKey | None:
         """The oldest."""
@@ -92,7 +92,7 @@ class S3FifoPolicy:
     """
 
     def __init__(self, capacity_blocks: int) -> None:
-        self._small, self._main = Line(), Line()
+        self._small, self._main = EvictionQueue(), EvictionQueue()
         self._uses: dict[ContentKey, int] = {}
         """Of those that are there; up to 3."""
         self._ghosts: OrderedDict[ContentKey, None] = OrderedDict()
@@ -118,9 +118,9 @@ class S3FifoPolicy:
         """Remembered for a while, if main has not seen it."""
         del self._uses[key]
         if key in self._main:
-            self._main.drop(key)
+            self._main.remove(key)
             return
-        self._small.drop(key)
+        self._small.remove(key)
         self._ghosts[key] = None
         if len(self._ghosts) > self._ghosts_most:
             self._ghosts.popitem(last=False)
@@ -136,7 +136,7 @@ class S3FifoPolicy:
     def _from_small(self, may_go: MayGo, every: bool) -> ContentKey | None:
         while (key := self._small.first(may_go, every=every)) is not None and self._uses[key] > 1:
             self._uses[key] = 0
-            self._small.drop(key)
+            self._small.remove(key)
             self._main.push(key)
         return key
 

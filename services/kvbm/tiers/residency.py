@@ -16,10 +16,10 @@ from services.kvbm.tiers.policies import EvictionPolicy
 from shared.blocks import Content, Evicted, Stored
 from shared.hashing import ContentKey, event_hash
 
-_UNTOLD_MOST = 4096
+_UNFLUSHED_MOST = 4096
 
 
-class Shelf:
+class Residency:
     """One tier's. `may_leave` says of a place whether its block may go now."""
 
     def __init__(self, policy: EvictionPolicy, may_leave: Callable[[int], bool], *, leaves_first: bool = False) -> None:
@@ -31,7 +31,7 @@ class Shelf:
         self._contents: dict[ContentKey, Content] = {}
         self._children: dict[ContentKey, int] = {}
         """Parent → how many blocks of the shelf follow it; the parent itself need not be there."""
-        self._untold: list[ContentKey] = []
+        self._unflushed_uses: list[ContentKey] = []
         """Uses that the policy has not heard of, oldest first; all of them are there."""
         self.digest = 0
         """XOR of the event hashes of everything that can be found."""
@@ -46,7 +46,7 @@ class Shelf:
         """Of a block that is there."""
         return self._contents[key]
 
-    def put(self, content: Content, place: int) -> Stored:
+    def add(self, content: Content, place: int) -> Stored:
         """The block can be found from now on; it is not there yet."""
         key = content.key
         assert key not in self.places, f"{key.hex()} is put twice"
@@ -55,32 +55,32 @@ class Shelf:
         if content.parent is not None:
             self._children[content.parent] = self._children.get(content.parent, 0) + 1
         self.digest ^= event_hash(key)
-        self.catch_up()
+        self.flush_uses()
         self._policy.stored(key)
         return Stored(content)
 
-    def touch(self, keys: Iterable[ContentKey]) -> None:
+    def record_use(self, keys: Iterable[ContentKey]) -> None:
         """These, all there, were used; a prefix last block first."""
-        self._untold.extend(keys)
-        if len(self._untold) > _UNTOLD_MOST:
-            self.catch_up()
+        self._unflushed_uses.extend(keys)
+        if len(self._unflushed_uses) > _UNFLUSHED_MOST:
+            self.flush_uses()
 
-    def catch_up(self) -> None:
+    def flush_uses(self) -> None:
         """Tells the policy what it has not heard of yet."""
-        if self._untold:
+        if self._unflushed_uses:
             used = self._policy.used
-            for key in self._untold:
+            for key in self._unflushed_uses:
                 used(key)
-            self._untold.clear()
+            self._unflushed_uses.clear()
 
-    def backed(self, key: ContentKey, below: bool) -> None:
+    def set_backed(self, key: ContentKey, below: bool) -> None:
         """Whether the tier below has the block, which is there, may have changed."""
-        self.catch_up()
+        self.flush_uses()
         self._policy.backed(key, below)
 
-    def take(self, key: ContentKey) -> Evicted:
+    def remove(self, key: ContentKey) -> Evicted:
         """The block, which is there, cannot be found any more."""
-        self.catch_up()
+        self.flush_uses()
         content = self._contents.pop(key)
         del self.places[key]
         if content.parent is not None:
@@ -95,7 +95,7 @@ class Shelf:
 
     def victim(self) -> ContentKey | None:
         """The block that the policy would have go, which stays until `take`; None: none may."""
-        self.catch_up()
+        self.flush_uses()
         key = self._policy.victim(self._may_go)
         assert key is None or self._may_go(key), "the policy named a block that may not go"
         return key
@@ -121,8 +121,8 @@ class Shelf:
         """Raises AssertionError where the shelf contradicts itself. O(blocks)."""
         assert self.places.keys() == self._contents.keys(), "a block without a place or a place without a block"
         assert len(set(self.places.values())) == len(self.places), "two blocks in one place"
-        assert self.places.keys() >= set(self._untold), "a block that has gone is to be told as used"
-        assert len(self._untold) <= _UNTOLD_MOST, "too much is untold"
+        assert self.places.keys() >= set(self._unflushed_uses), "a block that has gone is to be told as used"
+        assert len(self._unflushed_uses) <= _UNFLUSHED_MOST, "too much is untold"
         digest = 0
         children: dict[ContentKey, int] = {}
         for key, content in self._contents.items():

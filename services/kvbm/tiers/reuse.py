@@ -33,7 +33,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from services.kvbm.tiers.eviction_queue import Line
+from services.kvbm.tiers.eviction_queue import EvictionQueue
 from shared.hashing import ContentKey
 
 _CLASSES = 8
@@ -55,8 +55,8 @@ class ReusePolicy:
 
     def __init__(self, capacity_blocks: int) -> None:
         self._told = 0
-        self._lines = [Line() for _ in range(_CLASSES)]
-        self._backed_lines = [Line() for _ in range(_CLASSES)]
+        self._lines = [EvictionQueue() for _ in range(_CLASSES)]
+        self._backed_lines = [EvictionQueue() for _ in range(_CLASSES)]
         self._backed: set[ContentKey] = set()
         """Of those that are there."""
         self._there: dict[ContentKey, tuple[int, int]] = {}
@@ -81,13 +81,13 @@ class ReusePolicy:
         """It was found."""
         self._told += 1
         kind, last = self._there[key]
-        self._line(key, kind).drop(key)
+        self._line(key, kind).remove(key)
         self._enter(key, self._reused(kind, last))
 
     def gone(self, key: ContentKey) -> None:
         """It is there no more."""
         kind, last = self._ghosts[key] = self._there.pop(key)
-        self._line(key, kind).drop(key)
+        self._line(key, kind).remove(key)
         self._backed.discard(key)
         if len(self._ghosts) > self._ghosts_most:
             _key, (kind, last) = self._ghosts.popitem(last=False)
@@ -98,7 +98,7 @@ class ReusePolicy:
         if below == (key in self._backed):
             return
         kind, _last = self._there[key]
-        self._line(key, kind).drop(key)
+        self._line(key, kind).remove(key)
         (self._backed.add if below else self._backed.remove)(key)
         self._line(key, kind).push(key)
 
@@ -119,7 +119,7 @@ class ReusePolicy:
                     least, lowest = key, rate
         return least
 
-    def _line(self, key: ContentKey, kind: int) -> Line:
+    def _line(self, key: ContentKey, kind: int) -> EvictionQueue:
         return (self._backed_lines if key in self._backed else self._lines)[kind]
 
     def _age(self, last: int) -> int:

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.kvbm.tiers.disk_results import Loaded, Lost, Written
+from services.kvbm.tiers.disk_results import DiskFailure, LoadedFromDisk, WrittenToDisk
 from shared.blocks import Content
 from tests.kvbm.disk_rig import LAYOUT, RECORD_BYTES, content, memory, running, small
 
 Vector = Sequence[memoryview]
 
 
-def why(outcome: Written | Loaded | Lost | tuple[Loaded | Lost, bytes]) -> str:
+def why(outcome: WrittenToDisk | LoadedFromDisk | DiskFailure | tuple[LoadedFromDisk | DiskFailure, bytes]) -> str:
     outcome = outcome[0] if isinstance(outcome, tuple) else outcome
-    return outcome.why if isinstance(outcome, Lost) else ""
+    return outcome.reason if isinstance(outcome, DiskFailure) else ""
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def test_what_was_written_is_read_verified_and_found_again(tmp_path: Path)
     async with running(tmp_path) as rig:
         assert await rig.back() == {}
         for number in range(8):
-            assert isinstance(await rig.write(number, content(number)), Written)
+            assert isinstance(await rig.write(number, content(number)), WrittenToDisk)
         assert [await rig.holds(number, content(number)) for number in range(8)] == [True] * 8
         statistics = rig.disk.statistics()
         assert (statistics.written, statistics.loaded, statistics.segments, statistics.lost) == (8, 8, 2, {})
@@ -83,8 +83,8 @@ async def test_an_erased_block_is_found_neither_now_nor_after_a_restart_and_its_
         await rig.back()
         for number in range(3):
             await rig.write(number, content(number))
-        assert isinstance(await rig.erase(1), Written)
-        assert isinstance(await rig.erase(7), Written), "of a segment that was never made"
+        assert isinstance(await rig.erase(1), WrittenToDisk)
+        assert isinstance(await rig.erase(7), WrittenToDisk), "of a segment that was never made"
         assert [await rig.holds(number, content(number)) for number in range(3)] == [True, False, True]
         assert rig.disk.statistics().written == 3
     async with running(tmp_path) as rig:
@@ -112,12 +112,12 @@ async def test_at_the_limit_a_request_is_refused_and_the_record_stands(tmp_path:
         await rig.back()
         outcomes = await asyncio.gather(*(rig.write(number, content(number)) for number in range(4)))
         assert sorted(map(why, outcomes)) == ["", "busy", "busy", "busy"]
-        assert not any(outcome.tried for outcome in outcomes if isinstance(outcome, Lost))
-        assert isinstance(await rig.write(1, content(1)), Written)
+        assert not any(outcome.tried for outcome in outcomes if isinstance(outcome, DiskFailure))
+        assert isinstance(await rig.write(1, content(1)), WrittenToDisk)
 
 
 async def test_no_request_ends_before_its_call_returns(tmp_path: Path) -> None:
-    ended: list[Written | Lost] = []
+    ended: list[WrittenToDisk | DiskFailure] = []
     async with running(tmp_path) as rig:
         rig.disk.write(0, content(0), memory(small()), ended.append)
         assert not ended
@@ -203,7 +203,7 @@ async def test_whatever_is_damaged_nothing_wrong_is_ever_read(tmp_path: Path, se
             assert found[content(record).key] == record
             assert await rig.holds(record, content(record))
         for record in range(8):
-            assert isinstance(await rig.write(record, content(record + 8)), Written)
+            assert isinstance(await rig.write(record, content(record + 8)), WrittenToDisk)
             assert await rig.holds(record, content(record + 8))
 
 
@@ -220,7 +220,7 @@ async def test_memory_that_changes_while_it_is_written_is_a_miss_later(
     async with running(tmp_path) as rig:
         await rig.back()
         monkeypatch.setattr(os, "pwritev", changes)
-        assert isinstance(await rig.write(0, content(0)), Written)
+        assert isinstance(await rig.write(0, content(0)), WrittenToDisk)
         assert why(await rig.read(0, content(0).key)) == "damaged"
 
 
@@ -236,7 +236,7 @@ async def test_a_directory_that_is_removed_switches_the_tier_off_and_it_comes_ba
         shutil.rmtree(tmp_path / "disk")
         assert "vanished" in await rig.went()
         assert await rig.back() == {}
-        assert isinstance(await rig.write(0, content(0)), Written)
+        assert isinstance(await rig.write(0, content(0)), WrittenToDisk)
         assert await rig.holds(0, content(0))
     assert "vanished" in caplog.text
 
@@ -247,12 +247,12 @@ async def test_a_directory_whose_parent_is_gone_is_waited_for(tmp_path: Path, ca
         assert why(await rig.write(0, content(0))) == "off"
         place.mkdir()
         assert await rig.back() == {}
-        assert isinstance(await rig.write(0, content(0)), Written)
+        assert isinstance(await rig.write(0, content(0)), WrittenToDisk)
         place.rename(tmp_path / "away")
         assert "vanished" in await rig.went()
         outcome = await rig.write(0, content(0))
-        assert isinstance(outcome, Lost)
-        assert (outcome.why, outcome.tried) == ("off", False)
+        assert isinstance(outcome, DiskFailure)
+        assert (outcome.reason, outcome.tried) == ("off", False)
         (tmp_path / "away").rename(place)
         assert await rig.back() == {content(0).key: 0}
         assert await rig.holds(0, content(0))
@@ -277,16 +277,16 @@ async def test_a_full_disk_keeps_what_it_has_and_grows_when_there_is_space_again
     async with running(small_mount, shape) as rig:
         await rig.back()
         outcomes = [await rig.write(record, content(record)) for record in range(32)]
-        stored = [record for record, outcome in enumerate(outcomes) if isinstance(outcome, Written)]
+        stored = [record for record, outcome in enumerate(outcomes) if isinstance(outcome, WrittenToDisk)]
         assert stored == list(range(12))
         assert {why(outcome) for outcome in outcomes[12:]} == {"no space"}
         assert [await rig.holds(record, content(record)) for record in stored] == [True] * 12
-        assert isinstance(await rig.write(3, content(40)), Written), "what is made already goes on"
+        assert isinstance(await rig.write(3, content(40)), WrittenToDisk), "what is made already goes on"
         told = [record for record in caplog.records if "full for now" in record.getMessage()]
         assert len(told) == 1
         remount(small_mount, f"size={200 * 4096}")
         async with asyncio.timeout(60):
-            while not isinstance(await rig.write(31, content(31)), Written):
+            while not isinstance(await rig.write(31, content(31)), WrittenToDisk):
                 pass
         assert await rig.holds(31, content(31))
         assert rig.gone.empty()
@@ -312,7 +312,7 @@ async def test_a_read_only_file_system_keeps_the_tier_off_until_it_can_be_writte
         await rig.off_because("Read-only")
         remount(small_mount, "rw")
         assert await rig.back() == {}
-        assert isinstance(await rig.write(0, content(0)), Written)
+        assert isinstance(await rig.write(0, content(0)), WrittenToDisk)
 
 
 def failing(
@@ -387,7 +387,7 @@ async def test_a_disk_that_has_no_space_even_in_what_was_made_is_left_alone_unti
         assert len(tried) <= 2
         monkeypatch.undo()
         async with asyncio.timeout(60):
-            while not isinstance(await rig.write(0, content(2)), Written):
+            while not isinstance(await rig.write(0, content(2)), WrittenToDisk):
                 pass
         assert await rig.holds(0, content(2))
 
@@ -417,7 +417,7 @@ async def test_a_tier_that_goes_off_while_requests_hang_lets_them_end(
         await rig.off_because("in use")
         assert not hanging.done()
         go.set()
-        assert isinstance(await hanging, Written)
+        assert isinstance(await hanging, WrittenToDisk)
         assert await rig.back() == {content(0).key: 0, content(1).key: 1}
 
 
@@ -438,4 +438,4 @@ async def test_two_tiers_in_one_directory_keep_out_of_each_others_way(tmp_path: 
         async with running(tmp_path) as second:
             await second.off_because("in use")
             assert second.found.empty()
-        assert isinstance(await first.write(0, content(0)), Written)
+        assert isinstance(await first.write(0, content(0)), WrittenToDisk)

@@ -8,12 +8,12 @@ from services.kvbm.disk.format import (
     PAGE_BYTES,
     VARIABLE_BYTES,
     VERSION,
-    Geometry,
+    DiskGeometry,
     Header,
     HeaderTooLarge,
     decode_header,
+    disk_geometry,
     encode_header,
-    geometry,
 )
 from shared.blocks import Content
 from tests.kvbm.disk_rig import LAYOUT, content, small
@@ -29,7 +29,7 @@ HEADERS = st.builds(
 )
 
 
-def page_of(header: Header, shape: Geometry = SHAPE) -> bytearray:
+def page_of(header: Header, shape: DiskGeometry = SHAPE) -> bytearray:
     page = bytearray(b"\xaa" * PAGE_BYTES)
     encode_header(page, shape, header)
     return page
@@ -58,8 +58,8 @@ def test_a_page_never_written_is_blank() -> None:
 
 def test_a_record_of_another_layout_or_size_is_foreign() -> None:
     page = page_of(Header(content(1), 1, 2))
-    assert decode_header(page, geometry("ff" * 8, SHAPE.payload_bytes, 1 << 20, 1 << 20)) == "layout"
-    assert decode_header(page, geometry(LAYOUT, SHAPE.payload_bytes - 1, 1 << 20, 1 << 20)) == "layout"
+    assert decode_header(page, disk_geometry("ff" * 8, SHAPE.payload_bytes, 1 << 20, 1 << 20)) == "layout"
+    assert decode_header(page, disk_geometry(LAYOUT, SHAPE.payload_bytes - 1, 1 << 20, 1 << 20)) == "layout"
 
 
 def test_a_record_of_another_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_records_lie_side_by_side_in_aligned_places_within_the_limit(
     payload_bytes: int, limit_bytes: int, segment_bytes: int
 ) -> None:
     try:
-        shape = geometry(LAYOUT, payload_bytes, limit_bytes, segment_bytes)
+        shape = disk_geometry(LAYOUT, payload_bytes, limit_bytes, segment_bytes)
     except ValueError:
         assert PAGE_BYTES + payload_bytes > limit_bytes - PAGE_BYTES
         return
@@ -93,7 +93,7 @@ def test_records_lie_side_by_side_in_aligned_places_within_the_limit(
     assert sum(sizes) == shape.capacity
     assert min(sizes) >= 1
     assert shape.capacity * shape.record_bytes <= limit_bytes
-    places = [shape.place(record) for record in range(shape.capacity)]
+    places = [shape.position(record) for record in range(shape.capacity)]
     expected = [(segment, i * shape.record_bytes) for segment, size in enumerate(sizes) for i in range(size)]
     assert places == expected
     assert shape.record_bytes % PAGE_BYTES == 0
@@ -103,11 +103,11 @@ def test_records_lie_side_by_side_in_aligned_places_within_the_limit(
 @pytest.mark.parametrize("layout", ["", "0011", "00112233445566FF", "../../../../etc/", "00112233445566 f"])
 def test_a_layout_that_is_no_digest_is_refused(layout: str) -> None:
     with pytest.raises(ValueError, match="digest"):
-        geometry(layout, 1, 1 << 20, 1 << 20)
+        disk_geometry(layout, 1, 1 << 20, 1 << 20)
 
 
 def test_a_limit_below_one_record_is_refused() -> None:
     with pytest.raises(ValueError, match="holds no record"):
-        geometry(LAYOUT, 4096, 8191, 1 << 20)
+        disk_geometry(LAYOUT, 4096, 8191, 1 << 20)
     with pytest.raises(ValueError, match="blocks of 0 bytes"):
-        geometry(LAYOUT, 0, 8191, 1 << 20)
+        disk_geometry(LAYOUT, 0, 8191, 1 << 20)

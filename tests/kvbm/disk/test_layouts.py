@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.kvbm.disk.format import geometry
+from services.kvbm.disk.format import disk_geometry
 from services.kvbm.disk.layouts import make_room, stored_layouts
 from tests.kvbm.disk_rig import RECORD_BYTES, content, running
 
@@ -16,7 +16,7 @@ SEGMENT_BYTES = 4 * RECORD_BYTES
 async def fill(directory: Path) -> None:
     """Three layouts with a segment each; the first was opened last."""
     for age, layout in enumerate(LAYOUTS):
-        async with running(directory, geometry(layout, 9000, 2 * SEGMENT_BYTES, SEGMENT_BYTES)) as rig:
+        async with running(directory, disk_geometry(layout, 9000, 2 * SEGMENT_BYTES, SEGMENT_BYTES)) as rig:
             await rig.back()
             await rig.write(0, content(0))
         os.utime(directory / layout, (1000 - age, 1000 - age))
@@ -35,7 +35,7 @@ async def test_layouts_are_told_with_their_size_the_least_recently_opened_first(
 
 async def test_opening_a_layout_makes_it_the_most_recent(tmp_path: Path) -> None:
     await fill(tmp_path)
-    async with running(tmp_path, geometry(LAYOUTS[2], 9000, 2 * SEGMENT_BYTES, SEGMENT_BYTES)) as rig:
+    async with running(tmp_path, disk_geometry(LAYOUTS[2], 9000, 2 * SEGMENT_BYTES, SEGMENT_BYTES)) as rig:
         await rig.back()
     assert names(tmp_path)[-1] == LAYOUTS[2]
 
@@ -51,7 +51,7 @@ async def test_the_least_recently_opened_go_until_the_rest_fits(tmp_path: Path) 
 
 async def test_a_layout_in_use_stays(tmp_path: Path) -> None:
     await fill(tmp_path)
-    async with running(tmp_path, geometry(LAYOUTS[1], 9000, 2 * SEGMENT_BYTES, SEGMENT_BYTES)) as rig:
+    async with running(tmp_path, disk_geometry(LAYOUTS[1], 9000, 2 * SEGMENT_BYTES, SEGMENT_BYTES)) as rig:
         await rig.back()
         make_room(tmp_path, 0)
         assert names(tmp_path) == [LAYOUTS[1]]

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from services.kvbm.disk.format import Geometry
+from services.kvbm.disk.format import DiskGeometry
 from services.kvbm.disk.segments import Segments
 from tests.kvbm.disk_rig import LAYOUT, RECORD_BYTES, memory, small
 
 
 @contextmanager
-def opened(directory: Path, shape: Geometry | None = None, min_free_bytes: int = 0) -> Iterator[Segments]:
+def opened(directory: Path, shape: DiskGeometry | None = None, min_free_bytes: int = 0) -> Iterator[Segments]:
     segments = Segments(directory, small() if shape is None else shape, min_free_bytes)
-    segments.hold()
+    segments.acquire()
     try:
         segments.open()
         yield segments
     finally:
-        segments.drop()
+        segments.release()
 
 
 def open_files() -> int:
@@ -50,7 +50,7 @@ def test_directories_and_files_are_made_for_this_user_alone(tmp_path: Path) -> N
         made = [tmp_path / "disk", tmp_path / "disk" / LAYOUT, tmp_path / "disk" / LAYOUT / "segment-000001"]
         assert [oct(path.stat().st_mode & 0o777) for path in made] == ["0o700", "0o700", "0o600"]
         assert sizes(tmp_path / "disk") == {"segment-000001": 4 * RECORD_BYTES}, "whole, and no probe is left"
-        assert segments.made() == [1]
+        assert segments.existing() == [1]
 
 
 def test_records_come_back_after_reopening_and_what_was_never_made_is_no_record(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_file_that_was_cut_off_is_made_whole_by_its_next_write(tmp_path: Path)
         put(segments, 3)
         os.truncate(tmp_path / LAYOUT / "segment-000000", 2 * RECORD_BYTES)
         assert get(segments, 3) is None
-        segments.look()
+        segments.check()
         put(segments, 0)
         assert sizes(tmp_path) == {"segment-000000": 4 * RECORD_BYTES}
     os.truncate(tmp_path / LAYOUT / "segment-000000", 100)
@@ -157,7 +157,7 @@ def test_no_segment_is_made_where_too_little_would_stay_free_until_the_next_look
                 put(segments, 0)
             assert raised.value.errno == errno.ENOSPC
         assert segments.no_space
-        segments.look()
+        segments.check()
         assert not segments.no_space
     assert sizes(tmp_path) == {}
 
@@ -165,29 +165,29 @@ def test_no_segment_is_made_where_too_little_would_stay_free_until_the_next_look
 def test_a_look_finds_a_segment_or_directory_that_vanished_or_was_replaced(tmp_path: Path) -> None:
     with opened(tmp_path / "disk") as segments:
         put(segments, 0)
-        segments.look()
+        segments.check()
         (tmp_path / "disk" / LAYOUT / "segment-000000").unlink()
         with pytest.raises(OSError, match="segment-000000 has vanished"):
-            segments.look()
+            segments.check()
     with opened(tmp_path / "disk") as segments:
         (tmp_path / "disk" / LAYOUT).rename(tmp_path / "away")
         with pytest.raises(OSError, match="vanished"):
-            segments.look()
+            segments.check()
         (tmp_path / "disk" / LAYOUT).mkdir()
         with pytest.raises(OSError, match="another directory"):
-            segments.look()
+            segments.check()
 
 
 def test_descriptors_stay_open_until_their_last_user_has_gone(tmp_path: Path) -> None:
     segments = Segments(tmp_path, small(), 0)
-    segments.hold()
+    segments.acquire()
     segments.open()
     put(segments, 0, b"a")
-    segments.hold()
-    segments.drop()
+    segments.acquire()
+    segments.release()
     assert get(segments, 0) == b"aa"
     before = open_files()
-    segments.drop()
+    segments.release()
     assert open_files() == before - 3
 
 
@@ -197,5 +197,5 @@ def test_other_names_in_the_directory_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / LAYOUT / "notes").write_text("mine")
     (tmp_path / LAYOUT / "segment-1").write_text("mine")
     with opened(tmp_path) as segments:
-        assert segments.made() == []
+        assert segments.existing() == []
     assert sorted(sizes(tmp_path)) == ["notes", "segment-1"]

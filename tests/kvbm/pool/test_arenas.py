@@ -19,7 +19,7 @@ def test_no_arena_has_two_layouts_and_none_is_taken_from_one_in_use(
     for layout, in_use in questions:
         before = {other: arenas.index(other) for other in arenas.layouts}
         try:
-            given = arenas.give(layout, in_use)
+            given = arenas.assign(layout, in_use)
         except NoArena:
             assert len(before) == count
             assert set(before) <= in_use
@@ -31,31 +31,31 @@ def test_no_arena_has_two_layouts_and_none_is_taken_from_one_in_use(
         if layout in before:
             assert given.index == before[layout]
         lost = set(before).difference(arenas.layouts)
-        assert lost == ({given.dropped} if given.dropped is not None else set())
+        assert lost == ({given.former_layout} if given.former_layout is not None else set())
         assert not lost & in_use
         assert not lost or len(before) == count
 
 
 def test_the_layout_longest_without_a_new_engine_loses_its_arena_first() -> None:
     arenas = Arenas(2)
-    first = arenas.give("a", ())
-    second = arenas.give("b", ())
-    arenas.give("a", ())
-    third = arenas.give("c", ())
-    assert (third.dropped, third.index) == ("b", second.index)
+    first = arenas.assign("a", ())
+    second = arenas.assign("b", ())
+    arenas.assign("a", ())
+    third = arenas.assign("c", ())
+    assert (third.former_layout, third.index) == ("b", second.index)
     assert arenas.index("b") is None
     assert arenas.index("a") == first.index
 
 
 def test_a_layout_in_use_is_passed_over() -> None:
     arenas = Arenas(2)
-    arenas.give("a", ())
-    arenas.give("b", ())
-    assert arenas.give("c", ["a"]).dropped == "b"
+    arenas.assign("a", ())
+    arenas.assign("b", ())
+    assert arenas.assign("c", ["a"]).former_layout == "b"
     with pytest.raises(NoArena, match="all 2 arenas of the pool are in use by the layouts a, c"):
-        arenas.give("b", ["a", "c"])
+        arenas.assign("b", ["a", "c"])
 
 
 def test_after_a_restart_a_lone_layout_is_where_it_was() -> None:
     for layout in "abcdef":
-        assert Arenas(4).give(layout, ()) == Arenas(4).give(layout, ())
+        assert Arenas(4).assign(layout, ()) == Arenas(4).assign(layout, ())

@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from services.kvbm.pool.host_pool import HostPool
 pool = HostPool.open(Path(sys.argv[1]), 1 << 20)
-slots = pool.place("layout", 4096, ()).slots
+slots = pool.assign_arena("layout", 4096, ()).slots
 for _ in range(3):
     slots.grant(5)
 slots.bytes[0] = 7
@@ -96,18 +96,18 @@ def test_after_a_kill_the_same_memory_is_adopted_and_generations_go_on(tmp_path:
             ended(process)
     with opened(tmp_path) as pool:
         assert files == {inode(tmp_path)}
-        assert pool.place("layout", 4096, ()).slots.grant(5) == 13
+        assert pool.assign_arena("layout", 4096, ()).slots.grant(5) == 13
 
 
 def test_an_engine_sees_through_its_old_mapping_what_the_next_kvbm_grants(tmp_path: Path) -> None:
     with opened(tmp_path) as pool:
-        arena = pool.place("layout", 4096, ()).slots.arena
+        arena = pool.assign_arena("layout", 4096, ()).slots.arena
     lock = hold_owner(tmp_path, "w-1")
     mapped = PoolMap(tmp_path / "pool")
     slots = mapped.arena(arena)
     with opened(tmp_path) as pool:
         assert pool.survivors == {"w-1"}
-        granted = pool.place("layout", 4096, ()).slots.grant(0)
+        granted = pool.assign_arena("layout", 4096, ()).slots.grant(0)
         assert slots.generation(0) == granted == 1
         assert mapped.current
     slots.close()
@@ -134,7 +134,7 @@ def test_an_unfit_file_gets_a_new_one_in_its_place_and_is_left_to_the_engines_th
     tmp_path: Path, header: bytes, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path) as pool:
-        arena = pool.place("layout", 4096, ()).slots.arena
+        arena = pool.assign_arena("layout", 4096, ()).slots.arena
     before = inode(tmp_path)
     with running(OWNER, tmp_path, "worker-1") as (process, _):
         mapped = PoolMap(tmp_path / "pool")
@@ -147,7 +147,7 @@ def test_an_unfit_file_gets_a_new_one_in_its_place_and_is_left_to_the_engines_th
             assert pool.survivors == frozenset(), "of the new file no engine has a mapping"
             assert inode(tmp_path) != before
             assert not mapped.current
-            fresh = pool.place("layout", 4096, ()).slots
+            fresh = pool.assign_arena("layout", 4096, ()).slots
             slots.bytes[:] = b"\x01" * len(slots.bytes)
             fresh.grant(0)
             assert not any(fresh.bytes)
@@ -221,7 +221,7 @@ def test_a_kvbm_killed_at_any_instant_of_its_start_leaves_a_pool_that_the_next_o
             ended(process)  # somewhere within one of the next
         PoolMap(tmp_path / "pool").close()
         with opened(tmp_path) as pool:
-            assert pool.place("layout", 4096, ()).slots.grant(0) == 1
+            assert pool.assign_arena("layout", 4096, ()).slots.grant(0) == 1
 
 
 @pytest.mark.parametrize("size_bytes", [-1, 0, 1000, 1 << 50])
@@ -285,44 +285,44 @@ def test_a_start_that_fails_lets_go_of_all_it_had(tmp_path: Path) -> None:
 
 def test_layouts_have_slots_of_their_own(tmp_path: Path) -> None:
     with opened(tmp_path, arenas=2) as pool:
-        first = pool.place("a", 4096, ())
-        second = pool.place("b", 70_000, ["a"])
+        first = pool.assign_arena("a", 4096, ())
+        second = pool.assign_arena("b", 70_000, ["a"])
         assert second.slots.arena.slot_bytes == 73_728
-        assert pool.place("a", 4096, ["a", "b"]) == first
+        assert pool.assign_arena("a", 4096, ["a", "b"]) == first
         first.slots.bytes[:] = b"\x01" * len(first.slots.bytes)
         assert not any(second.slots.bytes)
         with pytest.raises(NoArena):
-            pool.place("c", 4096, ["a", "b"])
+            pool.assign_arena("c", 4096, ["a", "b"])
         first.slots.grant(0)
-        third = pool.place("c", 8192, ["b"])
-        assert third.dropped == "a"
+        third = pool.assign_arena("c", 8192, ["b"])
+        assert third.former_layout == "a"
         assert third.slots.arena.offset == first.slots.arena.offset
         assert third.slots.generation(0) == 1
-        assert pool.place("a", 4096, ["c"]).dropped == "b"
+        assert pool.assign_arena("a", 4096, ["c"]).former_layout == "b"
 
 
 def test_a_block_that_no_arena_has_room_for_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     with opened(tmp_path) as pool:
-        pool.place("a", 4096, ())
+        pool.assign_arena("a", 4096, ())
         with pytest.raises(PoolUnfit, match="larger than an arena"):
-            pool.place("b", SIZE_BYTES, ())
+            pool.assign_arena("b", SIZE_BYTES, ())
         with pytest.raises(PoolUnfit, match="slots of 4096 bytes, not 8192"):
-            pool.place("a", 8000, ())
+            pool.assign_arena("a", 8000, ())
         assert pool.arenas.layouts == ["a"]
 
 
 def test_an_arena_that_cannot_be_mapped_stays_with_the_layout_that_had_it(tmp_path: Path) -> None:
     with opened(tmp_path / "pool", arenas=2) as pool:
-        first = pool.place("a", 4096, ()).slots
-        second = pool.place("b", 4096, ()).slots
+        first = pool.assign_arena("a", 4096, ()).slots
+        second = pool.assign_arena("b", 4096, ()).slots
         os.truncate(pool.path, 1 << 16)
         with pytest.raises(PoolUnfit, match="cannot be mapped"):
-            pool.place("c", 4096, ())
+            pool.assign_arena("c", 4096, ())
         os.truncate(pool.path, SIZE_BYTES)
         assert pool.arenas.layouts == ["a", "b"]
-        assert pool.place("a", 4096, ()).slots is first
-        assert pool.place("b", 4096, ()).slots is second
-        assert pool.place("c", 4096, ()).dropped == "a"
+        assert pool.assign_arena("a", 4096, ()).slots is first
+        assert pool.assign_arena("b", 4096, ()).slots is second
+        assert pool.assign_arena("c", 4096, ()).former_layout == "a"
 
 
 def test_memory_is_reserved_by_prefaulting_and_stays_so_for_the_next_kvbm(tmp_path: Path) -> None:

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from services.kvbm.pool.memory_check import check_room, memory_limits
+from services.kvbm.pool.memory_check import check_memory, memory_limits
 from shared.errors import ConfigError
 from tests.kvbm.small_tmpfs import small_tmpfs
 
 
 def test_a_small_pool_has_room(tmp_path: Path) -> None:
-    check_room(tmp_path, 1 << 20, 0)
+    check_memory(tmp_path, 1 << 20, 0)
 
 
 def test_a_pool_larger_than_the_memory_is_refused_even_where_it_is_there(tmp_path: Path) -> None:
     for there_bytes in (0, 1 << 46):
         with pytest.raises(ConfigError, match=r"needs 65536.0 GiB, and this machine's memory is \d+\.\d GiB"):
-            check_room(tmp_path, 1 << 46, there_bytes)
+            check_memory(tmp_path, 1 << 46, there_bytes)
 
 
 def test_only_what_is_not_there_yet_needs_free_space(tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "small") as directory:
-        check_room(directory, 6 << 20, 5 << 20)
+        check_memory(directory, 6 << 20, 5 << 20)
         with pytest.raises(ConfigError, match=f"of 6.0 MiB needs 3.0 MiB, and the free space of {directory} is 2.0"):
-            check_room(directory, 6 << 20, 3 << 20)
+            check_memory(directory, 6 << 20, 3 << 20)
 
 
 def test_the_limits_of_a_control_group_and_of_those_above_it_are_found(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.kvbm.tickets.engines import NAME_CHARS, Engines
+from services.kvbm.tickets.engines import NAME_CHARS, AttachedEngines
 from services.kvbm.tickets.errors import BadRequest, UnknownOwner, WrongLayout
 from shared.kvbm_messages import Attach, StoreLayout
 from shared.messages import KvLayout
@@ -13,20 +13,20 @@ OTHER = msgspec.structs.replace(LAYOUT, rank=1)
 
 
 def test_an_engine_is_of_one_worker_and_one_layout_until_it_is_dead() -> None:
-    engines = Engines()
+    engines = AttachedEngines()
     with pytest.raises(UnknownOwner):
-        engines.layout("a")
-    engines.attached(Attach("w1", "a", LAYOUT))
-    engines.attached(Attach("w1", "b", OTHER))
-    engines.attached(Attach("w2", "c", LAYOUT))
-    assert engines.layout("a") == LAYOUT.digest
+        engines.layout_of("a")
+    engines.add(Attach("w1", "a", LAYOUT))
+    engines.add(Attach("w1", "b", OTHER))
+    engines.add(Attach("w2", "c", LAYOUT))
+    assert engines.layout_of("a") == LAYOUT.digest
     assert engines.of_worker("w1") == [("a", LAYOUT.digest), ("b", OTHER.digest)]
     assert engines.layouts() == {LAYOUT.digest, OTHER.digest}
     engines.check(Attach("w1", "a", LAYOUT))
     with pytest.raises(WrongLayout, match=LAYOUT.digest):
         engines.check(Attach("w1", "a", OTHER))
-    assert engines.dead("a")
-    assert not engines.dead("a")
+    assert engines.remove("a")
+    assert not engines.remove("a")
     engines.check(Attach("w1", "a", OTHER))
 
 
@@ -35,19 +35,19 @@ def test_an_engine_is_of_one_worker_and_one_layout_until_it_is_dead() -> None:
 def test_a_layout_of_impossible_size_is_refused(field: str, value: int) -> None:
     layout = msgspec.structs.replace(LAYOUT, kv=msgspec.structs.replace(LAYOUT.kv, **{field: value}))
     with pytest.raises(BadRequest, match=f"{field} {value}"):
-        Engines().check(Attach("w1", "a", layout))
+        AttachedEngines().check(Attach("w1", "a", layout))
 
 
 def test_kv_of_an_unknown_type_and_a_worker_that_is_none_are_refused() -> None:
     strange = msgspec.structs.replace(LAYOUT, kv=msgspec.structs.replace(LAYOUT.kv, dtype="x" * 1000))
     with pytest.raises(BadRequest, match="bfloat16"):
-        Engines().check(Attach("w1", "a", strange))
+        AttachedEngines().check(Attach("w1", "a", strange))
     with pytest.raises(BadRequest, match="worker"):
-        Engines().check(Attach("w 1", "a", LAYOUT))
+        AttachedEngines().check(Attach("w 1", "a", LAYOUT))
 
 
 @pytest.mark.parametrize("field", ["model", "weights"])
 def test_names_are_bounded_since_all_accounts_have_them(field: str) -> None:
-    Engines().check(Attach("w1", "a", msgspec.structs.replace(LAYOUT, **{field: "x" * NAME_CHARS})))
+    AttachedEngines().check(Attach("w1", "a", msgspec.structs.replace(LAYOUT, **{field: "x" * NAME_CHARS})))
     with pytest.raises(BadRequest, match="1024 characters"):
-        Engines().check(Attach("w1", "a", msgspec.structs.replace(LAYOUT, **{field: "x" * (NAME_CHARS + 1)})))
+        AttachedEngines().check(Attach("w1", "a", msgspec.structs.replace(LAYOUT, **{field: "x" * (NAME_CHARS + 1)})))

@@ -18,11 +18,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.kvbm.tickets.errors import TicketExpired
-from services.kvbm.tickets.results import Advanced, Bounds, Expired
+from services.kvbm.tickets.results import ExpiredTicket, FetchProgress, TicketLimits
 from services.kvbm.tickets.tickets import Tickets
-from services.kvbm.tiers.actions import Read, ReadOutcome, Sizes, Spill, TierEvent
+from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent, TierSizes
 from services.kvbm.tiers.disk_records import WriteOutcome
-from services.kvbm.tiers.disk_results import Found
+from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.reuse import ReusePolicy
 from services.kvbm.tiers.tiers import Tiers
@@ -34,7 +34,7 @@ from tests.kvbm.chains import chain, keys
 SLOTS, RECORDS = 5, 3
 OWNERS = ("a", "b", "c")
 GARBAGE = b"garbage"
-BOUNDS = Bounds(store_time_s=3, fetch_time_s=3, tickets_per_owner=4, owner_share=0.7)
+BOUNDS = TicketLimits(store_time_s=3, fetch_time_s=3, tickets_per_owner=4, owner_share=0.7)
 PATHS = {keys(chain(*path))[-1]: keys(chain(*path)) for n in (1, 2, 3) for path in product((0, 1), repeat=n)}
 """Block → the chain that ends with it, of all that can be stored."""
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=3)
@@ -90,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A kvbm begins, with what it finds on disk."""
         self.run += 1
         self.told = {"host": {}, "disk": {}}
-        sizes = Sizes(
+        sizes = TierSizes(
             slots=SLOTS,
             records=RECORDS,
             disk_sightings=2 - self.run % 2,
@@ -99,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
             leaves_first=self.run % 2 == 0,
         )
         self.tiers = Tiers(sizes, LruPolicy(SLOTS), ReusePolicy(RECORDS), quarantined=bool(before))
-        self.tickets = Tickets(self.tiers, BOUNDS, before=before, first_ticket=1000 * self.run)
+        self.tickets = Tickets(self.tiers, BOUNDS, former_owners=before, first_ticket=1000 * self.run)
         self.on = False
         self.switch_disk(replaced=False)
 
@@ -128,7 +128,7 @@ class StoreMachine(RuleBasedStateMachine):
         reader.slots += slots
         reader.generations += [self.generation[slot] for slot in slots]
 
-    def expired(self, expired: list[Expired]) -> None:
+    def expired(self, expired: list[ExpiredTicket]) -> None:
         for one in expired:
             for reader in self.readers:
                 if (one.owner, one.ticket) == (reader.owner, reader.ticket):
@@ -160,7 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writers)
     @rule(pick=picks)
     def lose_lease(self, pick: int) -> None:
-        self.expired(self.tickets.lease_lost(self.writers[pick % len(self.writers)].owner))
+        self.expired(self.tickets.worker_lease_lost(self.writers[pick % len(self.writers)].owner))
 
     @precondition(lambda self: self.free_owners())
     @rule(pick=picks, path=tokens, at_once=st.booleans())
@@ -285,7 +285,7 @@ class StoreMachine(RuleBasedStateMachine):
             for reader in self.readers:
                 if slot in reader.slots and not reader.over:
                     reader.discarded.add(slot)
-        self.erases += self.tiers.erases()
+        self.erases += self.tiers.take_erases()
         assert not {*wanted} & {*self.told["host"], *self.told["disk"]}
 
     @precondition(lambda self: self.erases)
@@ -293,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
     def erase(self, pick: int) -> None:
         record = self.erases.pop(pick % len(self.erases))
         self.disk_bytes.pop(record, None)
-        self.tiers.erased(record)
+        self.tiers.erase_done(record)
 
     # --- time
 
@@ -324,7 +324,7 @@ class StoreMachine(RuleBasedStateMachine):
         for one in advanced:
             self.advance(one)
 
-    def advance(self, one: Advanced) -> None:
+    def advance(self, one: FetchProgress) -> None:
         (reader,) = [reader for reader in self.readers if (reader.owner, reader.ticket) == (one.owner, one.ticket)]
         assert not reader.over
         assert one.first == len(reader.slots), "out of order"
@@ -335,7 +335,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tiers.statistics().spills_waiting)
     @rule(most=st.integers(1, 3), at_once=st.booleans())
     def spill(self, most: int, at_once: bool) -> None:
-        spills, events = self.tiers.spills(most)
+        spills, events = self.tiers.take_spills(most)
         assert len(spills) <= most
         self.hear(events)
         for spill in spills:
@@ -355,7 +355,7 @@ class StoreMachine(RuleBasedStateMachine):
         if outcome == "ok":
             self.disk_bytes[spill.record] = spill.content
         self.hear(self.tiers.spill_done(spill, outcome))
-        self.erases += self.tiers.erases()
+        self.erases += self.tiers.take_erases()
 
     @precondition(lambda self: self.disk_bytes)
     @rule(pick=picks)
@@ -366,18 +366,20 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tiers.statistics().disk.withheld)
     @rule()
     def space(self) -> None:
-        self.tiers.space_again()
+        self.tiers.retry_space()
 
     @precondition(lambda self: not self.on or self.told["disk"] or self.reads or self.spills)
     @rule(replaced=st.booleans())
     def switch_disk(self, replaced: bool) -> None:
         if self.on:
-            self.hear(self.tiers.disk_gone())
+            self.hear(self.tiers.disk_failed())
             if replaced:  # another directory: the same blocks elsewhere
                 self.disk_bytes = {RECORDS - 1 - record: content for record, content in self.disk_bytes.items()}
         else:  # what was not erased yet is found again
             self.discarded -= {content.key for content in self.disk_bytes.values()}
-            self.hear(self.tiers.disk_back([Found(record, content) for record, content in self.disk_bytes.items()]))
+            self.hear(
+                self.tiers.disk_ready([FoundBlock(record, content) for record, content in self.disk_bytes.items()])
+            )
         self.on = not self.on
 
     # --- the kvbm
@@ -422,8 +424,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.hear(self.tickets.read_done(read, "failed", self.now_s)[1])
         for spill in self.spills:
             self.hear(self.tiers.spill_done(spill, "failed"))
-        for record in [*self.erases, *self.tiers.erases()]:
-            self.tiers.erased(record)
+        for record in [*self.erases, *self.tiers.take_erases()]:
+            self.tiers.erase_done(record)
         self.tickets.validate()
         counts = self.tickets.statistics()
         assert (counts.owners, counts.stores, counts.fetches, counts.expired, counts.awaited) == (0, 0, 0, 0, 0)

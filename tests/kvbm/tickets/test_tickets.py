@@ -3,16 +3,16 @@ from __future__ import annotations
 import pytest
 
 from services.kvbm.tickets.errors import BadRequest, TicketExpired, TooManyTickets, UnknownOwner, UnknownTicket
-from services.kvbm.tickets.results import Bounds, Fetched, Granted
+from services.kvbm.tickets.results import FetchGrant, StoreGrant, TicketLimits
 from services.kvbm.tickets.tickets import Tickets
-from services.kvbm.tiers.actions import Sizes, TierEvent
-from services.kvbm.tiers.disk_results import Found
+from services.kvbm.tiers.actions import TierEvent, TierSizes
+from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content, Evicted, Stored
 from tests.kvbm.chains import chain, keys
 
-BOUNDS = Bounds(store_time_s=10, fetch_time_s=20, tickets_per_owner=3, blocks_per_request=6, owner_share=1)
+BOUNDS = TicketLimits(store_time_s=10, fetch_time_s=20, tickets_per_owner=3, blocks_per_request=6, owner_share=1)
 
 
 class Store:
@@ -20,20 +20,20 @@ class Store:
 
     def __init__(
         self,
-        sizes: Sizes,
-        bounds: Bounds = BOUNDS,
+        sizes: TierSizes,
+        bounds: TicketLimits = BOUNDS,
         *,
         before: tuple[str, ...] = (),
         owners: tuple[str, ...] = ("a", "b"),
     ) -> None:
         self.tiers = Tiers(sizes, LruPolicy(10), LruPolicy(10), quarantined=bool(before))
-        self.tickets = Tickets(self.tiers, bounds, before=before)
+        self.tickets = Tickets(self.tiers, bounds, former_owners=before)
         if sizes.records:
-            self.tiers.disk_back([])
+            self.tiers.disk_ready([])
         for owner in owners:
             self.tickets.attach(owner)
 
-    def store(self, owner: str, contents: list[Content], now_s: float = 0) -> Granted:
+    def store(self, owner: str, contents: list[Content], now_s: float = 0) -> StoreGrant:
         granted = self.tickets.store(owner, contents, now_s)
         self.tickets.validate()
         return granted
@@ -47,10 +47,10 @@ class Store:
 
     def spill(self) -> None:
         """Everything worth it goes to disk."""
-        for spill in self.tiers.spills(100)[0]:
+        for spill in self.tiers.take_spills(100)[0]:
             self.tiers.spill_done(spill, "ok")
 
-    def fetch(self, contents: list[Content], now_s: float = 0, owner: str = "b") -> Fetched:
+    def fetch(self, contents: list[Content], now_s: float = 0, owner: str = "b") -> FetchGrant:
         fetched = self.tickets.fetch(owner, keys(contents), now_s)
         self.tickets.validate()
         return fetched
@@ -67,11 +67,11 @@ class Store:
 
 
 def plain(slots: int = 8) -> Store:
-    return Store(Sizes(slots=slots, held_share=1))
+    return Store(TierSizes(slots=slots, held_share=1))
 
 
 def with_disk(slots: int = 8, records: int = 50) -> Store:
-    return Store(Sizes(slots=slots, records=records, disk_sightings=1, held_share=1))
+    return Store(TierSizes(slots=slots, records=records, disk_sightings=1, held_share=1))
 
 
 # --- discard
@@ -88,8 +88,8 @@ def test_a_discarded_block_is_found_in_no_tier_and_its_record_is_erased_before_i
     assert store.fetch(contents).ready == 1
     disk = store.tiers.statistics().disk
     assert (disk.free, disk.erasing) == (47, 1)
-    (record,) = store.tiers.erases()
-    store.tiers.erased(record)
+    (record,) = store.tiers.take_erases()
+    store.tiers.erase_done(record)
     store.tickets.validate()
     assert store.tiers.statistics().disk.free == 48
 
@@ -124,13 +124,13 @@ def test_a_block_that_is_discarded_while_it_is_written_is_not_published() -> Non
 def test_a_block_that_is_discarded_while_it_is_spilled_is_erased_after_it() -> None:
     store, contents = with_disk(), chain(1)
     store.keep(contents)
-    ((spill,), _) = store.tiers.spills(1)
+    ((spill,), _) = store.tiers.take_spills(1)
     store.tickets.discard("a", keys(contents))
     store.tickets.validate()
-    assert store.tiers.erases() == []
+    assert store.tiers.take_erases() == []
     assert store.tiers.spill_done(spill, "ok") == []
     store.tickets.validate()
-    assert store.tiers.erases() == [spill.record]
+    assert store.tiers.take_erases() == [spill.record]
     assert not store.tiers.snapshot("disk")
 
 
@@ -230,14 +230,14 @@ def test_what_has_no_room_is_declined() -> None:
 
 
 def test_one_owner_writes_to_no_more_than_its_share_of_the_slots() -> None:
-    store = Store(Sizes(slots=8), Bounds(owner_share=0.25))
+    store = Store(TierSizes(slots=8), TicketLimits(owner_share=0.25))
     assert len(store.store("a", chain(1, 2, 3)).slots) == 2
     assert store.store("a", chain(4)).slots == []
     assert len(store.store("b", chain(5)).slots) == 1
 
 
 def test_a_block_not_seen_often_enough_for_the_host_tier_is_declined_once() -> None:
-    store, contents = Store(Sizes(slots=4, host_sightings=2)), chain(1)
+    store, contents = Store(TierSizes(slots=4, host_sightings=2)), chain(1)
     assert store.store("a", contents).declined == 1
     assert len(store.store("b", contents).slots) == 1
 
@@ -302,7 +302,7 @@ def test_who_has_not_attached_is_refused() -> None:
         tickets.commit("c", 1, [0], 0)
     tickets.abort("c", 1)
     tickets.release("c", 1)
-    assert tickets.lease_lost("c") == []
+    assert tickets.worker_lease_lost("c") == []
 
 
 @pytest.mark.parametrize("length", [0, 15, 17])
@@ -395,8 +395,8 @@ def test_a_lost_lease_ends_the_time_of_an_owners_tickets_at_once() -> None:
     store.keep(contents)
     store.store("b", chain(2), now_s=0)
     store.fetch(contents, now_s=0)
-    assert [one.kind for one in store.tickets.lease_lost("b")] == ["store", "fetch"]
-    assert store.tickets.lease_lost("b") == []
+    assert [one.kind for one in store.tickets.worker_lease_lost("b")] == ["store", "fetch"]
+    assert store.tickets.worker_lease_lost("b") == []
     store.tickets.validate()
     assert store.tiers.statistics().host.quarantined == 1
 
@@ -433,30 +433,30 @@ def test_who_attaches_again_has_nothing_under_way() -> None:
 
 
 def test_after_a_restart_no_slot_is_given_until_all_owners_of_before_have_answered_or_are_dead() -> None:
-    store = Store(Sizes(slots=4), before=("a", "b", "elsewhere"), owners=())
+    store = Store(TierSizes(slots=4), before=("a", "b", "elsewhere"), owners=())
     store.tickets.attach("a")
     store.tickets.validate()
     assert store.store("a", chain(1)).declined == 1
     store.tickets.owner_dead("b")
     assert store.tickets.statistics().awaited == 1
     assert store.store("a", chain(1)).declined == 1
-    store.tickets.owner_answered("elsewhere")
+    store.tickets.writer_confirmed_idle("elsewhere")
     store.tickets.validate()
     assert len(store.store("a", chain(1)).slots) == 1
 
 
 def test_after_a_restart_blocks_on_disk_wait_for_a_slot() -> None:
-    store, contents = Store(Sizes(slots=4, records=4), before=("a",), owners=()), chain(1, 2)
+    store, contents = Store(TierSizes(slots=4, records=4), before=("a",), owners=()), chain(1, 2)
     store.tickets.attach("b")
-    store.tiers.disk_gone()
-    store.tiers.disk_back([Found(0, contents[0]), Found(1, contents[1])])
+    store.tiers.disk_failed()
+    store.tiers.disk_ready([FoundBlock(0, contents[0]), FoundBlock(1, contents[1])])
     assert store.fetch(contents).ticket == 0
     store.tickets.owner_dead("a")
     assert len(store.fetch(contents).reads) == 2
 
 
 def test_tickets_of_a_kvbm_that_starts_anew_begin_where_it_says() -> None:
-    tickets = Tickets(Tiers(Sizes(slots=2), LruPolicy(10), LruPolicy(10)), Bounds(), first_ticket=500)
+    tickets = Tickets(Tiers(TierSizes(slots=2), LruPolicy(10), LruPolicy(10)), TicketLimits(), first_ticket=500)
     tickets.attach("a")
     assert tickets.store("a", chain(1), 0).ticket == 500
 
@@ -483,7 +483,7 @@ def test_a_fetch_ends_at_the_first_block_that_is_in_no_tier() -> None:
 
 
 def test_readers_hold_no_more_than_their_share_of_the_host_tier() -> None:
-    store, contents = Store(Sizes(slots=4, held_share=0.5)), chain(1, 2, 3, 4)
+    store, contents = Store(TierSizes(slots=4, held_share=0.5)), chain(1, 2, 3, 4)
     for content in contents:
         store.keep([content])
     assert len(store.fetch(contents).slots) == 2

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kvbm.tiers.eviction_queue import Line
+from services.kvbm.tiers.eviction_queue import EvictionQueue
 from shared.hashing import ContentKey
 
 KEYS = st.integers(0, 7).map(lambda number: number.to_bytes(16))
@@ -13,8 +13,8 @@ def key(number: int) -> ContentKey:
     return number.to_bytes(16)
 
 
-def line(length: int) -> Line:
-    made = Line()
+def line(length: int) -> EvictionQueue:
+    made = EvictionQueue()
     for number in range(length):
         made.push(key(number))
     return made
@@ -24,7 +24,7 @@ def test_the_first_in_line_is_named_until_it_is_dropped() -> None:
     three = line(3)
     assert three.first(lambda _: True, every=False) == key(0)
     assert three.first(lambda _: True, every=False) == key(0)
-    three.drop(key(0))
+    three.remove(key(0))
     three.push(key(1))
     assert three.first(lambda _: True, every=False) == key(2)
     assert (len(three), key(0) in three, key(1) in three) == (2, False, True)
@@ -47,19 +47,19 @@ def test_thousands_that_were_refused_are_not_asked_again_for_each_victim() -> No
     for _ in range(1000):
         victim = long.first(may_go, every=False)
         assert victim is not None
-        long.drop(victim)
+        long.remove(victim)
     assert asked <= 1000 + 3 * 1000
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "drop", "first"]), KEYS, st.sets(KEYS))))
 def test_a_line_agrees_with_a_list_and_names_who_may_go(steps: list[tuple[str, ContentKey, set[ContentKey]]]) -> None:
-    made, model = Line(), set[ContentKey]()
+    made, model = EvictionQueue(), set[ContentKey]()
     for step, each, may in steps:
         if step == "push":
             made.push(each)
             model.add(each)
         elif step == "drop" and each in model:
-            made.drop(each)
+            made.remove(each)
             model.remove(each)
         else:
             found = made.first(may.__contains__, every=True)

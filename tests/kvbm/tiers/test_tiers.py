@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.kvbm.tiers.actions import Sizes
-from services.kvbm.tiers.disk_results import Found
+from services.kvbm.tiers.actions import TierSizes
+from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content, Evicted, Stored
@@ -20,7 +20,7 @@ def tiers(
     fill_disk: bool = False,
     leaves_first: bool = False,
 ) -> Tiers:
-    sizes = Sizes(
+    sizes = TierSizes(
         slots=slots,
         records=records,
         disk_sightings=disk_sightings,
@@ -30,7 +30,7 @@ def tiers(
     )
     made = Tiers(sizes, LruPolicy(10), LruPolicy(10))
     if on:
-        made.disk_back([])
+        made.disk_ready([])
     return made
 
 
@@ -44,7 +44,7 @@ def keep(store: Tiers, contents: list[Content]) -> list[Content]:
 
 def spill(store: Tiers) -> list[Content]:
     """Everything worth it goes to disk."""
-    spills, _ = store.spills(100)
+    spills, _ = store.take_spills(100)
     for one in spills:
         store.spill_done(one, "ok")
     store.validate([])
@@ -91,8 +91,8 @@ def test_the_hosts_policy_hears_what_is_on_disk_too() -> None:
             self.below.discard(key)
 
     policy, contents = Listening(), chain(1, 2)
-    store = Tiers(Sizes(slots=3, records=2, disk_sightings=1, held_share=1), policy, LruPolicy(2))
-    store.disk_back([])
+    store = Tiers(TierSizes(slots=3, records=2, disk_sightings=1, held_share=1), policy, LruPolicy(2))
+    store.disk_ready([])
     keep(store, contents)
     assert policy.below == set()
     spill(store)
@@ -100,9 +100,9 @@ def test_the_hosts_policy_hears_what_is_on_disk_too() -> None:
     keep(store, chain(3))
     spill(store)
     assert policy.below == set(keys([contents[1], *chain(3)])), "1 has left the disk for 3"
-    store.disk_gone()
+    store.disk_failed()
     assert policy.below == set()
-    store.disk_back([Found(1, contents[0])])
+    store.disk_ready([FoundBlock(1, contents[0])])
     assert policy.below == set(keys(contents)[:1])
 
 
@@ -124,7 +124,7 @@ def test_a_block_that_another_worker_has_too_was_seen_twice() -> None:
 def test_a_block_stays_while_it_is_written_to_disk() -> None:
     store, contents = tiers(slots=1, disk_sightings=1), chain(1)
     keep(store, contents)
-    (one,), events = store.spills(5)
+    (one,), events = store.take_spills(5)
     assert events == []
     assert store.offer(chain(2), 1).declined == 1
     assert store.spill_done(one, "ok") == [("disk", Stored(contents[0]))]
@@ -134,9 +134,9 @@ def test_a_block_stays_while_it_is_written_to_disk() -> None:
 def test_a_spill_that_failed_publishes_nothing_and_is_tried_again_when_the_block_is_seen_again() -> None:
     store, contents = tiers(disk_sightings=1), chain(1)
     keep(store, contents)
-    (one,), _ = store.spills(5)
+    (one,), _ = store.take_spills(5)
     assert store.spill_done(one, "failed") == []
-    assert store.spills(5) == ([], [])
+    assert store.take_spills(5) == ([], [])
     keep(store, contents)
     assert spill(store) == contents
 
@@ -156,11 +156,11 @@ def test_a_full_disk_makes_room_but_not_of_what_is_read() -> None:
     keep(store, chain(8, 9))
     found = store.fetch([first.key])
     (read,) = found.reads
-    assert store.spills(5) == ([], []), "the only record is being read"
+    assert store.take_spills(5) == ([], []), "the only record is being read"
     assert store.read_done(read, "ok") == [("host", Stored(first))]
     store.release(found.slots)
     keep(store, [second])
-    spills, events = store.spills(5)
+    spills, events = store.take_spills(5)
     assert len(spills) == 1
     assert events == [("disk", Evicted(first))]
 
@@ -168,7 +168,7 @@ def test_a_full_disk_makes_room_but_not_of_what_is_read() -> None:
 def test_no_more_is_spilled_at_once_than_asked_for() -> None:
     store = tiers(disk_sightings=1)
     keep(store, chain(1, 2, 3))
-    assert len(store.spills(2)[0]) == 2
+    assert len(store.take_spills(2)[0]) == 2
     assert store.statistics().spills_waiting == 1
 
 
@@ -177,15 +177,15 @@ def test_a_disk_without_space_for_more_exchanges_what_it_has() -> None:
     keep(store, contents[:1])
     spill(store)
     keep(store, contents[1:2])
-    (refused,), _ = store.spills(5)
+    (refused,), _ = store.take_spills(5)
     assert store.spill_done(refused, "no space") == []
     store.validate([])
     assert (store.statistics().disk.withheld, store.statistics().disk.free) == (2, 0)
     keep(store, contents[2:])
-    (instead,), events = store.spills(5)
+    (instead,), events = store.take_spills(5)
     assert events == [("disk", Evicted(contents[0]))]
     store.spill_done(instead, "ok")
-    store.space_again()
+    store.retry_space()
     store.validate([])
     keep(store, contents[:2])
     assert spill(store) == contents[:2]
@@ -197,12 +197,12 @@ def test_a_disk_that_has_no_space_even_for_that_loses_one_block_and_is_left_alon
     spill(store)
     keep(store, contents[2:])
     for _ in range(2):
-        (one,), _ = store.spills(1)
+        (one,), _ = store.take_spills(1)
         store.spill_done(one, "no space")
         store.validate([])
-    assert store.spills(5) == ([], [])
+    assert store.take_spills(5) == ([], [])
     assert len(store.snapshot("disk")) == 1
-    store.space_again()
+    store.retry_space()
     assert spill(store) == contents[4:]
 
 
@@ -210,21 +210,21 @@ def test_when_the_disk_goes_its_blocks_cannot_be_found() -> None:
     store, contents = tiers(disk_sightings=1), chain(1, 2)
     keep(store, contents)
     spill(store)
-    assert store.disk_gone() == [("disk", Evicted(content)) for content in contents]
-    assert store.disk_gone() == []
+    assert store.disk_failed() == [("disk", Evicted(content)) for content in contents]
+    assert store.disk_failed() == []
     store.validate([])
     keep(store, chain(5, 6, 7, 8))
-    assert store.spills(5) == ([], [])
+    assert store.take_spills(5) == ([], [])
     assert store.fetch(keys(contents)).slots == []
 
 
 def test_when_the_disk_comes_back_its_blocks_are_found_and_the_host_tiers_go_to_it() -> None:
     store, found, there = tiers(on=False, disk_sightings=1), chain(1, 2), chain(5)
     keep(store, there)
-    events = store.disk_back([Found(3, found[0]), Found(0, found[1])])
+    events = store.disk_ready([FoundBlock(3, found[0]), FoundBlock(0, found[1])])
     store.validate([])
     assert events == [("disk", Stored(content)) for content in found]
-    (one,), _ = store.spills(5)
+    (one,), _ = store.take_spills(5)
     assert one.content == there[0]
     assert one.record not in (0, 3)
     assert [read.record for read in store.fetch(keys(found)).reads] == [3, 0]
@@ -232,25 +232,25 @@ def test_when_the_disk_comes_back_its_blocks_are_found_and_the_host_tiers_go_to_
 
 def test_of_two_records_with_one_key_the_newer_counts_and_the_other_is_free() -> None:
     store, (content,) = tiers(on=False, records=2), chain(1)
-    assert store.disk_back([Found(0, content), Found(1, content)]) == [("disk", Stored(content))]
+    assert store.disk_ready([FoundBlock(0, content), FoundBlock(1, content)]) == [("disk", Stored(content))]
     assert store.statistics().disk.free == 1
     assert store.fetch([content.key]).reads[0].record == 1
 
 
 def test_what_was_found_on_disk_goes_children_first() -> None:
     store, found = tiers(on=False, records=2, disk_sightings=1), chain(1, 2)
-    store.disk_back([Found(0, found[0]), Found(1, found[1])])
+    store.disk_ready([FoundBlock(0, found[0]), FoundBlock(1, found[1])])
     keep(store, chain(7))
-    assert store.spills(1)[1] == [("disk", Evicted(found[1]))]
+    assert store.take_spills(1)[1] == [("disk", Evicted(found[1]))]
 
 
 def test_a_write_from_before_the_disk_went_publishes_nothing_and_its_record_waits_for_it() -> None:
     store, contents = tiers(records=1, disk_sightings=1), chain(1)
     keep(store, contents)
-    (old,), _ = store.spills(5)
-    store.disk_gone()
-    assert store.disk_back([Found(0, contents[0])]) == [], "the write may still land there"
-    assert store.spills(5) == ([], [])
+    (old,), _ = store.take_spills(5)
+    store.disk_failed()
+    assert store.disk_ready([FoundBlock(0, contents[0])]) == [], "the write may still land there"
+    assert store.take_spills(5) == ([], [])
     assert store.spill_done(old, "ok") == []
     store.validate([])
     assert spill(store) == contents
@@ -262,8 +262,8 @@ def test_a_read_from_before_the_disk_went_still_brings_its_block() -> None:
     spill(store)
     keep(store, chain(2))
     found = store.fetch(keys(contents))
-    store.disk_gone()
-    store.disk_back([])
+    store.disk_failed()
+    store.disk_ready([])
     store.validate(found.slots)
     assert store.read_done(found.reads[0], "ok") == [("host", Stored(contents[0]))]
     store.validate(found.slots)
@@ -271,9 +271,9 @@ def test_a_read_from_before_the_disk_went_still_brings_its_block() -> None:
 
 
 def test_a_disk_that_hangs_takes_no_more_slots_than_may_be_held() -> None:
-    store = Tiers(Sizes(slots=8, records=16), LruPolicy(8), LruPolicy(16))
+    store = Tiers(TierSizes(slots=8, records=16), LruPolicy(8), LruPolicy(16))
     on_disk = [chain(token)[0] for token in range(16)]
-    store.disk_back([Found(record, content) for record, content in enumerate(on_disk)])
+    store.disk_ready([FoundBlock(record, content) for record, content in enumerate(on_disk)])
     in_memory = chain(100, 101)
     keep(store, in_memory)
     for first in (0, 4, 8):
@@ -295,8 +295,8 @@ def test_a_record_that_is_read_while_the_disk_is_exchanged_is_not_found_and_free
     spill(store)
     keep(store, chain(2))
     found = store.fetch(keys(contents))
-    store.disk_gone()
-    assert store.disk_back([Found(0, other[0])]) == []
+    store.disk_failed()
+    assert store.disk_ready([FoundBlock(0, other[0])]) == []
     store.release(found.slots)
     assert store.read_done(found.reads[0], "lost") == []
     store.validate([])
@@ -331,7 +331,7 @@ class Listening(LruPolicy):
 
 def test_a_policy_hears_of_uses_after_the_answer_and_before_it_is_asked_for_a_victim() -> None:
     policy, contents = Listening(), chain(1, 2)
-    store = Tiers(Sizes(slots=2, held_share=1), policy, LruPolicy(1))
+    store = Tiers(TierSizes(slots=2, held_share=1), policy, LruPolicy(1))
     keep(store, contents)
     store.release(store.fetch(keys(contents)).slots)
     assert policy.heard == []
@@ -361,7 +361,7 @@ def test_nothing_that_is_held_goes_ahead_of_need() -> None:
 
 def test_uses_that_no_policy_was_asked_about_are_told_before_they_are_many() -> None:
     policy, contents = Listening(), chain(1)
-    store = Tiers(Sizes(slots=2, held_share=1), policy, LruPolicy(1))
+    store = Tiers(TierSizes(slots=2, held_share=1), policy, LruPolicy(1))
     keep(store, contents)
     for _ in range(5000):
         store.release(store.fetch(keys(contents)).slots)
@@ -380,12 +380,12 @@ def test_digest_and_snapshot_are_those_of_what_can_be_found() -> None:
     for content in contents:
         digest ^= event_hash(content.key)
     assert store.digest("host") == store.digest("disk") == digest
-    store.disk_gone()
+    store.disk_failed()
     assert store.digest("disk") == 0
 
 
 def test_a_store_without_a_disk_tier_never_spills() -> None:
     store = tiers(records=0, on=False, disk_sightings=1)
     keep(store, chain(1))
-    assert store.spills(5) == ([], [])
+    assert store.take_spills(5) == ([], [])
     assert store.statistics().disk.on is False

@@ -31,7 +31,7 @@ def attachment(pool: HostPool) -> Iterator[PoolAttachment]:
 
 
 def attached(pool: HostPool, layout: str = "layout", block_bytes: int = 5000) -> Attached:
-    arena = pool.place(layout, block_bytes, ()).slots.arena
+    arena = pool.assign_arena(layout, block_bytes, ()).slots.arena
     return Attached(
         kvbm="k1",
         layout=layout,
@@ -48,9 +48,9 @@ def test_one_name_is_held_until_it_is_closed(pool: HostPool, attachment: PoolAtt
     owner = attachment.hold()
     assert owner.startswith("w1-")
     assert attachment.hold() == owner
-    assert pool.owners.alive(owner)
+    assert pool.owners.is_alive(owner)
     attachment.close()
-    assert not pool.owners.alive(owner)
+    assert not pool.owners.is_alive(owner)
     assert not list((pool.path.parent / "owners").iterdir())
 
 
@@ -59,11 +59,11 @@ def test_the_lock_stays_at_the_descriptor_it_was_given_also_when_its_file_was_de
     with closing(PoolAttachment(pool.path.parent, "w1", number)) as attachment:
         first = attachment.hold()
         file = pool.path.parent / "owners" / first
-        assert pool.owners.alive(first)
+        assert pool.owners.is_alive(first)
         file.unlink()
         second = attachment.hold()
-        assert not pool.owners.alive(first)
-        assert pool.owners.alive(second)
+        assert not pool.owners.is_alive(first)
+        assert pool.owners.is_alive(second)
         assert os.path.samestat(os.fstat(number), (file.parent / second).stat())
 
 
@@ -77,18 +77,18 @@ def test_a_lock_whose_file_was_deleted_is_let_go_and_another_one_is_held(
     pool: HostPool, attachment: PoolAttachment
 ) -> None:
     before = attachment.hold()
-    assert pool.owners.alive(before)
+    assert pool.owners.is_alive(before)
     (pool.path.parent / "owners" / before).unlink()
     after = attachment.hold()
     assert after != before
-    assert pool.owners.look() == [before]
-    assert pool.owners.alive(after)
+    assert pool.owners.poll() == [before]
+    assert pool.owners.is_alive(after)
 
 
 def test_the_slots_are_the_kvbm_s(pool: HostPool, attachment: PoolAttachment) -> None:
     told = attached(pool)
     slots = attachment.map(told)
-    theirs = pool.place("layout", 5000, ()).slots
+    theirs = pool.assign_arena("layout", 5000, ()).slots
     theirs.grant(3)
     theirs.bytes[3 * told.slot_bytes] = 77
     assert slots.generation(3) == 1

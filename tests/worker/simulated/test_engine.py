@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.kvbm.tickets.results import Bounds
+from services.kvbm.tickets.results import TicketLimits
 from services.worker.config import KvbmConfig, SimulatedConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.messages import (
@@ -238,7 +238,7 @@ def test_engines_exchange_blocks_with_a_kvbm_on_the_same_clock(tmp_path: Path) -
         facts = await first.receive()
         assert isinstance(facts, Ready)
         layout = StoreLayout(model="model", weights=facts.weights, kv=facts.kv_layout)
-        drawer = Drawer(tmp_path / "pool", "k1", layout, Bounds(), {})
+        drawer = Drawer(tmp_path / "pool", "k1", layout, TicketLimits(), {})
         for engine in (first, second):
             await linked(engine, drawer)
         assert (await answered(first, drawer, "a")).cached_tokens == 0
@@ -255,7 +255,7 @@ def test_engines_exchange_blocks_with_a_kvbm_on_the_same_clock(tmp_path: Path) -
         assert (await answered(second, drawer, "b")).cached_host_tokens == 64
         assert now_s() - began_s == pytest.approx(0.4 + 1.0), "four copies, and a step of one token"
         first.kill()
-        assert len(drawer.pool.owners.look()) == 1, "a killed engine's lock is free"
+        assert len(drawer.pool.owners.poll()) == 1, "a killed engine's lock is free"
         second.kill()
         drawer.close()
 
