@@ -23,7 +23,6 @@ import select
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -35,6 +34,7 @@ import msgspec
 
 from benchmarks.report import Goal, report
 from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.pool.prefault import make_memory
 from services.worker.mover import Copy, Mover
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
@@ -102,14 +102,11 @@ def measure(directory: Path, size_bytes: int) -> list[Row]:
 
 def _prefault(pool: HostPool) -> float:
     """Seconds of CPU."""
-    ended = threading.Event()
     began_s = time.process_time()
-    prefault = pool.prefault(1, ended.set)
-    prefault.start()
-    ended.wait()
-    prefault.stop()
-    if prefault.failure:
-        raise SystemExit(f"{pool.path}: {prefault.failure}")
+    try:
+        make_memory(pool.descriptor, 0, pool.geometry.file_bytes)
+    except OSError as wrong:
+        raise SystemExit(f"{pool.path}: {wrong.strerror}") from None
     return time.process_time() - began_s
 
 

@@ -9,7 +9,7 @@ from services.kvbm.config import KvbmConfig
 from services.kvbm.layout import describe
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.pool.host_pool import HostPool
-from services.kvbm.pool.reservation import Reservation
+from services.kvbm.pool.prefault import Prefault
 from services.kvbm.replies import ReplySender
 from shared.blocks import Content
 from shared.bus.contract import Message
@@ -38,14 +38,14 @@ class StoreQueries:
         config: KvbmConfig,
         pool: HostPool,
         layouts: Layouts,
-        reservation: Reservation,
+        prefault: Prefault,
         answers: ReplySender,
     ) -> None:
         self._instance = runtime.instance
         self._window_s = config.statistics.window_s
         self._pool = pool
         self._layouts = layouts
-        self._reservation = reservation
+        self._prefault = prefault
         self._replies = answers
 
     def log_layouts(self) -> None:
@@ -65,7 +65,7 @@ class StoreQueries:
             instance=self._instance,
             pool=str(self._pool.path.parent),
             pool_bytes=self._pool.geometry.file_bytes,
-            reserved=self._reservation.share,
+            reserved=self._prefault.share,
             window_s=self._window_s,
             layouts=[describe.state(layout.facts()) for layout in self._layouts.open.values()],
         )

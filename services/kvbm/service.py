@@ -22,15 +22,15 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
-from services.kvbm.announcement import announcement
 from services.kvbm.config import KvbmConfig
 from services.kvbm.hit_window import LookupCounts
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.host_pool import HostPool
-from services.kvbm.pool.reservation import Reservation
+from services.kvbm.pool.prefault import Prefault
 from services.kvbm.queries import StoreQueries
 from services.kvbm.replies import ReplySender
 from services.kvbm.tickets.engines import AttachedEngines
@@ -39,12 +39,28 @@ from services.kvbm.tiers import policies
 from shared import kvbm_messages as wire
 from shared import subjects
 from shared.bus.contract import Message, Subscription
+from shared.discovery.announcement import Announcement
 from shared.discovery.directory import DirectoryChange, InstanceDown
 from shared.errors import BusDown, ProtocolError
-from shared.messages import EventSource
+from shared.messages import Codec
 from shared.runtime.lifecycle import Runtime, settle_memory
 
 REPORT_INTERVAL_S = 0.25
+"""Seconds between two load reports; also the tick of what is done at intervals."""
+OPERATIONS = (
+    "attach",
+    "store",
+    "commit",
+    "abort",
+    "fetch",
+    "release",
+    "discard",
+    "snapshot",
+    "load",
+    "stat",
+    "control",
+)
+"""The subjects in the address book."""
 _TICKS_A_LOOK = 2
 """At the engines' locks."""
 _TICKS_A_SHOW = 4
@@ -80,6 +96,10 @@ async def kvbm(runtime: Runtime, config: KvbmConfig) -> AsyncIterator[KvbmServic
         await service.stop()
 
 
+Ask = TypeVar("Ask", wire.Store, wire.Commit, wire.Abort, wire.Release, wire.Discard)
+Reply = TypeVar("Reply", wire.Granted, wire.Settled)
+
+
 class KvbmService:
     """One kvbm process."""
 
@@ -92,19 +112,20 @@ class KvbmService:
         self._replies = ReplySender(runtime.bus, self._metrics)
         self.engines = AttachedEngines()
         self.layouts = Layouts(runtime, config, pool, self._metrics, lambda: self._announcement.change())
-        self.reservation = Reservation(pool, config.pool.prefault_threads)
-        self._announcement = announcement(runtime, self._sources)
-        self._queries = StoreQueries(runtime, config, pool, self.layouts, self.reservation, self._replies)
+        self.prefault = Prefault(pool, config.pool.prefault_threads)
+        self._announcement = Announcement(runtime.discovery, self._address)
+        self._announcement.change()
+        self._queries = StoreQueries(runtime, config, pool, self.layouts, self.prefault, self._replies)
         self._former_owners = set(pool.survivors)
         """Engines that a former kvbm may have let write, and that have neither attached anew nor died."""
         self._operations: dict[str, _Operation] = {
             "attach": self._attach,
-            "store": self._store,
-            "commit": self._commit,
-            "abort": self._abort,
+            "store": partial(self._request, wire.STORE, wire.STORE_REPLY, LayoutStore.store),
+            "commit": partial(self._request, wire.COMMIT, wire.SETTLED, LayoutStore.commit),
+            "abort": partial(self._request, wire.ABORT, wire.SETTLED, LayoutStore.abort),
             "fetch": self._fetch,
-            "release": self._release,
-            "discard": self._discard,
+            "release": partial(self._request, wire.RELEASE, wire.SETTLED, LayoutStore.release),
+            "discard": partial(self._request, wire.DISCARD, wire.SETTLED, LayoutStore.discard),
         }
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,7 +138,7 @@ class KvbmService:
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
         self._runtime.directory.subscribe(self._directory_changed)
         self._runtime.vitals.ask(self._unready, dict)
-        for work in (self._replies.run(), self.reservation.run(), self._announcement.run(), self._tick()):
+        for work in (self._replies.run(), self.prefault.run(), self._announcement.run(), self._tick()):
             self._own(work)
 
     async def stop(self) -> None:
@@ -167,8 +188,8 @@ class KvbmService:
     def _attach(self, message: Message) -> tuple[LayoutStore, bytes]:
         ask = wire.ATTACH.decode(message.payload, message.headers)
         self.engines.check(ask)
-        if not self.reservation.complete:
-            raise NotReady(self.reservation.reason)
+        if not self.prefault.complete:
+            raise NotReady(self.prefault.reason)
         self._check_alive(ask.owner)
         layout = self.layouts.get_or_open(ask.layout, self._former_owners)
         self.engines.add(ask)
@@ -198,20 +219,16 @@ class KvbmService:
                 raise TooManyOwners("as many engines are known as may be")
             raise UnknownOwner(owner, "does not hold the lock of its file in the pool's directory")
 
-    def _store(self, message: Message) -> tuple[LayoutStore, bytes]:
-        ask = wire.STORE.decode(message.payload, message.headers)
+    def _request(
+        self,
+        codec: Codec[Ask],
+        reply_codec: Codec[Reply | wire.KvbmRefused],
+        serve: Callable[[LayoutStore, Ask], Reply],
+        message: Message,
+    ) -> tuple[LayoutStore, bytes]:
+        ask = codec.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
-        return layout, wire.STORE_REPLY.encode(layout.store(ask), message.headers)
-
-    def _commit(self, message: Message) -> tuple[LayoutStore, bytes]:
-        ask = wire.COMMIT.decode(message.payload, message.headers)
-        layout = self._layout_of(ask.owner)
-        return layout, wire.SETTLED.encode(layout.commit(ask), message.headers)
-
-    def _abort(self, message: Message) -> tuple[LayoutStore, bytes]:
-        ask = wire.ABORT.decode(message.payload, message.headers)
-        layout = self._layout_of(ask.owner)
-        return layout, wire.SETTLED.encode(layout.abort(ask), message.headers)
+        return layout, reply_codec.encode(serve(layout, ask), message.headers)
 
     def _fetch(self, message: Message) -> tuple[LayoutStore, bytes | None]:
         """Where all is in memory the one reply goes at once; else it is the first of those that go by and by."""
@@ -229,23 +246,13 @@ class KvbmService:
             self._metrics.count_refusal(reply.code)
         self._replies.queue(message, wire.FETCH_REPLY.encode(reply, message.headers), last=last)
 
-    def _release(self, message: Message) -> tuple[LayoutStore, bytes]:
-        ask = wire.RELEASE.decode(message.payload, message.headers)
-        layout = self._layout_of(ask.owner)
-        return layout, wire.SETTLED.encode(layout.release(ask), message.headers)
-
-    def _discard(self, message: Message) -> tuple[LayoutStore, bytes]:
-        ask = wire.DISCARD.decode(message.payload, message.headers)
-        layout = self._layout_of(ask.owner)
-        return layout, wire.SETTLED.encode(layout.discard(ask), message.headers)
-
     # --- who is alive
 
     def _answered(self, owner: str) -> None:
         """It has attached, so it writes to nothing of before, in any layout."""
         self._former_owners.discard(owner)
         for layout in self.layouts.open.values():
-            layout.owner_answered(owner)
+            layout.tickets.writer_confirmed_idle(owner)
 
     def _poll_owners(self) -> None:
         """At the engines' locks."""
@@ -299,7 +306,7 @@ class KvbmService:
         reasons = [
             "" if self._runtime.bus.connected else "NATS cannot be reached",
             "" if self._announcement.epoch else "registering",
-            self.reservation.reason,
+            self.prefault.reason,
         ]
         return [reason for reason in reasons if reason]
 
@@ -308,12 +315,15 @@ class KvbmService:
         disks = [each.disk for each in facts if each.disk is not None]
         found = sum((each.found for each in facts), LookupCounts())
         self._metrics.set_gauges([each.tickets for each in facts], disks, found)
-        self._metrics.reserved_bytes.set(self.reservation.done_bytes)
+        self._metrics.reserved_bytes.set(self.prefault.done_bytes)
 
     # --- questions
 
-    def _sources(self) -> dict[str, EventSource]:
-        return {digest: layout.source for digest, layout in self.layouts.open.items()}
+    def _address(self, epoch: int) -> dict[str, bytes]:
+        """Return this kvbm's entry in the address book."""
+        operations = {operation: self._subject(operation) for operation in OPERATIONS}
+        sources = {digest: layout.source for digest, layout in self.layouts.open.items()}
+        return self._runtime.address(epoch, operations, layouts=sources)
 
     def _subject(self, operation: str) -> str:
         return subjects.kvbm(self._runtime.namespace, self._runtime.instance, operation)

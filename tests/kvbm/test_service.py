@@ -224,7 +224,7 @@ async def test_a_policy_that_cannot_be_made_for_a_layout_is_told_to_who_attaches
         for layout in (LAYOUT, LAYOUT, OTHER_LAYOUT):
             a = store.world.engine(f"a-{len(store.world.engines)}", layout=layout)
             a.hold()
-            await until(lambda: store.service.reservation.complete)
+            await until(lambda: store.service.prefault.complete)
             reply = await a.try_attach()
             assert refusal(reply) == "not_ready"
             assert "blocks are too many for me" in str(reply)

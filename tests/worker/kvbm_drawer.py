@@ -10,9 +10,15 @@ from random import Random
 
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.tickets.errors import Refusal, UnknownOwner
-from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
+from services.kvbm.tickets.packing import (
+    SlotChecksums,
+    pack_slots,
+    to_contents,
+    unpack_checksums,
+    unpack_keys,
+    unpack_slots,
+)
 from services.kvbm.tickets.results import FetchProgress, TicketLimits
-from services.kvbm.tickets.slot_checksums import SlotChecksums
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent, TierSizes
 from services.kvbm.tiers.disk_results import FoundBlock

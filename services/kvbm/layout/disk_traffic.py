@@ -15,7 +15,7 @@ from functools import partial
 
 from services.kvbm.disk.disk import Disk
 from services.kvbm.metrics import StoreMetrics
-from services.kvbm.tickets.slot_checksums import SlotChecksums
+from services.kvbm.tickets.packing import SlotChecksums
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill
 from services.kvbm.tiers.disk_records import WriteOutcome
 from services.kvbm.tiers.disk_results import DiskFailure, LoadedFromDisk, WrittenToDisk

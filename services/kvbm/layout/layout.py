@@ -23,10 +23,16 @@ from services.kvbm.layout.describe import LayoutFacts
 from services.kvbm.layout.disk_traffic import SPILLS_MOST, DiskTraffic
 from services.kvbm.layout.event_log import EventLog
 from services.kvbm.metrics import EvictionReason, StoreMetrics
-from services.kvbm.tickets.packing import pack_slots, to_contents, unpack_checksums, unpack_keys, unpack_slots
+from services.kvbm.tickets.packing import (
+    SlotChecksums,
+    pack_slots,
+    to_contents,
+    unpack_checksums,
+    unpack_keys,
+    unpack_slots,
+)
 from services.kvbm.tickets.pending_fetches import PendingFetches, SendFetchReply, fetch_reply
 from services.kvbm.tickets.results import ExpiredTicket
-from services.kvbm.tickets.slot_checksums import SlotChecksums
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers import policies
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent
@@ -65,7 +71,7 @@ class LayoutStore:
         self.layout = layout
         self.digest = layout.digest
         self.slots = slots
-        self.disk = disk(self._disk_back, self._disk_gone) if disk is not None else None
+        self.disk = disk(self._disk_ready, self._disk_failed) if disk is not None else None
         self._now = asyncio.get_running_loop().time
         self._block_size = layout.kv.block_size
         self._block_bytes = layout.kv.block_bytes
@@ -113,10 +119,6 @@ class LayoutStore:
         self.tickets.attach(owner)
         self._pending.refuse_all(owner, "the engine has attached anew")
         self.settle_soon()
-
-    def owner_answered(self, owner: str) -> None:
-        """See `Tickets.owner_answered`."""
-        self.tickets.writer_confirmed_idle(owner)
 
     def owner_dead(self, owner: str) -> None:
         """See `Tickets.owner_dead`."""
@@ -222,11 +224,11 @@ class LayoutStore:
 
     # --- the disk
 
-    def _disk_back(self, found: list[FoundBlock]) -> None:
+    def _disk_ready(self, found: list[FoundBlock]) -> None:
         self._changed(self.tiers.disk_ready(found))
         self.settle_soon()
 
-    def _disk_gone(self, _reason: str) -> None:
+    def _disk_failed(self, _reason: str) -> None:
         self._changed(self.tiers.disk_failed(), "disk gone")
         self.settle_soon()
 

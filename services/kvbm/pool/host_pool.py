@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from msgspec import Struct
 from services.kvbm.pool.arenas import Arenas
 from services.kvbm.pool.memory_check import check_memory
 from services.kvbm.pool.owners import OwnerLocks
-from services.kvbm.pool.prefault import Prefault
 from shared.errors import ConfigError
 from shared.pool.format import PAGE_BYTES, Geometry, PoolUnfit, usable
 from shared.pool.lock import POOL, LockTaken, check_directory, hold_directory
@@ -100,9 +99,10 @@ class HostPool:
         """Whether all memory of the file is there. Before, no slot may be granted: see `prefault`."""
         return os.fstat(self._pool.descriptor).st_blocks * 512 >= self.geometry.file_bytes
 
-    def prefault(self, threads: int, ended: Callable[[], None]) -> Prefault:
-        """To be started where the pool is not `reserved`, and stopped before `close`; `ended` is called in a thread."""
-        return Prefault(self._pool.descriptor, self.geometry.file_bytes, threads, ended)
+    @property
+    def descriptor(self) -> int:
+        """The open file, for `Prefault`; valid until `close`."""
+        return self._pool.descriptor
 
     def assign_arena(self, layout: str, block_bytes: int, in_use: Collection[str]) -> ArenaAssignment:
         """The slots for blocks of `block_bytes` of the layout with this digest; asked again, the same ones.

@@ -1,95 +1,108 @@
-"""The pool's memory is made before it is needed: allocated and zeroed, chunk by chunk, in threads of low priority.
+"""Makes the pool's memory before a slot is granted: allocates and zeroes it chunk by chunk, in threads of low priority.
 
-Until that is done no slot may be granted: touching a page that the file system has no room for ends the process that
-touches it, here and in an engine. A first touch of fresh memory also takes several times as long as a copy.
+Until all of it is there no slot may be granted. Touching a page that the file system has no room for ends the process
+that touches it, here and in an engine. A first touch of fresh memory also takes several times as long as a copy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+from services.kvbm.pool.host_pool import HostPool
 from shared.pool.map import touch
 
 CHUNK_BYTES = 64 << 20
 NICENESS = 10
-"""The threads' own: whoever computes goes first."""
+"""The priority of the threads (nice value): other work of the machine goes first."""
+RETRY_AFTER_S = 5.0
+"""Seconds until the next try, after there was too little memory."""
+
+_log = logging.getLogger(__name__)
 
 
 class Prefault:
-    """One pass over a file. `threads` bounds how many cores it takes."""
+    """Makes the memory of one pool in up to `threads` threads, and tries again where there is too little."""
 
-    def __init__(self, descriptor: int, size_bytes: int, threads: int, ended: Callable[[], None]) -> None:
-        """`ended` is called once, by the last thread, when there is nothing more to do; see `failure` then."""
-        assert threads > 0
-        self.size_bytes = size_bytes
-        self.failure = ""
-        """Why it ended early; empty: it did not."""
-        self.stopping = threading.Event()
-        self._descriptor = os.dup(descriptor)
-        self._ended = ended
-        self._lock = threading.Lock()
-        self._next = 0
-        self._done_bytes = 0
-        self._running = threads
-        self._threads = [threading.Thread(target=self._work, name=f"prefault-{n}", daemon=True) for n in range(threads)]
+    def __init__(self, pool: HostPool, threads: int) -> None:
+        self._descriptor = pool.descriptor
+        self._size_bytes = pool.geometry.file_bytes
+        self._threads = threads
+        self.complete = pool.reserved
+        """Whether all memory is there, for good."""
+        self.done_bytes = self._size_bytes if self.complete else 0
+        """How much memory is known to be there."""
+        self.problem = ""
+        """Why the last try ended early; empty if it did not."""
 
     @property
-    def done_bytes(self) -> int:
-        """Progress, up to `size_bytes`."""
-        return self._done_bytes
+    def share(self) -> float:
+        """The share of the pool's memory that is there, from 0 to 1."""
+        return self.done_bytes / self._size_bytes
 
     @property
-    def complete(self) -> bool:
-        return self._done_bytes == self.size_bytes
+    def reason(self) -> str:
+        """Why no slot is granted; empty once the memory is complete."""
+        if self.complete:
+            return ""
+        why = f" ({self.problem}, tried again)" if self.problem else ""
+        return f"making the pool's memory: {10 * int(10 * self.share)} %{why}"
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    async def run(self) -> None:
+        """Return when the memory is complete. Cancelling it waits for the chunks that threads are at: the pool may be
+        closed then."""
+        while not self.complete:
+            problem = await self._try()
+            if problem and problem != self.problem:
+                _log.error("the pool's memory cannot be made: %s; tried again every %g s", problem, RETRY_AFTER_S)
+            self.problem = problem
+            if not self.complete:
+                await asyncio.sleep(RETRY_AFTER_S)
+        _log.info("the pool's memory is complete: %d bytes", self._size_bytes)
 
-    def stop(self) -> None:
-        """Returns when no thread runs any more, after a chunk at most. Blocking; idempotent. Once started."""
-        self.stopping.set()
-        for thread in self._threads:
-            thread.join()
+    async def _try(self) -> str:
+        """Make all chunks once. Return why it ended early; empty if it did not."""
+        loop = asyncio.get_running_loop()
+        self.done_bytes = 0
+        starts = iter(range(0, self._size_bytes, CHUNK_BYTES))
 
-    def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # Linux: of this thread
-        while (chunk := self._take()) is not None:
-            start, length = chunk
-            try:
-                _make(self._descriptor, start, length)
-            except OSError as wrong:
-                self.failure = wrong.strerror or str(wrong)
-                self.stopping.set()
-                break
-            with self._lock:
-                self._done_bytes += length
-        with self._lock:
-            self._running -= 1
-            last = self._running == 0
-        if last:
-            os.close(self._descriptor)
-            self._ended()
+        async def work(executor: ThreadPoolExecutor) -> None:
+            for start in starts:
+                length = min(CHUNK_BYTES, self._size_bytes - start)
+                await loop.run_in_executor(executor, make_memory, self._descriptor, start, length)
+                self.done_bytes += length
 
-    def _take(self) -> tuple[int, int] | None:
-        with self._lock:
-            start = self._next
-            if self.stopping.is_set() or start >= self.size_bytes:
-                return None
-            self._next = min(start + CHUNK_BYTES, self.size_bytes)
-            return start, self._next - start
+        problem = ""
+        try:
+            with ThreadPoolExecutor(self._threads, "prefault", _lower_priority) as executor:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(self._threads):
+                        group.create_task(work(executor))
+        except* OSError as failures:
+            [wrong, *_] = [failure for failure in failures.exceptions if isinstance(failure, OSError)]
+            problem = wrong.strerror or str(wrong)
+        self.complete = not problem
+        return problem
 
 
-def _make(descriptor: int, start: int, length: int) -> None:
-    """Raises OSError (ENOSPC, ENOMEM) where there is no memory for it."""
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # on Linux this is the thread's alone
+
+
+def make_memory(descriptor: int, start: int, length: int) -> None:
+    """Allocate and touch these bytes of the file; what was written there stays. Blocking.
+
+    Raises OSError (ENOSPC, ENOMEM) where there is no memory for them.
+    """
     os.posix_fallocate(descriptor, start, length)
     with mmap.mmap(descriptor, length, offset=start) as mapping, memoryview(mapping) as memory:
         try:
             touch(memory)
         except OSError as wrong:
-            if wrong.errno != errno.EINVAL:  # an older kernel: the memory is there, and zeroed at its first touch
+            if wrong.errno != errno.EINVAL:  # on an older kernel the memory is there, and zeroed at its first touch
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.kvbm.tickets.errors import BadRequest
 from shared.blocks import Content
@@ -17,6 +17,7 @@ LABEL_CHARS = 1024
 _SLOT_BYTES = 4
 _CHECKSUM_BYTES = 8
 assert array("I").itemsize == _SLOT_BYTES
+assert array("Q").itemsize == _CHECKSUM_BYTES
 assert sys.byteorder == "little", "the wire's order, and that of every machine the pool's format is made for"
 
 
@@ -60,3 +61,28 @@ def to_contents(blocks: Sequence[StoreBlock], block_size: int) -> list[Content]:
         if len(block.lora) > LABEL_CHARS or len(block.salt) > LABEL_CHARS:
             raise BadRequest(f"block {block.key.hex()} has a LoRA or salt of over {LABEL_CHARS} characters")
     return [Content(block.key, block.parent, block.tokens, block.lora, block.salt) for block in blocks]
+
+
+class SlotChecksums:
+    """Of slots 0 … slots - 1."""
+
+    def __init__(self, slots: int) -> None:
+        self._checksums = array("Q", bytes(_CHECKSUM_BYTES * slots))
+
+    def get(self, slot: int) -> int:
+        """0: none is known."""
+        return self._checksums[slot]
+
+    def set(self, slot: int, checksum: int) -> None:
+        """The slot has the bytes of this checksum."""
+        self._checksums[slot] = checksum
+
+    def clear(self, slots: Iterable[int]) -> None:
+        """These are about to be written."""
+        for slot in slots:
+            self._checksums[slot] = 0
+
+    def packed(self, slots: Sequence[int]) -> bytes:
+        """Of these, as u64; empty where none of them is known."""
+        packed = array("Q", map(self._checksums.__getitem__, slots))
+        return packed.tobytes() if any(packed) else b""

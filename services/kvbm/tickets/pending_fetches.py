@@ -15,9 +15,8 @@ from operator import itemgetter
 from msgspec import Struct
 
 from services.kvbm.tickets.errors import RefusalCode
-from services.kvbm.tickets.packing import pack_slots
+from services.kvbm.tickets.packing import SlotChecksums, pack_slots
 from services.kvbm.tickets.results import FetchProgress
-from services.kvbm.tickets.slot_checksums import SlotChecksums
 from shared import kvbm_messages as wire
 from shared.pool.map import ArenaMap
 

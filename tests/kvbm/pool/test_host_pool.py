@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from services.kvbm.pool.arenas import NoArena
 from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.pool.prefault import make_memory
 from shared.errors import ConfigError
 from shared.pool.format import Geometry, PoolUnfit
 from shared.pool.lock import hold_owner
@@ -26,6 +26,7 @@ KVBM = """
 import sys
 from pathlib import Path
 from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.pool.prefault import make_memory
 pool = HostPool.open(Path(sys.argv[1]), 1 << 20)
 slots = pool.assign_arena("layout", 4096, ()).slots
 for _ in range(3):
@@ -41,6 +42,7 @@ import sys
 from itertools import cycle
 from pathlib import Path
 from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.pool.prefault import make_memory
 for size in cycle((1 << 20, 2 << 20)):
     pool = HostPool.open(Path(sys.argv[1]), size)
     assert not pool.adopted
@@ -326,14 +328,9 @@ def test_an_arena_that_cannot_be_mapped_stays_with_the_layout_that_had_it(tmp_pa
 
 
 def test_memory_is_reserved_by_prefaulting_and_stays_so_for_the_next_kvbm(tmp_path: Path) -> None:
-    done = threading.Event()
     with opened(tmp_path) as pool:
         assert not pool.reserved
-        prefault = pool.prefault(1, done.set)
-        prefault.start()
-        assert done.wait(60)
-        prefault.stop()
-        assert prefault.complete
+        make_memory(pool.descriptor, 0, SIZE_BYTES)
         assert pool.reserved
     with opened(tmp_path) as pool:
         assert pool.adopted

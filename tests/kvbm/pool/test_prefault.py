@@ -1,7 +1,8 @@
-"""Memory made in advance: all of it, changing nothing that is there, stopped at once, refused where there is none."""
+"""Memory that is made in advance, in real file systems; what was written stays; too little is tried again."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterator
@@ -10,90 +11,95 @@ from pathlib import Path
 import pytest
 
 from services.kvbm.pool import prefault as module
+from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.pool.prefault import Prefault
 from tests.kvbm.small_tmpfs import small_tmpfs
+from tests.kvbm.store_rig import until
 
 SIZE_BYTES = 5 << 20
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 18)
 
 
 @pytest.fixture
-def descriptor(tmp_path: Path, small_chunks: None) -> Iterator[int]:
-    opened = os.open(tmp_path / "pool", os.O_RDWR | os.O_CREAT, 0o600)
-    os.ftruncate(opened, SIZE_BYTES)
+def pool(tmp_path: Path) -> Iterator[HostPool]:
+    opened = HostPool.open(tmp_path, SIZE_BYTES)
     yield opened
-    os.close(opened)
+    opened.close()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_all_memory_is_there_at_the_end_and_what_was_written_stays(descriptor: int, threads: int) -> None:
-    os.pwrite(descriptor, b"stays", 3 << 20)
-    ended = threading.Event()
-    prefault = Prefault(descriptor, SIZE_BYTES, threads, ended.set)
-    assert not prefault.complete
-    prefault.start()
-    assert ended.wait(60)
-    assert prefault.complete
+async def test_all_memory_is_there_at_the_end_and_what_was_written_stays(pool: HostPool, threads: int) -> None:
+    os.pwrite(pool.descriptor, b"stays", 3 << 20)
+    prefault = Prefault(pool, threads)
+    assert (prefault.complete, prefault.share, prefault.reason) == (False, 0.0, "making the pool's memory: 0 %")
+    await prefault.run()
+    assert (prefault.complete, prefault.share, prefault.reason) == (True, 1.0, "")
     assert prefault.done_bytes == SIZE_BYTES
-    assert not prefault.failure
-    assert os.fstat(descriptor).st_blocks * 512 >= SIZE_BYTES
-    assert os.pread(descriptor, 5, 3 << 20) == b"stays"
-    prefault.stop()
+    assert os.fstat(pool.descriptor).st_blocks * 512 >= SIZE_BYTES
+    assert os.pread(pool.descriptor, 5, 3 << 20) == b"stays"
+    assert Prefault(pool, threads).complete, "it is there for good"
 
 
-def test_it_goes_behind_other_work_and_leaves_the_rest_of_the_process_as_it_is(
-    descriptor: int, monkeypatch: pytest.MonkeyPatch
+async def test_its_threads_have_low_priority_and_the_rest_of_the_process_stays_as_it_is(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = threading.Event()
     before = os.getpriority(os.PRIO_PROCESS, 0)
     niceness: list[int] = []
-    make = module._make
+    make = module.make_memory
 
     def observed(descriptor: int, start: int, length: int) -> None:
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         make(descriptor, start, length)
 
-    monkeypatch.setattr(module, "_make", observed)
-    Prefault(descriptor, SIZE_BYTES, 1, ended.set).start()
-    assert ended.wait(60)
+    monkeypatch.setattr(module, "make_memory", observed)
+    await Prefault(pool, 1).run()
     assert set(niceness) == {module.NICENESS}
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_it_stops_after_the_chunk_it_is_at(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, ended = threading.Event(), threading.Event()
-    prefault = Prefault(descriptor, SIZE_BYTES, 1, ended.set)
-    make = module._make
+async def test_cancelled_it_waits_for_the_chunk_it_is_at_and_makes_no_other(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, going_on = threading.Event(), threading.Event()
+    made: list[int] = []
+    make = module.make_memory
 
     def held_up(descriptor: int, start: int, length: int) -> None:
         begun.set()
-        assert prefault.stopping.wait(60)
+        assert going_on.wait(60)
         make(descriptor, start, length)
+        made.append(start)
 
-    monkeypatch.setattr(module, "_make", held_up)
-    prefault.start()
-    assert begun.wait(60)
-    prefault.stop()
-    assert ended.is_set()
-    assert prefault.done_bytes == module.CHUNK_BYTES
+    monkeypatch.setattr(module, "make_memory", held_up)
+    prefault = Prefault(pool, 1)
+    running = asyncio.create_task(prefault.run())
+    assert await asyncio.to_thread(begun.wait, 60)
+    running.cancel()
+    going_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert made == [0]
     assert not prefault.complete
-    prefault.stop()
 
 
-def test_a_file_system_without_room_is_a_reason_and_no_signal(tmp_path: Path, small_chunks: None) -> None:
+async def test_where_there_is_no_memory_it_says_why_and_goes_on_once_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "RETRY_AFTER_S", 0.01)
     with small_tmpfs(tmp_path / "small") as directory:
-        opened = os.open(directory / "pool", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(opened, SIZE_BYTES)
-        ended = threading.Event()
-        prefault = Prefault(opened, SIZE_BYTES, 2, ended.set)
-        prefault.start()
-        assert ended.wait(60)
-        prefault.stop()
-        os.close(opened)
-    assert prefault.failure == "No space left on device"
-    assert not prefault.complete
-    assert prefault.done_bytes < SIZE_BYTES
+        pool = HostPool.open(directory, 1 << 20)
+        (directory / "other").write_bytes(os.urandom(1792 << 10))
+        prefault = Prefault(pool, 2)
+        running = asyncio.create_task(prefault.run())
+        await until(lambda: "No space left on device" in prefault.reason)
+        assert prefault.share < 1
+        (directory / "other").unlink()
+        async with asyncio.timeout(60):
+            await running
+        assert (prefault.complete, prefault.reason) == (True, "")
+        assert caplog.text.count("cannot be made") == 1, "the same problem is logged once"
+        pool.close()
