@@ -1,4 +1,4 @@
-"""kvbm's process: `python -m services.kvbm --config kvbm.toml`."""
+"""The kvbm process: `python -m services.kvbm --config kvbm.toml`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from services.kvbm.tiers import policies
 from shared.runtime.lifecycle import Process, run
 
 DRAIN_LIMIT_S = 25.0
-"""A disk that does not answer, a frozen NATS and a frozen etcd cost seconds each."""
+"""Seconds that stopping may take. A disk that does not answer, a frozen NATS and a frozen etcd cost some each."""
 
 
 def main() -> None:
-    """Runs until a signal; ends the process with a status."""
+    """Run until a signal, then end the process with a status."""
     run("kvbm", KvbmConfig, _process, serve, check=_check)
 
 

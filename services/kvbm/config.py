@@ -1,4 +1,4 @@
-"""kvbm's settings."""
+"""The settings of kvbm, as its config file, flags and environment name them."""
 
 from __future__ import annotations
 
@@ -21,53 +21,58 @@ class PoolConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The host tier: memory that kvbm and the engines of its machine share."""
 
     directory: Annotated[str, Meta(min_length=1)]
-    """On a tmpfs, this user's alone; made where it is missing. Workers name the same one."""
+    """The pool's directory, on a tmpfs and open to this user alone; made if it is missing. Workers name the same
+    one."""
     size_bytes: Positive
+    """The size of the pool in bytes, all of it made at the start."""
     arenas: Positive = 1
-    """Equal parts, one a layout; so many layouts can be served at once. The disk tier is divided likewise."""
+    """The number of equal parts of the pool. Each layout takes one, so this is how many layouts can be served at once.
+    The disk tier is divided likewise."""
     prefault_threads: Positive = 4
-    """Make the pool's memory at the start, at low priority."""
+    """The number of threads that make the pool's memory at the start, at low priority."""
 
 
 class DiskConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The disk tier."""
 
     directory: str = ""
-    """Made where it is missing, but for its parents; empty: no disk tier."""
+    """The directory of the disk tier; made if it is missing, but not its parents. Empty: there is no disk tier."""
     limit_bytes: Positive = 64 << 30
-    """For all layouts, those of before counted."""
+    """Bytes that all layouts together may have on disk, including layouts that are not served any more."""
     segment_bytes: Positive = 1 << 30
-    """Of a file, about."""
+    """The approximate size of one file, in bytes."""
     min_free_bytes: Natural = 4 << 30
-    """No file is made that would leave less to others."""
+    """Bytes that stay free on the disk for others: no file is made that would leave less."""
     threads: Positive = 16
-    """Requests that the disk has at once."""
+    """The number of threads, and so of requests that the disk has at once."""
     queue: Positive = 8192
-    """Reads that are queued or under way, and writes. A block whose read finds no room there is computed instead."""
+    """The number of reads that may be queued or under way, and of writes. A block whose read finds the queue full is
+    computed instead."""
     retry_s: Seconds = 5.0
-    """How often it is looked at, and tried again where it is off or full."""
+    """Seconds between two checks of the disk, which is also how soon a disk that is off or full is tried again."""
 
 
 class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is kept."""
+    """What is kept in which tier, and what is evicted first."""
 
     host_policy: str = policies.DEFAULT
-    """Who leaves the host tier: reuse, lru, s3-fifo or module:attribute."""
+    """The eviction policy of the host tier: reuse, lru, s3-fifo or module:attribute."""
     disk_policy: str = policies.DISK_DEFAULT
+    """The eviction policy of the disk tier; the choice is that of `host_policy`."""
     host_sightings: Positive = 1
-    """A block offered by a worker gets a slot when it was seen as often, this offer counted."""
+    """How often a block must have been seen before it gets a slot; a worker's offer counts as one."""
     disk_sightings: Positive = 2
-    """A block goes to disk when it was seen as often …"""
+    """How often a block must have been seen before it goes to disk."""
     fill_disk: bool = True
-    """… or while the disk has room that was never used."""
+    """Whether a block goes to disk at its first sighting too, while the disk has room that was never used."""
     held_share: Share = 0.5
-    """Of the slots, that readers may hold at once. Nothing more is read from disk while these and reads that nobody
-    waits for any more are as many."""
+    """The share of the slots that readers may hold at once. Nothing more is read from disk while held slots and
+    abandoned reads reach it."""
     leaves_first: bool = False
-    """Whether a block stays as long as one that follows it is in the same tier."""
+    """Whether a block stays as long as a block that follows it is in the same tier."""
 
     def sizes(self, slots: int, records: int) -> TierSizes:
-        """Of one layout's tiers."""
+        """Return the sizes and rules of one layout's tiers."""
         return TierSizes(
             slots=slots,
             records=records,
@@ -80,16 +85,16 @@ class TiersConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StatisticsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What people are told."""
+    """The statistics that people see."""
 
     window_s: Seconds = 300.0
-    """Of the hit rates."""
+    """Seconds that the hit rates look back."""
     log_s: Annotated[float, Meta(ge=0, le=86400)] = 60.0
-    """Between two lines of the log on each layout; 0: none."""
+    """Seconds between two log lines about each layout; 0 writes none."""
 
 
 class KvbmConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All of it."""
+    """All settings of kvbm."""
 
     namespace: str = "default"
     pool: PoolConfig

@@ -1,6 +1,6 @@
-"""How much was found lately, in a window that slides in steps. Pure.
+"""Counts how many blocks were found lately, in a window that slides in steps. Pure.
 
-|  step  |  step  | … |  step  |        each counts for itself; the oldest goes as a whole
+|  step  |  step  | … |  step  |        each is counted by itself; the oldest is dropped as one
  └────────── window ──────────┘
 """
 
@@ -14,7 +14,7 @@ STEPS = 60
 
 
 class LookupCounts(Struct, frozen=True):
-    """Blocks that were asked for, and where they were."""
+    """How many blocks fetches asked for, and in which tier they were found."""
 
     lookups: int = 0
     asked: int = 0
@@ -27,20 +27,21 @@ class LookupCounts(Struct, frozen=True):
         )
 
     def rate(self, blocks: int) -> float | None:
-        """`blocks` as a share of what was asked for; None: nothing was."""
+        """Return `blocks` as a share of the blocks asked for; None if none was asked for."""
         return blocks / self.asked if self.asked else None
 
 
 class HitWindow:
-    """The last `window_s`, to within a sixtieth. `now_s` is any clock that never goes back."""
+    """Counts lookups of the last `window_s` seconds, to within a sixtieth. `now_s` is any clock that never goes
+    back."""
 
     def __init__(self, window_s: float) -> None:
         self._step_s = window_s / STEPS
         self._steps: deque[tuple[int, LookupCounts]] = deque()
-        """(number of the step, what was found in it), oldest first; without empty ones."""
+        """Number and counts of each step that is not empty, oldest first."""
 
     def add(self, found: LookupCounts, now_s: float) -> None:
-        """One more lookup, or several."""
+        """Count one more lookup, or several."""
         step = int(now_s / self._step_s)
         if self._steps and self._steps[-1][0] == step:
             found += self._steps.pop()[1]
@@ -48,7 +49,7 @@ class HitWindow:
         self._forget(step)
 
     def total(self, now_s: float) -> LookupCounts:
-        """Of the window that ends now."""
+        """Return the counts of the window that ends now."""
         self._forget(int(now_s / self._step_s))
         return sum((found for _, found in self._steps), LookupCounts())
 
@@ -57,7 +58,7 @@ class HitWindow:
             self._steps.popleft()
 
     def validate(self) -> None:
-        """Raises AssertionError where the window contradicts itself."""
+        """Raise AssertionError where the window contradicts itself."""
         numbers = [step for step, _ in self._steps]
         assert numbers == sorted(set(numbers)), "steps out of order"
         assert len(numbers) <= STEPS, f"{len(numbers)} steps"

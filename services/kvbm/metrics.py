@@ -1,4 +1,4 @@
-"""kvbm's metrics: of all layouts together, since layouts come and go and labels must be few."""
+"""The Prometheus metrics of kvbm. They add up all layouts, since layouts come and go and labels must be few."""
 
 from __future__ import annotations
 
@@ -17,80 +17,96 @@ from shared.blocks import Evicted
 from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram
 
 EvictionReason = Literal["room", "lost", "disk gone", "discarded"]
-"""Blocks left a tier: for others; their bytes were damaged; with the disk; an engine said that they may be wrong."""
+"""Why a block left a tier.
+
+    room         another block needed its place
+    lost         its bytes were damaged
+    disk gone    the disk tier failed
+    discarded    an engine said that it may be wrong
+"""
 
 
 class StoreMetrics:
-    """One set a process."""
+    """The metrics of one kvbm process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.request_seconds = histogram(
             registry,
             "headrace_kvbm_request_seconds",
-            "From a request's arrival to its (first) answer",
+            "Time from a request's arrival to its (first) reply",
             ROUND_TRIP_SECONDS,
             ["operation"],
         )
         self.refusals = counter(registry, "headrace_kvbm_refusals", "Requests refused, by code", ["code"])
         self.unanswered = counter(
-            registry, "headrace_kvbm_unanswered_requests", "Answers that could not be sent, NATS being away"
+            registry, "headrace_kvbm_unanswered_requests", "Replies that could not be sent because NATS was unreachable"
         )
-        self.lookups = counter(registry, "headrace_kvbm_lookups", "Prefixes asked for")
-        self.asked_blocks = counter(registry, "headrace_kvbm_asked_blocks", "Blocks of these prefixes")
-        self.hit_blocks = counter(registry, "headrace_kvbm_hit_blocks", "Blocks of them found, by tier", ["tier"])
-        self.hit_bytes = counter(registry, "headrace_kvbm_hit_bytes", "Their bytes", ["tier"])
+        self.lookups = counter(registry, "headrace_kvbm_lookups", "Fetches: prefixes that engines asked for")
+        self.asked_blocks = counter(
+            registry, "headrace_kvbm_asked_blocks", "Blocks of the prefixes that engines asked for"
+        )
+        self.hit_blocks = counter(
+            registry, "headrace_kvbm_hit_blocks", "Blocks asked for that were found, by tier", ["tier"]
+        )
+        self.hit_bytes = counter(
+            registry, "headrace_kvbm_hit_bytes", "Bytes of the blocks that were found, by tier", ["tier"]
+        )
         self.hit_rate = gauge(
             registry, "headrace_kvbm_hit_rate", "Blocks found ÷ blocks asked for over the sliding window", ["tier"]
         )
         self.offered_blocks = counter(
             registry,
             "headrace_kvbm_store_blocks",
-            "Blocks that workers could write: granted, known (there or on their way), declined",
+            "Blocks that workers offered to write: granted, known (stored or on their way), declined",
             ["outcome"],
         )
         self.committed_blocks = counter(registry, "headrace_kvbm_committed_blocks", "Blocks written by workers")
-        self.committed_bytes = counter(registry, "headrace_kvbm_committed_bytes", "Their bytes")
+        self.committed_bytes = counter(registry, "headrace_kvbm_committed_bytes", "Bytes written by workers")
         self.evictions = counter(
             registry,
             "headrace_kvbm_evicted_blocks",
-            "Blocks that left a tier: room (for others), lost (damaged), disk gone, discarded (an engine named "
-            "them as wrong, perhaps), layout gone (its arena went to another)",
+            "Blocks that left a tier: room (another block needed the place), lost (damaged), disk gone, discarded "
+            "(an engine said that they may be wrong), layout gone (its arena went to another layout)",
             ["tier", "reason"],
         )
-        self.expiries = counter(
-            registry, "headrace_kvbm_expired_tickets", "Tickets whose time was over, by kind", ["kind"]
-        )
+        self.expiries = counter(registry, "headrace_kvbm_expired_tickets", "Tickets that expired, by kind", ["kind"])
         self.dead_owners = counter(registry, "headrace_kvbm_dead_owners", "Engine processes that died while attached")
         self.disk_seconds = histogram(
             registry,
             "headrace_kvbm_disk_seconds",
-            "A block's checksum and disk, without the queue",
+            "Time for a block's checksum and disk request, without its time in the queue",
             STEP_SECONDS,
             ["operation"],
         )
-        self.disk_bytes = counter(registry, "headrace_kvbm_disk_bytes", "Read and written", ["operation"])
+        self.disk_bytes = counter(
+            registry, "headrace_kvbm_disk_bytes", "Bytes read from and written to disk", ["operation"]
+        )
         self.disk_lost = counter(
             registry,
             "headrace_kvbm_disk_lost_blocks",
-            "Blocks that were not read or not written",
+            "Blocks that could not be read or written",
             ["operation", "reason"],
         )
         self.slots = gauge(registry, "headrace_kvbm_slots", "Slots of the host tier, by state", ["state"])
         self.records = gauge(registry, "headrace_kvbm_disk_records", "Records of the disk tier, by state", ["state"])
-        self.spills_waiting = gauge(registry, "headrace_kvbm_spills_waiting_blocks", "Blocks that wait for the disk")
+        self.spills_waiting = gauge(
+            registry, "headrace_kvbm_spills_waiting_blocks", "Blocks that wait to be written to disk"
+        )
         self.tickets = gauge(registry, "headrace_kvbm_tickets", "Open tickets, by kind", ["kind"])
         self.owners = gauge(registry, "headrace_kvbm_owners", "Engine processes attached")
         self.layouts = gauge(registry, "headrace_kvbm_layouts", "Layouts that have an arena")
-        self.disks = gauge(registry, "headrace_kvbm_disks", "Layouts' disk tiers, by state", ["state"])
-        self.pool_bytes = gauge(registry, "headrace_kvbm_pool_bytes", "Size of the pool")
-        self.reserved_bytes = gauge(registry, "headrace_kvbm_pool_reserved_bytes", "Memory of the pool that is there")
+        self.disks = gauge(registry, "headrace_kvbm_disks", "Disk tiers of the layouts, by state", ["state"])
+        self.pool_bytes = gauge(registry, "headrace_kvbm_pool_bytes", "Size of the pool in bytes")
+        self.reserved_bytes = gauge(
+            registry, "headrace_kvbm_pool_reserved_bytes", "Bytes of the pool whose memory is made"
+        )
 
     def count_refusal(self, code: RefusalCode) -> None:
-        """A request was."""
+        """Count one refused request."""
         self.refusals.labels(code).inc()
 
     def count_lookup(self, found: LookupCounts, block_bytes: int) -> None:
-        """One fetch, as far as it is known at once."""
+        """Count one fetch, by what is known when its first reply is sent."""
         self.lookups.inc(found.lookups)
         self.asked_blocks.inc(found.asked)
         for tier, blocks in (("host", found.host), ("disk", found.disk)):
@@ -99,24 +115,24 @@ class StoreMetrics:
                 self.hit_bytes.labels(tier).inc(blocks * block_bytes)
 
     def count_offer(self, granted: int, known: int, declined: int) -> None:
-        """One store."""
+        """Count the blocks that one store offered, by what became of them."""
         for outcome, blocks in (("granted", granted), ("known", known), ("declined", declined)):
             if blocks:
                 self.offered_blocks.labels(outcome).inc(blocks)
 
     def count_commit(self, blocks: int, block_bytes: int) -> None:
-        """One store has ended well."""
+        """Count the blocks of one store that was committed."""
         self.committed_blocks.inc(blocks)
         self.committed_bytes.inc(blocks * block_bytes)
 
     def count_evictions(self, events: Iterable[TierEvent], why: EvictionReason) -> None:
-        """`why` is that of the evictions among the events."""
+        """Count the evictions among the events; `why` is the reason of them all."""
         gone = Counter(tier for tier, event in events if isinstance(event, Evicted))
         for tier, blocks in gone.items():
             self.evictions.labels(tier, why).inc(blocks)
 
     def count_expired(self, tickets: Iterable[ExpiredTicket]) -> None:
-        """By time, or with a worker's lease."""
+        """Count tickets that expired, by time or with a worker's lease."""
         for ticket in tickets:
             self.expiries.labels(ticket.kind).inc()
 
@@ -126,7 +142,7 @@ class StoreMetrics:
         outcome: LoadedFromDisk | WrittenToDisk | DiskFailure,
         size_bytes: int,
     ) -> None:
-        """One has ended."""
+        """Count one disk request that has ended."""
         if isinstance(outcome, DiskFailure):
             self.disk_lost.labels(operation, outcome.reason).inc()
             return
@@ -134,7 +150,7 @@ class StoreMetrics:
         self.disk_bytes.labels(operation).inc(size_bytes)
 
     def set_gauges(self, layouts: list[TicketStatistics], disks: list[DiskStatistics], found: LookupCounts) -> None:
-        """What is now, of all layouts; `found` of all their windows."""
+        """Set all gauges to the state of now; `found` is the sum of the layouts' windows."""
         for tier, blocks in (("host", found.host), ("disk", found.disk)):
             self.hit_rate.labels(tier).set(found.rate(blocks) or 0.0)
         hosts = [each.tiers.host for each in layouts]

@@ -1,4 +1,4 @@
-"""What people and routers ask of a kvbm: its state, its log, and snapshots of what can be found."""
+"""Answers what people and routers ask of a kvbm: its state, and snapshots of the blocks that can be found."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from shared.messages import JSON_HEADER, SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, Snaps
 from shared.runtime.lifecycle import Runtime
 
 EPOCH = 1
-"""Of the KV events: a kvbm that starts again is another instance."""
+"""The epoch of the KV events. It is fixed, since a kvbm that starts again is another instance."""
 CHUNK_BYTES = 1 << 18
-"""Of msgpack. Far below any payload limit, and soon encoded."""
+"""The size of a snapshot's chunk, in bytes of msgpack: far below any payload limit, and quickly encoded."""
 SLICE_BLOCKS = 4096
-"""Of a snapshot, that are made into chunks at once: a disk has millions."""
+"""How many blocks of a snapshot are made into chunks at once: a disk has millions."""
 
 _log = logging.getLogger(__name__)
 
 
 class StoreQueries:
-    """Of one kvbm."""
+    """The answers of one kvbm, and its log line."""
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class StoreQueries:
         self._replies = answers
 
     def log_layouts(self) -> None:
-        """A line for each layout."""
+        """Write a line to the log for each layout."""
         for layout in self._layouts.open.values():
             _log.info("%s", describe.line(layout.facts(), self._window_s))
 
     async def answer_stat(self, message: Message) -> None:
-        """KvbmState, in JSON; the payload is ignored."""
+        """Reply with KvbmState in JSON; the payload is ignored."""
         if message.reply:
             question = Message(message.subject, b"", message.reply, JSON_HEADER)
             await self._replies.send(question, KVBM_STATE.encode(self.state(), JSON_HEADER))
 
     def state(self) -> KvbmState:
-        """All of it."""
+        """Return the state of the pool and of all layouts."""
         return KvbmState(
             instance=self._instance,
             pool=str(self._pool.path.parent),
@@ -71,7 +71,8 @@ class StoreQueries:
         )
 
     async def answer_snapshot(self, message: Message) -> None:
-        """Of one layout, both tiers. Silent where there is none to give: the address book says so."""
+        """Reply with a snapshot of one layout, both tiers. A layout that is not here gets no reply: the address book
+        does not name it."""
         asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
         layout = self._layouts.open.get(asked.layout)
         if layout is None or not message.reply:
@@ -88,5 +89,5 @@ class StoreQueries:
                 last = number == len(slices) and not left
                 chunk = SnapshotChunk(EPOCH, sequence, blocks, last, tier)
                 if not await self._replies.send(message, SNAPSHOT_CHUNK.encode(chunk, message.headers), last=last):
-                    return  # a snapshot with a hole must not get an end
+                    return  # a snapshot with a gap must not get an end
                 await asyncio.sleep(0)

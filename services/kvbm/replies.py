@@ -1,7 +1,7 @@
-"""Answers on their way. One that cannot be sent is dropped and counted: who asked will ask again, or has gone.
+"""Sends kvbm's replies. A reply that cannot be sent is dropped and counted: the engine asks again, or has ended.
 
-answer     at once
-later      by one task, in order: the replies to a fetch, which come by and by
+send       sends a reply at once
+queue      leaves it to one task, which sends in order: the later replies to a fetch
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _log = logging.getLogger(__name__)
 
 
 class ReplySender:
-    """Of one kvbm."""
+    """Sends the replies of one kvbm."""
 
     def __init__(self, bus: Bus, metrics: StoreMetrics) -> None:
         self._bus = bus
         self._metrics = metrics
         self._later: deque[tuple[Message, bytes, bool]] = deque()
-        """Bounded by what fetch tickets there may be."""
+        """Replies that wait for the task. The number of open fetch tickets bounds them."""
         self._waiting = asyncio.Event()
 
     async def send(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
-        """In the encoding of the question. Whether it was sent."""
+        """Send a reply in the encoding of the question. Return whether it was sent."""
         try:
             await self._bus.publish(message.reply, payload, headers=message.reply_headers(last=last))
-        except (BusDown, ProtocolError) as wrong:  # the latter: too large, or to what is no subject
+        except (BusDown, ProtocolError) as wrong:  # the latter: the payload is too large, or the subject is none
             self._metrics.unanswered.inc()
             if isinstance(wrong, PayloadTooLarge):
                 _log.error("%s: no answer: %s", message.subject, wrong)
@@ -39,19 +39,19 @@ class ReplySender:
         return True
 
     def queue(self, message: Message, payload: bytes, *, last: bool) -> None:
-        """After all that was to come later before."""
+        """Send the reply after all that were queued before it."""
         self._later.append((message, payload, last))
         self._waiting.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send what is queued, until cancelled."""
         while True:
             await self._waiting.wait()
             self._waiting.clear()
             await self.flush()
 
     async def flush(self) -> None:
-        """All that was to come later."""
+        """Send all that is queued now."""
         while self._later:
             message, payload, last = self._later.popleft()
             await self.send(message, payload, last=last)

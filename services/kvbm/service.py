@@ -1,15 +1,15 @@
-"""kvbm's shell: what engines ask, passed to the layout that it is about; who is alive; what everyone is told.
+"""kvbm's shell: passes each engine's request to its layout, learns which engines live, and reports to routers.
 
-    NATS  attach, store, commit, abort, fetch, release ──▶ Layouts ──▶ Layout ──▶ answer
-          in the order in which they came, all by one subscription: a store from before an attach must not come after it
+    NATS  attach, store, commit, abort, fetch, release ──▶ Layouts ──▶ LayoutStore ──▶ reply
+          one subscription, handled in order: a store sent before an attach must not be handled after it
     NATS  stat, snapshot ──▶ people, routers            load report ──▶ routers, every 250 ms
     ZMQ   KV events of each layout ──▶ routers
     kernel locks: an engine is dead ──▶ all layouts     discovery: a worker's lease is lost ──▶ its engines' tickets
 
     opening the pool ──▶ registered, memory being made: attach is refused as not ready ──▶ serving ──▶ stopped
 
-Nothing here waits for a disk: what is read there is told when it comes. What cannot be read or done is answered with
-KvbmRefused, and counted.
+No request waits for a disk: blocks that are read from it come in later replies. A request that cannot be decoded or
+done is answered with KvbmRefused, and counted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.layout.layouts import Layouts
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.host_pool import HostPool
+from services.kvbm.pool.owners import MOST_OWNERS
 from services.kvbm.pool.prefault import Prefault
 from services.kvbm.queries import StoreQueries
 from services.kvbm.replies import ReplySender
@@ -60,21 +61,22 @@ OPERATIONS = (
     "stat",
     "control",
 )
-"""The subjects in the address book."""
-_TICKS_A_LOOK = 2
-"""At the engines' locks."""
-_TICKS_A_SHOW = 4
+"""The operations in the address book."""
+_TICKS_PER_POLL = 2
+"""Ticks between two checks of the engines' locks."""
+_TICKS_PER_GAUGES = 4
+"""Ticks between two updates of the gauges."""
 REASON_CHARS = 500
-"""Of a refusal: it may repeat what was asked, which may be as large as an answer cannot be."""
+"""The most characters of a refusal's reason: it may repeat the request, and a reply may be smaller than that."""
 
 _log = logging.getLogger(__name__)
 
 _Operation = Callable[[Message], tuple[LayoutStore, bytes | None]]
-"""The layout that is to settle, and the answer; None: it goes by and by."""
+"""Returns the layout that is to settle, and the reply; None if the replies come later."""
 
 
 async def serve(runtime: Runtime, config: KvbmConfig) -> None:
-    """Until `runtime.stopping`. Raises ConfigError where the pool cannot be had or a policy is none."""
+    """Serve until `runtime.stopping`. Raises ConfigError where the pool cannot be opened or a policy does not exist."""
     async with kvbm(runtime, config):
         settle_memory()
         await runtime.stopping.wait()
@@ -82,9 +84,9 @@ async def serve(runtime: Runtime, config: KvbmConfig) -> None:
 
 @asynccontextmanager
 async def kvbm(runtime: Runtime, config: KvbmConfig) -> AsyncIterator[KvbmService]:
-    """A kvbm that answers while the context is open."""
+    """Run a kvbm that answers while the context is open."""
     for name in (config.tiers.host_policy, config.tiers.disk_policy):
-        policies.named(name, 1)  # or it would be seen to be none when the first engine attaches
+        policies.named(name, 1)  # or a wrong name would be found only when the first engine attaches
     pool = HostPool.open(
         Path(config.pool.directory), config.pool.size_bytes, config.pool.arenas, instance=runtime.instance
     )
@@ -117,7 +119,7 @@ class KvbmService:
         self._announcement.change()
         self._queries = StoreQueries(runtime, config, pool, self.layouts, self.prefault, self._replies)
         self._former_owners = set(pool.survivors)
-        """Engines that a former kvbm may have let write, and that have neither attached anew nor died."""
+        """Engines that a former kvbm may have let write, and that have neither attached again nor died."""
         self._operations: dict[str, _Operation] = {
             "attach": self._attach,
             "store": partial(self._request, wire.STORE, wire.STORE_REPLY, LayoutStore.store),
@@ -131,7 +133,7 @@ class KvbmService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Answers, then says so."""
+        """Subscribe first, then register."""
         bus = self._runtime.bus
         receivers = {"*": self._receive, "stat": self._queries.answer_stat, "snapshot": self._queries.answer_snapshot}
         for operation, receive in receivers.items():
@@ -142,8 +144,9 @@ class KvbmService:
             self._own(work)
 
     async def stop(self) -> None:
-        """The address book goes first, so that nobody new asks; then what is asked is answered; then the disk ends what
-        it is at, and who waits for it hears that there is no more. The pool's file stays, for the next kvbm."""
+        """Stop in order. The address book entry goes first, so that no new engine asks; then requests are answered;
+        then the disk ends its requests, and fetches that wait for it are refused. The pool's file stays, for the next
+        kvbm."""
         await self._announcement.close()
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
         for task in self._tasks:
@@ -161,11 +164,11 @@ class KvbmService:
     # --- requests
 
     async def _receive(self, message: Message) -> None:
-        """One at a time, in order."""
+        """Handle one request; they come one at a time, in order."""
         operation = message.subject.rpartition(".")[2]
         serve = self._operations.get(operation)
         if serve is None:
-            return  # another subscription's, or our own report
+            return  # a subject of another subscription, or of our own report
         if not message.reply:
             raise ProtocolError("no reply subject")
         start_s = perf_counter()
@@ -194,7 +197,7 @@ class KvbmService:
         layout = self.layouts.get_or_open(ask.layout, self._former_owners)
         self.engines.add(ask)
         layout.attach(ask.owner)
-        self._answered(ask.owner)
+        self._confirm_idle(ask.owner)
         arena = layout.slots.arena
         attached = wire.Attached(
             kvbm=self._runtime.instance,
@@ -213,10 +216,10 @@ class KvbmService:
         try:
             alive = self._pool.owners.is_alive(owner)
         except OSError as wrong:
-            raise NotReady(f"whether {owner!r} lives cannot be told: {wrong}") from None
+            raise NotReady(f"the lock of engine {owner!r} cannot be read: {wrong}") from None
         if not alive:
             if self._pool.owners.full:
-                raise TooManyOwners("as many engines are known as may be")
+                raise TooManyOwners(f"{MOST_OWNERS} engines are attached, and no more may be")
             raise UnknownOwner(owner, "does not hold the lock of its file in the pool's directory")
 
     def _request(
@@ -231,35 +234,35 @@ class KvbmService:
         return layout, reply_codec.encode(serve(layout, ask), message.headers)
 
     def _fetch(self, message: Message) -> tuple[LayoutStore, bytes | None]:
-        """Where all is in memory the one reply goes at once; else it is the first of those that go by and by."""
+        """Return the one reply if all blocks are in memory; else queue it as the first of several."""
         ask = wire.FETCH.decode(message.payload, message.headers)
         layout = self._layout_of(ask.owner)
-        told = partial(self._tell, message)
-        first, complete = layout.fetch(ask, told)
+        send_later = partial(self._queue_reply, message)
+        first, complete = layout.fetch(ask, send_later)
         if complete:
             return layout, wire.FETCH_REPLY.encode(first, message.headers)
-        told(first, False)
+        send_later(first, False)
         return layout, None
 
-    def _tell(self, message: Message, reply: wire.Fetched | wire.KvbmRefused, last: bool) -> None:
+    def _queue_reply(self, message: Message, reply: wire.Fetched | wire.KvbmRefused, last: bool) -> None:
         if isinstance(reply, wire.KvbmRefused):
             self._metrics.count_refusal(reply.code)
         self._replies.queue(message, wire.FETCH_REPLY.encode(reply, message.headers), last=last)
 
-    # --- who is alive
+    # --- which engines are alive
 
-    def _answered(self, owner: str) -> None:
-        """It has attached, so it writes to nothing of before, in any layout."""
+    def _confirm_idle(self, owner: str) -> None:
+        """Record that the engine has attached, so it writes to nothing that a former kvbm granted, in any layout."""
         self._former_owners.discard(owner)
         for layout in self.layouts.open.values():
             layout.tickets.writer_confirmed_idle(owner)
 
     def _poll_owners(self) -> None:
-        """At the engines' locks."""
+        """Find the engines whose locks are free, which are dead."""
         try:
             dead = self._pool.owners.poll()
         except OSError as wrong:
-            _log.warning("which engines live cannot be told: %s", wrong)
+            _log.warning("the locks of the engines cannot be read: %s", wrong)
             return
         for owner in dead:
             if self.engines.remove(owner):
@@ -274,23 +277,23 @@ class KvbmService:
             for owner, digest in self.engines.of_worker(change.instance.instance):
                 expired = self.layouts.open[digest].worker_lease_lost(owner)
                 if expired:
-                    _log.warning("%d tickets of engine %s ended with its worker's lease", len(expired), owner)
+                    _log.warning("%d tickets of engine %s expired, as its worker's lease was lost", len(expired), owner)
 
-    # --- by and by
+    # --- at intervals
 
     async def _tick(self) -> None:
-        ticks_a_try = max(1, round(self._config.disk.retry_s / REPORT_INTERVAL_S))
-        ticks_a_line = round(self._config.statistics.log_s / REPORT_INTERVAL_S)
+        ticks_per_retry = max(1, round(self._config.disk.retry_s / REPORT_INTERVAL_S))
+        ticks_per_log = round(self._config.statistics.log_s / REPORT_INTERVAL_S)
         for tick in count():
             for layout in self.layouts.open.values():
                 layout.expire()
-                if not tick % ticks_a_try:
+                if not tick % ticks_per_retry:
                     layout.retry_space()
-            if not tick % _TICKS_A_LOOK:
+            if not tick % _TICKS_PER_POLL:
                 self._poll_owners()
-            if not tick % _TICKS_A_SHOW:
+            if not tick % _TICKS_PER_GAUGES:
                 self._set_gauges()
-            if ticks_a_line and tick and not tick % ticks_a_line:
+            if ticks_per_log and tick and not tick % ticks_per_log:
                 self._queries.log_layouts()
             await self._report()
             await asyncio.sleep(REPORT_INTERVAL_S)
@@ -298,11 +301,11 @@ class KvbmService:
     async def _report(self) -> None:
         layouts = [layout.report() for layout in self.layouts.open.values()]
         report = wire.KVBM_REPORT.encode(wire.KvbmReport(self._runtime.instance, layouts))
-        with suppress(BusDown):  # the next one says it all again
+        with suppress(BusDown):  # the next report says all of it again
             await self._runtime.bus.publish(self._subject("load"), report)
 
     def _unready(self) -> list[str]:
-        """Why no engine could store or fetch now."""
+        """Return why no engine could store or fetch now."""
         reasons = [
             "" if self._runtime.bus.connected else "NATS cannot be reached",
             "" if self._announcement.epoch else "registering",
@@ -317,7 +320,7 @@ class KvbmService:
         self._metrics.set_gauges([each.tickets for each in facts], disks, found)
         self._metrics.reserved_bytes.set(self.prefault.done_bytes)
 
-    # --- questions
+    # --- the address book
 
     def _address(self, epoch: int) -> dict[str, bytes]:
         """Return this kvbm's entry in the address book."""
@@ -329,6 +332,6 @@ class KvbmService:
         return subjects.kvbm(self._runtime.namespace, self._runtime.instance, operation)
 
     def validate(self) -> None:
-        """Raises AssertionError where anything contradicts itself. O(slots + records)."""
+        """Raise AssertionError where anything contradicts itself. O(slots + records)."""
         self.layouts.validate()
-        assert self.engines.layouts() <= self.layouts.open.keys(), "an engine of a layout that is not there"
+        assert self.engines.layouts() <= self.layouts.open.keys(), "an engine is attached to a layout that is not open"

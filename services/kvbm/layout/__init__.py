@@ -1,1 +1,2 @@
-"""One layout's blocks: carries out what tickets and tiers decide, and tells routers what can be found."""
+"""One layout's block store: carries out what tickets and tiers decide, and reports to routers what can be found. May
+import disk, pool, tickets and tiers."""

@@ -1,4 +1,4 @@
-"""A layout's account for people: as a Struct, and as a line of the log. Pure."""
+"""Describes a layout for people: as a Struct, and as a line of the log. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shared.kvbm_messages import LayoutState, StoreLayout, TierState
 
 
 class LayoutFacts(Struct, frozen=True):
-    """All that is told of one layout."""
+    """All facts about one layout that people see."""
 
     layout: StoreLayout
     digest: str
     tickets: TicketStatistics
     disk: DiskStatistics | None
-    """None: there is no disk tier."""
+    """None if there is no disk tier."""
     found: LookupCounts
-    """Over the window."""
+    """The lookups of the window."""
     host_problem: str
-    """What is wrong with the tier's policy; empty: nothing."""
+    """What is wrong with the host tier's policy; empty if nothing is."""
     disk_problem: str
 
 
 def state(facts: LayoutFacts) -> LayoutState:
-    """For who asks."""
+    """Return the layout's part of a KvbmState."""
     tickets = facts.tickets
     return LayoutState(
         layout=facts.digest,
@@ -67,7 +67,7 @@ def _disk(facts: LayoutFacts, disk: DiskStatistics) -> TierState:
 
 
 def line(facts: LayoutFacts, window_s: float) -> str:
-    """For the log."""
+    """Return the layout's line for the log."""
     tickets, found = facts.tickets, facts.found
     host, disk = tickets.tiers.host, tickets.tiers.disk
     parts = [

@@ -1,11 +1,11 @@
-"""Blocks on their way between one layout's slots and its disk: carries out the reads and spills that are decided.
+"""Carries out the reads, spills and erasures that the tiers decide, between one layout's slots and its disk.
 
     Read   slot's generation grows ──▶ Disk.read  into the slot ──▶ ok | lost | failed  ──▶ read_done
     Spill  held by the tiers       ──▶ Disk.write from the slot ──▶ ok | no space | damaged | failed ──▶ spill_done
-    record of a discarded block    ──▶ Disk.erase               ──▶ however it went        ──▶ erased
+    record of a discarded block    ──▶ Disk.erase               ──▶ any outcome             ──▶ erased
 
-Each ends exactly once, also where the disk has gone meanwhile. A slot's memory is in use until then, so an arena is
-given to another layout only when `under_way` is 0.
+Each ends exactly once, even if the disk fails meanwhile. A slot's memory is in use until then, so an arena is given to
+another layout only when `under_way` is 0.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from services.kvbm.tiers.disk_results import DiskFailure, LoadedFromDisk, Writte
 from shared.pool.map import ArenaMap
 
 SPILLS_MOST = 64
-"""Under way at once: enough for every thread of a disk, and few slots that cannot leave."""
+"""Spills under way at once: enough for every thread of a disk, and few slots that cannot be evicted."""
 
 
 class DiskTraffic:
-    """See the module."""
+    """The disk requests of one layout."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class DiskTraffic:
 
     @property
     def under_way(self) -> int:
-        """Slots that threads may be touching."""
+        """The number of slots that threads may be touching."""
         return self._reading + self._spilling
 
     @property
     def room(self) -> int:
-        """How many spills may be begun now."""
+        """The number of spills that may be started now."""
         return self._spills_most - self._spilling
 
     def read(self, reads: Iterable[Read]) -> None:
-        """Begins them all, in order."""
+        """Start these reads, in order."""
         for read in reads:
             self._slots.grant(read.slot)
             self._checksums.clear((read.slot,))
@@ -71,7 +71,7 @@ class DiskTraffic:
             self.disk.read(read.record, read.content.key, memory, partial(self._read_ended, read, memory))
 
     def spill(self, spills: Iterable[Spill]) -> None:
-        """Begins them all, at most `room`."""
+        """Start these spills, at most `room`."""
         for spill in spills:
             assert self.room, "more spills than there is room for"
             memory = self._slots.slot(spill.slot)
@@ -80,7 +80,7 @@ class DiskTraffic:
             self.disk.write(spill.record, spill.content, memory, done, checksum=self._checksums.get(spill.slot))
 
     def erase(self, records: Iterable[int]) -> None:
-        """Begins them all. Touches no slot: nothing waits for the end but the record."""
+        """Start erasing these records. Erasing touches no slot: only the record stays in use until the end."""
         for record in records:
             self.disk.erase(record, partial(self._erase_ended, record))
 

@@ -1,9 +1,9 @@
-"""What can be found of one layout, told to routers: batches of KV events, and how far they are.
+"""Reports one layout's blocks to routers: batches of KV events, and a mark of how far the events are.
 
     changes ──▶ waiting ──flush, 1024 blocks a batch──▶ published, sequence grows ──nothing waits──▶ mark
 
-A mark is a sequence with the tiers' digests as of it, so it is set only where nothing waits. A disk that comes up with
-a million blocks is told in many turns of the loop, and until then the mark is the last one before.
+A mark is a sequence with the tiers' digests at that sequence, so it is set only when nothing waits. A disk that comes
+up with a million blocks is reported in many turns of the loop; until then the mark stays the one before.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from shared.kv_events import to_kv_events
 from shared.messages import EVENT_BATCH, EventBatch, EventSource, KvEvent
 
 BATCH_BLOCKS = 1024
-"""1 to 2 ms of work."""
+"""Blocks in one batch: 1 to 2 ms of work."""
 BATCHES_A_TURN = 8
-BEHIND_CHANGES = 65_536
-"""While more wait, whoever brings others pays for as many to be told: so never more wait than these and one disk's."""
+"""Batches that one turn of the loop publishes."""
+BACKLOG_CHANGES = 65_536
+"""While more changes wait than this, adding others publishes as many first. So at most this number and one disk's
+blocks wait."""
 
 _tier = itemgetter(0)
 
 
 class EventMark(Struct, frozen=True):
-    """How far the events are."""
+    """How far the events of a layout are."""
 
     sequence: int = -1
-    """Of the last batch; -1: none yet."""
+    """The sequence of the last batch; -1 before the first."""
     host_digest: int = 0
     disk_digest: int = 0
 
 
 class EventLog:
-    """Of one layout. `digests` are those of what can be found now, host and disk; `wall` is the wall clock."""
+    """The KV events of one layout. `digests` returns the digests of what can be found now, host and disk; `wall` is the
+    wall clock."""
 
     def __init__(
         self,
@@ -59,23 +62,23 @@ class EventLog:
 
     @property
     def source(self) -> EventSource:
-        """For the address book."""
+        """Where the events come from, for the address book."""
         return msgspec.structs.replace(self._publisher.source, epoch=True, snapshot=True, digest=True)
 
     @property
     def waiting(self) -> int:
-        """Changes that were not told yet."""
+        """The number of changes that are not published yet."""
         return len(self._waiting)
 
     def add(self, events: list[TierEvent]) -> None:
-        """In order, to be told at the next `flush`."""
-        behind = len(self._waiting) > BEHIND_CHANGES
+        """Add changes, in order, to be published at the next `flush`."""
+        backlog = len(self._waiting) > BACKLOG_CHANGES
         self._waiting.extend(events)
-        for _ in range(0, len(events) if behind else 0, BATCH_BLOCKS):
+        for _ in range(0, len(events) if backlog else 0, BATCH_BLOCKS):
             self._publish()
 
     def flush(self) -> bool:
-        """Tells a turn's worth; whether something waits still."""
+        """Publish at most BATCHES_A_TURN batches. Return whether changes still wait."""
         for _ in range(BATCHES_A_TURN):
             if not self._waiting:
                 break
@@ -83,7 +86,7 @@ class EventLog:
         return bool(self._waiting)
 
     def flush_all(self) -> EventMark:
-        """Tells everything: for a snapshot, which must be of one sequence."""
+        """Publish everything, for a snapshot, which must be of one sequence."""
         while self.flush():
             pass
         return self.mark
@@ -99,10 +102,12 @@ class EventLog:
             self.mark = EventMark(self._sequence, *self._digests())
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """Publish no more."""
         self._publisher.close()
 
     def validate(self) -> None:
-        """Raises AssertionError where the mark is not that of what can be found."""
-        assert self._waiting or (self.mark.host_digest, self.mark.disk_digest) == self._digests(), "an untold change"
+        """Raise AssertionError where the mark is not that of what can be found."""
+        assert self._waiting or (self.mark.host_digest, self.mark.disk_digest) == self._digests(), (
+            "an unpublished change"
+        )
         assert self._waiting or self.mark.sequence == self._sequence

@@ -1,14 +1,14 @@
-"""One layout's blocks: carries out what its `Tickets` and `Tiers` decide, and tells who waits and who listens.
+"""One layout's block store: carries out what its `Tickets` and `Tiers` decide, and answers engines and routers.
 
-    first attach ──▶ open ──its arena goes to another layout, or kvbm ends──▶ ended ──nothing is under way──▶ closed
+    first attach ──▶ open ──its arena goes to another layout, or kvbm ends──▶ stopped ──nothing is under way──▶ closed
 
-    request ──▶ Tickets ──▶ answer;  reads ──▶ DiskTraffic;  changes ──▶ EventLog
+    request ──▶ Tickets ──▶ reply;  reads ──▶ DiskTraffic;  changes ──▶ EventLog
 
-    settle, after each answer and each end of a read or spill:
-        a few slots freed ahead of need, spills begun, news to the fetches that wait for the disk, changes to routers
+    settle, after each reply and each end of a read or spill:
+        free a few slots ahead of need, start spills, report progress to pending fetches, publish changes to routers
 
-Generations of slots that are granted or read into grow before anybody is told of them. Requests raise the errors of
-`errors.py`, and have changed nothing then, but for what `TicketExpired` says.
+The generation of a slot that is granted or read into grows before any process hears of the slot. Requests raise the
+errors of `errors.py`; they have changed nothing then, except as `TicketExpired` says.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 MakeDisk = Callable[[Callable[[list[FoundBlock]], None], Callable[[str], None]], Disk]
-"""(back, gone) → the layout's disk tier, not running yet."""
+"""(ready, failed) → the layout's disk tier, not running yet; `Disk` describes the two callbacks."""
 _TICKET_BITS = 48
-"""Tickets begin with a number drawn from so many bits: none of another kvbm's is mistaken for one of ours."""
+"""Ticket ids begin with a random number of this many bits, so that no ticket of another kvbm is mistaken for one of
+ours."""
 
 
 class LayoutStore:
-    """See the module. `before`: the engines that a former kvbm may have let write to these slots. The disk is run by
-    whoever made the layout; `close` comes after its last request has ended."""
+    """The store of one layout. `former_owners` are the engines that a former kvbm may have let write to these slots.
+    The caller runs the disk; it calls `close` after the last disk request has ended."""
 
     def __init__(
         self,
@@ -109,29 +110,29 @@ class LayoutStore:
 
     @property
     def in_use(self) -> bool:
-        """Whether an engine that lives is attached, or slots are being copied: the arena must stay."""
+        """Whether the arena must stay, because a living engine is attached or slots are being copied."""
         return self.tickets.statistics().owners > 0 or (self._traffic is not None and self._traffic.under_way > 0)
 
     # --- owners
 
     def attach(self, owner: str) -> None:
-        """See `Tickets.attach`."""
+        """Attach the engine, which ends all it had under way: tickets, and fetches that wait for the disk."""
         self.tickets.attach(owner)
-        self._pending.refuse_all(owner, "the engine has attached anew")
+        self._pending.refuse_all(owner, "the engine has attached again")
         self.settle_soon()
 
     def owner_dead(self, owner: str) -> None:
-        """See `Tickets.owner_dead`."""
+        """End all of an engine whose lock is free: tickets, and fetches that wait for the disk."""
         self.tickets.owner_dead(owner)
         self._pending.refuse_all(owner, "the engine is dead")
         self.settle_soon()
 
     def worker_lease_lost(self, owner: str) -> list[ExpiredTicket]:
-        """See `Tickets.lease_lost`."""
+        """Expire the open tickets of an engine whose worker has lost its lease."""
         return self._expired(self.tickets.worker_lease_lost(owner))
 
     def expire(self) -> list[ExpiredTicket]:
-        """See `Tickets.expire`."""
+        """Expire the tickets whose deadline has come."""
         return self._expired(self.tickets.expire(self._now()))
 
     def _expired(self, expired: list[ExpiredTicket]) -> list[ExpiredTicket]:
@@ -143,7 +144,7 @@ class LayoutStore:
     # --- requests
 
     def store(self, ask: wire.Store) -> wire.Granted:
-        """Slots to write to."""
+        """Grant slots to write to."""
         self.tickets.check_block_count(len(ask.blocks))
         granted = self.tickets.store(ask.owner, to_contents(ask.blocks, self._block_size), self._now())
         for slot in granted.slots:
@@ -154,23 +155,24 @@ class LayoutStore:
         return wire.Granted(granted.ticket, granted.time_left_s, granted.indices, pack_slots(granted.slots))
 
     def commit(self, ask: wire.Commit) -> wire.Settled:
-        """What is written can be found from now on."""
+        """Publish the blocks of these slots: they can be found from now on."""
         slots = unpack_slots(ask.slots)
         written = dict(zip(slots, unpack_checksums(ask.checksums, len(slots)), strict=True))
         events = self.tickets.commit(ask.owner, ask.ticket, written.keys(), self._now())
-        for slot, checksum in written.items():  # one that is free after all is granted before it is read
+        for slot, checksum in written.items():  # a slot that was freed after all is granted again before it is read
             self._checksums.set(slot, checksum)
         self._changed(events)
         self._metrics.count_commit(len(written), self._block_bytes)
         return wire.Settled()
 
     def abort(self, ask: wire.Abort) -> wire.Settled:
-        """See `Tickets.abort`."""
+        """End a store ticket; nothing is published."""
         self.tickets.abort(ask.owner, ask.ticket)
         return wire.Settled()
 
-    def fetch(self, ask: wire.Fetch, told: SendFetchReply) -> tuple[wire.Fetched, bool]:
-        """What is in memory, and whether that is all; if it is not, `told` gets what comes up from disk, later."""
+    def fetch(self, ask: wire.Fetch, send_later: SendFetchReply) -> tuple[wire.Fetched, bool]:
+        """Hold the longest prefix. Return the first reply, with what is in memory, and whether it is the only one; if
+        not, `send_later` sends what comes from disk."""
         self.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
         keys = unpack_keys(ask.keys)
         held = self.tickets.fetch(ask.owner, keys, self._now())
@@ -183,7 +185,7 @@ class LayoutStore:
             self._traffic.read(held.reads)
         complete = held.ready == len(held.slots)
         if not complete:
-            self._pending.add(held.ticket, ask.owner, told)
+            self._pending.add(held.ticket, ask.owner, send_later)
         ready = held.slots if complete else held.slots[: held.ready]
         first = fetch_reply(
             self.slots, self._checksums, held.ticket, held.time_left_s, 0, ready, len(held.slots), disk=False
@@ -191,20 +193,21 @@ class LayoutStore:
         return first, complete
 
     def release(self, ask: wire.Release) -> wire.Settled:
-        """See `Tickets.release`."""
+        """End a fetch ticket: its slots are no longer held."""
         self.tickets.release(ask.owner, ask.ticket)
         self._pending.refuse(ask.ticket, "unknown_ticket", "it was released", owner=ask.owner)
         return wire.Settled()
 
     def discard(self, ask: wire.Discard) -> wire.Settled:
-        """See `Tickets.discard`. A load that is under way sees by the generation that its bytes are worth nothing."""
+        """Discard blocks that may be wrong. An engine that is loading one sees by the generation that its copy is
+        worthless."""
         self.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
         slots, events = self.tickets.discard(ask.owner, unpack_keys(ask.keys))
         if slots or events:
             named = len(ask.keys) // KEY_BYTES
             self._limited_log.warn(
                 f"layout {self.digest}: blocks are discarded",
-                f"engine {ask.owner} named {named} blocks that may be wrong, {len(slots)} were in memory",
+                f"engine {ask.owner} named {named} blocks that may be wrong, {len(slots)} of them were in memory",
             )
         self._discarded(slots, events, "discarded")
         return wire.Settled()
@@ -216,7 +219,7 @@ class LayoutStore:
         self._erase()
 
     def _erase(self) -> None:
-        """What the disk has of discarded blocks, so that no restart finds it."""
+        """Erase the records of discarded blocks, so that no restart finds them."""
         records = self.tiers.take_erases()
         if records:
             assert self._traffic is not None, "records without a disk"
@@ -241,7 +244,7 @@ class LayoutStore:
 
     def _spill_done(self, spill: Spill, outcome: WriteOutcome) -> None:
         self._changed(self.tiers.spill_done(spill, outcome))
-        if outcome == "damaged":  # and engines that compare no checksums would read it
+        if outcome == "damaged":  # or engines that compare no checksums would read it
             self._discarded(*self.tiers.discard([spill.content.key]), "lost")
         self._erase()
         self.settle_soon()
@@ -251,7 +254,7 @@ class LayoutStore:
         self.settle_soon()
 
     def retry_space(self) -> None:
-        """See `Tiers.space_again`."""
+        """Try a full disk again."""
         self.tiers.retry_space()
         self.settle_soon()
 
@@ -263,12 +266,12 @@ class LayoutStore:
             self.log.add(events)
 
     def settle_soon(self) -> None:
-        """`settle`, in the loop's next turn: once an answer is on its way."""
+        """Call `settle` in the loop's next turn, when a reply is on its way."""
         if self._settling is None and not self._ended:
             self._settling = asyncio.get_running_loop().call_soon(self.settle)
 
     def settle(self) -> None:
-        """What may be done after an answer instead of before the next; see the module."""
+        """Do what may be done after a reply instead of before the next one, as drawn above."""
         if self._settling is not None:
             self._settling.cancel()
             self._settling = None
@@ -282,7 +285,7 @@ class LayoutStore:
             self.settle_soon()
 
     def stop(self) -> None:
-        """Nothing new is begun, and nobody waits any more; what is under way ends by itself."""
+        """Start nothing new, and refuse the fetches that wait. What is under way ends by itself."""
         self._ended = True
         if self._settling is not None:
             self._settling.cancel()
@@ -290,7 +293,7 @@ class LayoutStore:
         self._pending.refuse_all(None, "the layout is gone")
 
     def close(self) -> None:
-        """It has ended, and nothing is under way."""
+        """Close a store that is stopped and has nothing under way."""
         assert self._ended, "more may be begun"
         assert self._traffic is None or not self._traffic.under_way, "a copy is under way"
         self.log.close()
@@ -298,7 +301,7 @@ class LayoutStore:
     # --- questions
 
     def facts(self) -> LayoutFacts:
-        """For people."""
+        """Return the facts that people see."""
         return LayoutFacts(
             layout=self.layout,
             digest=self.digest,
@@ -318,12 +321,12 @@ class LayoutStore:
         )
 
     def report(self) -> wire.LayoutReport:
-        """How far the events are."""
+        """Return how far the events are, for the load report."""
         mark = self.log.mark
         return wire.LayoutReport(self.digest, mark.sequence, mark.host_digest, mark.disk_digest)
 
     def snapshot(self) -> tuple[int, list[tuple[Tier, list[Content]]]]:
-        """Everything that can be found, by tier, and the sequence of the events that led there."""
+        """Return everything that can be found, by tier, and the sequence of the events up to it."""
         mark = self.log.flush_all()
         return mark.sequence, [("host", self.tiers.snapshot("host")), ("disk", self.tiers.snapshot("disk"))]
 
@@ -331,14 +334,14 @@ class LayoutStore:
         return self.tiers.digest("host"), self.tiers.digest("disk")
 
     def validate(self) -> None:
-        """Raises AssertionError where the layout contradicts itself. O(slots + records)."""
+        """Raise AssertionError where the store contradicts itself. O(slots + records)."""
         self.tickets.validate()
         self.log.validate()
         self._window.validate()
         statistics = self.tickets.statistics()
         self._pending.validate()
         waiting = len(self._pending) - len(self._pending.with_progress)
-        assert waiting <= statistics.fetches, "a fetch has ended, and who asked will never hear of it"
+        assert waiting <= statistics.fetches, "a fetch has ended and its engine gets no reply"
         under_way = 0 if self._traffic is None else self._traffic.under_way
         assert under_way == statistics.tiers.host.loading + statistics.tiers.disk.writing, "a copy is counted wrong"
         assert self._settling is not None or not (self._pending.with_progress or self.log.waiting), (

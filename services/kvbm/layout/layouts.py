@@ -1,9 +1,9 @@
 """The layouts that have an arena, and their disks.
 
-    open ──▶ its arena (another layout that nobody uses may lose it) ──▶ Layout ──▶ the disk comes up, in a task
+    get_or_open ──▶ its arena (an unused layout may lose its own) ──▶ LayoutStore ──▶ a task brings the disk up
 
-The disk tier is divided as the pool is: each layout has a fixed share. What layouts of before left there stays as long
-as it fits beside the shares of those that are open; the least recently opened one goes first.
+The disk tier is divided as the pool is: each layout has a fixed share. Files of former layouts stay as long as they fit
+next to the shares of the open ones; those that were opened longest ago are removed first.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from shared.pool.format import PoolUnfit
 from shared.runtime.lifecycle import Runtime
 
 CLOSE_LIMIT_S = 5.0
-"""For what the disk is at; what only waits for it ends at once."""
+"""Seconds that the disk's running requests may take at the end; queued ones end at once."""
 
 _log = logging.getLogger(__name__)
 
 
 class Layouts:
-    """Of one kvbm. `changed` is called when one has come or gone."""
+    """The open layouts of one kvbm. `changed` is called when a layout has been opened or closed."""
 
     def __init__(
         self, runtime: Runtime, config: KvbmConfig, pool: HostPool, metrics: StoreMetrics, changed: Callable[[], None]
@@ -48,15 +48,16 @@ class Layouts:
         self._changed = changed
         self._threads = DiskThreads(config.disk.threads, config.disk.queue) if config.disk.directory else None
         self._disks: dict[str, asyncio.Task[None]] = {}
-        """Running, by layout."""
+        """The tasks that run the disks, by layout."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Of layouts that are closed: each keeps its directory locked until it has ended."""
+        """The tasks of closed layouts: each keeps its directory locked until it has ended."""
         self.open: dict[str, LayoutStore] = {}
-        """By digest; for reading only."""
+        """The open layouts by digest; for reading only."""
 
     def get_or_open(self, layout: StoreLayout, former_owners: Collection[str]) -> LayoutStore:
-        """The layout, opened if it is not. `before`: the engines of a former kvbm that may write to any slot yet.
-        Raises ArenaMissing, and NotReady where a policy of somebody's own cannot be made that large."""
+        """Return the layout's store, opened if it is not open. `former_owners` are the engines of a former kvbm that
+        may still write to any slot. Raises ArenaMissing, and NotReady where a plug-in policy cannot be made for this
+        size."""
         digest = layout.digest
         in_use = [other.digest for other in self.open.values() if other.in_use]
         try:
@@ -83,7 +84,7 @@ class Layouts:
         return made
 
     def _drop(self, digest: str) -> None:
-        _log.info("layout %s has no arena any more: nobody used it, and another one needs it", digest)
+        _log.info("layout %s lost its arena to another layout, as no engine used it", digest)
         layout = self.open.pop(digest)
         disk = self._disks.pop(digest, None)
         if disk is not None:
@@ -101,7 +102,7 @@ class Layouts:
         return self._config.disk.limit_bytes // self._config.pool.arenas
 
     def _disk(self, layout: StoreLayout) -> MakeDisk | None:
-        """How its disk tier is made; None: there is none."""
+        """Return how the layout's disk tier is made; None if there is none."""
         threads, config = self._threads, self._config.disk
         if threads is None:
             return None
@@ -133,18 +134,19 @@ class Layouts:
         keep_bytes = max(0, self._config.disk.limit_bytes - self._share_bytes * len(keep))
         try:
             removed = await threads.upkeep(lambda _: make_room(directory, keep_bytes, keep), lambda: None)
-        except FileNotFoundError:  # the disk tier makes the directory, or says why not
+        except FileNotFoundError:  # the disk tier makes the directory, or logs why not
             return
-        except OSError as wrong:  # the disk tier comes up, or says the same
-            _log.info("no room was made on disk: %s", wrong)
+        except OSError as wrong:  # the disk tier comes up, or logs the same
+            _log.info("old layouts were not removed from disk: %s", wrong)
             return
         for layout in removed:
-            _log.info("layout %s left the disk: %d bytes", layout.layout, layout.used_bytes)
+            _log.info("old layout %s was removed from disk: %d bytes", layout.layout, layout.used_bytes)
 
     # --- the end
 
     async def close(self) -> bool:
-        """False: a disk has not answered in time, and memory of the pool is in use until the process ends."""
+        """Stop all. Return False if a disk did not answer in time; memory of the pool is in use then until the process
+        ends."""
         for layout in self.open.values():
             layout.stop()
         for task in self._disks.values():
@@ -153,16 +155,16 @@ class Layouts:
         if ending:
             await asyncio.wait(ending, timeout=CLOSE_LIMIT_S)
         ended = self._threads is None or await self._threads.close(CLOSE_LIMIT_S)
-        await asyncio.sleep(0)  # what the disk has refused is told in the next turn
+        await asyncio.sleep(0)  # the disk's refusals are delivered in the next turn
         if not ended:
-            _log.warning("the disk did not answer in %g s: its last blocks are not on it", CLOSE_LIMIT_S)
+            _log.warning("the disk did not answer in %g s: the last blocks were not written", CLOSE_LIMIT_S)
         else:
             for layout in self.open.values():
                 layout.close()
         return ended
 
     def validate(self) -> None:
-        """Raises AssertionError where anything of it contradicts itself."""
+        """Raise AssertionError where anything contradicts itself."""
         self._pool.arenas.validate()
         assert set(self.open) <= set(self._pool.arenas.layouts), "a layout without an arena"
         for layout in self.open.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from operator import xor
 
-from services.kvbm.layout.event_log import BATCH_BLOCKS, BATCHES_A_TURN, BEHIND_CHANGES, EventLog
+from services.kvbm.layout.event_log import BACKLOG_CHANGES, BATCH_BLOCKS, BATCHES_A_TURN, EventLog
 from services.kvbm.tiers.actions import TierEvent
 from shared.blocks import Content, Evicted, Stored
 from shared.bus.memory_bus import MemoryBroker, MemoryEvents
@@ -85,7 +85,7 @@ def test_a_disk_with_many_blocks_is_told_in_turns_and_the_mark_waits() -> None:
 
 def test_who_brings_changes_while_very_many_wait_pays_for_them() -> None:
     rig = Rig()
-    rig.add(*on_disk(BEHIND_CHANGES + 1))
+    rig.add(*on_disk(BACKLOG_CHANGES + 1))
     waiting = rig.log.waiting
     for content in chain(*range(20)):
         rig.add(("host", Stored(content)))
