@@ -1,10 +1,10 @@
 """Which layout has which arena of the pool. Pure.
 
-             give                        give to another layout, while nobody uses the first
-    free ─────────▶ given to a layout ──────────────────────────────────────────────────────▶ given to the other
+             assign                      assign to another layout, while no engine uses the first
+    free ─────────▶ assigned to a layout ──────────────────────────────────────────────▶ assigned to the other
 
 All arenas are of one size, a fixed share of the pool. A layout keeps its arena, and what is cached there, when its last
-engine is gone: until another layout needs one and no arena is free.
+engine has ended: until another layout needs one and no arena is free.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ class NoArena(HeadraceError):
 
 
 class AssignedArena(Struct, frozen=True):
-    """An arena for a layout, and the layout that had it until now and has lost all that was in it."""
+    """An arena for a layout, and the layout that lost it and all that was in it."""
 
     index: int
     former_layout: str | None = None
 
 
 class Arenas:
-    """The arenas of one pool. Layouts are named by their digests; there are as many layouts as arenas at most."""
+    """The arenas of one pool. Layouts are named by their digests; there are at most as many layouts as arenas."""
 
     def __init__(self, count: int) -> None:
         assert count > 0
         self.count = count
         self._index: dict[str, int] = {}
-        """By layout; the one longest without being asked for first."""
+        """Arena of each layout; the layout that was asked for longest ago comes first."""
 
     @property
     def layouts(self) -> list[str]:
         return list(self._index)
 
     def index(self, layout: str) -> int | None:
-        """The layout's arena; None: it has none."""
+        """Return the layout's arena; None if it has none."""
         return self._index.get(layout)
 
     def assign(self, layout: str, in_use: Collection[str]) -> AssignedArena:
-        """The layout's arena, the same as before where it has one. `in_use`: the layouts that must keep theirs, since
-        an engine that lives uses them or a copy is under way. Raises NoArena; nothing has changed then."""
+        """Assign an arena to the layout, the same as before if it has one. `in_use` are the layouts that must keep
+        theirs, because a living engine uses them or a copy is under way. Raises NoArena, and has changed nothing
+        then."""
         if layout in self._index:
             index = self._index.pop(layout)
             self._index[layout] = index
             return AssignedArena(index)
         free = set(range(self.count)).difference(self._index.values())
         if free:
-            # The same one after a restart, as far as it can be: engines then need not map and pin memory anew.
+            # The same one after a restart, if possible: then engines need not map and pin memory again.
             wanted = xxh3_64_intdigest(layout.encode()) % self.count
             self._index[layout] = wanted if wanted in free else min(free)
             return AssignedArena(self._index[layout])
@@ -66,14 +67,14 @@ class Arenas:
         raise NoArena(f"all {self.count} arenas of the pool are in use by the layouts {', '.join(self._index)}")
 
     def undo_assign(self, layout: str, given: AssignedArena) -> None:
-        """The layout could not use what it was given, last of all: whoever had it before has it still."""
+        """Undo the last `assign`, because the layout could not use its arena: the former layout has it again."""
         index = self._index.pop(layout)
         assert index == given.index
         if given.former_layout is not None:
             self._index = {given.former_layout: index, **self._index}
 
     def validate(self) -> None:
-        """Raises AssertionError where the arenas contradict themselves."""
+        """Raise AssertionError where the arenas contradict themselves."""
         indices = list(self._index.values())
         assert len(set(indices)) == len(indices), f"an arena is given twice: {self._index}"
         assert all(0 <= index < self.count for index in indices), f"an arena that is not there: {self._index}"

@@ -1,16 +1,16 @@
-"""The pool file that engines share, and who may be using it. Only a kvbm makes it, and it does no copying.
+"""The pool file that engines share, and which engines may be using it. Only a kvbm makes the file; it copies nothing.
 
     DIR/lock, DIR/owners    shared.pool.lock
     DIR/pool                shared.pool.format; mode 0600
 
                           ┌─ fits ─────────────────▶ adopted: the same memory and generations as before
     start ── DIR/pool ────┤
-                          └─ not there, or unfit ──▶ a new file, made aside and renamed: never half of one
+                          └─ missing, or unfit ────▶ a new file, made under another name and renamed when complete
 
-An adopted file's generations go on, so that a slot granted by the kvbm before can be told from the same one granted by
-this one. What its slots hold nobody knows any more, and `survivors` may still be writing to them.
+An adopted file's generations go on, so that a slot granted by the former kvbm can be told apart from the same slot
+granted by this one. The contents of its slots are unknown, and `survivors` may still be writing to them.
 
-A file that was replaced is never used again. Engines that live may map it and write to it: its memory goes when they
+A file that was replaced is never used again. Living engines may map it and write to it: its memory is freed when they
 attach to the new one, or end.
 """
 
@@ -36,23 +36,24 @@ _log = logging.getLogger(__name__)
 
 
 class ArenaAssignment(Struct, frozen=True):
-    """A layout's slots, and the layout that had them until now."""
+    """The slots of a layout, and the layout that had them until now."""
 
     slots: ArenaMap
     former_layout: str | None
 
 
 class HostPool:
-    """One kvbm's pool. Made by `open`."""
+    """The pool of one kvbm. Made by `open`."""
 
     def __init__(self, pool: PoolMap, owners: OwnerLocks, arenas: int, *, adopted: bool, closing: ExitStack) -> None:
         self.path = pool.path
         self.geometry = pool.geometry
         self.owners = owners
         self.adopted = adopted
-        """Whether the file was there before this process."""
+        """Whether the file existed before this process."""
         self.survivors = owners.watched if adopted else frozenset[str]()
-        """Engines that were alive when it was opened, and may write to any slot until they attach again or die."""
+        """Engines that were alive when the file was opened. They may write to any slot until they attach again or
+        die."""
         self.arenas = Arenas(arenas)
         self._pool = pool
         self._placed: dict[str, ArenaMap] = {}
@@ -60,19 +61,20 @@ class HostPool:
 
     @staticmethod
     def open(directory: Path, size_bytes: int, arenas: int = 1, *, instance: str = "") -> HostPool:
-        """Takes the directory's lock in the name of `instance`; `size_bytes` is rounded down to what a pool can have.
-        Blocking, for a moment.
+        """Open the pool under the directory's lock, in the name of `instance`; `size_bytes` is rounded down to what a
+        pool can have. Blocks for a moment.
 
-        Raises ConfigError: the size has no room on this machine, or none for so many arenas; another kvbm runs here;
-        or the directory cannot be used.
-        """
+        Raises ConfigError where the machine has no room for the size, or the size none for the arenas; where another
+        kvbm runs here; or where the directory cannot be used."""
         with ExitStack() as closing:
             try:
                 size_bytes = usable(size_bytes)
                 if not directory.is_absolute():
-                    raise ConfigError(f"{directory}: an absolute path is needed, for workers name the same directory")
+                    raise ConfigError(
+                        f"{directory}: pool.directory must be an absolute path, because workers name the same directory"
+                    )
                 if arenas < 1:
-                    raise ConfigError(f"a pool of {arenas} arenas")
+                    raise ConfigError(f"pool.arenas is {arenas}, and must be at least 1")
                 Geometry.of(size_bytes).arena(0, arenas, PAGE_BYTES)
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 check_directory(directory)
@@ -82,7 +84,9 @@ class HostPool:
                 closing.callback(owners.close)
                 owners.poll()
                 if owners.full:
-                    raise ConfigError(f"{directory}: too many engines live to know them all: {len(owners.watched)}")
+                    raise ConfigError(
+                        f"{directory}: at least {len(owners.watched)} engines live here, more than can be watched: end some of them"
+                    )
                 pool, adopted = _open_file(directory / POOL, size_bytes, owners.watched)
                 closing.callback(pool.close)
             except LockTaken as taken:
@@ -96,7 +100,7 @@ class HostPool:
 
     @property
     def reserved(self) -> bool:
-        """Whether all memory of the file is there. Before, no slot may be granted: see `prefault`."""
+        """Whether all memory of the file is made. Before that no slot may be granted: see `prefault`."""
         return os.fstat(self._pool.descriptor).st_blocks * 512 >= self.geometry.file_bytes
 
     @property
@@ -105,12 +109,11 @@ class HostPool:
         return self._pool.descriptor
 
     def assign_arena(self, layout: str, block_bytes: int, in_use: Collection[str]) -> ArenaAssignment:
-        """The slots for blocks of `block_bytes` of the layout with this digest; asked again, the same ones.
+        """Assign slots for blocks of `block_bytes` to the layout with this digest; asked again, return the same ones.
 
-        `in_use`: the layouts that living engines use or that are being copied; others may lose their arena. Raises
+        `in_use` are the layouts that living engines use or that are being copied; others may lose their arena. Raises
         NoArena, and PoolUnfit where an arena has no room for such a block or cannot be mapped; nothing has changed
-        then.
-        """
+        then."""
         arena = self.geometry.arena(0, self.arenas.count, block_bytes)
         if layout in self._placed:
             there = self._placed[layout]
@@ -121,7 +124,7 @@ class HostPool:
         given = self.arenas.assign(layout, in_use)
         try:
             slots = self._pool.arena(self.geometry.arena(given.index, self.arenas.count, block_bytes))
-        except PoolUnfit:  # the system has no room for one mapping more
+        except PoolUnfit:  # the system allows no further mapping
             self.arenas.undo_assign(layout, given)
             raise
         dropped = next((other for other in self._placed if self.arenas.index(other) is None), None)
@@ -132,7 +135,7 @@ class HostPool:
         return ArenaAssignment(slots, dropped)
 
     def close(self) -> None:
-        """The file stays, for the next kvbm here to adopt."""
+        """Close the pool. The file stays, for the next kvbm here to adopt."""
         for slots in self._placed.values():
             slots.close()
         self._placed.clear()
@@ -140,7 +143,7 @@ class HostPool:
 
 
 def _open_file(path: Path, size_bytes: int, survivors: Collection[str]) -> tuple[PoolMap, bool]:
-    """The file mapped, and whether it was adopted. Raises ConfigError, PoolUnfit, OSError."""
+    """Map the file. Return it, and whether it was adopted. Raises ConfigError, PoolUnfit, OSError."""
     try:
         there_bytes: int | None = path.lstat().st_blocks * 512
     except FileNotFoundError:
@@ -150,19 +153,21 @@ def _open_file(path: Path, size_bytes: int, survivors: Collection[str]) -> tuple
         try:
             return _adopt(path, size_bytes), True
         except PoolUnfit as wrong:
-            if survivors:  # the memory of the former file is theirs until they attach to the new one
-                _check_memory_besides(path, size_bytes, wrong, survivors)
+            if survivors:  # the memory of the former file is in use until they attach to the new one
+                _check_memory_with_survivors(path, size_bytes, wrong, survivors)
             _log.warning("%s; a new file takes its place", wrong)
     _make(path, size_bytes)
     return PoolMap(path, grants=True), False
 
 
-def _check_memory_besides(path: Path, size_bytes: int, wrong: PoolUnfit, survivors: Collection[str]) -> None:
+def _check_memory_with_survivors(path: Path, size_bytes: int, wrong: PoolUnfit, survivors: Collection[str]) -> None:
     try:
         check_memory(path.parent, size_bytes, 0)
     except ConfigError as full:
         living = ", ".join(sorted(survivors))
-        raise ConfigError(f"{wrong}; no room for a new one while these engines live: {living}: {full}") from None
+        raise ConfigError(
+            f"{wrong}; there is no room for a new one while these engines live: {living}: {full}"
+        ) from None
 
 
 def _adopt(path: Path, size_bytes: int) -> PoolMap:
@@ -181,7 +186,7 @@ def _make(path: Path, size_bytes: int) -> None:
         os.ftruncate(descriptor, size_bytes)
         os.pwrite(descriptor, Geometry.of(size_bytes).header(), 0)
         if os.major(os.fstat(descriptor).st_dev):
-            _log.warning("%s lies on a disk, which everything stored will be written to: a tmpfs is meant", path)
+            _log.warning("%s is on a disk, so all blocks in memory are written to it: use a tmpfs", path)
     finally:
         os.close(descriptor)
     aside.replace(path)

@@ -1,7 +1,7 @@
-"""Whether this machine has room for a pool: asked before anything is touched, since later answers are signals.
+"""Checks whether this machine has room for a pool. It is checked before memory is touched, since later failures are signals.
 
-A page that the file system or a container's limit no longer has room for ends the process that touches it (SIGBUS, or
-the kernel's out-of-memory killer), and that may be an engine.
+If the file system or a container's limit has no room for a page, the process that touches it ends (by SIGBUS, or by the
+kernel's out-of-memory killer), and that may be an engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_memory(directory: Path, size_bytes: int, there_bytes: int) -> None:
-    """Raises ConfigError where a pool of `size_bytes` in `directory` has no room; `there_bytes` of it are in memory
-    already, or will be given back for it."""
+    """Raise ConfigError where a pool of `size_bytes` in `directory` has no room. `there_bytes` of it are in memory
+    already, or will be freed for it."""
     missing_bytes = max(0, size_bytes - there_bytes)
     rooms: list[tuple[str, int | None, int]] = [
         ("this machine's memory", _memory_bytes("MemTotal"), size_bytes),
@@ -38,7 +38,7 @@ def _size(size_bytes: int) -> str:
 
 def _free_bytes(directory: Path) -> int | None:
     about = os.statvfs(directory)
-    return about.f_bavail * about.f_frsize if about.f_blocks else None  # a tmpfs without a limit tells 0 blocks
+    return about.f_bavail * about.f_frsize if about.f_blocks else None  # a tmpfs without a limit reports 0 blocks
 
 
 def _memory_bytes(field: str) -> int | None:
@@ -50,7 +50,7 @@ def _memory_bytes(field: str) -> int | None:
 
 
 def memory_limits(root: Path = _CGROUPS, memberships: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """The memory limits of this process's control groups, from its own up to the root."""
+    """Yield the memory limits of this process's control groups, from its own up to the root."""
     try:
         lines = memberships.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -65,7 +65,7 @@ def memory_limits(root: Path = _CGROUPS, memberships: Path = Path("/proc/self/cg
         for place in (group, *group.parents):
             try:
                 text = (place / file).read_text(encoding="ascii").strip()
-            except OSError:  # the root has none; a container may see no further than itself
+            except OSError:  # the root has no limit; a container may see only its own group
                 text = "max"
             if text != "max":
                 yield int(text)

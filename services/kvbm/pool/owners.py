@@ -1,10 +1,10 @@
-"""The engine processes that this kvbm serves, and proof of which of them are dead.
+"""The engine processes that this kvbm serves, and the kernel locks that prove which of them are dead.
 
-                 look, alive                 look
-    unknown ───────────────────▶ watched ─────────────▶ dead: reported once, its file deleted
+                 poll, is_alive              poll
+    unknown ───────────────────▶ watched ─────────────▶ dead: returned once, its file deleted
 
-A watched owner's file is kept open, so that its lock is asked, and not whatever lies under its name: a living engine
-whose file somebody deleted stays alive.
+The file of a watched owner is kept open, so that its own lock is checked, and not another file under its name: a living
+engine whose file was deleted stays alive.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from pathlib import Path
 from shared.pool.lock import OWNERS, is_owner
 
 MOST_OWNERS = 256
-"""Watched at once, one descriptor each. More engines than these cannot attach."""
+"""The most owners that are watched, one descriptor each. No further engine can attach."""
 
 
 class OwnerLocks:
-    """Those with a file in `directory`/owners. Blocking, for as long as a few calls of the file system take."""
+    """The locks in `directory`/owners. Every call blocks for a few calls of the file system."""
 
     def __init__(self, directory: Path) -> None:
-        """Makes the directory. Raises OSError."""
+        """Make the directory if it is missing. Raises OSError."""
         self._directory = directory / OWNERS
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._watched: dict[str, int] = {}
-        """A descriptor each."""
+        """An open descriptor of each watched owner's file."""
 
     @property
     def watched(self) -> frozenset[str]:
-        """Alive, as far as `look` knew."""
+        """The owners that were alive at the last `poll`."""
         return frozenset(self._watched)
 
     @property
     def full(self) -> bool:
-        """No other engine can be taken up."""
+        """Whether no further engine can be watched."""
         return len(self._watched) >= MOST_OWNERS
 
     def is_alive(self, owner: str) -> bool:
-        """Whether its lock is held now; whoever was not watched is, if there is room. False for a name that no owner
-        may have. Raises OSError where it cannot be told."""
+        """Return whether the owner's lock is held now, and watch it from now on if there is room. False for a name that
+        no owner may have. Raises OSError where the lock cannot be checked."""
         if not is_owner(owner):
             return False
         if owner not in self._watched and not self._watch(owner):
@@ -51,8 +51,8 @@ class OwnerLocks:
         return not _free(self._watched[owner])
 
     def poll(self) -> list[str]:
-        """Takes up new owners, deletes the files of dead ones, and returns those that were watched and have died.
-        Raises OSError where it cannot be told; then nobody is dead who is not returned by a later look."""
+        """Watch new owners, delete the files of dead ones, and return those that were watched and have died. Raises
+        OSError where the locks cannot be checked; a later call returns the dead then."""
         for file in self._directory.iterdir():
             if is_owner(file.name) and file.name not in self._watched:
                 self._watch(file.name)
@@ -69,7 +69,8 @@ class OwnerLocks:
         self._watched.clear()
 
     def _watch(self, owner: str) -> bool:
-        """False: there is no such owner, it is dead already (and its file deleted), or there is no room."""
+        """Watch the owner. Return False if there is none, if it is dead already (its file is deleted), or if there is
+        no room."""
         if self.full:
             return False
         try:
@@ -78,7 +79,7 @@ class OwnerLocks:
             return False
         except OSError:
             if (self._directory / owner).is_symlink():
-                return False  # no engine made it
+                return False  # no engine makes a link
             raise
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
@@ -92,8 +93,8 @@ class OwnerLocks:
         return True
 
     def _delete(self, owner: str, descriptor: int) -> None:
-        """Deletes the file of the descriptor, whose lock we hold until it is closed. An engine that has just made the
-        file and was about to lock it sees that it is gone, and makes it again."""
+        """Delete the file of the descriptor, whose lock we hold until it is closed. An engine that has just made the
+        file and was about to lock it sees that it is deleted, and makes it again."""
         path = self._directory / owner
         with suppress(FileNotFoundError):
             if os.path.samestat(path.lstat(), os.fstat(descriptor)):
@@ -101,7 +102,7 @@ class OwnerLocks:
 
 
 def _free(descriptor: int) -> bool:
-    """Whether nobody held the lock; then we do."""
+    """Return whether the lock was free; it is ours then."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

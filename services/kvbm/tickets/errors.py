@@ -1,18 +1,18 @@
-"""Why a worker's request to the block store was not done. Each has the code with which it crosses the wire. Pure.
+"""Why kvbm refuses an engine's request. Each error has the code with which it crosses the wire. Pure.
 
 Refusal
 ├── BadRequest      a key of a wrong length, too many blocks, slots that were not granted, a ticket of the other kind
-├── UnknownOwner    attach first: this owner never did, or it was proven dead, or the store was restarted since
-├── UnknownTicket   it has ended already, or it is another owner's
-├── TicketExpired   the commit came after the deadline; nothing was published, and the slots are the store's again
-├── TooManyTickets  the owner has as many open as it may have
-├── TooManyOwners   as many engines are attached as may be
+├── UnknownOwner    the engine must attach first: it never did, its lock was free, or kvbm was restarted
+├── UnknownTicket   the ticket has ended already, or it is another owner's
+├── TicketExpired   the commit came after the deadline; nothing was published, and kvbm has the slots back
+├── TooManyTickets  the owner has its maximum of tickets open
+├── TooManyOwners   the maximum of engines is attached
 ├── WrongLayout     the owner is attached to another layout
-├── ArenaMissing    no arena is free, or a block is larger than one
-└── NotReady        the pool's memory is not there yet, or it cannot be told whether the owner lives
+├── ArenaMissing    no arena is free, or a block is larger than an arena
+└── NotReady        the pool's memory is not made yet, or the owner's lock cannot be read
 
-A refused request has changed nothing, with one exception: who is told `TicketExpired` has thereby said that it does not
-write any more, which ends the quarantine of the ticket's slots.
+A refused request has changed nothing, with one exception. An engine that is refused with `TicketExpired` has shown by
+its commit that it has stopped writing, which ends the quarantine of the ticket's slots.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RefusalCode = Literal[
 
 
 class Refusal(HeadraceError):
-    """Any of them."""
+    """The base of all refusals."""
 
     code: ClassVar[RefusalCode]
 
@@ -60,7 +60,7 @@ class UnknownTicket(Refusal):
 
 
 class TicketExpired(Refusal):
-    """A commit that came too late."""
+    """The commit came after the ticket's deadline."""
 
     code = "expired"
 
@@ -94,12 +94,12 @@ class WrongLayout(Refusal):
 
 
 class ArenaMissing(Refusal):
-    """The layout has no place in the pool."""
+    """No arena of the pool is free for the layout, or large enough."""
 
     code = "no_arena"
 
 
 class NotReady(Refusal):
-    """Later, perhaps."""
+    """kvbm cannot serve the request yet; the same request may succeed later."""
 
     code = "not_ready"

@@ -1,4 +1,8 @@
-"""Slots and keys as the wire has them: packed, so that a request of hundreds of blocks is one value. Pure."""
+"""Slots, keys and checksums as the wire packs them, so that a request of hundreds of blocks is one value. Pure.
+
+A slot's checksum is XXH3-64 of its block's bytes, or 0 if none is known. A slot has none from its grant on, until its
+writer commits it with one, or the disk brings a block whose record has one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from shared.hashing import KEY_BYTES, ContentKey
 from shared.kvbm_messages import StoreBlock
 
 LABEL_CHARS = 1024
-"""Of a LoRA's name or a salt, which are kept with each block, and told with each in a snapshot."""
+"""The most characters of a LoRA's name or a salt: they are kept with each block, and each snapshot repeats them."""
 _SLOT_BYTES = 4
 _CHECKSUM_BYTES = 8
 assert array("I").itemsize == _SLOT_BYTES
@@ -22,19 +26,19 @@ assert sys.byteorder == "little", "the wire's order, and that of every machine t
 
 
 def pack_slots(slots: Sequence[int]) -> bytes:
-    """As u32."""
+    """Pack slots as u32."""
     return array("I", slots).tobytes()
 
 
 def unpack_slots(packed: bytes) -> list[int]:
-    """The reverse. Raises BadRequest."""
+    """Unpack slots from u32. Raises BadRequest."""
     if len(packed) % _SLOT_BYTES:
         raise BadRequest(f"slots have {_SLOT_BYTES} bytes each: {len(packed)}")
     return array("I", packed).tolist()
 
 
 def unpack_checksums(packed: bytes, count: int) -> list[int]:
-    """Of so many slots; 0 for each where there are none. Raises BadRequest."""
+    """Unpack the checksums of `count` slots, 0 for each if there are none. Raises BadRequest."""
     if not packed:
         return [0] * count
     if len(packed) != _CHECKSUM_BYTES * count:
@@ -43,8 +47,8 @@ def unpack_checksums(packed: bytes, count: int) -> list[int]:
 
 
 def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
-    """Content keys, one behind the other. Raises BadRequest. How many there are is looked at before: `struct` keeps
-    what it makes of a format, 40 bytes a key."""
+    """Unpack content keys, which follow one another. Raises BadRequest. Check their number first: `struct` caches what
+    it compiles from a format, 40 bytes a key."""
     count, rest = divmod(len(packed), KEY_BYTES)
     if rest:
         raise BadRequest(f"content keys have {KEY_BYTES} bytes each: {len(packed)}")
@@ -52,8 +56,8 @@ def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
 
 
 def to_contents(blocks: Sequence[StoreBlock], block_size: int) -> list[Content]:
-    """What a worker could store. Raises BadRequest where one has not the tokens of a full block, or names without
-    measure; keys are looked at by `Tickets`."""
+    """Convert blocks that a worker offers. Raises BadRequest where one does not have the tokens of a full block, or has
+    a label that is too long; `Tickets` checks the keys."""
     size_bytes = 4 * block_size
     for block in blocks:
         if len(block.tokens) != size_bytes:
@@ -64,25 +68,25 @@ def to_contents(blocks: Sequence[StoreBlock], block_size: int) -> list[Content]:
 
 
 class SlotChecksums:
-    """Of slots 0 … slots - 1."""
+    """What the writers say about the bytes in the slots of one layout, 0 … slots - 1."""
 
     def __init__(self, slots: int) -> None:
         self._checksums = array("Q", bytes(_CHECKSUM_BYTES * slots))
 
     def get(self, slot: int) -> int:
-        """0: none is known."""
+        """Return the slot's checksum; 0 if none is known."""
         return self._checksums[slot]
 
     def set(self, slot: int, checksum: int) -> None:
-        """The slot has the bytes of this checksum."""
+        """Record the checksum of the bytes in the slot."""
         self._checksums[slot] = checksum
 
     def clear(self, slots: Iterable[int]) -> None:
-        """These are about to be written."""
+        """Forget the checksums of slots that are about to be written."""
         for slot in slots:
             self._checksums[slot] = 0
 
     def packed(self, slots: Sequence[int]) -> bytes:
-        """Of these, as u64; empty where none of them is known."""
+        """Return the checksums of these slots as u64; empty if none of them is known."""
         packed = array("Q", map(self._checksums.__getitem__, slots))
         return packed.tobytes() if any(packed) else b""

@@ -1,9 +1,9 @@
-"""Fetches that wait for the disk, and what they are told: many reads end at once, and few replies say so.
+"""Fetches that wait for the disk, and their later replies: many reads end at once, and few replies report them.
 
-add ──▶ waiting ──the last of the prefix has come, or it has none──▶ told its last reply, forgotten
+add ──▶ waiting ──the last block of the prefix has come, or will not──▶ last reply sent, forgotten
            │ ▲ │                                                            ▲
-           │ └─┘ advance, tell: a reply for what has come                   │
-           └──── end: its ticket has ended otherwise, and it hears why ─────┘
+           │ └─┘ add_progress, send_progress: a reply for what has come     │
+           └──── refuse: the ticket ended early, the reply says why ────────┘
 """
 
 from __future__ import annotations
@@ -21,77 +21,77 @@ from shared import kvbm_messages as wire
 from shared.pool.map import ArenaMap
 
 SendFetchReply = Callable[[wire.Fetched | wire.KvbmRefused, bool], None]
-"""A later reply to a fetch, and whether it is the last one."""
+"""Sends a later reply to a fetch; the flag says whether it is the last one."""
 
 
 class _PendingFetch(Struct):
     owner: str
-    told: SendFetchReply
-    news: list[FetchProgress]
-    """What it does not know yet."""
+    send: SendFetchReply
+    progress: list[FetchProgress]
+    """Progress that no reply has reported yet."""
 
 
 class PendingFetches:
-    """Of one layout, by ticket."""
+    """The waiting fetches of one layout, by ticket."""
 
     def __init__(self, slots: ArenaMap, checksums: SlotChecksums) -> None:
         self._slots = slots
         self._checksums = checksums
         self._waiting: dict[int, _PendingFetch] = {}
         self.with_progress: set[int] = set()
-        """Tickets with news; for reading only."""
+        """Tickets with unreported progress; for reading only."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, ticket: int, owner: str, told: SendFetchReply) -> None:
-        """Its first reply is the caller's."""
-        self._waiting[ticket] = _PendingFetch(owner, told, [])
+    def add(self, ticket: int, owner: str, send: SendFetchReply) -> None:
+        """Add a fetch; its first reply is sent by the caller."""
+        self._waiting[ticket] = _PendingFetch(owner, send, [])
 
     def add_progress(self, pieces: Iterable[FetchProgress]) -> None:
-        """News of some of them, to be told at the next `tell`."""
+        """Add progress of some fetches, for the next `send_progress`."""
         for piece in pieces:
-            self._waiting[piece.ticket].news.append(piece)
+            self._waiting[piece.ticket].progress.append(piece)
             self.with_progress.add(piece.ticket)
 
     def send_progress(self) -> None:
-        """All news so far: a reply for each run of slots from one tier."""
+        """Report all progress so far, in one reply for each run of slots from one tier."""
         for ticket in sorted(self.with_progress):
-            asker = self._waiting[ticket]
-            first, last = asker.news[0].first, asker.news[-1]
-            came = [pair for piece in asker.news for pair in zip(piece.slots, piece.from_disk, strict=True)]
-            asker.news.clear()
-            end = first + len(came)
+            pending = self._waiting[ticket]
+            first, last = pending.progress[0].first, pending.progress[-1]
+            ready = [pair for piece in pending.progress for pair in zip(piece.slots, piece.from_disk, strict=True)]
+            pending.progress.clear()
+            end = first + len(ready)
             complete = end == last.found
             if complete:
                 del self._waiting[ticket]
-            for disk, run in groupby(came, itemgetter(1)) if came else ((True, ()),):
+            for disk, run in groupby(ready, itemgetter(1)) if ready else ((True, ()),):
                 slots = [slot for slot, _ in run]
                 reply = fetch_reply(
                     self._slots, self._checksums, ticket, last.time_left_s, first, slots, last.found, disk=disk
                 )
                 first += len(slots)
-                asker.told(reply, complete and first == end)
+                pending.send(reply, complete and first == end)
         self.with_progress.clear()
 
     def refuse(self, ticket: int, code: RefusalCode, reason: str, *, owner: str | None = None) -> None:
-        """The ticket has ended before its prefix was there. Those that do not wait, or are not `owner`'s, are
-        ignored."""
-        asker = self._waiting.get(ticket)
-        if asker is not None and owner in (None, asker.owner):
+        """End a fetch before its prefix is complete, with a refusal as its last reply. A ticket that does not wait, or
+        is not `owner`'s, is ignored."""
+        pending = self._waiting.get(ticket)
+        if pending is not None and owner in (None, pending.owner):
             del self._waiting[ticket]
             self.with_progress.discard(ticket)
-            asker.told(wire.KvbmRefused(code, f"ticket {ticket}: {reason}"), True)
+            pending.send(wire.KvbmRefused(code, f"ticket {ticket}: {reason}"), True)
 
     def refuse_all(self, owner: str | None, reason: str) -> None:
-        """All tickets of the owner; None: of everybody."""
-        for ticket in [ticket for ticket, asker in self._waiting.items() if owner in (None, asker.owner)]:
+        """Refuse all fetches of the owner; None means of every owner."""
+        for ticket in [ticket for ticket, pending in self._waiting.items() if owner in (None, pending.owner)]:
             self.refuse(ticket, "unknown_ticket", reason)
 
     def validate(self) -> None:
-        """Raises AssertionError where the askers contradict themselves."""
-        assert self.with_progress == {ticket for ticket, asker in self._waiting.items() if asker.news}, (
-            "news for nobody"
+        """Raise AssertionError where the fetches contradict themselves."""
+        assert self.with_progress == {ticket for ticket, pending in self._waiting.items() if pending.progress}, (
+            "progress is marked wrong"
         )
 
 
@@ -106,7 +106,7 @@ def fetch_reply(
     *,
     disk: bool,
 ) -> wire.Fetched:
-    """One reply: these slots can be read, as long as their generations stay what they are now."""
+    """Return one reply: these slots can be read, as long as their generations stay as they are now."""
     packed = pack_slots(slots)
     generations = memory.generations(packed)
     return wire.Fetched(ticket, time_left_s, first, packed, generations, disk, found, checksums.packed(slots))

@@ -1,4 +1,4 @@
-"""What owners are answered, and within which bounds. Pure."""
+"""What `Tickets` returns to its shell, and the limits it keeps to. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ class TicketLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """How long tickets last, and how much one owner may have: the table `tickets` of the settings."""
 
     store_time_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    """Seconds that an engine has for copying to its slots and for Commit."""
     fetch_time_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
-    """Begins anew when more of the prefix has come from disk."""
+    """Seconds that an engine may read after a Fetch; they start again when more of the prefix has come from disk."""
     tickets_per_owner: Annotated[int, Meta(ge=1)] = 256
-    """Expired ones that wait for an answer counted."""
+    """The number of tickets that one engine may have open, including expired ones that wait for it."""
     blocks_per_request: Annotated[int, Meta(ge=1)] = 4096
+    """The number of blocks that one Store, Fetch or Discard may have."""
     owner_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
-    """Of the slots, that one owner may be writing to, quarantined ones counted; at least one slot."""
+    """The share of the slots that one engine may be writing to, including quarantined ones; at least one slot."""
 
 
 class StoreGrant(Struct, frozen=True):
-    """A store's answer."""
+    """What a store was granted."""
 
     ticket: int
-    """0: nothing was granted."""
+    """The ticket; 0 if nothing was granted."""
     time_left_s: float
     indices: list[int]
     slots: list[int]
@@ -36,53 +38,53 @@ class StoreGrant(Struct, frozen=True):
 
 
 class FetchGrant(Struct, frozen=True):
-    """A fetch's answer: the whole prefix, of which the first `ready` slots can be read at once."""
+    """What a fetch holds: the whole prefix, of which the first `ready` slots can be read at once."""
 
     ticket: int
-    """0: nothing was found."""
+    """The ticket; 0 if nothing was found."""
     time_left_s: float
     slots: list[int]
     ready: int
     from_disk: int
-    """How many of the slots come from disk."""
+    """The number of slots whose blocks come from disk."""
     reads: list[Read]
     events: list[TierEvent]
 
 
 class FetchProgress(Struct, frozen=True):
-    """News of a fetch that waits for the disk: more slots can be read, or the prefix is shorter, or both. Where `found`
-    is 0 the ticket has ended."""
+    """Progress of a fetch that waits for the disk: more slots can be read, or the prefix is shorter, or both. If
+    `found` is 0 the ticket has ended."""
 
     owner: str
     ticket: int
     time_left_s: float
     first: int
-    """Index of the first of `slots` in the prefix."""
+    """The index of the first of `slots` in the prefix."""
     slots: list[int]
     from_disk: list[bool]
-    """Which of these came from disk."""
+    """For each of `slots`, whether its block came from disk."""
     found: int
-    """Length of the prefix as it is known now."""
+    """The length of the prefix as it is known now."""
 
 
 class ExpiredTicket(Struct, frozen=True):
-    """A ticket's time was over."""
+    """A ticket whose deadline has come."""
 
     owner: str
     ticket: int
     kind: Literal["store", "fetch"]
     slots: list[int]
-    """A store's are quarantined, a fetch's are held no more."""
+    """A store's slots are quarantined now, a fetch's are no longer held."""
 
 
 class TicketStatistics(Struct, frozen=True):
-    """Who holds what, now."""
+    """Counts of owners and tickets, now."""
 
     owners: int
     stores: int
     fetches: int
     expired: int
-    """Stores that wait for their owners' answers."""
+    """Expired stores that wait for their owners."""
     awaited: int
-    """Owners from before this store's start whose answers or deaths the first quarantine waits for."""
+    """Engines of a former kvbm that have neither attached again nor died; the startup quarantine waits for them."""
     tiers: TierStatistics

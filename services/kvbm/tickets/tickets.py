@@ -1,26 +1,28 @@
-"""Tickets: who may write to or read from which slots, and until when. Pure.
+"""Tickets: which engine may write to or read from which slots, and until when. Pure.
 
-    store ──▶ writing ──commit──▶ ended: what is written can be found, the other slots are free
+    store ──▶ writing ──commit──▶ ended: the written blocks can be found, the other slots are free
                  │ ├────abort, attach, death ──▶ ended: all its slots are free, nothing can be found
                  │ deadline
                  ▼
               expired ──commit (refused), abort, attach, death ──▶ ended: its slots leave quarantine
 
-    fetch ──▶ reading ──release, attach, death, deadline ──▶ ended: its slots are held no more
+    fetch ──▶ reading ──release, attach, death, deadline ──▶ ended: its slots are no longer held
                  └◀─┘ a read of the disk has ended: more of the prefix is there, or it is shorter
 
-An owner is one engine process. It proves that it does not write any more by ending the ticket or by attaching anew;
-its death, which the kernel's lock on its file proves, does the same. A deadline proves nothing about a writer, so an
-expired store keeps its slots from everybody; for a reader it is enough, since a reader looks at the slot's generation
-after it has copied. A frozen owner keeps at most its share of the slots. One that asks for more, though a store of its
-own expired long ago, knows nothing of it (a message came twice, an answer never): it is told to attach anew.
+An owner is one engine process. It proves that it has stopped writing by ending the ticket or by attaching again; its
+death, which the kernel's lock on its file proves, does the same. A deadline proves nothing about a writer, so no other
+engine gets the slots of an expired store. For a reader a deadline is enough, since a reader looks at the slot's
+generation after it has copied. A frozen owner keeps at most its share of the slots.
 
-A kvbm that starts anew knows no ticket of before: all slots are in quarantine until each owner of before has attached
-anew, here or to another layout (`owner_answered`), or is dead.
+An owner that makes a new request long after a store of its own expired does not know of the ticket: a message came
+twice, or a reply was lost. It is refused with UnknownOwner, so that it attaches again.
 
-`now_s` is any clock that never goes back. Methods raise the errors of `errors.py`; what they return, the shell must
-do: events in order, reads, and the generation of each granted or loading slot grows before anybody is told of the slot.
-Spills and the disk's going and coming are between the shell and `Tiers`.
+A kvbm that starts again knows no former ticket. All slots are in quarantine until each former owner has attached again,
+here or to another layout (`writer_confirmed_idle`), or is dead.
+
+`now_s` is any clock that never goes back. Methods raise the errors of `errors.py`. The shell must do what they return:
+publish events in order, start reads, and grow the generation of each granted or loading slot before it names the slot
+to an engine. Spills, and the disk's failing and coming up, are between the shell and `Tiers`.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ from shared.hashing import KEY_BYTES, ContentKey
 class _Owner(Struct):
     tickets: set[int]
     writing: int = 0
-    """Slots of its stores, quarantined ones counted."""
+    """The number of slots of its stores, including quarantined ones."""
 
 
 class _Store(Struct):
     owner: str
     slots: list[int]
-    """As granted: a prefix first block first."""
+    """The slots in the order of the grant: a prefix's first block first."""
     deadline_s: float
 
 
@@ -63,15 +65,15 @@ class _Fetch(Struct):
     owner: str
     slots: list[int]
     ready: int
-    """Leading slots that can be read."""
+    """The number of leading slots that can be read."""
     from_disk: set[int]
-    """Indices."""
+    """The indices of slots whose blocks come from disk."""
     deadline_s: float
 
 
 class Tickets:
-    """See the module. One layout's. Ids begin with `first_ticket`, which a kvbm that starts anew chooses so that no
-    ticket of before is mistaken for one of its own; `before` are the owners that the former one may have let write."""
+    """The tickets of one layout. Ids begin with `first_ticket`; a kvbm that starts again chooses it so that no former
+    ticket is mistaken for its own. `former_owners` are the engines that the former kvbm may have let write."""
 
     def __init__(
         self, tiers: Tiers, limits: TicketLimits, *, former_owners: Collection[str] = (), first_ticket: int = 1
@@ -82,16 +84,16 @@ class Tickets:
         self._owners: dict[str, _Owner] = {}
         self._stores: OrderedDict[int, _Store] = OrderedDict()
         self._fetches: OrderedDict[int, _Fetch] = OrderedDict()
-        """Both by deadline, which is the order in which their time began, since all have the same."""
+        """Both dicts are ordered by deadline: all tickets of a kind last equally long."""
         self._expired: dict[int, _Store] = {}
-        """Stores that wait for their owners' answers."""
+        """Expired stores, which wait for their owners."""
         self._waiting: dict[int, set[int]] = {}
-        """Loading slot → the fetches that wait for it, where there are any."""
+        """Loading slot → the fetches that wait for it, if any do."""
         self._former_owners = set(former_owners)
         self._next_ticket = first_ticket
         host = tiers.statistics().host
         self._startup_quarantine = list(range(host.capacity)) if host.quarantined else []
-        """Slots in quarantine since the start."""
+        """Slots that are in quarantine since the start."""
         assert host.quarantined in (0, host.capacity), "tiers that are in use already"
         self._writing_limit = max(1, int(host.capacity * limits.owner_share))
         self._release_startup_quarantine()
@@ -99,24 +101,25 @@ class Tickets:
     # --- owners
 
     def attach(self, owner: str) -> None:
-        """The owner may store and fetch. It says that nothing of its own is under way, whatever was before."""
+        """Attach the owner, which may store and fetch from now on. All its tickets end: it says that nothing of its own
+        is under way."""
         self._end_tickets_of(owner)
         self._owners[owner] = _Owner(set())
         self.writer_confirmed_idle(owner)
 
     def writer_confirmed_idle(self, owner: str) -> None:
-        """The owner, perhaps another layout's, writes to nothing that a former kvbm has let it write to."""
+        """Record that the owner, which may be another layout's, writes to no slot that a former kvbm granted it."""
         self._former_owners.discard(owner)
         self._release_startup_quarantine()
 
     def owner_dead(self, owner: str) -> None:
-        """The kernel has let go of the owner's lock. Unknown owners are ignored."""
+        """End all of an owner whose lock the kernel has released. Unknown owners are ignored."""
         self._end_tickets_of(owner)
         self._owners.pop(owner, None)
         self.writer_confirmed_idle(owner)
 
     def worker_lease_lost(self, owner: str) -> list[ExpiredTicket]:
-        """The owner's worker is not there for others any more: the time of all its tickets is over."""
+        """Expire all open tickets of an owner whose worker has lost its lease."""
         known = self._owners.get(owner)
         open_ones = sorted(known.tickets.difference(self._expired)) if known else ()
         return [self._expire(ticket) for ticket in open_ones]
@@ -137,11 +140,11 @@ class Tickets:
     # --- store
 
     def store(self, owner: str, contents: Sequence[Content], now_s: float) -> StoreGrant:
-        """Slots for those of the blocks that are new and worth keeping, a prefix first block first. Raises BadRequest,
-        UnknownOwner, TooManyTickets."""
+        """Grant slots for those of the blocks that are new and worth keeping; a prefix comes first block first. Raises
+        BadRequest, UnknownOwner, TooManyTickets."""
         for content in contents:
             if len(content.key) != KEY_BYTES or (content.parent is not None and len(content.parent) != KEY_BYTES):
-                raise BadRequest(f"a content key has {KEY_BYTES} bytes: {content.key.hex()} behind {content.parent!r}")
+                raise BadRequest(f"a content key has {KEY_BYTES} bytes: {content.key.hex()} after {content.parent!r}")
         known = self._admit(owner, len(contents), now_s)
         offered = self._tiers.offer(contents, max(0, self._writing_limit - known.writing))
         ticket = 0
@@ -160,8 +163,8 @@ class Tickets:
         )
 
     def commit(self, owner: str, ticket: int, slots: Collection[int], now_s: float) -> list[TierEvent]:
-        """These of the ticket's slots are written, the others never will be. Raises UnknownOwner, UnknownTicket,
-        TicketExpired, BadRequest."""
+        """End a store ticket: these of its slots are written, the others never will be. Raises UnknownOwner,
+        UnknownTicket, TicketExpired, BadRequest."""
         if owner not in self._owners:
             raise UnknownOwner(owner)
         store = self._store_of(owner, ticket)
@@ -182,19 +185,20 @@ class Tickets:
         return self._tiers.publish([slot for slot in store.slots if slot in written])
 
     def abort(self, owner: str, ticket: int) -> None:
-        """Nobody writes to the ticket's slots any more. Idempotent: unknown tickets are ignored. Raises BadRequest."""
+        """End a store ticket: its owner has stopped writing, and nothing is published. Unknown tickets are ignored.
+        Raises BadRequest."""
         if self._store_of(owner, ticket) is not None:
             self._tiers.free_slots(self._end_store(ticket).slots)
 
     # --- fetch
 
     def fetch(self, owner: str, keys: Sequence[ContentKey], now_s: float) -> FetchGrant:
-        """Holds the longest prefix that is there. Raises BadRequest, UnknownOwner, TooManyTickets."""
+        """Hold the longest prefix of the keys that is stored. Raises BadRequest, UnknownOwner, TooManyTickets."""
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise BadRequest(f"a content key has {KEY_BYTES} bytes: {key.hex()}")
         if len(set(keys)) != len(keys):
-            raise BadRequest("a prefix has no block twice")
+            raise BadRequest("the prefix has a block twice")
         known = self._admit(owner, len(keys), now_s)
         found = self._tiers.fetch(keys)
         ticket = 0
@@ -216,7 +220,7 @@ class Tickets:
         )
 
     def release(self, owner: str, ticket: int) -> None:
-        """The ticket's slots are not read any more. Idempotent: unknown tickets are ignored. Raises BadRequest."""
+        """End a fetch ticket: its owner has stopped reading. Unknown tickets are ignored. Raises BadRequest."""
         fetch = self._fetches.get(ticket)
         if fetch is not None and fetch.owner == owner:
             self._end_fetch(ticket)
@@ -226,8 +230,9 @@ class Tickets:
     # --- wrong blocks
 
     def discard(self, owner: str, keys: Sequence[ContentKey]) -> tuple[list[int], list[TierEvent]]:
-        """These blocks cannot be found any more, and what tickets write or wait for of them will not be. Returns the
-        slots that had them: fetches may read these until they end. Raises BadRequest, UnknownOwner."""
+        """Discard these blocks: they cannot be found any more, and what is being written or loaded of them will not be
+        kept. Return the slots that had them, which fetches may read until they end, and the events. Raises BadRequest,
+        UnknownOwner."""
         if owner not in self._owners:
             raise UnknownOwner(owner)
         self.check_block_count(len(keys))
@@ -236,8 +241,8 @@ class Tickets:
     # --- the disk reports
 
     def read_done(self, read: Read, outcome: ReadOutcome, now_s: float) -> tuple[list[FetchProgress], list[TierEvent]]:
-        """A read has ended: news for the fetches that waited for it, and what can be found now. To be told exactly once
-        for each read, whatever became of the fetch that it was begun for."""
+        """End a read. Return the progress of the fetches that waited for it, and the events. Each read ends exactly
+        once, whatever became of the fetch that it was started for."""
         waiting = sorted(self._waiting.pop(read.slot, ()))
         if outcome == "ok" and self._tiers.is_condemned(read.slot):
             outcome = "lost"
@@ -254,7 +259,7 @@ class Tickets:
         return advanced, events
 
     def _shorten(self, ticket: int, end: int) -> None:
-        """The fetch's prefix ends before this index, and it waits for nothing behind it."""
+        """End the fetch's prefix before this index; the fetch waits for no later slot."""
         fetch = self._fetches[ticket]
         for slot in fetch.slots[max(end, fetch.ready) :]:
             waiting = self._waiting.get(slot)
@@ -266,7 +271,8 @@ class Tickets:
         del fetch.slots[end:]
 
     def _advance(self, ticket: int, now_s: float) -> int:
-        """How many leading slots can be read now. If they are more, the ticket's time begins anew."""
+        """Return how many leading slots can be read now. If they are more than before, the ticket's time starts
+        again."""
         fetch = self._fetches[ticket]
         first = fetch.ready
         while fetch.ready < len(fetch.slots) and not self._tiers.is_loading(fetch.slots[fetch.ready]):
@@ -293,13 +299,13 @@ class Tickets:
     # --- time
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` has something to do; None: there is nothing to wait for."""
+        """Return the time at which `expire` has work; None if no ticket is open."""
         stores = [store.deadline_s for store in islice(self._stores.values(), 1)]
         fetches = [fetch.deadline_s for fetch in islice(self._fetches.values(), 1)]
         return min([*stores, *fetches], default=None)
 
     def expire(self, now_s: float) -> list[ExpiredTicket]:
-        """Ends the time of all tickets whose deadline has come."""
+        """Expire all tickets whose deadline has come."""
         due = list(takewhile(lambda ticket: self._stores[ticket].deadline_s <= now_s, self._stores))
         due += takewhile(lambda ticket: self._fetches[ticket].deadline_s <= now_s, self._fetches)
         return [self._expire(ticket) for ticket in due]
@@ -318,13 +324,13 @@ class Tickets:
     # --- inside
 
     def _admit(self, owner: str, blocks: int, now_s: float) -> _Owner:
-        """The owner, who may open one more ticket."""
+        """Return the owner, if it may open one more ticket."""
         known = self._owners.get(owner)
         if known is None:
             raise UnknownOwner(owner)
         long_ago_s = now_s - self.limits.store_time_s
         if any(self._expired[ticket].deadline_s <= long_ago_s for ticket in known.tickets & self._expired.keys()):
-            raise UnknownOwner(owner, "has a store that expired long ago: it is to attach anew")
+            raise UnknownOwner(owner, "has a store that expired long ago: it must attach again")
         self.check_block_count(blocks)
         if len(known.tickets) >= self.limits.tickets_per_owner:
             raise TooManyTickets(owner, self.limits.tickets_per_owner)
@@ -341,7 +347,7 @@ class Tickets:
         return known is not None and ticket in known.tickets
 
     def _store_of(self, owner: str, ticket: int) -> _Store | None:
-        """The owner's store, expired or not; None: it has no such ticket."""
+        """Return the owner's store, expired or not; None if it has no such ticket."""
         if not self._has_ticket(owner, ticket):
             return None
         if ticket in self._fetches:
@@ -349,7 +355,7 @@ class Tickets:
         return self._stores.get(ticket) or self._expired[ticket]
 
     def _end_store(self, ticket: int) -> _Store:
-        """Its slots are the caller's."""
+        """End the store. The caller frees or publishes its slots."""
         store = self._stores.pop(ticket, None) or self._expired.pop(ticket)
         owner = self._owners[store.owner]
         owner.tickets.remove(ticket)
@@ -365,12 +371,12 @@ class Tickets:
     # --- questions
 
     def check_block_count(self, blocks: int) -> None:
-        """Raises BadRequest where one request has too many blocks. Costs nothing, and unpacking them may cost much."""
+        """Raise BadRequest where one request has too many blocks. Call this before unpacking, which may be costly."""
         if blocks > self.limits.blocks_per_request:
-            raise BadRequest(f"{blocks} blocks in one request, at most {self.limits.blocks_per_request} are taken")
+            raise BadRequest(f"{blocks} blocks in one request, at most {self.limits.blocks_per_request} are allowed")
 
     def statistics(self) -> TicketStatistics:
-        """Counts, in O(1)."""
+        """Return counts, in O(1)."""
         return TicketStatistics(
             owners=len(self._owners),
             stores=len(self._stores),
@@ -381,7 +387,7 @@ class Tickets:
         )
 
     def validate(self) -> None:
-        """Raises AssertionError where tickets, owners and slots contradict one another. O(slots + records)."""
+        """Raise AssertionError where tickets, owners and slots contradict one another. O(slots + records)."""
         tiers = self._tiers
         tiers.validate(slot for fetch in self._fetches.values() for slot in fetch.slots)
         stores = {**self._stores, **self._expired}
@@ -400,7 +406,7 @@ class Tickets:
         assert all(tiers.state(slot) == "writing" for slot in writing), "a granted slot is not writing"
         assert all(tiers.state(slot) == "quarantined" for slot in quarantined), "a quarantined slot is not"
         assert (len(writing), len(quarantined)) == (host.writing, host.quarantined), "a slot without its writer"
-        assert not self._startup_quarantine or self._former_owners, "a quarantine that nobody is waited for"
+        assert not self._startup_quarantine or self._former_owners, "the startup quarantine waits for no owner"
         waiting: dict[int, set[int]] = {}
         for ticket, fetch in self._fetches.items():
             assert fetch.slots, f"fetch {ticket} holds nothing"

@@ -1,4 +1,4 @@
-"""What the tiers are told, and what they decide: sizes, slots to write to, reads of the disk, spills to it. Pure."""
+"""The sizes of the tiers, and what the tiers decide: slots to write to, reads from disk, spills to disk. Pure."""
 
 from __future__ import annotations
 
@@ -13,47 +13,49 @@ from shared.messages import Tier
 
 TierEvent = tuple[Tier, PoolEvent]
 ReadOutcome = Literal["ok", "lost", "failed"]
-"""Of a read: the bytes are in the slot; the record has not got them, and goes; not now, but the record may be right."""
+"""How a read ended. ok: the bytes are in the slot. lost: the record does not have them, and is freed. failed: not now,
+but the record may be right."""
 
 
 class TierSizes(Struct, frozen=True):
-    """How much there is of everything, and from when on a block is worth it."""
+    """The sizes of one layout's tiers, and how often a block must be seen to be worth a place."""
 
     slots: int
     records: int = 0
-    """0: no disk tier."""
+    """The number of records on disk; 0 means no disk tier."""
     host_sightings: int = 1
-    """A block offered by a worker gets a slot when it was seen as often, this offer counted."""
+    """How often a block must have been seen before it gets a slot; a worker's offer counts as one."""
     disk_sightings: int = 2
-    """A block in the host tier goes to disk when it was seen as often …"""
+    """How often a block in the host tier must have been seen before it goes to disk."""
     fill_disk: bool = True
-    """… or while the disk has records that are free."""
+    """Whether a block goes to disk at its first sighting too, while the disk has free records."""
     remembered: int = 0
-    """Blocks whose sightings are counted, there or not; 0: four for each slot and one for each record."""
+    """The number of blocks whose sightings are counted, stored or not; 0 means four for each slot and one for each
+    record."""
     held_share: float = 0.5
-    """Of the slots, that readers may hold at once, the disk's writer counted; the rest is room to write to."""
+    """The share of the slots that readers and the disk's writer may hold at once; the rest is room to write to."""
     spare_slots: int = 64
-    """Kept free by `prepare`; never more than an eighth."""
+    """The number of slots that `prepare` keeps free; never more than an eighth of all."""
     leaves_first: bool = False
-    """Whether a block stays as long as one that follows it is in the same tier."""
+    """Whether a block stays as long as a block that follows it is in the same tier."""
 
 
 class Offered(Struct, frozen=True):
-    """What comes of blocks that a worker could write."""
+    """What becomes of the blocks that a worker offers."""
 
     indices: list[int]
-    """Of those to write, into the request's."""
+    """The indices, in the request, of the blocks to write."""
     slots: list[int]
-    """Where to."""
+    """The slots to write these blocks to."""
     known: int
-    """Blocks that are there or on their way."""
+    """The number of blocks that are stored or on their way."""
     declined: int
-    """Blocks not worth keeping, or without room."""
+    """The number of blocks that are not worth keeping, or have no room."""
     events: list[TierEvent]
 
 
 class Read(Struct, frozen=True):
-    """Bring the record's bytes to the slot, and say how it went."""
+    """Asks the shell to read the record into the slot, and to report how that ended."""
 
     slot: int
     record: int
@@ -61,7 +63,7 @@ class Read(Struct, frozen=True):
 
 
 class Spill(Struct, frozen=True):
-    """Write the slot's bytes to the record, and say how it went."""
+    """Asks the shell to write the slot's bytes to the record, and to report how that ended."""
 
     slot: int
     record: int
@@ -69,18 +71,19 @@ class Spill(Struct, frozen=True):
 
 
 class HeldPrefix(Struct, frozen=True):
-    """The longest prefix, each slot held once. Those that `reads` fill, here or for an earlier fetch, are loading."""
+    """The longest stored prefix, with one hold on each slot. Slots that reads fill, from here or for an earlier fetch,
+    are loading."""
 
     slots: list[int]
     loading: list[int]
-    """Indices of the slots that are not there yet, ascending."""
+    """The indices of slots that are still loading, ascending."""
     reads: list[Read]
-    """To be begun, in order."""
+    """The reads to start, in order."""
     events: list[TierEvent]
 
 
 class TierStatistics(Struct, frozen=True):
-    """Both tiers, now."""
+    """Counts of both tiers, now."""
 
     host: SlotStatistics
     disk: RecordStatistics

@@ -1,22 +1,23 @@
 """DiskRecords: the records of one layout's disk tier, and which block each of them has. Pure.
 
-    off ──back(found)──▶ on ──gone──▶ off              what a disk holds is found first
+    off ──turn_on(found)──▶ on ──turn_off──▶ off          `found`: the blocks that are on the disk already
 
-            write                  written                 read
+          start_write          write_done              start_read
     free ───────────▶ writing ────────────────▶ ready ◀──────────▶ ready, being read
      ▲                   │ it failed              │      read_done
-     └───────────────────┴────────────────────────┘ the policy's victim (not while it is read); lost; gone
+     └───────────────────┴────────────────────────┘ the policy's victim (not while it is read); lost; turned off
      ▲                   │ discarded meanwhile    │ discard
-     └──── erased ─── erasing ◀───────────────────┘
+     └─ erase_done ── erasing ◀───────────────────┘
 
-A record whose block may be wrong is not used again before the disk has tried to erase it. Where the disk cannot, or is
-off by then, a later start finds the block again; the next sequence that it fails has it discarded again.
+A record whose block may be wrong is not used again before the disk has tried to erase it. If the disk cannot, or is off
+by then, a later start finds the block again; the next sequence that fails with it has it discarded again.
 
-Where the disk has no space for new records, those that are free are withheld, and blocks go for others; where it has
-none even for these, nothing is written. Both until `space_again`, or until it has gone and come back.
+When the disk has no space for new records, the free ones are withheld, and blocks are evicted for others. When it has no
+space even for those, nothing is written. Both last until `retry_space`, or until the disk was off and on again.
 
-A request that is under way when the disk goes ends like any other. The disk that comes back need not be the one it went
-to: until it has ended its record is neither found nor used again, and a write from before `gone` publishes nothing.
+A request that is under way when the disk fails ends like any other. The disk that comes up later need not be the same
+one. Until the request has ended its record is neither found nor used again, and a write from before `turn_off`
+publishes nothing.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ from shared.blocks import Content, Evicted, Stored
 from shared.hashing import ContentKey
 
 WriteOutcome = Literal["ok", "failed", "no space", "damaged"]
-"""damaged: the memory that was to be written does not hold the block's bytes."""
+"""How a write ended. damaged: the memory to be written did not hold the block's bytes."""
 
 
 class RecordStatistics(Struct, frozen=True):
-    """Records by state; while the disk is on they add up to the capacity."""
+    """Counts of records by state; while the disk is on they add up to the capacity."""
 
     capacity: int
     on: bool
     free: int
     withheld: int
-    """Free, but the disk has no space."""
+    """Free records that are not used, as the disk has no space."""
     writing: int
     ready: int
     reading: int
-    """Most of them are ready too: a record that went while it was read is not."""
+    """Records that are being read. Most are ready too; a record that was lost while it was read is not."""
     erasing: int = 0
 
 
 class _Write(Struct):
     content: Content
     replaces: bool
-    """The record had another block before."""
+    """Whether the record had another block before."""
     stray: bool = False
-    """It began before the disk went."""
+    """Whether the write started before the disk failed."""
     condemned: bool = False
-    """The block is not to be kept."""
+    """Whether the block is not to be kept."""
 
 
 class DiskRecords:
@@ -69,7 +70,7 @@ class DiskRecords:
         self.resident = Residency(policy, self._may_leave, leaves_first=leaves_first)
         self.on = False
         self.writing: dict[ContentKey, int] = {}
-        """What is being written, and where; without the stray ones. For reading only."""
+        """Blocks that are being written, and their records, without the stray ones; for reading only."""
         self._free: list[int] = []
         self._withheld: list[int] = []
         self._refuses = False
@@ -79,7 +80,7 @@ class DiskRecords:
         self._erasing: set[int] = set()
 
     def statistics(self) -> RecordStatistics:
-        """Counts by state, in O(1)."""
+        """Return counts by state, in O(1)."""
         return RecordStatistics(
             capacity=self.capacity,
             on=self.on,
@@ -93,13 +94,14 @@ class DiskRecords:
 
     @property
     def free(self) -> int:
-        """Records that a write takes before any block has to go."""
+        """The number of records that can be written before a block must be evicted."""
         return 0 if self._refuses else len(self._free)
 
-    # --- down
+    # --- host to disk
 
     def start_write(self, content: Content) -> tuple[int, Evicted | None] | None:
-        """A record for a block that the disk has not, and who had to go for it; None: there is no room."""
+        """Start writing a block that is not on disk. Return its record and the block that was evicted for it; None if
+        there is no room."""
         assert self.on, "the disk is off"
         assert content.key not in self.resident, f"{content.key.hex()} is there"
         assert content.key not in self.writing, f"{content.key.hex()} is being written"
@@ -119,7 +121,7 @@ class DiskRecords:
         return record, evicted
 
     def write_done(self, record: int, outcome: WriteOutcome) -> Stored | None:
-        """The write has ended. None: it failed, or the disk has gone since it began."""
+        """End a write. Return None if it failed, or if the disk failed since it started."""
         write = self._writes.pop(record)
         if write.condemned and not write.stray:
             del self.writing[write.content.key]
@@ -129,7 +131,7 @@ class DiskRecords:
             del self.writing[write.content.key]
             if outcome == "ok":
                 return self.resident.add(write.content, record)
-        if not self.on:  # `back` will see that it is free
+        if not self.on:  # `turn_on` will find it free
             return None
         self._free.append(record)
         if outcome == "no space" and not write.stray:
@@ -139,22 +141,22 @@ class DiskRecords:
         return None
 
     def retry_space(self) -> None:
-        """It is time to try whether the disk has space."""
+        """Try again whether the disk has space."""
         self._refuses = False
         self._free += self._withheld
         self._withheld.clear()
 
-    # --- up
+    # --- disk to host
 
     def start_read(self, key: ContentKey) -> int:
-        """The record of a block that is there; it stays until `read_done`. A block is read by one request at a time."""
+        """Start reading a block, whose record stays until `read_done`. A block is read by one request at a time."""
         record = self.resident.places[key]
         assert record not in self._reading, f"record {record} is read twice"
         self._reading.add(record)
         return record
 
     def read_done(self, record: int, key: ContentKey, *, lost: bool) -> Evicted | None:
-        """The read has ended; `lost`: the record has not the block's bytes, and goes."""
+        """End a read. `lost` says that the record does not have the block's bytes; it is freed."""
         self._reading.remove(record)
         if self.resident.places.get(key) == record:
             if not lost:
@@ -162,15 +164,15 @@ class DiskRecords:
             evicted = self.resident.remove(key)
             self._free.append(record)
             return evicted
-        if self.on and record not in self._erasing:  # the disk went and came back; else `back` will see that it is free
+        if self.on and record not in self._erasing:  # the disk was off and on again; else `turn_on` will find it free
             self._free.append(record)
         return None
 
     # --- wrong blocks
 
     def discard(self, key: ContentKey) -> tuple[int, Evicted] | None:
-        """The block cannot be found any more, and its record, if there is one, is to be erased. What is being written
-        of it is to be erased when that has ended."""
+        """Discard the block: it cannot be found any more, and its record is to be erased, if it has one. If the block
+        is being written, it is erased after that."""
         if key in self.writing:
             self._writes[self.writing[key]].condemned = True
         record = self.resident.places.get(key)
@@ -180,19 +182,19 @@ class DiskRecords:
         return record, self.resident.remove(key)
 
     def is_erasing(self, record: int) -> bool:
-        """Whether it is to be erased, and is not yet."""
+        """Return whether the record is to be erased, and is not erased yet."""
         return record in self._erasing
 
     def erase_done(self, record: int) -> None:
-        """The disk has tried to."""
+        """End an erasure, successful or not."""
         self._erasing.remove(record)
-        if self.on and record not in self._reading:  # else `read_done` or `back` will see that it is free
+        if self.on and record not in self._reading:  # else `read_done` or `turn_on` will find it free
             self._free.append(record)
 
     # --- off and on
 
     def turn_off(self) -> list[Evicted]:
-        """Nothing can be written or found until `back`. Again: nothing."""
+        """Turn the tier off: nothing can be written or found. Turning it off again does nothing."""
         self.retry_space()
         self.on = False
         self._free.clear()
@@ -202,7 +204,8 @@ class DiskRecords:
         return [self.resident.remove(key) for key in list(self.resident.places)]
 
     def turn_on(self, found: Sequence[FoundBlock]) -> list[Stored]:
-        """The disk is there, with these blocks, oldest first; of two records with one key the newer counts."""
+        """Turn the tier on with the blocks found on disk, oldest first. Of two records with one key the newer
+        counts."""
         assert not self.on, "the disk is there already"
         self.on = True
         busy = self._writes.keys() | self._reading | self._erasing
@@ -220,7 +223,7 @@ class DiskRecords:
         return record not in self._reading
 
     def validate(self) -> None:
-        """Raises AssertionError where the records contradict themselves. O(capacity)."""
+        """Raise AssertionError where the records contradict themselves. O(capacity)."""
         self.resident.validate()
         shelved = set(self.resident.places.values())
         free = {*self._free, *self._withheld}
@@ -243,7 +246,7 @@ class DiskRecords:
 
 
 def _runs(found: Sequence[FoundBlock]) -> list[list[FoundBlock]]:
-    """The same in the same order, cut where a block does not follow the one before it in a chain."""
+    """Return the blocks in the same order, cut where a block does not follow the one before it in a chain."""
     runs: list[list[FoundBlock]] = []
     for one in found:
         if not runs or one.content.parent != runs[-1][-1].content.key:

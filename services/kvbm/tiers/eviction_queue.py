@@ -1,13 +1,13 @@
-"""A line of blocks that may have to go, the first in line first. Pure.
+"""A queue of blocks to evict, in order. Pure.
 
                        refused                    each `first` asks two of them again
-    push ──▶ waiting ───────────▶ aside ─────────────────────────────────────────────▶ named, if it may go by now
+    push ──▶ waiting ───────────▶ refused ───────────────────────────────────────────▶ returned, once it may go
               ▲                     │
               └──────── push ───────┘
 
-Some may not go just now: they are being copied, or their children are still there. Those are passed once, and then
-stand aside, so that thousands of them before the one that may go are not asked again for each victim. Every operation
-is O(1), amortised, but for `first(…, every=True)` where all have been refused.
+Some blocks may not go just now: they are being copied, or their children are stored. `first` asks for such a block once
+and then sets it aside, so that it does not ask again for thousands of blocks before the one that may go. Every
+operation is O(1), amortised, except for `first(…, every=True)` where all have been refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EvictionQueue:
     def __init__(self) -> None:
         self._waiting: OrderedDict[ContentKey, None] = OrderedDict()
         self._refused: OrderedDict[ContentKey, None] = OrderedDict()
-        """Refused, all of them longer in line than those that wait; who was asked last is last."""
+        """Refused keys, all of them older than those that wait; the key that was asked for last comes last."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._refused)
@@ -35,22 +35,22 @@ class EvictionQueue:
         return key in self._waiting or key in self._refused
 
     def push(self, key: ContentKey) -> None:
-        """To the end, from wherever it is."""
+        """Move the key to the end, or add it there."""
         self._refused.pop(key, None)
         self._waiting[key] = None
         self._waiting.move_to_end(key)
 
     def remove(self, key: ContentKey) -> None:
-        """It must be there."""
+        """Remove a key, which must be in the queue."""
         if key in self._refused:
             del self._refused[key]
         else:
             del self._waiting[key]
 
     def first(self, may_go: Callable[[ContentKey], bool], *, every: bool) -> ContentKey | None:
-        """One that may go, about the first in line; it stays. Unless `every` is set, one may be missed that was refused
-        before."""
-        if not self._waiting and not self._refused:  # as most lines of a policy that has many are
+        """Return one key that may go, close to the first in the queue; it stays in it. Unless `every` is set, a key
+        that was refused before may be missed."""
+        if not self._waiting and not self._refused:  # most queues of a policy that has many are empty
             return None
         for _ in range(min(_ASKED_AGAIN, len(self._refused))):
             key = next(iter(self._refused))
@@ -66,5 +66,5 @@ class EvictionQueue:
         return next(filter(may_go, self._refused), None) if every else None
 
     def validate(self) -> None:
-        """Raises AssertionError where the line contradicts itself. O(length)."""
-        assert self._waiting.keys().isdisjoint(self._refused), "a key is in line twice"
+        """Raise AssertionError where the queue contradicts itself. O(length)."""
+        assert self._waiting.keys().isdisjoint(self._refused), "a key is in the queue twice"

@@ -1,7 +1,7 @@
-"""Sightings: how often each block was seen lately, whether or not any tier has it. Pure.
+"""Counts how often each block was seen lately (its sightings), whether or not a tier has it. Pure.
 
-A block is worth a write to disk when it was seen twice: most prompts come once. Counts stop at `ENOUGH`; of more keys
-than the limit the ones seen longest ago are forgotten.
+A block is worth a write to disk when it was seen twice: most prompts come once. Counts stop at `COUNT_MOST`. Beyond the
+limit of keys, those that were seen longest ago are forgotten.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ _UNCOUNTED_MOST = 4096
 
 
 class AccessFrequency:
-    """Bounded in keys: about 200 bytes each."""
+    """The counts of at most `limit` keys, about 200 bytes each."""
 
     def __init__(self, limit: int) -> None:
         assert limit > 0
         self._limit = limit
         self._counts: OrderedDict[ContentKey, int] = OrderedDict()
-        """Seen longest ago first."""
+        """Counts by key; the key that was seen longest ago comes first."""
         self._uncounted: list[ContentKey] = []
-        """Seen, in order, after all in `_counts`."""
+        """Keys that were seen, in order, after all in `_counts`."""
 
     def __len__(self) -> int:
         self.flush()
         return len(self._counts)
 
     def count(self, key: ContentKey) -> int:
-        """How often it was seen; 0: never, or too long ago."""
+        """Return how often the key was seen; 0 if never, or too long ago."""
         self.flush()
         return self._counts.get(key, 0)
 
     def record_later(self, keys: Iterable[ContentKey]) -> None:
-        """Once more, each of them, which is counted before anybody asks: no answer to a fetch waits for it, of 512
-        blocks 0.15 ms."""
+        """Record a sighting of each key, counted before the next call of another method: no reply to a fetch waits for
+        it. Counting 512 blocks takes 0.15 ms."""
         self._uncounted.extend(keys)
         if len(self._uncounted) > _UNCOUNTED_MOST:
             self.flush()
 
     def flush(self) -> None:
-        """Counts what is not counted yet."""
+        """Count what was recorded later."""
         if self._uncounted:
             keys, self._uncounted = self._uncounted, []
             self.record(keys)
 
     def record(self, keys: Iterable[ContentKey]) -> list[int]:
-        """Once more, each of them; how often it was seen, this one counted. 256 in 30 µs: half of what a call for each
-        takes."""
+        """Record a sighting of each key, and return how often each was seen, this time included. 256 keys take 30 µs,
+        half of what a call for each takes."""
         self.flush()
         counts = self._counts
         seen: list[int] = []
@@ -58,13 +58,13 @@ class AccessFrequency:
             count = counts.pop(key, 0)
             if count < COUNT_MOST:
                 count += 1
-            counts[key] = count  # last again
+            counts[key] = count  # it moves to the end
             seen.append(count)
         while len(counts) > self._limit:
             counts.popitem(last=False)
         return seen
 
     def validate(self) -> None:
-        """Raises AssertionError where more is kept than may be."""
+        """Raise AssertionError where more is kept than the limits allow."""
         assert len(self._counts) <= self._limit, "too much is remembered"
         assert len(self._uncounted) <= _UNCOUNTED_MOST, "too much is uncounted"

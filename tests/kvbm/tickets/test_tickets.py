@@ -362,7 +362,7 @@ def test_who_asks_for_more_though_a_store_of_its_own_expired_long_ago_is_to_atta
     store.tickets.expire(10)
     assert store.store("a", chain(3), now_s=19.9).ticket
     for asks in (lambda: store.store("a", chain(4), now_s=20), lambda: store.tickets.fetch("a", keys(chain(4)), 20)):
-        with pytest.raises(UnknownOwner, match="attach anew"):
+        with pytest.raises(UnknownOwner, match="attach again"):
             asks()
     assert store.store("b", chain(4), now_s=20).ticket
     store.tickets.attach("a")
