@@ -1,20 +1,21 @@
-"""The disk tier of one layout: blocks written to and read from numbered records, and what happens when the disk fails.
+"""The disk tier of one layout: writes blocks to numbered records, reads them back, and recovers when the disk fails.
 
-             opened and scanned: back(found)
+             opened and scanned: ready(found)
     off ────────────────────────────────────▶ on ──┐ every `retry_s`: is everything still there? is there space again?
      ▲ └─ it failed: again after `retry_s`    │ ◀──┘
      └────────────────────────────────────────┘
-       gone(reason): the directory vanished, is read-only or not ours, or 4 requests in a row failed
+       failed(reason): the directory vanished, is read-only or not ours, or 4 requests in a row failed
 
 What costs one record only: a torn, foreign or damaged header, a payload whose checksum differs, a file that was cut
-off, one sector that cannot be read. Where the disk is full no segment is made for a while, and everything else goes on.
+off, one sector that cannot be read. When the disk is full no segment is made for a while, and everything else goes on.
 
-Which record holds which block is not decided here, and a block that is not wanted any more needs nothing done: its
-record is written over some day. Until then a restart finds it again, which is right, since equal keys mean equal bytes.
-A block that may be wrong is erased instead: no restart finds it.
-Nothing is synced: the tier outlives the process at any point, and of a machine's crash what the checksums confirm. A
-request ends in one named outcome (`disk_outcomes`), told to its callback in the loop; nothing raises. Its memory is in
-use until then, whatever became of the tier meanwhile.
+The tiers decide which record holds which block. A block that is evicted needs no work here: its record is overwritten
+some day. Until then a restart finds the block again, which is right, since equal keys mean equal bytes. A block that
+may be wrong is erased instead, so that no restart finds it.
+
+Nothing is synced: the tier survives the end of the process at any point, and after a crash of the machine the checksums
+say what is left. A request ends in one named outcome (`disk_results`), passed to its callback in the loop; nothing
+raises. Its memory is in use until then, even if the tier fails meanwhile.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from shared.blocks import Content
 from shared.hashing import ContentKey
 
 ERRORS_IN_A_ROW = 4
-"""Failed requests, without one that went well between, that switch the tier off."""
+"""Failed requests in a row, without a successful one between, that switch the tier off."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_GONE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOENT})
+_DISK_GONE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOENT})
 
 _log = logging.getLogger(__name__)
 
@@ -60,17 +61,17 @@ T = TypeVar("T")
 
 
 class Disk:
-    """See the module. `threads` may be shared with other layouts. `back` is told what was found, the oldest first, and
-    from then on requests are taken; `gone` is told why no more are. Both are called in the loop, in turn, `back`
-    first."""
+    """The disk tier of one layout. `threads` may be shared with other layouts. `ready` gets the blocks that were found,
+    oldest first, and from then on requests are taken; `failed` gets the reason why no more are. Both are called in the
+    loop, in turn, `ready` first."""
 
     def __init__(
         self,
         directory: Path,
         geometry: DiskGeometry,
         threads: DiskThreads,
-        back: Callable[[list[FoundBlock]], None],
-        gone: Callable[[str], None],
+        ready: Callable[[list[FoundBlock]], None],
+        failed: Callable[[str], None],
         *,
         min_free_bytes: int = 0,
         retry_s: float = 5.0,
@@ -78,19 +79,19 @@ class Disk:
         self.geometry = geometry
         self._directory = directory
         self._threads = threads
-        self._back = back
-        self._gone = gone
+        self._on_ready = ready
+        self._on_failed = failed
         self._min_free_bytes = min_free_bytes
         self._retry_s = retry_s
         self._segments: Segments | None = None
-        """What requests go to; None: the tier is off."""
+        """The files that requests go to; None if the tier is off."""
         self._scanning: Segments | None = None
         self._scanned_segments = 0
         self._reason = "not opened yet"
         self._full = ""
-        """Why no block is written for now, or only to segments that are there; until the next look."""
-        self._full_told = ""
-        """What the log has last."""
+        """Why no block is written for now, or only to existing segments; until the next check."""
+        self._full_logged = ""
+        """The reason that the log has last."""
         self._writes_stopped = False
         self._errors_in_a_row = 0
         self._failed = asyncio.Event()
@@ -105,7 +106,7 @@ class Disk:
         return self._segments is not None
 
     def statistics(self) -> DiskStatistics:
-        """What is there and what was done."""
+        """Return the state and the counts."""
         segments = self._segments or self._scanning
         return DiskStatistics(
             state="on" if self._segments else "scanning" if self._scanning else "off",
@@ -133,9 +134,9 @@ class Disk:
         *,
         checksum: int = 0,
     ) -> None:
-        """Writes `memory` (`geometry.memory_bytes` long, aligned to 4096) over the record. `done` follows, never before
-        this returns; until then nobody may write to the memory, nor use the record otherwise. `checksum`: what the
-        payload must have, or nothing is written; 0: nobody knows."""
+        """Write `memory` (`geometry.memory_bytes` long, aligned to 4096) over the record. `done` follows, never before
+        this returns; until then the memory must not change, and the record must not be used otherwise. `checksum` is
+        what the payload must have, or nothing is written; 0 if it is unknown."""
         self._check(record, memory)
         if self._segments is not None and self._writes_stopped:
             self._refuse(DiskFailure("no space", self._full), done)
@@ -160,19 +161,19 @@ class Disk:
     def read(
         self, record: int, key: ContentKey, memory: memoryview, done: Callable[[LoadedFromDisk | DiskFailure], None]
     ) -> None:
-        """Reads the record into `memory`, as long and as aligned as for `write`, if it is the block `key` names. `done`
-        follows, never before this returns; until then the memory is being written to, and what it holds after `Lost` is
-        rubbish."""
+        """Read the record into `memory`, as long and as aligned as for `write`, if it holds the block that `key` names.
+        `done` follows, never before this returns; until then the memory is being written to. After a failure its bytes
+        are rubbish."""
         self._check(record, memory)
         geometry = self.geometry
 
         def job(segments: Segments, page: memoryview) -> LoadedFromDisk | DiskFailure:
             start_s = perf_counter()
             if not segments.read(record, page, memory):
-                return DiskFailure("missing", f"record {record} lies behind the end of its file")
+                return DiskFailure("missing", f"record {record} is after the end of its file")
             header = decode_header(page, geometry)
             if not isinstance(header, Header):
-                return DiskFailure(header, f"the header of record {record} is no record of this layout: {header}")
+                return DiskFailure(header, f"the header of record {record} is not a record of this layout: {header}")
             if header.content.key != key:
                 return DiskFailure("other key", f"record {record} holds {header.content.key.hex()}, not {key.hex()}")
             if xxh3_64_intdigest(memory[: geometry.payload_bytes]) != header.checksum:
@@ -182,8 +183,8 @@ class Disk:
         self._submit("read", job, done)
 
     def erase(self, record: int, done: Callable[[WrittenToDisk | DiskFailure], None]) -> None:
-        """No block is found in the record any more. `done` follows, never before this returns. A read that is under way
-        ends as it would, or finds nothing."""
+        """Erase the record: no block is found in it any more. `done` follows, never before this returns. A read that is
+        under way ends as it would, or finds nothing."""
         assert 0 <= record < self.geometry.capacity, f"record {record} of {self.geometry.capacity}"
 
         def job(segments: Segments, page: memoryview) -> WrittenToDisk | DiskFailure:
@@ -197,7 +198,7 @@ class Disk:
         assert 0 <= record < self.geometry.capacity, f"record {record} of {self.geometry.capacity}"
         assert memory.nbytes == len(memory) == self.geometry.memory_bytes, f"memory of {memory.nbytes} bytes"
         address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-        assert address % PAGE_BYTES == 0, "memory that is not aligned to pages"
+        assert address % PAGE_BYTES == 0, "the memory is not aligned to pages"
 
     def _submit(
         self,
@@ -207,7 +208,8 @@ class Disk:
         *,
         payload: bool = True,
     ) -> None:
-        """`payload`: a block's bytes are what it moves, and are counted."""
+        """Run the job in a thread, then `done` in the loop. `payload` says whether a block's bytes are moved, and
+        counted."""
         segments = self._segments
         if segments is None:
             self._refuse(DiskFailure("off", self._reason), done)
@@ -240,7 +242,7 @@ class Disk:
     # --- trouble
 
     def _judge(self, segments: Segments, error: Exception) -> DiskFailure:
-        """What an error costs: this record, growth, or the tier."""
+        """Decide what an error costs: this record, growth, or the tier."""
         number = error.errno if isinstance(error, OSError) else None
         if number == errno.ECANCELED:
             return DiskFailure("off", str(error))
@@ -249,22 +251,22 @@ class Disk:
             return DiskFailure("no space", str(error))
         if segments is self._segments:
             self._errors_in_a_row += 1
-            if number in _GONE or self._errors_in_a_row >= ERRORS_IN_A_ROW:
+            if number in _DISK_GONE or self._errors_in_a_row >= ERRORS_IN_A_ROW:
                 self._fail(error)
         return DiskFailure("error", str(error))
 
     def _stop_growing(self, segments: Segments, reason: str) -> None:
-        """A full disk that has no room for a segment still takes what goes to those that are there; one that refuses
+        """Stop making segments for a while; a full disk still takes what goes to existing ones. A disk that refuses
         even that is not written to for a while."""
         if segments is not self._segments:
             return
         self._writes_stopped |= not segments.no_space
-        if reason != self._full_told:
+        if reason != self._full_logged:
             _log.warning("disk tier %s: full for now: %s", self.geometry.layout, reason)
-        self._full = self._full_told = reason
+        self._full = self._full_logged = reason
 
     def _fail(self, error: Exception) -> None:
-        """No more requests from here on; `run` does the rest."""
+        """Take no more requests; `run` does the rest."""
         self._segments = None
         self._reason = str(error)
         self._failed.set()
@@ -272,7 +274,7 @@ class Disk:
     # --- life
 
     async def run(self) -> None:
-        """Brings the tier up, keeps looking at it, and brings it up again, until it is cancelled."""
+        """Bring the tier up, keep checking it, and bring it up again after a failure, until cancelled."""
         while True:
             segments = Segments(self._directory, self.geometry, self._min_free_bytes)
             segments.acquire()
@@ -298,24 +300,24 @@ class Disk:
         found, sequence = await scan(segments, self.geometry, self._upkeep, self._scanned)
         self._sequence = max(self._sequence, sequence)
         self._scanning, self._segments, self._reason = None, segments, ""
-        self._writes_stopped, self._full, self._full_told, self._errors_in_a_row = False, "", "", 0
+        self._writes_stopped, self._full, self._full_logged, self._errors_in_a_row = False, "", "", 0
         self._failed.clear()
-        how = "past the page cache" if segments.direct else "through the page cache: O_DIRECT does not work there"
+        how = "with O_DIRECT" if segments.direct else "through the page cache, as O_DIRECT does not work there"
         _log.info("disk tier %s: on, %d blocks found, %s", self.geometry.layout, len(found), how)
-        self._back(found)
+        self._on_ready(found)
 
     async def _stay(self, segments: Segments) -> None:
-        """Returns, with `gone` told, when the tier has failed."""
+        """Return when the tier has failed and `failed` was called."""
         while not self._failed.is_set():
             try:
                 async with asyncio.timeout(self._retry_s):
                     await self._failed.wait()
             except TimeoutError:
-                await self._look(segments)
+                await self._check_files(segments)
         _log.warning("disk tier %s: off: %s", self.geometry.layout, self._reason)
-        self._gone(self._reason)
+        self._on_failed(self._reason)
 
-    async def _look(self, segments: Segments) -> None:
+    async def _check_files(self, segments: Segments) -> None:
         try:
             await self._upkeep(segments, lambda _: segments.check())
         except OSError as error:

@@ -1,19 +1,18 @@
-"""One block on disk: a page that says what it is, then its bytes. Pure.
+"""The format of one block on disk: a page that describes it, then its bytes. Pure.
 
     segment-000000                          segment-000001
     | record 0 | record 1 | … | record n-1 | record n | …            all records of a layout have one size
     | header page | payload, padded to 4096 |                        written in one request, read in one request
 
-    header page   0  checksum of the page behind it (XXH3-64)
+    header page   0  checksum of the rest of the page (XXH3-64)
                   8  magic, version, flags, sequence
                  32  layout digest (8 bytes), key (16), parent (16)
                  72  payload: size in bytes, XXH3-64
                  88  lengths of tokens, LoRA, salt; then the three; then zeros
 
-The header is checked by itself, so that the index is found again without reading payloads; the payload is checked when
-it is read. So a torn write, whichever of its pages came through, is the new record, no record, or a header whose
-payload does not fit: never wrong bytes. XXH3 finds accidents, not forgery: the directory belongs to this process's user
-alone.
+The header has a checksum of its own, so that the index is rebuilt without reading payloads; the payload is checked when
+it is read. So a torn write, whichever of its pages arrived, is the new record, no record, or a header whose payload
+does not fit: never wrong bytes. XXH3 finds accidents, not forgery: the directory belongs to this process's user alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PAGE_BYTES = 4096
 VERSION = 1
 MAGIC = b"HRKVDISK"
 DIGEST_BYTES = 8
-"""A layout digest is 16 hex digits."""
+"""The size of a layout digest, which is 16 hex digits in text."""
 
 _CHECKSUM = struct.Struct("<Q")
 _FIXED = struct.Struct(f"<8s I I Q {DIGEST_BYTES}s {KEY_BYTES}s {KEY_BYTES}s Q Q I H H")
@@ -43,7 +42,7 @@ VARIABLE_BYTES = PAGE_BYTES - _CHECKSUM.size - _FIXED.size
 
 
 class HeaderTooLarge(HeadraceError):
-    """Tokens, LoRA and salt of a block do not fit its header page."""
+    """The tokens, LoRA and salt of a block do not fit its header page."""
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(f"tokens, LoRA and salt of {size_bytes} bytes do not fit a header's {VARIABLE_BYTES}")
@@ -55,54 +54,54 @@ class Header(Struct, frozen=True, gc=False):
 
     content: Content
     sequence: int
-    """Grows with each write of a layout: of two records with one key the higher one is newer."""
+    """A number that grows with each write of a layout: of two records with one key the higher is newer."""
     checksum: int
     """XXH3-64 of the payload."""
 
 
 class DiskGeometry(Struct, frozen=True):
-    """Where the records of one layout lie. Made by `geometry`."""
+    """Where the records of one layout are. Made by `disk_geometry`."""
 
     layout: str
-    """Its digest, 16 hex digits."""
+    """The layout's digest, 16 hex digits."""
     payload_bytes: int
     records_per_segment: int
     capacity: int
-    """In records."""
+    """The number of records."""
 
     @property
     def memory_bytes(self) -> int:
-        """Size of the memory a payload is written from and read into: whole pages, as the pool's slots are."""
+        """The size of the memory that a payload is written from and read into: whole pages, as the pool's slots are."""
         return padded(self.payload_bytes)
 
     @property
     def record_bytes(self) -> int:
-        """From one record to the next."""
+        """The distance from one record to the next."""
         return PAGE_BYTES + self.memory_bytes
 
     @property
     def segments(self) -> int:
-        """How many segments there may be."""
+        """The highest number of segments."""
         return -(-self.capacity // self.records_per_segment)
 
     def records_in(self, segment: int) -> int:
-        """How many records this segment has: the last one may be shorter."""
+        """Return how many records this segment has: the last one may be shorter."""
         return min(self.records_per_segment, self.capacity - segment * self.records_per_segment)
 
     def position(self, record: int) -> tuple[int, int]:
-        """The segment and the offset in it, in bytes."""
+        """Return the record's segment, and its offset there in bytes."""
         segment, index = divmod(record, self.records_per_segment)
         return segment, index * self.record_bytes
 
 
 def padded(size_bytes: int) -> int:
-    """Rounded up to whole pages."""
+    """Return the size rounded up to whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def disk_geometry(layout: str, payload_bytes: int, limit_bytes: int, segment_bytes: int) -> DiskGeometry:
-    """As many records as fit `limit_bytes`, in segments of about `segment_bytes`. Raises ValueError where not one fits,
-    or where the digest is none."""
+    """Return a geometry of as many records as fit `limit_bytes`, in segments of about `segment_bytes`. Raises
+    ValueError where not one record fits, or where the digest is not one."""
     if len(layout) != 2 * DIGEST_BYTES or layout.strip("0123456789abcdef"):
         raise ValueError(f"a layout digest is {2 * DIGEST_BYTES} hex digits, not {layout!r}")
     if payload_bytes < 1:
@@ -115,7 +114,7 @@ def disk_geometry(layout: str, payload_bytes: int, limit_bytes: int, segment_byt
 
 
 def encode_header(page: memoryview | bytearray, geometry: DiskGeometry, header: Header) -> None:
-    """Writes `header` over the page. Raises HeaderTooLarge; the page is as it was then."""
+    """Write `header` over the page. Raises HeaderTooLarge, and leaves the page as it was."""
     content = header.content
     lora, salt = content.lora.encode(), content.salt.encode()
     variable = content.tokens + lora + salt
@@ -140,7 +139,7 @@ def encode_header(page: memoryview | bytearray, geometry: DiskGeometry, header: 
 
 
 def decode_header(page: bytes | bytearray | memoryview, geometry: DiskGeometry) -> Header | HeaderProblem:
-    """What a page says, or why it is no record of this geometry."""
+    """Return the page's header, or why it is not a record of this geometry."""
     page = bytes(page)
     if page == _BLANK:
         return "blank"

@@ -1,12 +1,11 @@
 """Threads that wait for disks, so that the event loop does not.
 
-    loop: submit(kind, job, done) ──▶ reads ─────────────┐ reads first, since somebody waits for them;
+    loop: submit(kind, job, done) ──▶ reads ─────────────┐ reads first, since engines wait for them;
                                   └─▶ writes and upkeep ─┘ every fourth time the others ──▶ thread: job(page)
     loop: done(result or error) ◀── one wake-up for all that ended meanwhile ◀─────────────────────┘
 
-Each thread has a page of its own, aligned, for headers. A job cannot be called back: memory that it was given is in use
-until `done` has been called. That is why there is nothing here to await and to cancel. `done` is called in the loop,
-exactly once.
+Each thread has an aligned page of its own for headers. A job cannot be cancelled: its memory is in use until `done` was
+called. So a job is not awaited. `done` is called in the loop, exactly once.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from services.kvbm.disk.format import PAGE_BYTES
 T = TypeVar("T")
 Kind = Literal["read", "write", "upkeep"]
 OTHERS_FIRST_EVERY = 4
+"""How often a thread takes a write or upkeep before the reads: every fourth time."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class _Task(Struct, frozen=True):
 
 
 class DiskThreads:
-    """`limit` bounds the reads, and the writes, that are queued or running; upkeep is bounded by who asks for it.
-    Made within a running loop; end it with `close`."""
+    """Threads for disk requests. `limit` bounds the reads that are queued or running, and likewise the writes; the
+    callers bound upkeep. Made within a running loop; ended by `close`."""
 
     def __init__(self, threads: int, limit: int) -> None:
         if threads < 1 or limit < 1:
@@ -47,11 +47,11 @@ class DiskThreads:
         self.limit = limit
         self._loop = asyncio.get_running_loop()
         self._outstanding: dict[Kind, int] = {"read": 0, "write": 0, "upkeep": 0}
-        """Not yet told to `done`. The loop's alone."""
+        """Requests whose `done` was not called yet. Used by the loop alone."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._work = threading.Condition()
-        """Guards all below."""
+        """The lock that guards everything below."""
         self._reads: deque[_Task] = deque()
         self._others: deque[_Task] = deque()
         self._ended: list[tuple[_Task, Any]] = []
@@ -65,12 +65,12 @@ class DiskThreads:
             thread.start()
 
     def outstanding(self, kind: Kind) -> int:
-        """How many of this kind were submitted and have not ended."""
+        """Return how many requests of this kind were submitted and have not ended."""
         return self._outstanding[kind]
 
     def submit(self, kind: Kind, job: Callable[[memoryview], T], done: Callable[[T | Exception], None]) -> bool:
-        """Runs `job` with an aligned page in a thread, then `done` in the loop with its result or its exception. False,
-        and neither is called, where the limit is reached or `close` has begun."""
+        """Run `job` with an aligned page in a thread, then `done` in the loop with its result or its exception. Return
+        False, and call neither, if the limit is reached or `close` has begun."""
         if self._closed or (kind != "upkeep" and self._outstanding[kind] >= self.limit):
             return False
         self._outstanding[kind] += 1
@@ -81,7 +81,7 @@ class DiskThreads:
         return True
 
     async def upkeep(self, job: Callable[[memoryview], T], over: Callable[[], None]) -> T:
-        """Runs `job` in a thread and waits for it. Raises what it raises. Where the wait is cancelled, the job runs on;
+        """Run `job` in a thread and wait for it. Raises what it raises. If the wait is cancelled the job runs on;
         `over` is called when it has really ended."""
         ended: asyncio.Future[T] = self._loop.create_future()
 
@@ -100,8 +100,8 @@ class DiskThreads:
         return await ended
 
     async def close(self, limit_s: float) -> bool:
-        """What waits ends with ECANCELED, what runs is waited for. False: after `limit_s` a disk had not answered yet,
-        and its thread and memory stay in use until the process ends."""
+        """End queued requests with ECANCELED, and wait for running ones. Return False if a disk has not answered after
+        `limit_s`: its thread and memory stay in use until the process ends."""
         with self._work:
             self._closed = True
             left = [*self._reads, *self._others]
@@ -109,7 +109,7 @@ class DiskThreads:
             self._others.clear()
             self._work.notify_all()
         for task in left:
-            self._tell(task, _closing())
+            self._finish(task, _closing())
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -136,7 +136,7 @@ class DiskThreads:
             except OSError as error:
                 result = error
             except Exception as error:  # noqa: BLE001 — a tier thread's edge: it must outlive any one request
-                _log.exception("a disk request failed in a way that nobody foresaw")
+                _log.exception("a disk request failed unexpectedly")
                 result = error
             self._end(task, result)
 
@@ -144,7 +144,7 @@ class DiskThreads:
         with self._work:
             self._ended.append((task, result))
             if len(self._ended) > 1:
-                return  # the loop has been woken and has not come yet
+                return  # the loop is awake and will deliver this too
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
@@ -154,9 +154,9 @@ class DiskThreads:
         with self._work:
             ended, self._ended = self._ended, []
         for task, result in ended:
-            self._tell(task, result)
+            self._finish(task, result)
 
-    def _tell(self, task: _Task, result: Any) -> None:
+    def _finish(self, task: _Task, result: Any) -> None:
         self._outstanding[task.kind] -= 1
         if not any(self._outstanding.values()):
             self._idle.set()

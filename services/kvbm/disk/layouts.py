@@ -1,6 +1,5 @@
-"""The layouts a disk directory still holds: a model that is not served any more leaves its segments until others need
-the space. A layout that a process uses is locked and never touched, and only what `segments` makes is removed.
-"""
+"""Former layouts in a disk directory: a model that is no longer served leaves its segments until others need the space.
+A layout that a process uses is locked and never touched, and only files that `segments` makes are removed."""
 
 from __future__ import annotations
 
@@ -22,25 +21,25 @@ class StoredLayout(Struct, frozen=True):
 
     layout: str
     used_bytes: int
-    """Allocated."""
+    """Bytes allocated on disk."""
     opened_s: float
-    """When it was last brought up, wall clock, seconds since 1970: its probe touches the directory."""
+    """When the layout was last opened, in seconds since 1970: its probe touches the directory."""
 
 
 def stored_layouts(directory: Path) -> list[StoredLayout]:
-    """What is there, the least recently opened first. Raises OSError."""
+    """Return the layouts in the directory, those opened longest ago first. Raises OSError."""
     found: list[StoredLayout] = []
     for path in directory.iterdir():
         if _LAYOUT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            with suppress(FileNotFoundError):  # another process removes it meanwhile
+            with suppress(FileNotFoundError):  # another process is removing it
                 used_bytes = sum(segment.lstat().st_blocks * 512 for segment in path.iterdir())
                 found.append(StoredLayout(path.name, used_bytes, path.stat().st_mtime))
     return sorted(found, key=lambda layout: layout.opened_s)
 
 
 def make_room(directory: Path, keep_bytes: int, keep: frozenset[str] = frozenset()) -> list[StoredLayout]:
-    """Removes layouts that are neither in `keep` nor in use, the least recently opened first, until those that are not
-    in `keep` have at most `keep_bytes`. Returns what went. Raises OSError."""
+    """Remove layouts that are neither in `keep` nor in use, those opened longest ago first, until those not in `keep`
+    have at most `keep_bytes`. Return the removed ones. Raises OSError."""
     others = [layout for layout in stored_layouts(directory) if layout.layout not in keep]
     used_bytes = sum(layout.used_bytes for layout in others)
     removed: list[StoredLayout] = []
@@ -54,7 +53,7 @@ def make_room(directory: Path, keep_bytes: int, keep: frozenset[str] = frozenset
 
 
 def _remove(directory: Path, layout: str) -> bool:
-    """False: it is in use, or not ours."""
+    """Remove the layout. Return False if it is in use, or not ours."""
     path = directory / layout
     try:
         own = open_directory(path, None)
@@ -66,7 +65,7 @@ def _remove(directory: Path, layout: str) -> bool:
             if SEGMENT.fullmatch(name) or name == PROBE:
                 os.unlink(name, dir_fd=own)
         with suppress(OSError):
-            path.rmdir()  # not where something else lies in it
+            path.rmdir()  # unless something else is in it
     except OSError:
         return False
     finally:

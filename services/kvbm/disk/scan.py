@@ -1,4 +1,4 @@
-"""The disk tier's index, found again by reading the headers."""
+"""Rebuilds the disk tier's index by reading the headers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from shared.blocks import Content
 from shared.hashing import ContentKey
 
 RECORDS = 1024
-"""Headers that one request to a thread reads."""
+"""The number of headers that one request to a thread reads."""
 AT_ONCE = 4
+"""The number of such requests under way."""
 
 Headers = list[tuple[int, Header | HeaderProblem]]
 
@@ -30,8 +31,8 @@ class Upkeep(Protocol):
 async def scan(
     segments: Segments, geometry: DiskGeometry, upkeep: Upkeep, scanned: Callable[[int], None]
 ) -> tuple[list[FoundBlock], int]:
-    """What can be found, the oldest first, and the highest sequence. Of two records with one key the newer one counts.
-    `scanned` is told how many segments have been begun. Raises OSError."""
+    """Return the blocks that were found, oldest first, and the highest sequence. Of two records with one key the newer
+    counts. `scanned` is called with the number of segments begun. Raises OSError."""
     newest: dict[ContentKey, tuple[int, int, Content]] = {}
     highest = 0
     chunks = _chunks(geometry, segments.existing(), scanned)

@@ -3,13 +3,14 @@
     DIRECTORY/                mode 0700, this user's, no symbolic link
         0123456789abcdef/     one a layout, the same; locked (flock) by the process that uses it
             segment-000000    mode 0600, this user's, a plain file with one name; made when first written to
-            probe             there for a moment when the directory is opened
+            probe             exists for a moment when the directory is opened
 
-Everything is opened below descriptors of the two directories, so a path that is exchanged meanwhile is not followed. A
-segment is allocated whole, so that a full disk is met when a file is made and not in the middle of a record. Whatever
-is wrong raises OSError; who calls decides what that means. Threads share one `Segments`; the loop counts who uses it,
-and the last one's `drop` closes it, since a descriptor that is closed under a thread may be another file's a moment
-later.
+Everything is opened relative to descriptors of the two directories, so a path that is exchanged meanwhile is not
+followed. A segment is allocated whole, so that a full disk is found when a file is made and not in the middle of a
+record. Every problem raises OSError; the caller decides what it means.
+
+Threads share one `Segments`. The loop counts its users, and the last `release` closes it, since a descriptor that is
+closed while a thread uses it may be another file's a moment later.
 """
 
 from __future__ import annotations
@@ -34,36 +35,36 @@ _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Segments:
-    """One opening of the directory; a new object for the next."""
+    """One opening of the directory; the next opening is a new object."""
 
     def __init__(self, directory: Path, geometry: DiskGeometry, min_free_bytes: int) -> None:
         self.direct = False
-        """Whether requests go past the page cache."""
+        """Whether requests bypass the page cache."""
         self.no_space = ""
-        """Why no segment can be made at the moment; empty: nothing known against it."""
+        """Why no segment can be made at the moment; empty if no reason is known."""
         self._directory = directory
         self._path = directory / geometry.layout
         self._geometry = geometry
         self._min_free_bytes = min_free_bytes
         self._users = 0
-        """Who may still use the descriptors. The loop's alone."""
+        """The number of users of the descriptors. Used by the loop alone."""
         self._own = -1
         """Descriptor of the layout's directory."""
         self._directories: list[int] = []
         self._files: dict[int, int] = {}
-        """Segment → descriptor."""
+        """Descriptor of each segment."""
         self._allocated: set[int] = set()
-        """Segments of their full size."""
+        """Segments that have their full size."""
         self._growing = threading.Lock()
 
     # --- in the loop
 
     def acquire(self) -> None:
-        """One more user."""
+        """Add a user."""
         self._users += 1
 
     def release(self) -> None:
-        """One fewer; the last one closes everything."""
+        """Remove a user; the last one closes everything."""
         assert self._users > 0
         self._users -= 1
         if not self._users:
@@ -75,8 +76,8 @@ class Segments:
     # --- from threads
 
     def open(self) -> None:
-        """Makes the two directories where they are missing (never their parents), checks and locks them, and opens what
-        is there. Raises OSError, whose text says which path and what is wrong with it."""
+        """Make the two directories where they are missing (never their parents), check and lock them, and open the
+        existing segments. Raises OSError, whose text names the path and what is wrong with it."""
         top = open_directory(self._directory, None)
         self._directories.append(top)
         self._own = open_directory(self._path, top)
@@ -85,11 +86,11 @@ class Segments:
         self._adopt()
 
     def existing(self) -> list[int]:
-        """The segments that are there, in order."""
+        """Return the existing segments, in order."""
         return sorted(self._files)
 
     def write(self, record: int, page: memoryview, memory: memoryview) -> None:
-        """Header page and payload, in one request."""
+        """Write header page and payload, in one request."""
         segment, offset = self._geometry.position(record)
         if segment not in self._allocated:
             self._make(segment)
@@ -98,7 +99,7 @@ class Segments:
             raise OSError(errno.EIO, f"{written} of {self._geometry.record_bytes} bytes were written")
 
     def erase(self, record: int, page: memoryview) -> None:
-        """Zeros over the header page, where there is one."""
+        """Write zeros over the header page, if there is one."""
         segment, offset = self._geometry.position(record)
         file = self._files.get(segment)
         if file is not None and offset < os.fstat(file).st_size:
@@ -107,14 +108,15 @@ class Segments:
                 raise OSError(errno.EIO, f"the header of record {record} was not erased")
 
     def read(self, record: int, page: memoryview, memory: memoryview) -> bool:
-        """The reverse. False: the file ends before the record does, or was never made."""
+        """Read header page and payload, in one request. Return False if the file ends before the record does, or was
+        never made."""
         segment, offset = self._geometry.position(record)
         file = self._files.get(segment)
         return file is not None and os.preadv(file, [page, memory], offset) == self._geometry.record_bytes
 
     def scan(self, segment: int, first: int, count: int, page: memoryview) -> list[tuple[int, Header | HeaderProblem]]:
-        """The headers of `count` records of a segment from its `first` on; it may end early. A sector that cannot be
-        read costs its record alone."""
+        """Return the headers of `count` records of a segment from its `first` on, or fewer if the file ends. A sector
+        that cannot be read costs its record alone."""
         file, start = self._files[segment], segment * self._geometry.records_per_segment
         headers: list[tuple[int, Header | HeaderProblem]] = []
         for index in range(first, first + count):
@@ -130,8 +132,8 @@ class Segments:
         return headers
 
     def check(self) -> None:
-        """Raises OSError where the directory or a segment is not there any more, or another took its place. What was
-        said about space is forgotten."""
+        """Raise OSError where the directory or a segment is not there any more, or was replaced. A full disk may make
+        segments again."""
         try:
             there = self._path.lstat()
         except FileNotFoundError as error:
@@ -143,14 +145,14 @@ class Segments:
             if found.st_nlink == 0:
                 raise OSError(errno.ENOENT, f"{self._path / _name(segment)} has vanished")
             if found.st_size < self._size_bytes(segment):
-                self._allocated.discard(segment)  # somebody cut it off; its next write makes it whole
+                self._allocated.discard(segment)  # the file was cut off; the next write restores its size
         self.no_space = ""
 
     # --- within
 
     def _adopt(self) -> None:
-        """Opens what is there: finds out whether O_DIRECT works and whether anything can be written. Keeps to the
-        bound in bytes: what lies behind the last record is cut off."""
+        """Open what is there: find out whether O_DIRECT works and whether the directory can be written. Cut off what is
+        after the last record, to keep to the limit in bytes."""
         self._probe()
         for name in os.listdir(self._own):  # noqa: PTH208 — below the descriptor
             named = SEGMENT.fullmatch(name)
@@ -168,7 +170,7 @@ class Segments:
                 self._allocated.add(segment)
 
     def _probe(self) -> None:
-        """Writes a page and reads it back, past the page cache if the file system takes it."""
+        """Write a page and read it back, with O_DIRECT if the file system allows it."""
         for direct in (os.O_DIRECT, 0):
             try:
                 self._write_and_read(direct)
@@ -176,14 +178,14 @@ class Segments:
                 return
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    self.direct = bool(direct)  # opening it went well, and what is there can be read
+                    self.direct = bool(direct)  # opening worked, and existing records can be read
                     return
                 if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
 
     def _write_and_read(self, direct: int) -> None:
 
-        page = mmap.mmap(-1, PAGE_BYTES)  # aligned, as O_DIRECT wants it
+        page = mmap.mmap(-1, PAGE_BYTES)  # aligned, as O_DIRECT requires
         try:
             probe = os.open(PROBE, _FILE | os.O_CREAT | direct, 0o600, dir_fd=self._own)
             try:
@@ -197,7 +199,7 @@ class Segments:
             page.close()
 
     def _make(self, segment: int) -> None:
-        """Makes or completes a segment. Raises ENOSPC at once while `no_space` says so."""
+        """Make or complete a segment. Raises ENOSPC at once while `no_space` is set."""
         with self._growing:
             if segment in self._allocated:
                 return
@@ -222,7 +224,7 @@ class Segments:
         try:
             os.posix_fallocate(file, 0, size_bytes)
         except OSError:
-            os.ftruncate(file, before_bytes)  # gives back what it had got already
+            os.ftruncate(file, before_bytes)  # give back what was allocated
             raise
         self._allocated.add(segment)
 
@@ -241,8 +243,8 @@ class Segments:
 
 
 def open_directory(path: Path, parent: int | None) -> int:
-    """A descriptor of a directory that is this user's alone, made where it is missing; below `parent`, if given. Raises
-    OSError."""
+    """Return a descriptor of a directory that is this user's alone, made if it is missing; relative to `parent`, if
+    given. Raises OSError."""
     name = path if parent is None else path.name
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
@@ -257,7 +259,7 @@ def open_directory(path: Path, parent: int | None) -> int:
     if found.st_uid != os.geteuid():
         wrong = f"belongs to user {found.st_uid}, not to {os.geteuid()}"
     elif stat.S_IMODE(found.st_mode) & 0o077:
-        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, which lets others in; 0700 is wanted"
+        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, which lets other users in: set it to 0700"
     if wrong:
         os.close(directory)
         raise PermissionError(errno.EPERM, f"{path} {wrong}")
@@ -265,7 +267,8 @@ def open_directory(path: Path, parent: int | None) -> int:
 
 
 def lock(directory: int, path: Path) -> None:
-    """Locks an open directory for as long as its descriptor is open. Raises OSError where another has the lock."""
+    """Lock an open directory for as long as its descriptor is open. Raises OSError where another process has the
+    lock."""
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -112,9 +112,9 @@ class Layouts:
             _log.error("layout %s is not kept on disk: %s", layout.digest, wrong)
             return None
 
-        def make(back: Callable[[list[FoundBlock]], None], gone: Callable[[str], None]) -> Disk:
+        def make(ready: Callable[[list[FoundBlock]], None], failed: Callable[[str], None]) -> Disk:
             return Disk(
-                *(Path(config.directory), shape, threads, back, gone),
+                *(Path(config.directory), shape, threads, ready, failed),
                 min_free_bytes=config.min_free_bytes,
                 retry_s=config.retry_s,
             )

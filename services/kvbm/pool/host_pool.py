@@ -7,8 +7,8 @@
     start ── DIR/pool ────┤
                           └─ missing, or unfit ────▶ a new file, made under another name and renamed when complete
 
-An adopted file's generations go on, so that a slot granted by the former kvbm can be told apart from the same slot
-granted by this one. The contents of its slots are unknown, and `survivors` may still be writing to them.
+An adopted file's generations go on, so that a slot granted by the former kvbm can be distinguished from the same
+slot granted by this one. The contents of its slots are unknown, and `survivors` may still be writing to them.
 
 A file that was replaced is never used again. Living engines may map it and write to it: its memory is freed when they
 attach to the new one, or end.
@@ -85,7 +85,7 @@ class HostPool:
                 owners.poll()
                 if owners.full:
                     raise ConfigError(
-                        f"{directory}: at least {len(owners.watched)} engines live here, more than can be watched: end some of them"
+                        f"{directory}: {len(owners.watched)} engines live here, more cannot be watched: end some"
                     )
                 pool, adopted = _open_file(directory / POOL, size_bytes, owners.watched)
                 closing.callback(pool.close)
@@ -165,9 +165,7 @@ def _check_memory_with_survivors(path: Path, size_bytes: int, wrong: PoolUnfit, 
         check_memory(path.parent, size_bytes, 0)
     except ConfigError as full:
         living = ", ".join(sorted(survivors))
-        raise ConfigError(
-            f"{wrong}; there is no room for a new one while these engines live: {living}: {full}"
-        ) from None
+        raise ConfigError(f"{wrong}; no room for a new one while these engines live: {living}: {full}") from None
 
 
 def _adopt(path: Path, size_bytes: int) -> PoolMap:

@@ -1,4 +1,4 @@
-"""Checks whether this machine has room for a pool. It is checked before memory is touched, since later failures are signals.
+"""Checks whether this machine has room for a pool, before memory is touched: later failures are signals.
 
 If the file system or a container's limit has no room for a page, the process that touches it ends (by SIGBUS, or by the
 kernel's out-of-memory killer), and that may be an engine.

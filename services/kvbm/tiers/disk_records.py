@@ -12,8 +12,8 @@
 A record whose block may be wrong is not used again before the disk has tried to erase it. If the disk cannot, or is off
 by then, a later start finds the block again; the next sequence that fails with it has it discarded again.
 
-When the disk has no space for new records, the free ones are withheld, and blocks are evicted for others. When it has no
-space even for those, nothing is written. Both last until `retry_space`, or until the disk was off and on again.
+When the disk has no space for new records, the free ones are withheld, and blocks are evicted for others. When it has
+no space even for those, nothing is written. Both last until `retry_space`, or until the disk was off and on again.
 
 A request that is under way when the disk fails ends like any other. The disk that comes up later need not be the same
 one. Until the request has ended its record is neither found nor used again, and a write from before `turn_off`
@@ -63,7 +63,7 @@ class _Write(Struct):
 
 
 class DiskRecords:
-    """See the module. Records are 0 … capacity - 1; a capacity of 0 is a machine without a disk tier."""
+    """The records of one disk tier, 0 … capacity - 1. A capacity of 0 is a machine without a disk tier."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int, *, leaves_first: bool) -> None:
         self.capacity = capacity

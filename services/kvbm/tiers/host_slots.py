@@ -1,24 +1,25 @@
-"""HostSlots: the slots of one layout's host tier, who writes to them, who reads them. Pure.
+"""HostSlots: the slots of one layout's host tier, which processes write to them, and which read them. Pure.
 
             grant                     publish              hold
     free ─────────────▶ writing ───────────────▶ ready ◀──────────▶ ready, held
      ▲                    │  │ quarantine         │      release
-     │ give_back          │  ▼                    │ victim, when a slot is needed and nobody holds it
+     │ free_slot          │  ▼                    │ evicted when a slot is needed, if no hold is on it
      ├────────────────────┘ quarantined           ▼
-     ├────────────────────────┘ give_back        free
+     ├────────────────────────┘ free_slot        free
      │
      │      load                      loaded
      ├─────────────────▶ loading, held or not ──────────▶ ready, held or not
-     └──────── it failed ────┘
+     └──────── the read failed ──┘
 
     ready, held ── discard ──▶ leaving, held ── the last release ──▶ free          (ready, not held ──▶ free)
 
-A block that may be wrong is discarded: it cannot be found any more, and its slot stays as it is for those that read it.
-One that is being written or loaded then is condemned: it is not kept when that has ended.
+A block that may be wrong is discarded: it cannot be found any more, and its slot stays as it is for its readers. If the
+block is being written or loaded, it is condemned: it is not kept when that has ended.
 
-Three say that nobody else may write: `writing` belongs to one worker, `loading` to one read of the disk, `quarantined`
-to somebody who may still write though its time is over. A slot leaves them only by being told that the writer is done.
-Content is in at most one slot that is ready or loading; a worker may be writing a second one, which is then not needed.
+In three states no other writer may touch the slot: `writing` belongs to one worker, `loading` to one read of the disk,
+`quarantined` to a worker that may still write though its ticket has expired. A slot leaves these only when its writer
+is known to have stopped. A block is in at most one slot that is ready or loading; a worker may be writing it to a
+second one, which is then not needed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SlotState = Literal["free", "writing", "loading", "ready", "leaving", "quarantin
 
 
 class SlotStatistics(Struct, frozen=True):
-    """Slots by state; they add up to the capacity."""
+    """Counts of slots by state; they add up to the capacity."""
 
     capacity: int
     free: int
@@ -46,30 +47,30 @@ class SlotStatistics(Struct, frozen=True):
     ready: int
     quarantined: int
     held: int
-    """Of those that are ready, loading or leaving."""
+    """Slots with a hold; they are ready, loading or leaving."""
     leaving: int = 0
-    """Discarded, and still held."""
+    """Slots whose block was discarded, and that are still held."""
 
 
 class HostSlots:
-    """See the module. Slots are 0 … capacity - 1."""
+    """The slots of one host tier, 0 … capacity - 1."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int, *, quarantined: bool, leaves_first: bool) -> None:
         self.capacity = capacity
         self.resident = Residency(policy, self._may_leave, leaves_first=leaves_first)
         self.writing: dict[ContentKey, int] = {}
-        """What workers are writing, and where; for reading only."""
+        """Blocks that workers are writing, and their slots; for reading only."""
         self.loading: dict[ContentKey, int] = {}
-        """What comes from disk, and where; for reading only."""
+        """Blocks that come from disk, and their slots; for reading only."""
         self.held = 0
-        """Slots that somebody holds."""
+        """The number of slots with a hold."""
         self.abandoned = 0
-        """Loading slots that nobody holds: they cannot go before their reads have ended."""
+        """The number of loading slots without a hold: they cannot be freed before their reads have ended."""
         self._free = [] if quarantined else list(range(capacity - 1, -1, -1))
         self._quarantined = capacity if quarantined else 0
         self._state: list[SlotState] = ["quarantined" if quarantined else "free"] * capacity
         self._content: list[Content | None] = [None] * capacity
-        """What a slot holds or will hold; None: free or quarantined."""
+        """The block that a slot holds or will hold; None if it is free, leaving or quarantined."""
         self._holds = [0] * capacity
         self._leaving = 0
         self._condemned: set[int] = set()
@@ -78,24 +79,24 @@ class HostSlots:
     # --- questions
 
     def state(self, slot: int) -> SlotState:
-        """As drawn above."""
+        """Return the slot's state, as drawn above."""
         return self._state[slot]
 
     def knows(self, key: ContentKey) -> bool:
-        """Whether the block is there or on its way."""
+        """Return whether the block is stored or on its way."""
         return key in self.resident.places or key in self.loading or key in self.writing
 
     @property
     def free(self) -> int:
-        """How many slots are free."""
+        """The number of free slots."""
         return len(self._free)
 
     def is_held(self, slot: int) -> bool:
-        """Whether anybody holds the slot."""
+        """Return whether there is a hold on the slot."""
         return self._holds[slot] > 0
 
     def statistics(self) -> SlotStatistics:
-        """Counts by state, in O(1)."""
+        """Return counts by state, in O(1)."""
         return SlotStatistics(
             capacity=self.capacity,
             free=len(self._free),
@@ -110,7 +111,7 @@ class HostSlots:
     # --- room
 
     def _take(self, state: SlotState, content: Content) -> tuple[int, Evicted | None] | None:
-        """A free slot, or the victim's; None: none may go."""
+        """Take a free slot, or evict a block for one; None if no block may go."""
         evicted: Evicted | None = None
         if not self._free:
             key = self.resident.victim()
@@ -125,7 +126,7 @@ class HostSlots:
         return slot, evicted
 
     def evict_one(self) -> Evicted | None:
-        """The policy's victim goes ahead of need; None: none may."""
+        """Evict the policy's victim ahead of need; None if no block may go."""
         key = self.resident.victim()
         if key is None:
             return None
@@ -140,7 +141,8 @@ class HostSlots:
     # --- workers write
 
     def grant(self, content: Content) -> tuple[int, Evicted | None] | None:
-        """A slot for a block that is not known, and who had to go for it; None: there is no room."""
+        """Grant a slot for a block that is not known. Return it and the block that was evicted for it; None if there is
+        no room."""
         assert not self.knows(content.key), f"{content.key.hex()} is known"
         taken = self._take("writing", content)
         if taken is not None:
@@ -148,7 +150,8 @@ class HostSlots:
         return taken
 
     def publish(self, slot: int) -> Stored | None:
-        """The block is written. None: it is not to be kept or has come from disk meanwhile, and the slot is free."""
+        """Publish a block that is written. None if it is condemned, or has come from disk meanwhile; the slot is free
+        then."""
         condemned = slot in self._condemned
         content = self._end_write(slot)
         if condemned or content.key in self.resident.places or content.key in self.loading:
@@ -159,13 +162,13 @@ class HostSlots:
         return self.resident.add(content, slot)
 
     def quarantine(self, slot: int) -> None:
-        """The writer's time is over, and it has not said that it is done."""
+        """Quarantine a slot whose ticket has expired, as its writer may still write."""
         self._end_write(slot)
         self._state[slot] = "quarantined"
         self._quarantined += 1
 
     def free_slot(self, slot: int) -> None:
-        """The writer is done, and nothing is to be kept."""
+        """Free a slot whose writer has stopped; nothing is kept."""
         if self._state[slot] == "quarantined":
             self._quarantined -= 1
         else:
@@ -190,7 +193,7 @@ class HostSlots:
     # --- the disk's reads write
 
     def load(self, content: Content) -> tuple[int, Evicted | None] | None:
-        """A slot for a block that is to be read from disk; None: there is no room."""
+        """Take a slot for a block that is to be read from disk; None if there is no room."""
         assert content.key not in self.resident, f"{content.key.hex()} is there"
         assert content.key not in self.loading, f"{content.key.hex()} is loading"
         taken = self._take("loading", content)
@@ -200,7 +203,7 @@ class HostSlots:
         return taken
 
     def loaded(self, slot: int, *, ok: bool) -> Stored | None:
-        """The read has ended. Where it failed nobody holds the slot any more, and it is free."""
+        """End a read. If it failed, all holds on the slot must have been released, and the slot is free."""
         content = self._content[slot]
         assert self._state[slot] == "loading", f"slot {slot} is {self._state[slot]}"
         assert content is not None
@@ -217,7 +220,7 @@ class HostSlots:
     # --- wrong blocks
 
     def discard(self, slot: int) -> Evicted:
-        """The block of a ready slot cannot be found any more."""
+        """Discard the block of a ready slot: it cannot be found any more."""
         content = self._content[slot]
         assert self._state[slot] == "ready", f"slot {slot} is {self._state[slot]}"
         assert content is not None
@@ -231,29 +234,29 @@ class HostSlots:
         return evicted
 
     def condemn(self, key: ContentKey) -> None:
-        """What is being written or loaded of the block is not to be kept."""
+        """Condemn a block that is being written or loaded: it will not be kept."""
         for coming in (self.writing, self.loading):
             if key in coming:
                 self._condemned.add(coming[key])
 
     def is_condemned(self, slot: int) -> bool:
-        """Whether what is being written or loaded there is not to be kept."""
+        """Return whether the block that is being written or loaded into the slot will not be kept."""
         return slot in self._condemned
 
     # --- readers
 
     def hold(self, slot: int) -> None:
-        """Somebody reads the slot, now or when it is loaded."""
+        """Add a hold to the slot, for a reader, now or when it is loaded."""
         if self._holds[slot] == 0:
             self.held += 1
             self.abandoned -= self._state[slot] == "loading"
         self._holds[slot] += 1
 
     def release(self, slots: Iterable[int]) -> None:
-        """Somebody does not read these slots any more."""
+        """Remove one hold from each of these slots."""
         holds = self._holds
         for slot in slots:
-            assert holds[slot] > 0, f"nobody holds slot {slot}"
+            assert holds[slot] > 0, f"slot {slot} has no hold"
             holds[slot] -= 1
             if holds[slot] == 0:
                 self.held -= 1
@@ -263,7 +266,7 @@ class HostSlots:
                     self._set_free(slot)
 
     def validate(self, holds: dict[int, int]) -> None:
-        """Raises AssertionError where the slots contradict themselves or the caller's count of holds. O(capacity)."""
+        """Raise AssertionError where the slots contradict themselves or the caller's count of holds. O(capacity)."""
         self.resident.validate()
         counts: dict[SlotState, int] = {"free": 0, "writing": 0, "loading": 0, "ready": 0}
         counts |= {"leaving": 0, "quarantined": 0}

@@ -1,12 +1,13 @@
-"""Who leaves a tier first: the interface of eviction policies, and how one is found by name. Pure.
+"""Eviction policies: which block leaves a tier first. Their interface, the built-in ones, and how one is found by name.
+Pure.
 
     tier ──stored, used, backed, gone──▶ policy ──victim──▶ tier ──gone──▶ policy
 
-The tier decides who *may* go: nobody that is pinned or copied, and in a prefix-aware tier no parent whose child is
-there, since a block is of use only behind its parents. The policy decides who of these goes.
+The tier decides which blocks *may* go: none that is held or copied, and with `leaves_first` no parent whose child is
+stored, since a block is of use only after its parents. The policy decides which of them goes.
 
-A policy of your own is a class with these methods (`backed` may be left out), made with its tier's capacity in blocks,
-and named in the config as `module:attribute`. It runs behind `GuardedPolicy`, which says what happens when it fails.
+A policy of your own is a class with these methods (`backed` may be left out). It is made with its tier's capacity in
+blocks, and named in the config as `module:attribute`. `GuardedPolicy` runs it, and says what happens when it fails.
 """
 
 from __future__ import annotations
@@ -25,61 +26,61 @@ MayGo = Callable[[ContentKey], bool]
 
 
 class EvictionPolicy(Protocol):
-    """Told of every block in its tier. Blocks of one prefix are told last block first, so that what was told together
-    leaves from its end."""
+    """An eviction policy, which hears of every block in its tier. It hears of the blocks of one prefix last block
+    first, so that blocks that were stored together leave from the end of their prefix."""
 
     def stored(self, key: ContentKey) -> None:
-        """It is in the tier now, and was not before."""
+        """Record that the block has come into the tier."""
         ...
 
     def used(self, key: ContentKey) -> None:
-        """It is in the tier, and was found by somebody."""
+        """Record that the block, which is in the tier, was found by a request."""
         ...
 
     def backed(self, key: ContentKey, below: bool) -> None:
-        """It is in the tier, and whether the tier below has it too may have changed. False until it is told."""
+        """Record whether the tier below has the block too, which is in this tier. False until the first call."""
         ...
 
     def gone(self, key: ContentKey) -> None:
-        """It was in the tier and is no more, as a victim or otherwise."""
+        """Record that the block has left the tier, as a victim or otherwise."""
         ...
 
     def victim(self, may_go: MayGo) -> ContentKey | None:
-        """One that is in the tier and for which `may_go` holds; None where there is none. It stays until `gone`."""
+        """Return a block in the tier for which `may_go` holds; None if there is none. The block stays until `gone`."""
         ...
 
 
 class LruPolicy:
-    """`lru`: who was longest unused goes."""
+    """`lru`: evicts the block that was unused for the longest time."""
 
     def __init__(self, capacity_blocks: int) -> None:
         assert capacity_blocks > 0, f"a tier of {capacity_blocks} blocks"
         self._line = EvictionQueue()
 
     def stored(self, key: ContentKey) -> None:
-        """Youngest."""
+        """Put the block at the end of the queue."""
         self._line.push(key)
 
     def used(self, key: ContentKey) -> None:
-        """Youngest again."""
+        """Put the block at the end of the queue again."""
         self._line.push(key)
 
     def backed(self, key: ContentKey, below: bool) -> None:
-        """Does not matter here."""
+        """Do nothing: the policy does not look at the tier below."""
 
     def gone(self, key: ContentKey) -> None:
-        """It must have been there."""
+        """Forget the block, which must be in the tier."""
         self._line.remove(key)
 
     def victim(self, may_go: MayGo) -> ContentKey | None:
-        """The oldest."""
+        """Return the oldest block that may go."""
         return self._line.first(may_go, every=True)
 
     def __contains__(self, key: ContentKey) -> bool:
         return key in self._line
 
     def validate(self) -> None:
-        """Raises AssertionError where the policy contradicts itself."""
+        """Raise AssertionError where the policy contradicts itself."""
         self._line.validate()
 
 
@@ -94,13 +95,13 @@ class S3FifoPolicy:
     def __init__(self, capacity_blocks: int) -> None:
         self._small, self._main = EvictionQueue(), EvictionQueue()
         self._uses: dict[ContentKey, int] = {}
-        """Of those that are there; up to 3."""
+        """Uses of each stored block, at most 3."""
         self._ghosts: OrderedDict[ContentKey, None] = OrderedDict()
         self._small_most = max(1, capacity_blocks // 10)
         self._ghosts_most = max(1, capacity_blocks - self._small_most)
 
     def stored(self, key: ContentKey) -> None:
-        """Into main, where it was let go too early the last time."""
+        """Put the block into main if it left small too early the last time, else into small."""
         self._uses[key] = 0
         known = key in self._ghosts
         if known:
@@ -108,14 +109,14 @@ class S3FifoPolicy:
         (self._main if known else self._small).push(key)
 
     def used(self, key: ContentKey) -> None:
-        """Counted; nothing moves."""
+        """Count the use; the block does not move."""
         self._uses[key] = min(self._uses[key] + 1, 3)
 
     def backed(self, key: ContentKey, below: bool) -> None:
-        """Does not matter here."""
+        """Do nothing: the policy does not look at the tier below."""
 
     def gone(self, key: ContentKey) -> None:
-        """Remembered for a while, if main has not seen it."""
+        """Remember a block that left small, for a while."""
         del self._uses[key]
         if key in self._main:
             self._main.remove(key)
@@ -126,7 +127,7 @@ class S3FifoPolicy:
             self._ghosts.popitem(last=False)
 
     def victim(self, may_go: MayGo) -> ContentKey | None:
-        """From small while it has its tenth, else from main."""
+        """Return a block of small while small has its tenth, else of main."""
         order = (self._from_small, self._from_main)
         if len(self._small) < self._small_most:
             order = (self._from_main, self._from_small)
@@ -147,7 +148,7 @@ class S3FifoPolicy:
         return key
 
     def validate(self) -> None:
-        """Raises AssertionError where the policy contradicts itself. O(capacity)."""
+        """Raise AssertionError where the policy contradicts itself. O(capacity)."""
         self._small.validate()
         self._main.validate()
         assert len(self._small) + len(self._main) == len(self._uses), "a block is in no queue, or in two"
@@ -157,45 +158,45 @@ class S3FifoPolicy:
 
 
 class GuardedPolicy:
-    """Somebody's own policy, with LRU beside it that is told the same.
+    """A plug-in policy, with an LRU policy next to it that hears the same.
 
-        trusted ──raises; names one that is not there or may not go, or none where there is one──▶ off: LRU, for good
+        trusted ──raises; names a block that is not there or may not go, or none where one may──▶ off: LRU, for good
 
-    The first failure is the last, since a policy that missed a telling knows its tier no more. It is not timed.
+    The first failure is the last, since a policy that missed a call no longer knows its tier. Its calls are not timed.
     """
 
     def __init__(self, policy: EvictionPolicy, capacity_blocks: int) -> None:
         self._policy: EvictionPolicy | None = policy
         self._lru = LruPolicy(capacity_blocks)
         self.problem = ""
-        """Why it is off; empty while it is trusted."""
+        """Why the plug-in is off; empty while it is trusted."""
 
     def stored(self, key: ContentKey) -> None:
-        """To both."""
+        """Pass the call to both."""
         self._lru.stored(key)
         if self._policy is not None:
             self._tell(self._policy.stored, key)
 
     def used(self, key: ContentKey) -> None:
-        """To both."""
+        """Pass the call to both."""
         self._lru.used(key)
         if self._policy is not None:
             self._tell(self._policy.used, key)
 
     def backed(self, key: ContentKey, below: bool) -> None:
-        """To the policy, if it wants to know."""
+        """Pass the call to the plug-in, if it has the method."""
         told = getattr(self._policy, "backed", None)
         if told is not None:
             self._tell(told, key, below)
 
     def gone(self, key: ContentKey) -> None:
-        """To both."""
+        """Pass the call to both."""
         self._lru.gone(key)
         if self._policy is not None:
             self._tell(self._policy.gone, key)
 
     def victim(self, may_go: MayGo) -> ContentKey | None:
-        """The policy's, if it is one."""
+        """Return the plug-in's victim if it is right, else that of LRU."""
         if self._policy is None:
             return self._lru.victim(may_go)
         try:
@@ -208,7 +209,7 @@ class GuardedPolicy:
             return named
         instead = self._lru.victim(may_go)
         if named is not None or instead is not None:
-            self._off("it named nobody, where one may go" if named is None else "it named one that may not go")
+            self._off("it named no block, where one may go" if named is None else "it named a block that may not go")
         return instead
 
     def _tell(self, told: Callable[..., None], *what: ContentKey | bool) -> None:
@@ -227,9 +228,10 @@ BUILT_IN: dict[str, Callable[[int], EvictionPolicy]] = {
     "s3-fifo": S3FifoPolicy,
 }
 DEFAULT = "reuse"
-"""The host tier's: by benchmarks/eviction.py the best of one tier alone, and of two."""
+"""The host tier's default. By benchmarks/eviction.py it is the best, for memory alone and with a disk."""
 DISK_DEFAULT = "lru"
-"""Behind `reuse` it finds as much as any other, with a fifth of the memory for each block, and disks have many."""
+"""The disk tier's default. After `reuse` it finds as much as any other, with a fifth of the memory for each block, and
+a disk has many."""
 
 
 def named(name: str, capacity_blocks: int) -> EvictionPolicy:

@@ -1,11 +1,11 @@
-"""Shelf: what can be found in one tier, and who goes first when room is needed. Pure.
+"""Residency: which blocks are in one tier and where, and which one is evicted when room is needed. Pure.
 
-    key ──▶ place (a slot or a record) and content          put ─▶ Stored      take ─▶ Evicted
-     └────▶ the eviction policy, which names a victim among those that may leave
+    key ──▶ place (a slot or a record) and content          add ─▶ Stored      remove ─▶ Evicted
+     └────▶ the eviction policy, which names a victim among the blocks that may leave
 
-A key is on the shelf exactly from its `Stored` to its `Evicted`, so the shelf, its digest and what routers have heard
-are the same. Who is told to the policy in which order is the caller's: a prefix last block first. Uses are told later,
-before anything else is asked or told, so that no answer to a fetch waits for the policy.
+A key is resident exactly from its `Stored` to its `Evicted`, so the residency, its digest and what routers have heard
+are the same. The caller chooses the order in which the policy hears of blocks: a prefix last block first. The policy
+hears of uses later, before any other call, so that no reply to a fetch waits for it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _UNFLUSHED_MOST = 4096
 
 
 class Residency:
-    """One tier's. `may_leave` says of a place whether its block may go now."""
+    """The blocks in one tier. `may_leave` returns whether the block in a place may go now."""
 
     def __init__(self, policy: EvictionPolicy, may_leave: Callable[[int], bool], *, leaves_first: bool = False) -> None:
         self.places: dict[ContentKey, int] = {}
-        """Where each block is; for reading only."""
+        """The place of each block; for reading only."""
         self._policy = policy
         self._may_leave = may_leave
         self._leaves_first = leaves_first
         self._contents: dict[ContentKey, Content] = {}
         self._children: dict[ContentKey, int] = {}
-        """Parent → how many blocks of the shelf follow it; the parent itself need not be there."""
+        """Parent → how many resident blocks follow it; the parent itself need not be resident."""
         self._unflushed_uses: list[ContentKey] = []
-        """Uses that the policy has not heard of, oldest first; all of them are there."""
+        """Uses that the policy has not heard of, oldest first; all of these blocks are resident."""
         self.digest = 0
-        """XOR of the event hashes of everything that can be found."""
+        """XOR of the event hashes of all resident blocks."""
 
     def __len__(self) -> int:
         return len(self.places)
@@ -43,13 +43,13 @@ class Residency:
         return key in self.places
 
     def content(self, key: ContentKey) -> Content:
-        """Of a block that is there."""
+        """Return the content of a resident block."""
         return self._contents[key]
 
     def add(self, content: Content, place: int) -> Stored:
-        """The block can be found from now on; it is not there yet."""
+        """Add a block that is not resident: it can be found from now on."""
         key = content.key
-        assert key not in self.places, f"{key.hex()} is put twice"
+        assert key not in self.places, f"{key.hex()} is added twice"
         self.places[key] = place
         self._contents[key] = content
         if content.parent is not None:
@@ -60,13 +60,13 @@ class Residency:
         return Stored(content)
 
     def record_use(self, keys: Iterable[ContentKey]) -> None:
-        """These, all there, were used; a prefix last block first."""
+        """Record that these resident blocks were used; a prefix last block first."""
         self._unflushed_uses.extend(keys)
         if len(self._unflushed_uses) > _UNFLUSHED_MOST:
             self.flush_uses()
 
     def flush_uses(self) -> None:
-        """Tells the policy what it has not heard of yet."""
+        """Report the recorded uses to the policy."""
         if self._unflushed_uses:
             used = self._policy.used
             for key in self._unflushed_uses:
@@ -74,12 +74,12 @@ class Residency:
             self._unflushed_uses.clear()
 
     def set_backed(self, key: ContentKey, below: bool) -> None:
-        """Whether the tier below has the block, which is there, may have changed."""
+        """Report to the policy whether the tier below has the block, which is resident."""
         self.flush_uses()
         self._policy.backed(key, below)
 
     def remove(self, key: ContentKey) -> Evicted:
-        """The block, which is there, cannot be found any more."""
+        """Remove a resident block: it cannot be found any more."""
         self.flush_uses()
         content = self._contents.pop(key)
         del self.places[key]
@@ -94,15 +94,15 @@ class Residency:
         return Evicted(content)
 
     def victim(self) -> ContentKey | None:
-        """The block that the policy would have go, which stays until `take`; None: none may."""
+        """Return the block that the policy would evict; it stays until `remove`. None if no block may go."""
         self.flush_uses()
         key = self._policy.victim(self._may_go)
         assert key is None or self._may_go(key), "the policy named a block that may not go"
         return key
 
     def snapshot(self) -> list[Content]:
-        """Everything that can be found, each block after its parent where the parent is there; of blocks that an engine
-        says follow one another in a circle, each once."""
+        """Return all resident blocks, each after its parent if that is resident. Blocks of which an engine says that
+        they follow one another in a circle come once each."""
         ordered: dict[ContentKey, Content] = {}
         for content in self._contents.values():
             branch: dict[ContentKey, Content] = {}
@@ -118,11 +118,11 @@ class Residency:
         return place is not None and self._may_leave(place) and not (self._leaves_first and key in self._children)
 
     def validate(self) -> None:
-        """Raises AssertionError where the shelf contradicts itself. O(blocks)."""
+        """Raise AssertionError where the residency contradicts itself. O(blocks)."""
         assert self.places.keys() == self._contents.keys(), "a block without a place or a place without a block"
         assert len(set(self.places.values())) == len(self.places), "two blocks in one place"
-        assert self.places.keys() >= set(self._unflushed_uses), "a block that has gone is to be told as used"
-        assert len(self._unflushed_uses) <= _UNFLUSHED_MOST, "too much is untold"
+        assert self.places.keys() >= set(self._unflushed_uses), "a use of a block that has left is recorded"
+        assert len(self._unflushed_uses) <= _UNFLUSHED_MOST, "too many uses are recorded"
         digest = 0
         children: dict[ContentKey, int] = {}
         for key, content in self._contents.items():

@@ -1,30 +1,30 @@
-"""ReusePolicy: who is least likely to be used soon goes first, as learned from what was used. Pure.
+"""ReusePolicy: evicts the block that is least likely to be used soon, as learned from earlier uses. Pure.
 
-    uses so far    0: ▪▪▪▪▪▪▪▪▪▪▪▪▪   two lines each, longest unused first: those that the tier below has too, and those
-                   1: ▪▪▪▪▪▪▪         that it has not. The first of each are compared by rate(uses, age), what their
-                   …                  place would find, times what would be lost; the lowest goes
-                  7+: ▪▪▪
+    uses so far    0: ▪▪▪▪▪▪▪▪▪▪▪▪▪   two queues each, longest unused first: blocks that the tier below has too, and
+                   1: ▪▪▪▪▪▪▪         blocks that it does not have. The first of each queue are compared by rate(uses,
+                   …                  age) times what would be lost, that is by what their place would find; the lowest
+                  7+: ▪▪▪             is evicted
 
-A block's age is counted in tellings (blocks stored or used) since it was last told of. Its rate is uses per telling, as
-seen of such blocks, from its age up to the age at which that is best: who is kept can be let go at any time, so it is
-worth what the best patience brings (Gittins' index). Ages are told apart by their powers of two.
+A block's age is the number of calls (blocks stored or used) since the last call about it. Its rate is uses per call, as
+observed for such blocks, from its age up to the age at which that is best: a block can be evicted at any time, so it is
+worth what the best patience brings (Gittins' index). Ages are distinguished by their powers of two.
 
-Blocks that have gone are remembered, four for each that is there. One that comes back is a use that was missed, and
-its uses are counted on. Without these a small tier could not learn what it would find, were it more patient.
+Blocks that have left are remembered, four for each that is stored. One that comes back is a use that was missed, and
+its count of uses goes on. Without these a small tier could not learn what it would find if it were more patient.
 
-What the tier below has too is still found when it goes, later: it counts BACKED of another. Where both tiers are one
-store's, this finds more in the two together than any policy that looks at one alone.
+A block that the tier below has too can still be found after it is evicted, only later: it counts _BACKED of another. If
+both tiers belong to one store, this finds more in the two together than any policy that looks at one alone.
 
-Few observations say little: each rate is drawn to that of all blocks of the age, with the weight of PRIOR uses. That
-common rate may only fall with age, so where nothing is known the oldest goes. Half of what was learned is forgotten
-within some 17 capacities of tellings.
+Few observations say little: each rate is drawn to that of all blocks of the age, with the weight of _PRIOR uses. That
+common rate may only fall with age, so where nothing is known the oldest block is evicted. Half of what was learned is
+forgotten within some 17 capacities of calls.
 
-The idea, uses by the room and time they take, by class and age, is LHD's (Beckmann, Chen, Cidon: NSDI 2018); that it
-pays for prefixes, Wang et al. have found (KVCache Cache in the Wild, ATC 2025). Lines instead of LHD's samples make it
-deterministic; their price is that within a line it is LRU, so a loop longer than the tier is lost here as there.
+The idea, uses by the room and time they take, by class and age, is LHD's (Beckmann, Chen, Cidon: NSDI 2018). That it
+pays for prefixes was found by Wang et al. (KVCache Cache in the Wild, ATC 2025). Queues instead of LHD's samples make
+it deterministic; their price is that within a queue it is LRU, so a loop longer than the tier is lost here as there.
 
-Measured: 1 µs to tell a use, 6 to 8 µs to find a victim and replace it, 1.1 KB for each block of capacity, 0.4 ms to
-learn new rates.
+Measured: 1 µs for a use, 6 to 8 µs to find a victim and replace it, 1.1 KB for each block of capacity, 0.4 ms to learn
+new rates.
 """
 
 from __future__ import annotations
@@ -37,102 +37,107 @@ from services.kvbm.tiers.eviction_queue import EvictionQueue
 from shared.hashing import ContentKey
 
 _CLASSES = 8
+"""The number of classes, by uses so far; the last one is of seven uses or more."""
 _AGES = 48
-"""Powers of two: 2^47 tellings are years."""
+"""The number of ages, as powers of two: 2^47 calls are years."""
 _GHOSTS = 4
-"""Remembered for each that is there."""
+"""How many blocks that have left are remembered for each that is stored."""
 _PRIOR = 10.0
+"""The weight, in uses, of what blocks of an age have in common."""
 _BACKED = 0.3
-"""About the time that a block takes to come from disk, of the time that it takes to be computed."""
+"""The cost of losing a block that the tier below has, as a share of another's: about the time to read a block from
+disk, by the time to compute it."""
 _KEPT = 0.99
-"""Of the counts, each time that rates are made; which is four times a capacity, but not every few tellings."""
+"""The share of the counts that is kept each time that rates are learned."""
 _ROUNDS = 4
+"""How often rates are learned while as many blocks come as there is capacity; but see `_ROUND_LEAST`."""
 _ROUND_LEAST = 256
+"""The fewest calls between two times that rates are learned."""
 
 
 class ReusePolicy:
     """`reuse` in the config, and the host tier's default."""
 
     def __init__(self, capacity_blocks: int) -> None:
-        self._told = 0
-        self._lines = [EvictionQueue() for _ in range(_CLASSES)]
-        self._backed_lines = [EvictionQueue() for _ in range(_CLASSES)]
+        self._calls = 0
+        self._queues = [EvictionQueue() for _ in range(_CLASSES)]
+        self._backed_queues = [EvictionQueue() for _ in range(_CLASSES)]
         self._backed: set[ContentKey] = set()
-        """Of those that are there."""
-        self._there: dict[ContentKey, tuple[int, int]] = {}
-        """Class, and when it was last used."""
+        """The stored blocks that the tier below has too."""
+        self._stored: dict[ContentKey, tuple[int, int]] = {}
+        """Class of each stored block, and the call of its last use."""
         self._ghosts: OrderedDict[ContentKey, tuple[int, int]] = OrderedDict()
-        """The same of those that have gone, last gone last."""
+        """Class and last use of the blocks that have left, last left last."""
         self._ghosts_most = _GHOSTS * capacity_blocks
         self._used = [[0.0] * _AGES for _ in range(_CLASSES)]
         self._ended = [[0.0] * _AGES for _ in range(_CLASSES)]
-        """By class and age: how often a block was used at that age; how often its wait ended there, used or
+        """By class and age: how often a block was used at that age, and how often its wait ended there, by a use or
         forgotten."""
         self._rates = [[2.0**-age for age in range(_AGES)] for _ in range(_CLASSES)]
         self._round = max(capacity_blocks // _ROUNDS, _ROUND_LEAST)
 
     def stored(self, key: ContentKey) -> None:
-        """It is there now."""
-        self._told += 1
+        """Put the block into the queue of its class."""
+        self._calls += 1
         ghost = self._ghosts.pop(key, None)
         self._enter(key, 0 if ghost is None else self._reused(*ghost))
 
     def used(self, key: ContentKey) -> None:
-        """It was found."""
-        self._told += 1
-        kind, last = self._there[key]
-        self._line(key, kind).remove(key)
+        """Count the use, and put the block into the queue of its next class."""
+        self._calls += 1
+        kind, last = self._stored[key]
+        self._queue(key, kind).remove(key)
         self._enter(key, self._reused(kind, last))
 
     def gone(self, key: ContentKey) -> None:
-        """It is there no more."""
-        kind, last = self._ghosts[key] = self._there.pop(key)
-        self._line(key, kind).remove(key)
+        """Remember the block for a while."""
+        kind, last = self._ghosts[key] = self._stored.pop(key)
+        self._queue(key, kind).remove(key)
         self._backed.discard(key)
         if len(self._ghosts) > self._ghosts_most:
             _key, (kind, last) = self._ghosts.popitem(last=False)
             self._ended[kind][self._age(last)] += 1
 
     def backed(self, key: ContentKey, below: bool) -> None:
-        """It is last in its new line, which is where it was in the old one if it was stored or used lately."""
+        """Move the block to the end of its other queue, which is its old place if it was stored or used lately."""
         if below == (key in self._backed):
             return
-        kind, _last = self._there[key]
-        self._line(key, kind).remove(key)
+        kind, _last = self._stored[key]
+        self._queue(key, kind).remove(key)
         (self._backed.add if below else self._backed.remove)(key)
-        self._line(key, kind).push(key)
+        self._queue(key, kind).push(key)
 
     def victim(self, may_go: Callable[[ContentKey], bool]) -> ContentKey | None:
-        """The first of the line with the lowest rate."""
+        """Return the first block of the queue with the lowest rate."""
         found = self._least(may_go, every=False)
         return self._least(may_go, every=True) if found is None else found
 
     def _least(self, may_go: Callable[[ContentKey], bool], *, every: bool) -> ContentKey | None:
         least, lowest = None, 0.0
-        for lines, weight in ((self._lines, 1.0), (self._backed_lines, _BACKED)):
-            for kind, line in enumerate(lines):
-                key = line.first(may_go, every=every)
+        for queues, weight in ((self._queues, 1.0), (self._backed_queues, _BACKED)):
+            for kind, queue in enumerate(queues):
+                key = queue.first(may_go, every=every)
                 if key is None:
                     continue
-                rate = weight * self._rates[kind][self._age(self._there[key][1])]
+                rate = weight * self._rates[kind][self._age(self._stored[key][1])]
                 if least is None or rate < lowest:
                     least, lowest = key, rate
         return least
 
-    def _line(self, key: ContentKey, kind: int) -> EvictionQueue:
-        return (self._backed_lines if key in self._backed else self._lines)[kind]
+    def _queue(self, key: ContentKey, kind: int) -> EvictionQueue:
+        return (self._backed_queues if key in self._backed else self._queues)[kind]
 
     def _age(self, last: int) -> int:
-        return (self._told - last).bit_length()
+        return (self._calls - last).bit_length()
 
     def _enter(self, key: ContentKey, kind: int) -> None:
-        self._there[key] = kind, self._told
-        self._line(key, kind).push(key)
-        if self._told % self._round == 0:
+        self._stored[key] = kind, self._calls
+        self._queue(key, kind).push(key)
+        if self._calls % self._round == 0:
             self._learn()
 
     def _reused(self, kind: int, last: int) -> int:
-        """Counts a use; returns the class that follows."""
+        """Count a use; return the class that follows."""
         age = self._age(last)
         self._used[kind][age] += 1
         self._ended[kind][age] += 1
@@ -141,7 +146,7 @@ class ReusePolicy:
     # --- learning
 
     def _learn(self) -> None:
-        """New rates from the counts, and the counts fade."""
+        """Make new rates from the counts, and let the counts fade."""
         ends = [_sums(self._ended), *self._ended]
         uses = [_sums(self._used), *self._used]
         best = [_best_ahead(used, _at_risk(ended)) for used, ended in zip(uses, ends, strict=True)]
@@ -155,14 +160,14 @@ class ReusePolicy:
         self._ended = [[count * _KEPT for count in counts] for counts in self._ended]
 
     def validate(self) -> None:
-        """Raises AssertionError where the policy contradicts itself. O(capacity)."""
-        lines = [*self._lines, *self._backed_lines]
-        for line in lines:
-            line.validate()
-        assert sum(map(len, lines)) == len(self._there), "a block is in no line, or in two"
-        assert all(key in self._line(key, kind) for key, (kind, _) in self._there.items()), "a block is in a wrong line"
-        assert self._backed <= self._there.keys(), "a block that has gone is below"
-        assert self._there.keys().isdisjoint(self._ghosts), "a block is there and has gone"
+        """Raise AssertionError where the policy contradicts itself. O(capacity)."""
+        queues = [*self._queues, *self._backed_queues]
+        for queue in queues:
+            queue.validate()
+        assert sum(map(len, queues)) == len(self._stored), "a block is in no queue, or in two"
+        assert all(key in self._queue(key, kind) for key, (kind, _) in self._stored.items()), "a block is misplaced"
+        assert self._backed <= self._stored.keys(), "a block that has left is marked as backed"
+        assert self._stored.keys().isdisjoint(self._ghosts), "a block is stored and has left"
         assert len(self._ghosts) <= self._ghosts_most, f"{len(self._ghosts)} ghosts"
 
 
@@ -171,7 +176,8 @@ def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _at_risk(ended: Sequence[float]) -> list[float]:
-    """Block tellings spent at each age: those whose wait ends later pass the whole of it, those that end in it half."""
+    """Return the calls that blocks spent at each age: all of it if their wait ended later, half of it if it ended
+    there."""
     later, spent = 0.0, [0.0] * _AGES
     for age in range(_AGES - 1, -1, -1):
         spent[age] = (later + ended[age] / 2) * 2.0 ** (age - 1)
@@ -180,7 +186,7 @@ def _at_risk(ended: Sequence[float]) -> list[float]:
 
 
 def _best_ahead(uses: Sequence[float], risk: Sequence[float]) -> list[tuple[float, float]]:
-    """Of each age: uses and tellings at risk from there to the age at which their ratio is best."""
+    """Return, for each age, the uses and the calls at risk from there to the age at which their ratio is best."""
     found = []
     for start in range(_AGES):
         best = use, spent = uses[start], risk[start]

@@ -1,14 +1,14 @@
-"""Tiers: one layout's blocks in host memory and on disk; what is kept, what goes, what moves between the two. Pure.
+"""Tiers: one layout's blocks in host memory and on disk; decides what is kept, evicted and moved between them. Pure.
 
     worker ── store ──▶ host slots ── spills: seen twice ──▶ disk records        (while records are free, all)
     worker ◀── fetch ── host slots ◀── reads: fetched ────── disk records        (the record stays)
 
-It knows slots and records as integers, no bytes, no owner, no deadline, no clock; `tickets.py` adds who and how long.
-`host_slots.py` and `disk_records.py` draw the states of the two. What a method decides it returns: the shell does it,
-and reports each `Read` and each `Spill` as done exactly once, however it went.
+It knows slots and records as integers, and no bytes, owners, deadlines or clocks; `tickets.py` adds which engine, and
+until when. `host_slots.py` and `disk_records.py` draw the states of the two. A method returns what it decides. The
+shell does it, and reports each `Read` and each `Spill` as done exactly once, however it ended.
 
 Every change of what can be found is an event with its tier, in order; a block that leaves the host tier may still be on
-disk. A request of n blocks takes O(n) and what the policies need for their victims.
+disk. A request of n blocks takes O(n), and what the policies need to find victims.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from shared.hashing import ContentKey
 
 
 class Tiers:
-    """See the module. `quarantined`: a slot may still be written to by somebody from before; `give_back` ends that."""
+    """The tiers of one layout. `quarantined` says that a former writer may still write to any slot; `free_slots` ends
+    that."""
 
     def __init__(
         self, sizes: TierSizes, host_policy: EvictionPolicy, disk_policy: EvictionPolicy, *, quarantined: bool = False
@@ -49,23 +50,25 @@ class Tiers:
         self._disk = DiskRecords(disk_policy, sizes.records, leaves_first=sizes.leaves_first)
         self._frequency = AccessFrequency(sizes.remembered or 4 * sizes.slots + sizes.records)
         self._spill_queue: OrderedDict[ContentKey, None] = OrderedDict()
-        """In the host tier, worth a record, and not on disk: to be spilled, in this order."""
+        """Blocks in the host tier that are worth a record and not on disk, in the order in which they will be
+        spilled."""
         self._reads: dict[int, Read] = {}
-        """Under way, by slot."""
+        """Reads under way, by slot."""
         self._spills: dict[int, Spill] = {}
-        """Under way, by record: a slot may be spilled again once the disk went and came back."""
+        """Spills under way, by record: a slot may be spilled again after the disk was off and on."""
         self._erases: list[int] = []
-        """Records that the disk is to erase."""
+        """Records that the disk must erase."""
         self._spare = min(sizes.spare_slots, sizes.slots // 8)
         self._held_limit = max(1, int(sizes.slots * sizes.held_share))
 
     # --- workers write
 
     def offer(self, contents: Sequence[Content], room: int) -> Offered:
-        """Slots, at most `room`, for those of the blocks that are new and worth it; a prefix first block first."""
+        """Grant slots, at most `room`, for those of the blocks that are new and worth one; a prefix comes first block
+        first."""
         host = self._host
         seen = self._frequency.record([content.key for content in contents])
-        # First of all, so that no block goes for one that follows it.
+        # Record these uses first, so that no block is evicted for one that follows it.
         self._record_use([content.key for content in contents if content.key in host.resident])
         indices: list[int] = []
         slots: list[int] = []
@@ -89,7 +92,7 @@ class Tiers:
         return Offered(indices, slots, known, len(contents) - known - len(slots), events)
 
     def publish(self, slots: Sequence[int]) -> list[TierEvent]:
-        """These granted slots are written; a prefix first block first."""
+        """Publish the blocks of these granted slots, which are written; a prefix comes first block first."""
         # The policy hears of a prefix from its end, so that a parent is never older than its child.
         stored = [self._host.publish(slot) for slot in reversed(slots)]
         events: list[TierEvent] = [("host", event) for event in reversed(stored) if event is not None]
@@ -97,20 +100,20 @@ class Tiers:
         return self._set_backed(events)
 
     def free_slots(self, slots: Iterable[int]) -> None:
-        """The writers of these granted or quarantined slots are done, and nothing is to be kept."""
+        """Free these granted or quarantined slots, whose writers have stopped; nothing is kept."""
         for slot in slots:
             self._host.free_slot(slot)
 
     def quarantine(self, slots: Iterable[int]) -> None:
-        """The writers of these granted slots are out of time, and may still write."""
+        """Quarantine these granted slots, whose writers may still write after their time."""
         for slot in slots:
             self._host.quarantine(slot)
 
     # --- workers read
 
     def fetch(self, keys: Sequence[ContentKey]) -> HeldPrefix:
-        """Holds the longest prefix of `keys`, no two of them equal, that is in either tier, as far as the bound of held
-        slots and the room for what must be read allow."""
+        """Hold the longest prefix of `keys` that is in either tier, within the limit of held slots and the room for
+        reads. No two keys are equal."""
         slots, missing = self._hold_prefix(keys)
         reads: list[Read] = []
         events: list[TierEvent] = []
@@ -131,9 +134,10 @@ class Tiers:
         return HeldPrefix(prefix, loading, reads, events)
 
     def _hold_prefix(self, keys: Sequence[ContentKey]) -> tuple[list[int | None], list[int]]:
-        """Holds what is in the host tier or on its way there, so that it does not go for what must be read: None in its
-        place, and its index in the second list. Reads that nobody waits for any more count for what may be read, lest a
-        disk that hangs takes slot after slot; what is in memory can be held beside them."""
+        """Hold the blocks in the host tier or on their way there, so that the reads for the others cannot evict them.
+        Blocks on disk have None in their place, and their indices are in the second list. Abandoned reads count against
+        the limit of reads, so that a hung disk cannot take every slot; blocks in memory can be held regardless of
+        them."""
         host, on_disk = self._host, self._disk.resident.places
         there, coming = host.resident.places, host.loading
         slots: list[int | None] = []
@@ -154,7 +158,7 @@ class Tiers:
         return slots, missing
 
     def _begin_read(self, key: ContentKey, events: list[TierEvent]) -> Read | None:
-        """Promotes a block that is on disk, and holds it; None: the host tier has no room for it."""
+        """Start to read a block from disk, and hold its slot; None if the host tier has no room."""
         content = self._disk.resident.content(key)
         taken = self._host.load(content)
         if taken is None:
@@ -167,18 +171,18 @@ class Tiers:
         return read
 
     def release(self, slots: Iterable[int]) -> None:
-        """One fetch does not read these slots any more."""
+        """Remove one hold from each of these slots: a fetch has stopped reading them."""
         self._host.release(slots)
 
     def is_loading(self, slot: int) -> bool:
-        """Whether a read of the disk fills the slot."""
+        """Return whether a read of the disk fills the slot."""
         return slot in self._reads
 
     # --- wrong blocks
 
     def discard(self, keys: Sequence[ContentKey]) -> tuple[list[int], list[TierEvent]]:
-        """These blocks cannot be found any more, in either tier, and what is on its way will not be. Returns the slots
-        that had them, which their readers may still hold."""
+        """Discard these blocks from both tiers: they cannot be found any more, and what is on its way will not be kept.
+        Return the slots that had them, which readers may still hold, and the events."""
         slots: list[int] = []
         events: list[TierEvent] = []
         for key in reversed(keys):
@@ -195,22 +199,22 @@ class Tiers:
         return slots, events
 
     def is_condemned(self, slot: int) -> bool:
-        """Whether what a read of the disk brings to the slot is not to be kept."""
+        """Return whether the block that a read brings to the slot will not be kept."""
         return self._host.is_condemned(slot)
 
     def take_erases(self) -> list[int]:
-        """The records to erase, new since the last call; each is to be told as `erased`."""
+        """Return the records to erase since the last call; report each with `erase_done`."""
         erases, self._erases = self._erases, []
         return erases
 
     def erase_done(self, record: int) -> None:
-        """The record has no block any more, or could not be written."""
+        """End an erasure, successful or not."""
         self._disk.erase_done(record)
 
     # --- the disk reports
 
     def read_done(self, read: Read, outcome: ReadOutcome) -> list[TierEvent]:
-        """A read has ended. Where it failed the fetches that held its slot have released it before."""
+        """End a read. If it failed, the fetches that held its slot must have released it."""
         assert self._reads.pop(read.slot, None) == read, f"no such read: {read}"
         events: list[TierEvent] = []
         lost = self._disk.read_done(read.record, read.content.key, lost=outcome == "lost")
@@ -222,12 +226,13 @@ class Tiers:
         return self._set_backed(events)
 
     def take_spills(self, most: int) -> tuple[list[Spill], list[TierEvent]]:
-        """What to write to disk now, at most `most` blocks, and who had to go for them."""
+        """Return the spills to start now, at most `most`, and the events of blocks that were evicted from disk for
+        them."""
         spills: list[Spill] = []
         events: list[TierEvent] = []
         while self._spill_queue and len(spills) < most:
             key = next(iter(self._spill_queue))
-            if not self._is_worth_a_record(key):  # the disk has filled up meanwhile
+            if not self._is_worth_a_record(key):  # the disk has become full meanwhile
                 del self._spill_queue[key]
                 continue
             content = self._host.resident.content(key)
@@ -245,7 +250,7 @@ class Tiers:
         return spills, self._set_backed(events)
 
     def spill_done(self, spill: Spill, outcome: WriteOutcome) -> list[TierEvent]:
-        """A spill has ended. Where it failed the block is tried again when it is seen again."""
+        """End a spill. A block whose spill failed is tried again when it is seen again."""
         assert self._spills.pop(spill.record, None) == spill, f"no such spill: {spill}"
         self._host.release((spill.slot,))
         stored = self._disk.write_done(spill.record, outcome)
@@ -254,24 +259,24 @@ class Tiers:
         return [] if stored is None else self._set_backed([("disk", stored)])
 
     def retry_space(self) -> None:
-        """Some time has passed since the disk had no space for a spill: it may be tried again."""
+        """Try a disk again that had no space for a spill."""
         self._disk.retry_space()
 
     def disk_failed(self) -> list[TierEvent]:
-        """The disk is off; what is under way is still to be reported."""
+        """Record that the disk is off; what is under way must still be reported."""
         self._spill_queue.clear()
         return self._set_backed([("disk", event) for event in self._disk.turn_off()])
 
     def disk_ready(self, found: Sequence[FoundBlock]) -> list[TierEvent]:
-        """The disk is on, with these blocks, oldest first. So it begins, too."""
+        """Record that the disk is on, with these blocks, oldest first; also at the start."""
         events: list[TierEvent] = [("disk", event) for event in self._disk.turn_on(found)]
         self._queue_spills(self._host.resident.places)
         return self._set_backed(events)
 
     def prepare(self) -> list[TierEvent]:
-        """What may be done after an answer instead of before the next: what was seen is counted, policies hear of what
-        was used, and a few slots are freed ahead of need. 64 new blocks are offered slots in 70 µs then, else in 200 to
-        400."""
+        """Do after a reply what need not wait until the next request: count sightings, report uses to the policies, and
+        free a few slots ahead of need. With it 64 new blocks are granted slots in 70 µs, without it in 200 to 400
+        µs."""
         self._frequency.flush()
         self._host.resident.flush_uses()
         self._disk.resident.flush_uses()
@@ -286,12 +291,12 @@ class Tiers:
     # --- inside
 
     def _record_use(self, keys: Sequence[ContentKey]) -> None:
-        """These, in the host tier, were asked for; a prefix first block first."""
+        """Record that these blocks of the host tier were asked for; a prefix comes first block first."""
         self._host.resident.record_use(reversed(keys))
         self._queue_spills(keys)
 
     def _queue_spills(self, keys: Collection[ContentKey]) -> None:
-        """Those of `keys`, all in the host tier, that are worth it wait for the disk, if it has them not."""
+        """Queue those of these blocks, all in the host tier, that are worth a record and not on disk."""
         disk = self._disk
         if not disk.on:
             return
@@ -300,12 +305,12 @@ class Tiers:
                 self._spill_queue[key] = None
 
     def _is_worth_a_record(self, key: ContentKey) -> bool:
-        """Seen often enough; or it takes nobody's place."""
+        """Return whether the block was seen often enough, or needs no other block's record."""
         sizes = self.sizes
         return self._frequency.count(key) >= sizes.disk_sightings or (sizes.fill_disk and self._disk.free > 0)
 
     def _set_backed(self, events: list[TierEvent]) -> list[TierEvent]:
-        """The host's policy hears which of these blocks are on disk too. Returns the events."""
+        """Report to the host tier's policy which of these blocks are on disk too. Return the events."""
         host, on_disk = self._host.resident, self._disk.resident.places
         for _tier, event in events:
             key = event.content.key
@@ -320,23 +325,23 @@ class Tiers:
     # --- questions
 
     def state(self, slot: int) -> SlotState:
-        """As `host_slots.py` draws them."""
+        """Return the slot's state, as `host_slots.py` draws it."""
         return self._host.state(slot)
 
     def snapshot(self, tier: Literal["host", "disk"]) -> list[Content]:
-        """What can be found in a tier, each block after its parent where the parent is there."""
+        """Return the blocks that can be found in a tier, each after its parent if that is there."""
         return (self._host if tier == "host" else self._disk).resident.snapshot()
 
     def digest(self, tier: Literal["host", "disk"]) -> int:
-        """XOR of the event hashes of what can be found in a tier."""
+        """Return the XOR of the event hashes of the blocks that can be found in a tier."""
         return (self._host if tier == "host" else self._disk).resident.digest
 
     def statistics(self) -> TierStatistics:
-        """Counts by state, in O(1)."""
+        """Return counts by state, in O(1)."""
         return TierStatistics(self._host.statistics(), self._disk.statistics(), len(self._spill_queue))
 
     def validate(self, fetched: Iterable[int]) -> None:
-        """Raises AssertionError where the tiers contradict themselves, or the slots that fetches hold (a slot for each
+        """Raise AssertionError where the tiers contradict themselves, or the slots that fetches hold (a slot for each
         hold). O(slots + records)."""
         holds: dict[int, int] = {}
         for slot in [*fetched, *(spill.slot for spill in self._spills.values())]:

@@ -233,7 +233,7 @@ def test_a_size_that_no_pool_has_is_refused_before_anything_is_made(tmp_path: Pa
     assert not (tmp_path / "d").exists()
 
 
-@pytest.mark.parametrize(("arenas", "said"), [(0, "a pool of 0 arenas"), (1000, "larger than an arena of 0")])
+@pytest.mark.parametrize(("arenas", "said"), [(0, "pool.arenas is 0"), (1000, "larger than an arena of 0")])
 def test_as_many_arenas_as_a_pool_cannot_have_are_refused(tmp_path: Path, arenas: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         HostPool.open(tmp_path / "d", SIZE_BYTES, arenas)

@@ -34,7 +34,7 @@ def test_an_engine_is_of_one_worker_and_one_layout_until_it_is_dead() -> None:
 @pytest.mark.parametrize("value", [-1, 0, (1 << 20) + 1, 1 << 62])
 def test_a_layout_of_impossible_size_is_refused(field: str, value: int) -> None:
     layout = msgspec.structs.replace(LAYOUT, kv=msgspec.structs.replace(LAYOUT.kv, **{field: value}))
-    with pytest.raises(BadRequest, match=f"{field} {value}"):
+    with pytest.raises(BadRequest, match=f"{field} of the layout is {value}"):
         AttachedEngines().check(Attach("w1", "a", layout))
 
 

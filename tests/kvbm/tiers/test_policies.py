@@ -203,10 +203,10 @@ def test_what_is_no_policy_is_a_config_error(name: str) -> None:
     [
         ("LeavingPolicy", "SystemExit: 3"),
         ("ForgetfulPolicy", "ValueError: ?"),
-        ("StubbornPolicy", "it named nobody, where one may go"),
-        ("RuthlessPolicy", "it named one that may not go"),
-        ("InventivePolicy", "it named one that may not go"),
-        ("NamingPolicy", "it named one that may not go"),
+        ("StubbornPolicy", "it named no block, where one may go"),
+        ("RuthlessPolicy", "it named a block that may not go"),
+        ("InventivePolicy", "it named a block that may not go"),
+        ("NamingPolicy", "it named a block that may not go"),
         ("DeafPolicy", "TypeError: DeafPolicy.backed() takes 1 positional argument but 3 were given"),
     ],
 )
