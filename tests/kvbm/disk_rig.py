@@ -1,4 +1,4 @@
-"""A disk tier in a real directory, with requests to await and what it told to wait for."""
+"""A disk tier in a real directory, with requests to await and the callbacks that it made."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from shared.hashing import ContentKey, pack_tokens
 
 LAYOUT = "00112233445566ff"
 PAYLOAD_BYTES = 9000
-"""Three pages, the last one padded."""
+"""The size of a payload: three pages, the last one padded."""
 RECORD_BYTES = 4096 + 12288
 DEADLINE_S = 60.0
 
 
 def small(records: int = 8, per_segment: int = 4, payload_bytes: int = PAYLOAD_BYTES) -> DiskGeometry:
-    """A geometry of so many records."""
+    """Return a geometry of `records` records."""
     record_bytes = 4096 + -(-payload_bytes // 4096) * 4096
     return disk_geometry(LAYOUT, payload_bytes, records * record_bytes, per_segment * record_bytes)
 
 
 def content(number: int) -> Content:
-    """Content number `number`; some have a parent, a LoRA or a salt."""
+    """Return content number `number`; some have a parent, a LoRA or a salt."""
     key = shake_256(b"key %d" % number).digest(16)
     parent = shake_256(b"parent %d" % number).digest(16) if number % 2 else None
     return Content(key, parent, pack_tokens(range(number, number + 16)), "lora" * (number % 3), "salt" * (number % 5))
 
 
 def payload(key: ContentKey, size_bytes: int = PAYLOAD_BYTES) -> bytes:
-    """The bytes that belong to a key: any others are wrong bytes."""
+    """Return the bytes that belong to a key: any others are wrong bytes."""
     return shake_256(key).digest(size_bytes)
 
 
@@ -49,7 +49,7 @@ def memory(shape: DiskGeometry, holds: bytes = b"") -> memoryview:
 
 
 class Rig:
-    """One disk tier and what it told."""
+    """One disk tier, and the callbacks that it made."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -57,23 +57,23 @@ class Rig:
         self.gone: asyncio.Queue[str] = asyncio.Queue()
 
     async def back(self) -> dict[ContentKey, int]:
-        """Waits until the tier is on: key → record of what was found."""
+        """Wait until the tier is on. Return key → record of the blocks that were found."""
         async with asyncio.timeout(DEADLINE_S):
             return {found.content.key: found.record for found in await self.found.get()}
 
     async def went(self) -> str:
-        """Waits until the tier is off: why."""
+        """Wait until the tier is off. Return why."""
         async with asyncio.timeout(DEADLINE_S):
             return await self.gone.get()
 
     async def off_because(self, words: str) -> None:
-        """Waits until the tier is off for a reason with these words."""
+        """Wait until the tier is off for a reason with these words."""
         async with asyncio.timeout(DEADLINE_S):
             while words not in self.disk.statistics().reason:  # noqa: ASYNC110 — no event tells why it stays off
                 await asyncio.sleep(0.001)
 
     async def write(self, record: int, what: Content, holds: bytes | None = None) -> WrittenToDisk | DiskFailure:
-        """Writes a block; its bytes are those of its key if nothing else is said."""
+        """Write a block; its bytes are those of its key unless `holds` gives others."""
         shape = self.disk.geometry
         ended: asyncio.Future[WrittenToDisk | DiskFailure] = asyncio.get_running_loop().create_future()
         holds = payload(what.key, shape.payload_bytes) if holds is None else holds
@@ -88,7 +88,7 @@ class Rig:
             return await ended
 
     async def read(self, record: int, key: ContentKey) -> tuple[LoadedFromDisk | DiskFailure, bytes]:
-        """Reads a block: the outcome and the memory's bytes."""
+        """Read a block. Return the outcome and the memory's bytes."""
         shape = self.disk.geometry
         into = memory(shape)
         ended: asyncio.Future[LoadedFromDisk | DiskFailure] = asyncio.get_running_loop().create_future()
@@ -97,7 +97,7 @@ class Rig:
             return await ended, bytes(into[: shape.payload_bytes])
 
     async def holds(self, record: int, what: Content) -> bool:
-        """Whether the record gives exactly this content and the bytes of its key."""
+        """Return whether the record gives exactly this content and the bytes of its key."""
         outcome, read = await self.read(record, what.key)
         if isinstance(outcome, LoadedFromDisk):
             assert (outcome.content, read) == (what, payload(what.key, len(read))), "wrong bytes"
@@ -113,7 +113,7 @@ async def running(
     limit: int = 64,
     retry_s: float = 0.02,
 ) -> AsyncIterator[Rig]:
-    """A disk tier that is brought up by its own task."""
+    """Run a disk tier that its own task brings up."""
     threads = DiskThreads(4, limit)
     rigs: list[Rig] = []
     back: Callable[[list[FoundBlock]], None] = lambda found: rigs[0].found.put_nowait(found)  # noqa: E731

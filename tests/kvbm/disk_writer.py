@@ -15,7 +15,7 @@ SHAPE = small(RECORDS, 5, PAYLOAD_BYTES)
 
 
 async def main(directory: Path, seed: int) -> None:
-    """Eight records at a time, each record's content drawn anew."""
+    """Write eight records at a time, each with content drawn again."""
     draw = random.Random(seed)
     async with running(directory, SHAPE) as rig:
         await rig.back()

@@ -1,4 +1,4 @@
-"""Eviction policies of somebody's own, most of which do not work."""
+"""Plug-in eviction policies, most of which do not work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.hashing import ContentKey
 
 
 class YoungestPolicy:
-    """Works: who came last goes first."""
+    """Works: the youngest block goes first."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._keys: dict[ContentKey, None] = {}
@@ -28,42 +28,42 @@ class YoungestPolicy:
 
 
 class LeavingPolicy(YoungestPolicy):
-    """Ends the process, were it asked."""
+    """Ends the process when it is asked for a victim."""
 
     def victim(self, may_go: Callable[[ContentKey], bool]) -> ContentKey | None:
         raise SystemExit(3)
 
 
 class ForgetfulPolicy(YoungestPolicy):
-    """Fails when it is told."""
+    """Fails when it hears of a use."""
 
     def used(self, key: ContentKey) -> None:
         raise ValueError("\udcff")
 
 
 class StubbornPolicy(YoungestPolicy):
-    """Lets nobody go."""
+    """Names no block, although one may go."""
 
     def victim(self, may_go: Callable[[ContentKey], bool]) -> ContentKey | None:
         return None
 
 
 class RuthlessPolicy(YoungestPolicy):
-    """Does not ask who may go."""
+    """Does not ask which blocks may go."""
 
     def victim(self, may_go: Callable[[ContentKey], bool]) -> ContentKey | None:
         return super().victim(lambda _key: True)
 
 
 class DeafPolicy(YoungestPolicy):
-    """Cannot be told."""
+    """Cannot be called."""
 
     def backed(self) -> None:
         raise NotImplementedError
 
 
 class InventivePolicy(LruPolicy):
-    """Names one that nobody knows."""
+    """Names a block that is not in the tier."""
 
     def victim(self, may_go: Callable[[ContentKey], bool]) -> ContentKey | None:
         return bytes(16)
@@ -77,7 +77,7 @@ class NamingPolicy(LruPolicy):
 
 
 class UnspeakableError(Exception):
-    """Has no words."""
+    """An error without a text."""
 
     def __str__(self) -> str:
         raise self
@@ -91,7 +91,7 @@ class UnmakablePolicy(YoungestPolicy):
 
 
 class WordlessPolicy:
-    """Lacks what a policy needs."""
+    """Lacks the methods of a policy."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity = capacity_blocks

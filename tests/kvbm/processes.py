@@ -1,4 +1,4 @@
-"""Processes of a test's own, to stop and to kill: they print one line when they are where the test wants them."""
+"""Processes that a test stops and kills: they print one line when they are where the test wants them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ lock.close(delete=True)
 
 @contextmanager
 def running(program: str, *arguments: str | Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The process and the line it printed; killed at the end if it still runs."""
+    """Start a process. Yield it and the line that it printed; kill it at the end if it still runs."""
     process = subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -35,6 +35,6 @@ def running(program: str, *arguments: str | Path) -> Iterator[tuple[subprocess.P
 
 
 def ended(process: subprocess.Popen[bytes]) -> None:
-    """Kills it, and waits until it is gone."""
+    """Kill the process, and wait until it has ended."""
     process.kill()
     process.wait(timeout=30)

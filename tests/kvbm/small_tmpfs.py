@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_tmpfs(place: Path) -> Iterator[Path]:
-    """A tmpfs of 2 MiB, mounted at `place`. Skips the test where that is not allowed."""
+    """Mount a tmpfs of 2 MiB at `place`. Skips the test where that is not allowed."""
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "none", str(place)]
     mounted = subprocess.run(command, capture_output=True, check=False)

@@ -52,13 +52,13 @@ LIMIT_S = 60.0
 LAYOUT = StoreLayout("m", "weights-1", KvLayout("float32", layers=1, kv_heads=2, head_dim=500, block_size=1))
 """Blocks of one token and 8000 bytes: two pages, the last one padded."""
 OTHER_LAYOUT = StoreLayout("m", "weights-2", KvLayout("float32", layers=1, kv_heads=2, head_dim=250, block_size=1))
-"""Of 4000 bytes."""
+"""A layout of blocks of 4000 bytes."""
 SMALL_BYTES = 1 << 17
 """A pool of 8 slots for such blocks."""
 
 
 def settings(directory: Path, *, size_bytes: int = 1 << 20, disk: bool = False, **tables: Any) -> KvbmConfig:
-    """Of a kvbm in `directory`."""
+    """Return the settings of a kvbm in `directory`."""
     disk_config = DiskConfig(str(directory / "disk"), 1 << 20, 1 << 18, min_free_bytes=0, threads=2, retry_s=0.05)
     return msgspec.structs.replace(
         KvbmConfig(
@@ -72,19 +72,19 @@ def settings(directory: Path, *, size_bytes: int = 1 << 20, disk: bool = False, 
 
 
 def payload(content: Content, layout: StoreLayout = LAYOUT) -> bytes:
-    """The bytes that belong to a block of a layout: any others are wrong bytes."""
+    """Return the bytes that belong to a block of a layout: any others are wrong bytes."""
     return shake_256(content.key + layout.digest.encode()).digest(layout.kv.block_bytes)
 
 
 async def until(met: Callable[[], bool]) -> None:
-    """Returns when `met()` holds; fails after LIMIT_S."""
+    """Return when `met()` holds; fails after LIMIT_S."""
     async with asyncio.timeout(LIMIT_S):
         while not met():  # noqa: ASYNC110 - what is looked at is in other threads and files
             await asyncio.sleep(0.002)
 
 
 class SmallOnly(LruPolicy):
-    """Somebody's own policy, which cannot be made for more than one block."""
+    """A plug-in policy, which cannot be made for more than one block."""
 
     def __init__(self, capacity_blocks: int) -> None:
         if capacity_blocks > 1:
@@ -93,7 +93,7 @@ class SmallOnly(LruPolicy):
 
 
 class Engine:
-    """An engine process's end of the wire and of the pool. In truth it lives in this process: its lock is its own."""
+    """An engine process's end of the wire and of the pool. It lives in this process, but its lock is its own."""
 
     def __init__(self, bus: Bus, directory: Path, owner: str, worker: str, layout: StoreLayout) -> None:
         self.owner = owner
@@ -101,21 +101,21 @@ class Engine:
         self.layout = layout
         self.slots: ArenaMap | None = None
         self.answer_s = LIMIT_S
-        """How long it waits for an answer."""
+        """Seconds that it waits for a reply."""
         self._bus = bus
         self._directory = directory
         self._lock: HeldLock | None = None
         self._pool: PoolMap | None = None
 
     async def ask(self, operation: str, payload: bytes, *, headers: dict[str, str] | None = None) -> Message:
-        """One answer of whoever has the pool now."""
+        """Return one reply of the kvbm that holds the pool now."""
         return await self._bus.request(self.subject(operation), payload, timeout_s=self.answer_s, headers=headers)
 
     def subject(self, operation: str) -> str:
         return subjects.kvbm(NAMESPACE, kvbm_of(self._directory), operation)
 
     def hold(self) -> None:
-        """Its lock, as long as it lives."""
+        """Take the engine's lock."""
         self._lock = hold_owner(self._directory, self.owner)
 
     async def try_attach(self, **changes: Any) -> wire.Attached | wire.KvbmRefused:
@@ -123,7 +123,7 @@ class Engine:
         return wire.ATTACH_REPLY.decode((await self.ask("attach", wire.ATTACH.encode(asked))).payload)
 
     async def attach(self) -> wire.Attached:
-        """Attached, with the slots mapped; tried again while the pool's memory is being made."""
+        """Attach, and map the slots; tried again while the pool's memory is being made."""
         if self._lock is None:
             self.hold()
         async with asyncio.timeout(LIMIT_S):
@@ -134,7 +134,7 @@ class Engine:
         return reply
 
     def map(self, attached: wire.Attached) -> None:
-        """Its slots from now on."""
+        """Map the slots that the reply names."""
         self.unmap()
         self._pool = PoolMap(self._directory / POOL)
         place = Arena(attached.offset, attached.slot_bytes, attached.slots, attached.generations)
@@ -147,7 +147,7 @@ class Engine:
         self.slots = self._pool = None
 
     def die(self) -> None:
-        """As the kernel does it: the lock goes, the file stays."""
+        """End as the kernel ends a process: the lock is released, the file stays."""
         self.unmap()
         if self._lock is not None:
             self._lock.close()
@@ -167,7 +167,7 @@ class Engine:
         return granted
 
     def write(self, granted: wire.Granted, contents: Sequence[Content]) -> None:
-        """The blocks' bytes into the granted slots."""
+        """Write the blocks' bytes into the granted slots."""
         for index, slot in zip(granted.blocks, unpack_slots(granted.slots), strict=True):
             self.write_one(slot, contents[index])
 
@@ -181,7 +181,7 @@ class Engine:
         return wire.SETTLED.decode((await self.ask("commit", asked)).payload)
 
     async def store(self, contents: Sequence[Content]) -> int:
-        """Asked for, written and committed; how many."""
+        """Store, write and commit the blocks. Return how many were granted."""
         granted = await self.grant(contents)
         if granted.ticket:
             self.write(granted, contents)
@@ -195,7 +195,7 @@ class Engine:
     # --- fetching
 
     async def fetch(self, keys: Sequence[ContentKey]) -> list[wire.Fetched | wire.KvbmRefused]:
-        """All replies."""
+        """Return all replies to a fetch."""
         asked = wire.FETCH.encode(wire.Fetch(self.owner, b"".join(keys)))
         async with self._bus.stream(self.subject("fetch"), asked, idle_timeout_s=self.answer_s) as replies:
             return [wire.FETCH_REPLY.decode(message.payload) async for message in replies]
@@ -209,8 +209,7 @@ class Engine:
         return wire.SETTLED.decode((await self.ask("discard", asked)).payload)
 
     async def load(self, contents: Sequence[Content]) -> tuple[int, int]:
-        """Fetches, reads, compares and releases: how many blocks were right, and how many of them came from disk.
-        Wrong bytes whose generation says that they are right fail the test."""
+        """Fetch, read, compare and release. Return how many blocks were right, and how many of them came from disk."""
         replies = await self.fetch([content.key for content in contents])
         right = from_disk = 0
         for reply in replies:
@@ -227,7 +226,7 @@ class Engine:
         return right, from_disk
 
     def read(self, fetched: wire.Fetched, contents: Sequence[Content]) -> list[bool]:
-        """Whether each block could be read."""
+        """Return for each block whether it could be read."""
         assert self.slots is not None
         slots = unpack_slots(fetched.slots)
         right: list[bool] = []
@@ -242,7 +241,7 @@ class Engine:
 
 
 class Router:
-    """What a router makes of one layout's events."""
+    """A router's view of one layout, from its events."""
 
     def __init__(self) -> None:
         self.sequence = -1
@@ -266,7 +265,7 @@ class Router:
         return reduce(xor, self.held[medium], 0)
 
     def holds(self, medium: str, contents: Sequence[Content]) -> bool:
-        """Exactly these."""
+        """Return whether the view has exactly these blocks."""
         return self.held[medium] == {event_hash(content.key) for content in contents}
 
 
@@ -276,7 +275,7 @@ def _whole(name: int | bytes) -> int:
 
 
 class World:
-    """What outlives a kvbm: NATS, discovery, the directory."""
+    """Everything that outlives a kvbm: NATS, discovery, the directory."""
 
     def __init__(self, config: KvbmConfig, weather: Weather = calm) -> None:
         self.config = config
@@ -286,7 +285,7 @@ class World:
         self.engines: list[Engine] = []
 
     def engine(self, name: str, *, worker: str = "", layout: StoreLayout = LAYOUT) -> Engine:
-        """One that holds no lock yet."""
+        """Return an engine that holds no lock yet."""
         engine = Engine(self.bus, Path(self.config.pool.directory), name, worker or f"{name}-worker", layout)
         self.engines.append(engine)
         return engine
@@ -307,7 +306,7 @@ class Store:
         self.reports: list[wire.KvbmReport] = []
 
     def lose(self) -> None:
-        """As if it were killed: nobody hears of it any more, whatever it was about to answer."""
+        """End as if killed: no reply that it was about to send arrives."""
         assert isinstance(self.runtime.bus, MemoryBus)
         self.world.broker.disconnect(self.runtime.bus)
 
@@ -332,13 +331,13 @@ class Store:
         return None if value is None else INSTANCE.decode(value, JSON_HEADER)
 
     async def router(self, layout: StoreLayout = LAYOUT) -> Router:
-        """Follows one layout from now on; it must be open and have told nothing yet."""
+        """Follow one layout from now on; it must be open and have published nothing yet."""
         router = Router()
         MemoryEvents(self.world.broker).subscribe(self.service.layouts.open[layout.digest].source, router.take)
         return router
 
     async def snapshot(self, layout: StoreLayout = LAYOUT) -> tuple[int, dict[str, list[int]]]:
-        """The sequence it was taken at; event hashes by tier, in order."""
+        """Return the sequence of a snapshot, and its event hashes by tier, in order."""
         subject = subjects.kvbm(NAMESPACE, self.runtime.instance, "snapshot")
         question = SNAPSHOT_REQUEST.encode(SnapshotRequest(layout=layout.digest))
         tiers: dict[str, list[int]] = {"host": [], "disk": []}
@@ -354,7 +353,7 @@ class Store:
         return sequence, tiers
 
     async def spilled(self, layout: StoreLayout = LAYOUT) -> None:
-        """The disk is on, and nothing is on its way there."""
+        """Wait until the disk is on, and nothing is on its way there."""
         opened = self.service.layouts.open[layout.digest]
 
         def met() -> bool:
@@ -364,7 +363,7 @@ class Store:
         await until(met)
 
     async def reported(self, met: Callable[[wire.LayoutReport], bool], layout: StoreLayout = LAYOUT) -> None:
-        """Until its report on the layout says so."""
+        """Wait until the kvbm's report on the layout meets the condition."""
         await until(
             lambda: bool(self.reports) and any(r.layout == layout.digest and met(r) for r in self.reports[-1].layouts)
         )
@@ -372,7 +371,7 @@ class Store:
 
 @asynccontextmanager
 async def running(world: World, instance: str = "b1") -> AsyncIterator[Store]:
-    """A kvbm that is stopped, in order, on leaving; it is validated all the time."""
+    """Run a kvbm that is stopped, in order, on leaving; it is validated all the time."""
     bus = MemoryBus(world.broker)
     async with (
         on_twins(NAMESPACE, "kvbm", instance, bus, world.broker, world.store) as runtime,
@@ -386,7 +385,7 @@ async def running(world: World, instance: str = "b1") -> AsyncIterator[Store]:
 
 
 async def _check(service: KvbmService) -> None:
-    """In each turn of the loop."""
+    """Validate the kvbm in each turn of the loop."""
     while True:
         service.validate()
         await asyncio.sleep(0.001)
@@ -394,7 +393,7 @@ async def _check(service: KvbmService) -> None:
 
 @asynccontextmanager
 async def serving(directory: Path, **settings_of: Any) -> AsyncIterator[Store]:
-    """A world with one kvbm; at its end every engine's lock goes."""
+    """Run a world with one kvbm; at its end every engine's lock is released."""
     world = World(settings(directory, **settings_of))
     try:
         async with running(world) as store:
@@ -405,7 +404,7 @@ async def serving(directory: Path, **settings_of: Any) -> AsyncIterator[Store]:
 
 
 async def worker_in(world: World, worker: str) -> Registration:
-    """The address book of a worker's shell; closing it is the loss of its lease."""
+    """Register a worker's shell; closing the registration is the loss of its lease."""
     entry = Instance(
         *(NAMESPACE, "worker", worker, 1, "here", 1, 0.0, "1"),
         subjects={"control": subjects.control(NAMESPACE, "worker", worker)},

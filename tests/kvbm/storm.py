@@ -55,10 +55,10 @@ TICKET_S = 0.03
 TICK_S = 0.004
 ENGINES = 4
 LIVES = 3
-"""Of kvbm."""
+"""The number of lives of kvbm in one storm."""
 LIFE_ACTS = 200
 LIFE_S = 2.0
-"""At most, both."""
+"""The most that happens in one life, and the most seconds that it lasts."""
 RECORD_BYTES = 4096 + 8192
 AT_ONCE = 4
 FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 def storm_settings(draw: Random, folder: Path, arenas: int) -> KvbmConfig:
-    """A small pool, a smaller disk or a larger one, tickets that are soon over."""
+    """Draw the settings: a small pool, a smaller or larger disk, tickets that expire soon."""
     limit_bytes = arenas * draw.choice((4, 16, 64)) * RECORD_BYTES
     return msgspec.structs.replace(
         settings(folder),
@@ -93,13 +93,13 @@ def storm_settings(draw: Random, folder: Path, arenas: int) -> KvbmConfig:
 
 
 class Storm:
-    """One seed's. `seen` counts what came about."""
+    """The storm of one seed. `seen` counts what happened."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = Random(seed)
         self.folder = folder
         self.workers = self.random.choice((0, 0, 2, 3))
-        """The others are engines that go wrong in ways of their own."""
+        """The number of workers; the other clients are engines that go wrong in ways of their own."""
         arenas = 2 if self.workers else self.random.choice((1, 2))
         self.link = Link(self.random)
         self.world = World(storm_settings(self.random, folder, arenas), self.link)
@@ -109,17 +109,17 @@ class Storm:
         self.seen: Counter[str] = Counter()
         self.over = False
         self.life = 0
-        """Of the kvbm, the one that answers."""
+        """The number of the kvbm that answers now."""
         self._sleeper = ""
         """An engine that sleeps from one life into the next, in the middle of what it writes."""
         self._names = 0
         self._answered = 0
         self._workers: list[Worker] = []
         self._last: asyncio.Future[Store] = asyncio.get_running_loop().create_future()
-        """The kvbm that nothing befalls any more."""
+        """The last kvbm, which meets no more faults."""
 
     async def run(self) -> None:
-        """Raises where anything went wrong."""
+        """Run the storm. Raises where anything went wrong."""
         async with asyncio.TaskGroup() as tasks:
             troubles = [tasks.create_task(self._disk_trouble())]
             for life in range(LIVES):
@@ -140,7 +140,7 @@ class Storm:
                         store.lose()
 
     async def _lived(self) -> None:
-        """So much has been done, however busy the machine is."""
+        """Wait until enough has been done, however busy the machine is."""
         ends = self._acts() + self.random.randrange(LIFE_ACTS)
         with suppress(TimeoutError):
             async with asyncio.timeout(LIFE_S):
@@ -151,7 +151,7 @@ class Storm:
         return self._answered + sum(one.acts for one in self._workers)
 
     async def _all_is_free(self, store: Store) -> None:
-        """Nobody lives: no slot is held, written to or kept from anybody, and no ticket is open."""
+        """Check that after all engines died no slot is held, written to or quarantined, and no ticket is open."""
         for layout in store.service.layouts.open.values():
 
             def free() -> bool:
@@ -163,7 +163,7 @@ class Storm:
             await until(free)
 
     async def _is_told(self, store: Store) -> None:
-        """What routers have heard is what can be found."""
+        """Check that routers have heard of exactly the blocks that can be found."""
         for layout in list(store.service.layouts.open.values()):
             mark = layout.log.flush_all()
             router = Router()
@@ -177,7 +177,7 @@ class Storm:
     # --- engines
 
     async def _engines(self) -> None:
-        """One after the other."""
+        """Run one engine after the other."""
         random = self.random
         while not self.over:
             self._names += 1
@@ -226,7 +226,7 @@ class Storm:
             await self._pause()
 
     async def _pause(self) -> None:
-        """Mostly not for long, sometimes for longer than any ticket lasts."""
+        """Pause, mostly for a moment, sometimes for longer than any ticket lasts."""
         await asyncio.sleep(self.random.choice((0.0, 0.0, 0.001, 0.003, 0.01, 2 * TICKET_S)))
 
     async def _sleep(self, engine: Engine) -> None:
@@ -241,7 +241,7 @@ class Storm:
         return whole[: self.random.randint(1, len(whole))]
 
     async def _store(self, engine: Engine) -> None:
-        """Written to at any time until it is answered: an engine that was stopped goes on where it was."""
+        """Store blocks, and write until the reply comes: an engine that was stopped goes on where it was."""
         contents = self._some()
         granted = await engine.try_store(contents)
         if isinstance(granted, wire.KvbmRefused):
@@ -294,7 +294,7 @@ class Storm:
     # --- workers
 
     async def _worker(self, name: str) -> None:
-        """Its engines, one after the other; the last one comes to rest."""
+        """Run a worker's engines, one after the other; the last one comes to rest."""
         async with worker(self.world, name, self.random) as one:
             self._workers.append(one)
             while True:
@@ -351,7 +351,7 @@ class Storm:
 
 
 async def one(seed: int) -> Counter[str]:
-    """What came about in it. Raises where anything went wrong, with the seed's number."""
+    """Run the storm of one seed. Return what happened. Raises where anything went wrong, with the seed's number."""
     folder = Path(tempfile.mkdtemp(prefix="headrace-storm-", dir=FOLDER))
     try:
         async with asyncio.timeout(LIMIT_S * 3):
@@ -366,7 +366,8 @@ async def one(seed: int) -> Counter[str]:
 
 
 async def storms(first: int, count: int) -> Counter[str]:
-    """The storms `first` … `first + count - 1`, several at once, since they mostly wait; what came about in all."""
+    """Run the storms `first` … `first + count - 1`, several at once, since they mostly wait. Return what happened in
+    all."""
     logging.disable(logging.CRITICAL)
     try:
         with pytest.MonkeyPatch.context() as faster:
@@ -388,7 +389,7 @@ async def storms(first: int, count: int) -> Counter[str]:
 
 
 def _bad(request: Callable[..., T]) -> Callable[..., T]:
-    """A disk's, now and then slow, seldom failing; in its thread, so no seed says when."""
+    """Make a disk request that is slow now and then, and fails seldom; it runs in a thread, so no seed says when."""
 
     def bad(*record: Any) -> T:
         roll = random()

@@ -1,4 +1,4 @@
-"""docs/kvbm.md and the block store's part of docs/states.md: settings, codes and states are those that there are; the
+"""Checks docs/kvbm.md and the block store's part of docs/states.md: settings, codes and states are the real ones; the
 policy and the engine in it work as they stand."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_every_policy_and_every_code_has_its_row() -> None:
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The document's, as a module that can be imported; its name in the config."""
+    """Import the document's policy as a module; yield its name in the config."""
     assert len(POLICY.splitlines()) <= 30
     (tmp_path / "least_used.py").write_text(POLICY, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

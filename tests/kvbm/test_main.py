@@ -1,4 +1,4 @@
-"""kvbm as a process, over the real NATS: killed, started again, ended; an engine process that is stopped and killed."""
+"""kvbm as a process, over a real NATS: killed, started again, ended; an engine process that is stopped and killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORKER = "w1"
 
 @asynccontextmanager
 async def kvbm_process(nats_url: str, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Started when entered; ended, if the test did not, when left. Its pool and disk outlive it."""
+    """Start a kvbm when entered; end it when left, if the test did not. Its pool and disk outlive it."""
     flags = [
         *("--namespace", NAMESPACE),
         *("--nats-url", nats_url),
@@ -48,7 +48,7 @@ async def kvbm_process(nats_url: str, folder: Path) -> AsyncIterator[asyncio.sub
 
 
 async def there(folder: Path, other_than: str = "") -> Instance:
-    """The address book of a kvbm, once there is one."""
+    """Wait for the address book of a kvbm, and return it."""
     discovery = FileDiscovery(folder / "discovery")
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -64,7 +64,7 @@ async def there(folder: Path, other_than: str = "") -> Instance:
 
 
 async def state_once(bus: NatsBus, kvbm: Instance, met: Callable[[wire.LayoutState], bool]) -> wire.LayoutState:
-    """Of the one layout, once it is so."""
+    """Wait until the one layout meets the condition, and return its state."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             answer = await bus.request(kvbm.subjects["stat"], b"", timeout_s=LIMIT_S)

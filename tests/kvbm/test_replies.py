@@ -13,7 +13,7 @@ from shared.messages import JSON_HEADER
 
 
 class Rig:
-    """Answers, and what arrives."""
+    """A reply sender, and the messages that arrive."""
 
     def __init__(self) -> None:
         self.broker = MemoryBroker()
@@ -35,7 +35,7 @@ def question(**headers: str) -> Message:
     return Message("headrace.test.kvbm.b1.fetch", b"", "asker", headers)
 
 
-async def test_answers_of_by_and_by_keep_their_order_and_the_last_one_says_so() -> None:
+async def test_queued_replies_keep_their_order_and_the_last_one_is_marked() -> None:
     rig = await Rig().open()
     running = asyncio.create_task(rig.answers.run())
     for number in range(3):
@@ -47,7 +47,7 @@ async def test_answers_of_by_and_by_keep_their_order_and_the_last_one_says_so() 
     running.cancel()
 
 
-async def test_who_asks_in_json_is_told_that_it_is_json() -> None:
+async def test_a_question_in_json_gets_a_reply_marked_as_json() -> None:
     rig = await Rig().open()
     assert await rig.answers.send(question(**JSON_HEADER), b"{}")
     async with asyncio.timeout(60):

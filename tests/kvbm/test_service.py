@@ -1,4 +1,4 @@
-"""kvbm over its wire: real bytes through a real pool, two owners, bad input, deaths, restarts, a disk that goes."""
+"""kvbm over its wire: real bytes through a real pool, two owners, bad input, deaths, restarts, a disk that fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUICK = TicketLimits(store_time_s=0.3, fetch_time_s=0.3)
 
 
 def refusal(reply: object) -> str:
-    """Its code."""
+    """Return the refusal's code."""
     assert isinstance(reply, wire.KvbmRefused), reply
     assert reply.reason
     return reply.code
@@ -170,7 +170,7 @@ async def test_a_commit_after_the_deadline_publishes_nothing_and_frees_the_slots
         assert await a.store(contents) == 2
 
 
-async def test_attaching_anew_ends_all_that_an_engine_had(tmp_path: Path) -> None:
+async def test_attaching_again_ends_all_that_an_engine_had(tmp_path: Path) -> None:
     async with serving(tmp_path) as store:
         a = await store.world.attached("a")
         contents = chain(1, 2)
@@ -219,7 +219,7 @@ async def test_a_second_attach_with_another_layout_is_refused_and_costs_nothing(
         assert await a.load(contents) == (1, 0)
 
 
-async def test_a_policy_that_cannot_be_made_for_a_layout_is_told_to_who_attaches(tmp_path: Path) -> None:
+async def test_a_policy_that_cannot_be_made_for_a_layout_refuses_the_attach_with_the_reason(tmp_path: Path) -> None:
     async with serving(tmp_path, tiers=TiersConfig(host_policy="tests.kvbm.store_rig:SmallOnly")) as store:
         for layout in (LAYOUT, LAYOUT, OTHER_LAYOUT):
             a = store.world.engine(f"a-{len(store.world.engines)}", layout=layout)
@@ -231,7 +231,7 @@ async def test_a_policy_that_cannot_be_made_for_a_layout_is_told_to_who_attaches
         assert (await store.state()).layouts == []
 
 
-async def test_an_arena_goes_to_another_layout_only_when_nobody_uses_it(tmp_path: Path) -> None:
+async def test_an_arena_goes_to_another_layout_only_when_no_engine_uses_it(tmp_path: Path) -> None:
     async with serving(tmp_path) as store:
         a = await store.world.attached("a")
         await a.store(chain(1))
@@ -324,7 +324,7 @@ async def test_bad_fetches_are_refused_in_one_last_reply(tmp_path: Path) -> None
         assert await a.load([]) == (0, 0)
 
 
-async def test_many_fetches_of_far_too_many_blocks_leave_no_memory_behind(tmp_path: Path) -> None:
+async def test_many_fetches_of_far_too_many_blocks_use_no_memory_afterwards(tmp_path: Path) -> None:
     async with serving(tmp_path) as store:
         a = await store.world.attached("a")
         tracemalloc.start()
@@ -401,7 +401,7 @@ async def test_a_kvbm_that_cannot_be_says_why_and_leaves_nothing(
         await store.world.attached("a")
 
 
-# --- what everyone is told
+# --- reports to routers and people
 
 
 async def test_events_snapshot_report_and_digests_agree(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ async def test_a_snapshot_of_a_layout_that_is_not_here_is_not_given(tmp_path: Pa
         await until(lambda: store.runtime.bus.malformed == 1)
 
 
-async def test_a_kvbm_that_stops_is_gone_from_discovery_and_answers_nobody(tmp_path: Path) -> None:
+async def test_a_kvbm_that_stops_leaves_discovery_and_answers_no_request(tmp_path: Path) -> None:
     world = World(settings(tmp_path))
     async with running(world) as store:
         a = await world.attached("a")
@@ -533,7 +533,7 @@ async def test_blocks_on_disk_are_found_again_after_a_restart(tmp_path: Path) ->
 # --- the disk
 
 
-async def test_what_left_memory_comes_back_from_disk_behind_what_is_there(tmp_path: Path) -> None:
+async def test_blocks_on_disk_come_after_the_blocks_of_their_prefix_in_memory(tmp_path: Path) -> None:
     tiers = TiersConfig(host_policy="lru", disk_sightings=1)
     async with serving(tmp_path, size_bytes=SMALL_BYTES, disk=True, tiers=tiers) as store:
         a = await store.world.attached("a")
@@ -679,7 +679,7 @@ async def test_a_disk_that_goes_takes_its_blocks_and_requests_go_on_until_it_is_
         await until(lambda: router.holds("disk", [*contents, *chain(3)]))
 
 
-async def test_who_waits_for_the_disk_hears_that_its_ticket_has_ended(tmp_path: Path) -> None:
+async def test_a_fetch_that_waits_for_the_disk_is_refused_when_its_ticket_ends(tmp_path: Path) -> None:
     world = World(settings(tmp_path, disk=True))
     contents = chain(1, 2)
     async with running(world, "b1") as store:
@@ -693,7 +693,7 @@ async def test_who_waits_for_the_disk_hears_that_its_ticket_has_ended(tmp_path: 
         asked = wire.FETCH.encode(wire.Fetch(a.owner, b"".join(keys(contents))))
         bus = store.world.bus
         async with bus.stream(a.subject("fetch"), asked, idle_timeout_s=20) as replies:
-            # In one turn of kvbm's: the disk cannot have answered in between.
+            # These run in one turn of kvbm's loop: the disk cannot have answered in between.
             again = asyncio.ensure_future(a.try_attach())
             told = [wire.FETCH_REPLY.decode(message.payload) async for message in replies]
             await again

@@ -1,4 +1,4 @@
-"""Nothing goes wrong in many storms; KVBM_STORMS says in how many (60)."""
+"""Nothing goes wrong in many storms; KVBM_STORMS sets their number (60)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kvbm.storm import storms
 
 STORMS = int(os.environ.get("KVBM_STORMS", "60"))
 BLOCK = 20
-"""Storms a test."""
+"""The number of storms in one test."""
 _seen: Counter[str] = Counter()
 
 

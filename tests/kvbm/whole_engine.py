@@ -1,4 +1,4 @@
-"""A worker beside a kvbm: the shell's own client and the engine's own core, scheduler, exchange and mover, over real
+"""A worker next to a kvbm: the shell's own client, and the engine's own core, scheduler, connector and mover, over real
 memory; and the link between worker and kvbm, which loses messages and delays them.
 
 The engine's bytes are `tests.worker.pool_runner`'s: any that are not those of exactly this prefix fail the test.
@@ -27,15 +27,16 @@ from tests.worker import kvbm_world
 from tests.worker.kvbm_world import Engine
 
 SHELL = "shell "
-"""How the name of a worker's end of its link begins."""
+"""The prefix of the name of a worker's end of its link."""
 PAUSES_S = (0.0, 0.0, 0.001, 0.003)
 ANSWER_S = 0.15
-"""Whoever asks waits so long."""
+"""Seconds that a request waits for its reply."""
 
 
 class Link:
-    """A Weather: of and to workers' shells; nothing overtakes, as NATS has it. `lost`, `late`, `twice` are shares; the
-    latter of stores, which is worse than NATS: the second one comes later, and nobody hears its answer."""
+    """Faults on the messages of and to workers' shells; no message overtakes another, as with NATS. `lost`, `late` and
+    `twice` are shares. `twice` is of stores, which is worse than NATS: the second one comes later, and its reply
+    reaches no engine."""
 
     def __init__(self, draw: Random) -> None:
         self.lost = draw.choice((0.0, 0.01, 0.05))
@@ -58,12 +59,12 @@ class Link:
                 loop.call_at(arrives_s + self._draw.uniform(0.0, 2 * ANSWER_S), deliver)
 
     def mend(self) -> None:
-        """From now on all arrives."""
+        """Deliver everything from now on."""
         self.lost = self.late = self.twice = 0.0
 
 
 class Worker:
-    """Its engines live one after the other."""
+    """One worker, whose engines live one after the other."""
 
     def __init__(self, directory: Path, name: str, draw: Random, runtime: Runtime) -> None:
         self.name = name
@@ -81,7 +82,7 @@ class Worker:
         self._engines = count(1)
 
     async def life(self, steps: int, over: Callable[[], bool], pause_s: float) -> Engine:
-        """An engine for so many steps, and now and then for `pause_s` none; whoever calls ends it."""
+        """Run an engine for `steps` steps, and now and then for `pause_s` none. The caller ends it."""
         draw = self._draw
         engine = self._start()
         for _ in range(steps):
@@ -107,7 +108,7 @@ class Worker:
         return Engine(world, f"{self.name}-{next(self._engines)}")
 
     def _step(self, engine: Engine) -> bool:
-        """False: there was nothing to do."""
+        """Run one step. Return False if there was nothing to do."""
         engine.world.now_s = self._loop.time()
         while self._inbox:
             engine.obey(self._inbox.popleft())
@@ -120,7 +121,7 @@ class Worker:
         return works
 
     async def rest(self, engine: Engine, kvbm: KvbmService) -> None:
-        """Everything that it was asked is answered, and the kvbm keeps nothing for it, though it lives."""
+        """Wait until every request is answered, and the kvbm keeps nothing for the engine, although it lives."""
         owner = engine.attachment.hold()
 
         def rests() -> bool:
@@ -142,7 +143,7 @@ class Worker:
         assert (load.held_blocks, load.waiting, load.running) == (0, 0, 0)
 
     def die(self, engine: Engine) -> None:
-        """As the kernel does it, in the middle of whatever it copied: the lock goes, its file stays."""
+        """End as the kernel ends a process, in the middle of its copies: the lock is released, its file stays."""
         engine.exchange.mover.close()
         engine.attachment._unmap()
         if engine.attachment._lock is not None:
@@ -152,7 +153,7 @@ class Worker:
 
 @asynccontextmanager
 async def worker(machine: Machine, name: str, draw: Random) -> AsyncIterator[Worker]:
-    """Its shell, as long as the context is open."""
+    """Run a worker's shell as long as the context is open."""
     bus = MemoryBus(machine.broker, SHELL + name)
     async with on_twins(NAMESPACE, "worker", name, bus, machine.broker, machine.store) as runtime:
         one = Worker(Path(machine.config.pool.directory), name, draw, runtime)

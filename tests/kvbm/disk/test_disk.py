@@ -30,7 +30,7 @@ def why(outcome: WrittenToDisk | LoadedFromDisk | DiskFailure | tuple[LoadedFrom
 
 @pytest.fixture
 def small_mount(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 60 pages of its own."""
+    """Mount a file system of 60 pages."""
     place = tmp_path / "mount"
     place.mkdir(mode=0o700)
     options = f"size={60 * 4096},mode=0700"
@@ -65,7 +65,7 @@ async def test_what_was_written_is_read_verified_and_found_again(tmp_path: Path)
         assert [await rig.holds(number, content(number)) for number in range(8)] == [True] * 8
 
 
-async def test_a_block_is_found_once_in_its_newest_record_and_the_oldest_is_told_first(tmp_path: Path) -> None:
+async def test_a_block_is_found_once_in_its_newest_record_and_the_oldest_comes_first(tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         await rig.back()
         for record, number in ((5, 1), (0, 2), (3, 1), (7, 3), (0, 4)):
@@ -145,11 +145,11 @@ async def test_without_o_direct_it_goes_through_the_page_cache_and_says_so(
     assert "O_DIRECT does not work" in caplog.text
 
 
-# --- what happens to the files behind our back
+# --- files that change under the tier
 
 
 def corrupt(path: Path, seed: int) -> None:
-    """Flips bits, copies pages over others, zeroes some, cuts off, in any order."""
+    """Damage a file: flip bits, copy pages over others, zero some, cut off, in any order."""
     draw = random.Random(seed)
     for _ in range(draw.randint(1, 6)):
         size_bytes = path.stat().st_size
@@ -224,7 +224,7 @@ async def test_memory_that_changes_while_it_is_written_is_a_miss_later(
         assert why(await rig.read(0, content(0).key)) == "damaged"
 
 
-# --- the tier goes off and comes back
+# --- the tier goes off and on again
 
 
 async def test_a_directory_that_is_removed_switches_the_tier_off_and_it_comes_back_empty(
@@ -318,7 +318,7 @@ async def test_a_read_only_file_system_keeps_the_tier_off_until_it_can_be_writte
 def failing(
     monkeypatch: pytest.MonkeyPatch, name: str, number: int, when: Callable[[int], bool]
 ) -> Callable[[int, Vector, int], int]:
-    """From here on `os.preadv` or `os.pwritev` fails for whole records at offsets for which `when` holds."""
+    """Make `os.preadv` or `os.pwritev` fail from here on, for whole records at offsets for which `when` holds."""
     really: Callable[[int, Vector, int], int] = getattr(os, name)
 
     def fails(file: int, buffers: Vector, offset: int) -> int:
@@ -395,7 +395,7 @@ async def test_a_disk_that_has_no_space_even_in_what_was_made_is_left_alone_unti
 async def test_a_tier_that_goes_off_while_requests_hang_lets_them_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that the disk holds keeps its memory, its descriptors and the lock; then the tier comes back."""
+    """A request that the disk holds keeps its memory, its descriptors and the lock; then the tier comes up again."""
     hangs, go = threading.Event(), threading.Event()
     really = os.pwritev
 

@@ -14,7 +14,7 @@ SEGMENT_BYTES = 4 * RECORD_BYTES
 
 
 async def fill(directory: Path) -> None:
-    """Three layouts with a segment each; the first was opened last."""
+    """Make three layouts with a segment each; the first was opened last."""
     for age, layout in enumerate(LAYOUTS):
         async with running(directory, disk_geometry(layout, 9000, 2 * SEGMENT_BYTES, SEGMENT_BYTES)) as rig:
             await rig.back()
@@ -26,7 +26,7 @@ def names(directory: Path) -> list[str]:
     return [layout.layout for layout in stored_layouts(directory)]
 
 
-async def test_layouts_are_told_with_their_size_the_least_recently_opened_first(tmp_path: Path) -> None:
+async def test_layouts_are_listed_with_their_size_the_least_recently_opened_first(tmp_path: Path) -> None:
     await fill(tmp_path)
     assert names(tmp_path) == LAYOUTS[::-1]
     assert [layout.opened_s for layout in stored_layouts(tmp_path)] == [998.0, 999.0, 1000.0]

@@ -125,7 +125,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_smaller_limit_cuts_off_what_lies_behind_it(tmp_path: Path) -> None:
+def test_a_smaller_limit_cuts_off_what_exceeds_it(tmp_path: Path) -> None:
     with opened(tmp_path) as segments:
         put(segments, 0, b"a")
         put(segments, 7, b"h")

@@ -1,4 +1,4 @@
-"""The events of one layout, by a publisher of the in-process bus."""
+"""The events of one layout, through a publisher of the in-process bus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TURN_BLOCKS = BATCH_BLOCKS * BATCHES_A_TURN
 
 
 class Rig:
-    """A log, and what was published."""
+    """A log, and the batches that it published."""
 
     def __init__(self) -> None:
         self.found: dict[str, set[int]] = {"host": set(), "disk": set()}
@@ -35,7 +35,7 @@ class Rig:
 
     @property
     def batches(self) -> list[int]:
-        """Blocks of each."""
+        """Return the number of blocks of each batch."""
         payloads = [payload for _, payload in self._publisher.ring.since(0)]
         return [sum(_blocks(event) for event in EVENT_BATCH.decode(payload).events) for payload in payloads]
 
@@ -53,7 +53,7 @@ def on_disk(blocks: int) -> list[TierEvent]:
     return [("disk", Stored(content)) for content in contents]
 
 
-def test_changes_are_told_in_order_with_their_tiers_and_the_mark_follows() -> None:
+def test_changes_are_published_in_order_with_their_tiers_and_the_mark_follows() -> None:
     rig = Rig()
     one, two = chain(1, 2)
     rig.add(("host", Stored(one)), ("host", Stored(two)), ("disk", Stored(one)), ("host", Evicted(one)))
@@ -71,7 +71,7 @@ def test_changes_are_told_in_order_with_their_tiers_and_the_mark_follows() -> No
     assert len(rig.batches) == 1, "nothing changed, nothing is told"
 
 
-def test_a_disk_with_many_blocks_is_told_in_turns_and_the_mark_waits() -> None:
+def test_a_disk_with_many_blocks_is_published_in_turns_and_the_mark_waits() -> None:
     rig = Rig()
     rig.add(*on_disk(TURN_BLOCKS + 10))
     assert rig.log.flush()
@@ -83,7 +83,7 @@ def test_a_disk_with_many_blocks_is_told_in_turns_and_the_mark_waits() -> None:
     rig.log.validate()
 
 
-def test_who_brings_changes_while_very_many_wait_pays_for_them() -> None:
+def test_adding_changes_while_very_many_wait_publishes_as_many() -> None:
     rig = Rig()
     rig.add(*on_disk(BACKLOG_CHANGES + 1))
     waiting = rig.log.waiting

@@ -1,4 +1,4 @@
-"""Arenas: who has which, and who loses one."""
+"""Arenas: which layout has which, and which one loses its own."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_new_pool_is_this_users_alone(tmp_path: Path) -> None:
         assert {file.name for file in directory.iterdir()} == {"lock", "owners", "pool"}
 
 
-def test_a_second_kvbm_is_refused_and_told_the_first_ones_process(tmp_path: Path) -> None:
+def test_a_second_kvbm_is_refused_and_the_error_names_the_first_process(tmp_path: Path) -> None:
     with running(KVBM, tmp_path) as (process, _):
         with pytest.raises(ConfigError, match=f"another kvbm runs here, process {process.pid}"):
             HostPool.open(tmp_path, SIZE_BYTES)
@@ -207,7 +207,7 @@ def test_a_link_in_the_pools_place_is_replaced_and_not_followed(tmp_path: Path) 
     assert elsewhere.read_bytes() == b"mine"
 
 
-def test_a_start_that_was_killed_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_start_that_was_killed_half_way_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "pool.new").write_bytes(b"half")
     with opened(tmp_path):
         assert {file.name for file in tmp_path.iterdir()} == {"lock", "owners", "pool"}

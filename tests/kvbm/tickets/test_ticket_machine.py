@@ -36,7 +36,7 @@ OWNERS = ("a", "b", "c")
 GARBAGE = b"garbage"
 BOUNDS = TicketLimits(store_time_s=3, fetch_time_s=3, tickets_per_owner=4, owner_share=0.7)
 PATHS = {keys(chain(*path))[-1]: keys(chain(*path)) for n in (1, 2, 3) for path in product((0, 1), repeat=n)}
-"""Block → the chain that ends with it, of all that can be stored."""
+"""Block → the chain that ends with it, for all blocks that can be stored."""
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=3)
 picks = st.integers(0, 99)
 
@@ -51,7 +51,7 @@ class Writer:
 
 
 class Reader:
-    """A fetch as its owner sees it. What it copies once its time is over it believes by the generation alone."""
+    """A fetch as its owner sees it. After its time is over only the generation decides whether a copy is right."""
 
     def __init__(self, owner: str, ticket: int, wanted: list[ContentKey]) -> None:
         self.owner = owner
@@ -61,7 +61,7 @@ class Reader:
         self.generations: list[int] = []
         self.over = False
         self.discarded: set[int] = set()
-        """Of its slots, those whose block was discarded meanwhile: the generation says so."""
+        """Its slots whose block was discarded meanwhile: the generation shows it."""
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -80,14 +80,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.spills: list[Spill] = []
         self.erases: list[int] = []
         self.discarded: set[ContentKey] = set()
-        """Nobody was granted a slot for them since then: nobody may find them."""
+        """Blocks that were discarded, with no slot granted for them since: no fetch may find them."""
         self.told: dict[Tier, dict[ContentKey, Content]] = {}
         self.start(before=())
         for owner in OWNERS:
             self.attach(owner)
 
     def start(self, before: tuple[str, ...]) -> None:
-        """A kvbm begins, with what it finds on disk."""
+        """Start a kvbm, with what it finds on disk."""
         self.run += 1
         self.told = {"host": {}, "disk": {}}
         sizes = TierSizes(
@@ -116,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert told.pop(event.content.key) == event.content
 
     def granted(self, slot: int) -> None:
-        """Somebody is about to write to the slot."""
+        """Record that the slot is about to be written."""
         assert all(slot not in writer.blocks for writer in self.writers), "granted while somebody may still write"
         assert all(slot != read.slot for read in self.reads), "granted while the disk may still write"
         assert all(slot != spill.slot for spill in self.spills), "granted while the disk reads"
@@ -182,7 +182,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.commit(len(self.writers) - 1, len(blocks))
 
     def free_owners(self) -> list[str]:
-        """Who may open a ticket."""
+        """Return the owners that may open a ticket."""
         attached = sorted(self.attached)
         return [
             owner
@@ -191,7 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]
 
     def forgetful(self) -> set[str]:
-        """Who has to attach anew before it may open a ticket."""
+        """Return the owners that must attach again before they may open a ticket."""
         long_ago_s = self.now_s - BOUNDS.store_time_s
         return {store.owner for store in self.tickets._expired.values() if store.deadline_s <= long_ago_s}
 
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(paths=st.lists(tokens, min_size=2, max_size=6))
     def begin(self, paths: list[list[int]]) -> None:
-        """Not every run has to fill the tiers by luck."""
+        """Start with blocks in the tiers, so that not every run has to fill them by luck."""
         for path in paths:
             self.store(0, path, at_once=True)
             self.spill(3, at_once=True)
@@ -243,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.free_owners() and any(self.told.values()))
     @rule(pick=picks, which=picks)
     def fetch_known(self, pick: int, which: int) -> None:
-        """A chain whose last block is there; preferably only on disk."""
+        """Fetch a chain whose last block is stored; preferably only on disk."""
         known = sorted(self.told["disk"].keys() - self.told["host"].keys()) or sorted(self.told["host"])
         self.fetch(pick, PATHS[known[which % len(known)]])
 
@@ -263,7 +263,8 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.readers)
     @rule(pick=picks)
     def copy_and_release(self, pick: int) -> None:
-        """Bytes are right, or the generation says that they are not; also long after the ticket's end."""
+        """Copy and release: the bytes are right, or the generation shows that they are not; also long after the
+        ticket's end."""
         reader = self.readers.pop(pick % len(self.readers))
         for key, slot, generation in zip(reader.wanted, reader.slots, reader.generations, strict=False):
             assert self.bytes[slot] == key or self.generation[slot] != generation, "wrong bytes"
@@ -275,7 +276,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.attached)
     @rule(pick=picks, path=tokens)
     def discard(self, pick: int, path: list[int]) -> None:
-        """The last blocks of a chain may be wrong. Who reads them sees it by the generation."""
+        """Discard the last blocks of a chain, which may be wrong. Their readers see it by the generation."""
         wanted = keys(chain(*path))[-2:]
         slots, events = self.tickets.discard(sorted(self.attached)[pick % len(self.attached)], wanted)
         self.discarded.update(wanted)
@@ -360,7 +361,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.disk_bytes)
     @rule(pick=picks)
     def corrupt(self, pick: int) -> None:
-        """The record's checksum will say so."""
+        """Damage the record: its checksum will show it."""
         del self.disk_bytes[sorted(self.disk_bytes)[pick % len(self.disk_bytes)]]
 
     @precondition(lambda self: self.tiers.statistics().disk.withheld)
@@ -387,7 +388,8 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.attached and any(self.told.values()))
     @rule(first=st.sampled_from((*OWNERS, None)))
     def kill(self, first: str | None) -> None:
-        """The kernel takes the disk's threads with it; workers go on writing and reading as they were told."""
+        """Kill kvbm. The disk's threads end with it; workers go on writing to and reading from what they were
+        granted."""
         self.reads, self.spills, self.erases = [], [], []
         for reader in self.readers:
             reader.over = True
@@ -416,7 +418,7 @@ class StoreMachine(RuleBasedStateMachine):
                     assert self.bytes[slot] == key, "wrong bytes under a ticket"
 
     def teardown(self) -> None:
-        """Everybody dies, the disk ends what it began: all slots are free or can be found."""
+        """Let every engine die, and the disk end what it started: all slots are free or can be found."""
         for owner in OWNERS:
             self.forget(owner)
             self.tickets.owner_dead(owner)
@@ -441,7 +443,7 @@ TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def disorder(machine: StoreMachine, draw: Random, steps: int) -> None:
-    """A long life of one machine: everything happens, what is usual more often."""
+    """Run a long life of one machine: everything happens, what is usual more often."""
 
     def number() -> int:
         return draw.randrange(100)

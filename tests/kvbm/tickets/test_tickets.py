@@ -39,14 +39,14 @@ class Store:
         return granted
 
     def keep(self, contents: list[Content], now_s: float = 0) -> list[TierEvent]:
-        """Stores and commits as owner a."""
+        """Store and commit as owner a."""
         granted = self.store("a", contents, now_s)
         events = self.tickets.commit("a", granted.ticket, granted.slots, now_s)
         self.tickets.validate()
         return [*granted.events, *events]
 
     def spill(self) -> None:
-        """Everything worth it goes to disk."""
+        """Spill everything that is worth it to disk."""
         for spill in self.tiers.take_spills(100)[0]:
             self.tiers.spill_done(spill, "ok")
 
@@ -56,7 +56,7 @@ class Store:
         return fetched
 
     def on_disk_only(self, contents: list[Content]) -> None:
-        """Stores the blocks, spills them, and pushes them out of the host tier with as many others."""
+        """Store the blocks, spill them, and push them out of the host tier with as many others."""
         self.keep(contents)
         self.spill()
         others = chain(*range(1000, 1000 + self.tiers.sizes.slots))
@@ -205,7 +205,7 @@ def test_an_aborted_store_publishes_nothing_and_leaves_nothing() -> None:
     assert store.tiers.statistics().host.free == 8
 
 
-def test_a_full_host_tier_makes_room_and_tells_who_went() -> None:
+def test_a_full_host_tier_makes_room_and_reports_the_evicted_block() -> None:
     store = plain(slots=2)
     old, new = chain(1, 2), chain(3)
     store.keep(old)
@@ -292,7 +292,7 @@ def test_a_ticket_of_the_other_kind_is_refused_and_stays() -> None:
     assert store.tickets.statistics().fetches == 1
 
 
-def test_who_has_not_attached_is_refused() -> None:
+def test_an_engine_that_has_not_attached_is_refused() -> None:
     tickets = plain().tickets
     with pytest.raises(UnknownOwner):
         tickets.store("c", chain(1), 0)
@@ -342,7 +342,7 @@ def test_too_many_blocks_and_too_many_tickets_are_refused() -> None:
 # --- time
 
 
-def test_an_expired_stores_slots_are_nobodys_until_its_owner_answers() -> None:
+def test_an_expired_stores_slots_stay_unused_until_its_owner_answers() -> None:
     store = plain(slots=2)
     granted = store.store("a", chain(1, 2), now_s=0)
     assert store.tickets.next_deadline_s() == 10
@@ -356,7 +356,7 @@ def test_an_expired_stores_slots_are_nobodys_until_its_owner_answers() -> None:
     assert len(store.store("b", chain(1, 2)).slots) == 2
 
 
-def test_who_asks_for_more_though_a_store_of_its_own_expired_long_ago_is_to_attach_anew() -> None:
+def test_an_owner_whose_store_expired_long_ago_must_attach_again_before_a_new_request() -> None:
     store = plain(slots=4)
     store.store("a", chain(1, 2), now_s=0)  # its answer never came, or another one's did
     store.tickets.expire(10)
@@ -419,7 +419,7 @@ def test_an_owner_that_dies_between_store_and_commit_leaks_and_publishes_nothing
         store.store("b", contents)
 
 
-def test_who_attaches_again_has_nothing_under_way() -> None:
+def test_an_owner_that_attaches_again_has_nothing_under_way() -> None:
     store, contents = plain(), chain(1)
     granted = store.store("a", contents)
     store.tickets.attach("a")
@@ -429,7 +429,7 @@ def test_who_attaches_again_has_nothing_under_way() -> None:
         store.tickets.commit("a", granted.ticket, granted.slots, 1)
 
 
-# --- a kvbm that starts anew
+# --- a kvbm that is restarted
 
 
 def test_after_a_restart_no_slot_is_given_until_all_owners_of_before_have_answered_or_are_dead() -> None:
@@ -455,7 +455,7 @@ def test_after_a_restart_blocks_on_disk_wait_for_a_slot() -> None:
     assert len(store.fetch(contents).reads) == 2
 
 
-def test_tickets_of_a_kvbm_that_starts_anew_begin_where_it_says() -> None:
+def test_the_tickets_of_a_restarted_kvbm_begin_at_its_first_ticket() -> None:
     tickets = Tickets(Tiers(TierSizes(slots=2), LruPolicy(10), LruPolicy(10)), TicketLimits(), first_ticket=500)
     tickets.attach("a")
     assert tickets.store("a", chain(1), 0).ticket == 500
@@ -599,7 +599,7 @@ def test_a_worker_that_commits_what_is_still_coming_from_disk_succeeds_and_keeps
     assert events == [("host", Stored(contents[0]))]
 
 
-def test_a_fetch_whose_time_began_anew_ends_after_one_that_began_later() -> None:
+def test_a_fetch_whose_time_began_again_ends_after_one_that_began_later() -> None:
     store, contents = with_disk(), chain(1)
     store.on_disk_only(contents)
     store.keep(chain(7), now_s=0)

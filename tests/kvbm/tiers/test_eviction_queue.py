@@ -30,7 +30,7 @@ def test_the_first_in_line_is_named_until_it_is_dropped() -> None:
     assert (len(three), key(0) in three, key(1) in three) == (2, False, True)
 
 
-def test_who_has_been_refused_is_asked_again_before_those_behind() -> None:
+def test_a_refused_key_is_asked_for_again_before_those_after_it() -> None:
     three = line(3)
     assert three.first(lambda each: each != key(0), every=False) == key(1)
     assert three.first(lambda _: True, every=False) == key(0)
@@ -52,7 +52,9 @@ def test_thousands_that_were_refused_are_not_asked_again_for_each_victim() -> No
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "drop", "first"]), KEYS, st.sets(KEYS))))
-def test_a_line_agrees_with_a_list_and_names_who_may_go(steps: list[tuple[str, ContentKey, set[ContentKey]]]) -> None:
+def test_a_queue_agrees_with_a_list_of_keys_that_may_go(
+    steps: list[tuple[str, ContentKey, set[ContentKey]]],
+) -> None:
     made, model = EvictionQueue(), set[ContentKey]()
     for step, each, may in steps:
         if step == "push":

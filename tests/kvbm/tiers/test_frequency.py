@@ -30,7 +30,7 @@ def test_what_is_to_be_counted_later_is_counted_before_anybody_asks() -> None:
     assert (sightings.count(first), sightings.count(second), sightings.count(third)) == (3, 0, 2)
 
 
-def test_no_more_than_so_many_wait_to_be_counted() -> None:
+def test_a_limited_number_of_sightings_wait_to_be_counted() -> None:
     sightings, many = AccessFrequency(2), keys(chain(*range(100)))
     for _ in range(100):
         sightings.record_later(many)

@@ -1,4 +1,4 @@
-"""Every eviction policy by what it promises, and each by what it is for."""
+"""Every eviction policy is tested for what all promise, and each for what it is good at."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def key(number: int) -> ContentKey:
 
 
 class Cache:
-    """One tier of `capacity` blocks, nothing else. `asked` finds a block or stores it."""
+    """One tier of `capacity` blocks, and nothing else. `asked` finds a block or stores it."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int = CAPACITY) -> None:
         self.policy = policy
@@ -107,7 +107,7 @@ def test_what_is_remembered_of_those_that_have_gone_is_bounded(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_of_a_prefix_told_last_block_first_the_end_goes_first(name: str) -> None:
+def test_a_prefix_that_is_stored_last_block_first_leaves_from_its_end(name: str) -> None:
     cache = Cache(named(name, CAPACITY))
     for number in reversed(range(CAPACITY)):
         cache.asked(number)
@@ -124,7 +124,7 @@ def test_lru_lets_the_longest_unused_go() -> None:
 
 
 def kept(policy: EvictionPolicy, flood: int) -> int:
-    """How many of 100, that are used in every round, are there after the last round's flood."""
+    """Return how many of 100 blocks that are used in every round are stored after the last round's flood."""
     cache, fresh = Cache(policy, 200), 1000
     for _round in range(60):
         cache.hits(range(100))
@@ -210,7 +210,7 @@ def test_what_is_no_policy_is_a_config_error(name: str) -> None:
         ("DeafPolicy", "TypeError: DeafPolicy.backed() takes 1 positional argument but 3 were given"),
     ],
 )
-def test_a_policy_that_fails_is_off_and_lru_takes_over_with_all_that_was_told(name: str, problem: str) -> None:
+def test_a_policy_that_fails_is_off_and_lru_takes_over_with_all_calls_so_far(name: str, problem: str) -> None:
     own = named(f"{PLUGINS}:{name}", 3)
     assert isinstance(own, GuardedPolicy)
     cache = Cache(own, 3)
@@ -225,7 +225,7 @@ def test_a_policy_that_fails_is_off_and_lru_takes_over_with_all_that_was_told(na
     assert cache.there == {key(10), key(11), key(12)}
 
 
-def test_nobody_may_go_is_no_failure() -> None:
+def test_a_policy_that_names_no_block_where_none_may_go_has_not_failed() -> None:
     own = named(f"{PLUGINS}:StubbornPolicy", 3)
     assert isinstance(own, GuardedPolicy)
     cache = Cache(own, 3)

@@ -35,7 +35,7 @@ def tiers(
 
 
 def keep(store: Tiers, contents: list[Content]) -> list[Content]:
-    """Offers and publishes; those that had to go."""
+    """Offer and publish the blocks. Return the evicted ones."""
     offered = store.offer(contents, len(contents))
     store.publish(offered.slots)
     store.validate([])
@@ -43,7 +43,7 @@ def keep(store: Tiers, contents: list[Content]) -> list[Content]:
 
 
 def spill(store: Tiers) -> list[Content]:
-    """Everything worth it goes to disk."""
+    """Spill everything that is worth it to disk."""
     spills, _ = store.take_spills(100)
     for one in spills:
         store.spill_done(one, "ok")
@@ -318,7 +318,7 @@ def test_a_prefix_goes_from_its_end() -> None:
 
 
 class Listening(LruPolicy):
-    """Remembers what it was told as used."""
+    """Remembers the uses that it heard of."""
 
     def __init__(self) -> None:
         super().__init__(10)
@@ -359,7 +359,7 @@ def test_nothing_that_is_held_goes_ahead_of_need() -> None:
     store.validate(held.slots)
 
 
-def test_uses_that_no_policy_was_asked_about_are_told_before_they_are_many() -> None:
+def test_uses_are_reported_to_the_policy_before_they_are_many() -> None:
     policy, contents = Listening(), chain(1)
     store = Tiers(TierSizes(slots=2, held_share=1), policy, LruPolicy(1))
     keep(store, contents)
