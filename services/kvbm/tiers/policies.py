@@ -235,7 +235,7 @@ a disk has many."""
 
 
 def named(name: str, capacity_blocks: int) -> EvictionPolicy:
-    """A policy of its own for one tier, built in or `module:attribute`. Raises ConfigError."""
+    """Make a policy for one tier, built in or `module:attribute`. Raises ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name](capacity_blocks)
     plugin = load_plugin("eviction policy", name, BUILT_IN)
