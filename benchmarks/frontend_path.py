@@ -34,10 +34,10 @@ from benchmarks.report import Goal, report
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
-from services.frontend.protocol.chat_chunks import ChatShape
+from services.frontend.protocol.chat_chunks import ChatEncoder
 from services.frontend.requests.session import Received, Session
-from services.frontend.tool_parsers.parse_result import Found
-from services.frontend.tool_parsers.parser import Parser, Plan
+from services.frontend.tool_parsers.parse_result import ParseResult
+from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.hashing import pack_tokens
 from shared.messages import STEP_FRAME, Accepted, Overlap, Part, Selected, StepFrame
 from shared.metrics import STEP_SECONDS, Distribution
@@ -128,7 +128,7 @@ class Parts:
         self.requests = [f"{number:032x}" for number in range(streams)]
         self.sessions = {request: _streaming(request, worker) for request in self.requests}
         self.outputs = [Output(tokens, ()) for _ in self.requests]
-        self.shapes = [ChatShape(request, 0, "m", with_logprobs=False, with_usage=False) for request in self.requests]
+        self.shapes = [ChatEncoder(request, 0, "m", with_logprobs=False, with_usage=False) for request in self.requests]
         self.frames = [
             STEP_FRAME.encode(
                 StepFrame(
@@ -158,7 +158,7 @@ class Parts:
         delta = Delta(" wheel")
         for _ in self.frames:
             for shape in self.shapes:
-                shape.chunk(delta)
+                shape.delta_chunk(delta)
 
     def metrics(self) -> None:
         for _ in self.frames:
@@ -186,13 +186,13 @@ class Parts:
 
 _WORDS = (b"the", b" wheel", b" turns", b",", b" 42", b"\\n")
 _ANSWERS = {
-    "content, where tools are offered": (Plan("hermes"), b"", b""),
-    "content, behind thinking": (Plan(thinks=True, begun=True), b"</think>", b""),
-    "thinking": (Plan(thinks=True, begun=True), b"", b""),
-    "arguments, hermes": (Plan("hermes"), b'<tool_call>{"name": "f", "arguments": {"a": "', b'"}}</tool_call>'),
-    "arguments, llama3_json": (Plan("llama3_json"), b'{"name": "f", "parameters": {"a": "', b'"}}'),
-    "arguments, mistral": (Plan("mistral"), b'[TOOL_CALLS]f[ARGS]{"a": "', b'"}'),
-    "arguments, pythonic": (Plan("pythonic"), b"[f(a='", b"')]"),
+    "content, where tools are offered": (ParsePlan("hermes"), b"", b""),
+    "content, behind thinking": (ParsePlan(reasoning=True, reasoning_open=True), b"</think>", b""),
+    "thinking": (ParsePlan(reasoning=True, reasoning_open=True), b"", b""),
+    "arguments, hermes": (ParsePlan("hermes"), b'<tool_call>{"name": "f", "arguments": {"a": "', b'"}}</tool_call>'),
+    "arguments, llama3_json": (ParsePlan("llama3_json"), b'{"name": "f", "parameters": {"a": "', b'"}}'),
+    "arguments, mistral": (ParsePlan("mistral"), b'[TOOL_CALLS]f[ARGS]{"a": "', b'"}'),
+    "arguments, pythonic": (ParsePlan("pythonic"), b"[f(a='", b"')]"),
 }
 
 
@@ -203,17 +203,18 @@ def _taken_apart(tokens: int = 20_000) -> Row:
     return {"as a text": text_us} | {f"more: {name}": us for name, us in added.items()}
 
 
-def _answer_us(plan: Plan | None, before: bytes, behind: bytes, tokens: int) -> float:
+def _answer_us(plan: ParsePlan | None, before: bytes, behind: bytes, tokens: int) -> float:
     table = [before, *_WORDS, behind]
     ids = [0, *(1 + at % len(_WORDS) for at in range(tokens)), len(table) - 1]
     plain = Output(TokenBytes(table, table, strip_first_space=False), ())
-    output = plain if plan is None else ParsedOutput(plain, Parser(plan, Found(frozenset({"f"}), lambda: "id")))
-    shape = ChatShape("r", 0, "m", with_logprobs=False, with_usage=False, parsed=plan is not None)
+    result = ParseResult(frozenset({"f"}), lambda: "id")
+    output = plain if plan is None else ParsedOutput(plain, AnswerParser(plan, result))
+    shape = ChatEncoder("r", 0, "m", with_logprobs=False, with_usage=False, parsed=plan is not None)
     began_s = time.process_time()
     for token in ids:
         delta = output.push((token,))
         if delta.text or delta.reasoning or delta.calls:
-            shape.chunk(delta)
+            shape.delta_chunk(delta)
     return 1e6 * (time.process_time() - began_s) / tokens
 
 

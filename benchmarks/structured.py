@@ -102,11 +102,11 @@ def _held(**fields: Any) -> str:
     import msgspec
 
     from services.frontend.protocol.chat import ChatRequest
-    from services.frontend.structured.grammar import held
-    from services.frontend.tool_parsers.parser import Plan
+    from services.frontend.structured.grammar import answer_grammar
+    from services.frontend.tool_parsers.parser import ParsePlan
 
     request = msgspec.convert({"messages": [{"role": "user", "content": "?"}], **fields}, ChatRequest)
-    found = held(request, Plan("hermes"), {})
+    found = answer_grammar(request, ParsePlan("hermes"), {})
     assert found is not None
     return found.grammar
 
@@ -139,9 +139,9 @@ def _decode(what: str, grammar: str, rounds: int) -> list[dict[str, Any]]:
 
 
 async def _compile() -> list[dict[str, Any]]:
-    from services.frontend.structured.compiler import Grammars
+    from services.frontend.structured.compiler import GrammarCompiler
 
-    grammars, times_s = Grammars(), []
+    grammars, times_s = GrammarCompiler(), []
     for grammar in (_grammar(), _grammar().replace("1000", "999"), _grammar()):
         begun = time.perf_counter()
         await grammars.check(grammar, "schema")

@@ -19,7 +19,7 @@ from functools import partial
 
 import msgspec
 
-from services.frontend.auth.access import Access
+from services.frontend.auth.access import Authenticator
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.metrics import Metrics
 from services.frontend.models.model import Parsers
@@ -27,13 +27,13 @@ from services.frontend.models.registry import Models
 from services.frontend.openapi.document import document
 from services.frontend.readiness import Readiness
 from services.frontend.requests.service import Frontend
-from services.frontend.server.middleware import Gate
-from services.frontend.server.nats_api import NatsDoor
+from services.frontend.server.middleware import Middleware
+from services.frontend.server.nats_api import NatsApi
 from services.frontend.server.port import Port
-from services.frontend.server.routes import HttpDoor
+from services.frontend.server.routes import HttpApi
 from services.frontend.serving.dispatch import Exchange
 from services.frontend.serving.response_directory import ResponseDesk
-from services.frontend.structured.compiler import Grammars
+from services.frontend.structured.compiler import GrammarCompiler
 from shared import subjects
 from shared.discovery.contract import Registration
 from shared.runtime.lifecycle import Runtime, settle_memory
@@ -54,22 +54,22 @@ _log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[HttpDoor]:
+async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[HttpApi]:
     """A frontend that serves while the context is open, and drains when it is left."""
     metrics = Metrics(runtime.registry)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as pool:
         models = Models(runtime.directory, config.models, runtime.tasks, pool, partial(_parsers, config))
         requests = Frontend(runtime, config.limits, metrics)
-        access = Access(config.access, metrics)
-        grammars = Grammars()
+        access = Authenticator(config.access, metrics)
+        grammars = GrammarCompiler()
         desk = ResponseDesk(runtime, config.responses, metrics)
         exchange = Exchange(requests, models, pool, metrics, grammars, desk)
         port = Port(with_files(config.http), metrics)
-        http = HttpDoor(exchange, requests, metrics, config.http, port, Gate(access, config.http))
-        nats = NatsDoor(runtime, exchange, requests, metrics, access, config.nats.inbox)
-        app = http.app(document(keys=access.asks))
+        http = HttpApi(exchange, requests, metrics, config.http, port, Middleware(access, config.http))
+        nats = NatsApi(runtime, exchange, requests, metrics, access, config.nats.inbox)
+        app = http.app(document(keys=access.requires_key))
         # Who has no key is told whether all is well; metrics, and why it is not, are [observe]'s.
-        add_routes(app, runtime.vitals, None if access.asks else runtime.registry)
+        add_routes(app, runtime.vitals, None if access.requires_key else runtime.registry)
         await access.start(runtime.tasks)
         await port.start(runtime.tasks)
         await requests.start()
@@ -86,10 +86,10 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
             finally:
                 await nats.stop()  # before it refuses: what it is asked until then could have gone to another one
                 runtime.vitals.drain(partial(_left, requests, config.limits.drain_s))
-                await port.notice()
+                await port.announce_closing()
                 try:
                     async with asyncio.timeout(config.limits.drain_s):
-                        await port.last_call()
+                        await port.drain()
                         requests.admission.closed = True
                         await requests.idle()
                 except TimeoutError:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy.local.stack.model import fetch_default
-from services.frontend.auth.api_keys import digest
+from services.frontend.auth.api_keys import key_digest
 from services.worker.native.prepare import prepare
 from tests.integration.fleet import fleet
 from tests.integration.stack import ROOT, eventually
@@ -57,8 +57,8 @@ def served(folder: Path, nats_url: str) -> Iterator[Served]:
     (echo / "chat_template.jinja").write_text(LAST)
     settings, keys = folder / "frontend.toml", folder / "keys.json"
     settings.write_text(f'[tool_parser]\n{ECHO} = "hermes"\n')
-    slow = {"sha256": digest(SLOW_KEY).hex(), "requests_per_minute": 1}
-    keys.write_text(json.dumps({"test": {"sha256": digest(KEY).hex()}, "slow": slow}))
+    slow = {"sha256": key_digest(SLOW_KEY).hex(), "requests_per_minute": 1}
+    keys.write_text(json.dumps({"test": {"sha256": key_digest(KEY).hex()}, "slow": slow}))
     where = ("--namespace", folder.name, "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
     with fleet(folder, nats_url, *where) as one:
         one.start("router", "router")

@@ -24,10 +24,10 @@ def test_a_new_key_is_let_in_with_its_line_in_the_file_and_the_file_does_not_hol
     other, more = printed(["bob-2"], capsys)
     accounts = Accounts()
     accounts.replace(read_keys(f"{line}\n{more}\n".encode()), 0.0)
-    alice = accounts.find(f"Bearer {key}")
+    alice = accounts.authenticate(f"Bearer {key}")
     assert (alice.name, alice.entry.requests_per_minute, alice.entry.tokens_per_minute) == ("alice", None, 5000)
     assert alice.entry.concurrency == 3
-    assert accounts.find(f"Bearer {other}").name == "bob-2"
+    assert accounts.authenticate(f"Bearer {other}").name == "bob-2"
     assert key not in line
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from services.frontend.auth.accounts import REASONS, Accounts
+from services.frontend.auth.accounts import REFUSAL_REASONS, Accounts
 from services.frontend.auth.api_keys import KeyEntry, read_keys
 from services.frontend.config import AccessConfig, HttpConfig
 from services.frontend.metrics import Metrics
@@ -34,7 +34,7 @@ def test_every_metric_it_names_exists_with_these_labels() -> None:
 
 
 def test_every_reason_of_a_refusal_is_explained() -> None:
-    for reason in REASONS:
+    for reason in REFUSAL_REASONS:
         assert f"`{reason}`" in DOCUMENT
 
 

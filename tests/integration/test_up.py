@@ -21,7 +21,7 @@ import pytest
 from openai import OpenAI
 
 from deploy.local.stack import servers
-from services.frontend.auth.api_keys import digest
+from services.frontend.auth.api_keys import key_digest
 from shared import subjects
 from tests.forge import FORGED
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
@@ -236,7 +236,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, discovery: str) -> None
 
 def test_keys_a_certificate_and_settings_by_name_are_in_force(tmp_path: Path) -> None:
     keys, model = tmp_path / "keys.toml", write_tiny_model(tmp_path / "tiny")
-    keys.write_text(f'alice = {{ sha256 = "{digest("sk-alice").hex()}" }}\n')
+    keys.write_text(f'alice = {{ sha256 = "{key_digest("sk-alice").hex()}" }}\n')
     (tmp_path / "state").mkdir()
     access = (
         "--keys",

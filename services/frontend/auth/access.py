@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.frontend.auth.accounts import Account, Accounts
 from services.frontend.auth.api_keys import FILE_LIMIT_BYTES, KeyEntry, read_keys
-from services.frontend.auth.file_reload import Followed
+from services.frontend.auth.file_reload import FileReloader
 from services.frontend.config import AccessConfig
 from services.frontend.metrics import Metrics
 from shared.errors import InvalidRequest
@@ -19,7 +19,7 @@ HEADER = "Authorization"
 """At both doors: `Authorization: Bearer KEY`."""
 
 
-class Access:
+class Authenticator:
     """Of one frontend."""
 
     def __init__(self, config: AccessConfig, metrics: Metrics) -> None:
@@ -28,7 +28,7 @@ class Access:
         self._accounts = Accounts()
 
     @property
-    def asks(self) -> bool:
+    def requires_key(self) -> bool:
         """Whether a key is needed."""
         return self._file is not None
 
@@ -37,7 +37,7 @@ class Access:
         if self._file is None:
             return
         self._metrics.show_accounts(self._accounts)
-        followed = Followed(
+        followed = FileReloader(
             f"access.keys_file {self._file}",
             [self._file],
             FILE_LIMIT_BYTES,
@@ -48,12 +48,12 @@ class Access:
         await followed.load()
         tasks.create_task(followed.run(), name="follow the keys' file")
 
-    def account(self, authorization: str | None) -> Account | None:
+    def authenticate(self, authorization: str | None) -> Account | None:
         """Whose request it is; None: nobody is asked for a key. Raises InvalidRequest, with 401."""
         if self._file is None:
             return None
         try:
-            return self._accounts.find(authorization)
+            return self._accounts.authenticate(authorization)
         except InvalidRequest as wrong:
             self._metrics.unauthorized.labels("unknown" if wrong.code else "missing").inc()
             raise

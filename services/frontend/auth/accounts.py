@@ -19,16 +19,16 @@ from typing import Literal, get_args
 
 from msgspec import Struct
 
-from services.frontend.auth.api_keys import KEY_LIMIT_CHARACTERS, KeyEntry, digest
-from services.frontend.auth.token_bucket import Bucket
+from services.frontend.auth.api_keys import KEY_LIMIT_CHARACTERS, KeyEntry, key_digest
+from services.frontend.auth.token_bucket import TokenBucket
 from shared.errors import InvalidRequest, RateLimited
 
-Reason = Literal["requests", "tokens", "concurrency", "share"]
+RefusalReason = Literal["requests", "tokens", "concurrency", "share"]
 """Why a request with a key is refused; `share`: of what all keys have together (requests/admission.py)."""
-REASONS: tuple[Reason, ...] = get_args(Reason)
+REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
 
-class Spent(Struct, frozen=True):
+class TokenUse(Struct, frozen=True):
     """What one request was charged, and what it came to."""
 
     charged: int = 0
@@ -36,7 +36,7 @@ class Spent(Struct, frozen=True):
     output: int = 0
 
 
-NOTHING = Spent()
+NO_TOKENS = TokenUse()
 
 
 class Account:
@@ -51,17 +51,17 @@ class Account:
         """Entered so far; these and the following are for the metrics."""
         self.prompt_tokens = 0
         self.output_tokens = 0
-        self.refused: dict[Reason, int] = dict.fromkeys(REASONS, 0)
+        self.refused: dict[RefusalReason, int] = dict.fromkeys(REFUSAL_REASONS, 0)
         self._requests = _bucket(None, entry.requests_per_minute, now)
         self._tokens = _bucket(None, entry.tokens_per_minute, now)
 
-    def change(self, entry: KeyEntry, now: float) -> None:
+    def update(self, entry: KeyEntry, now: float) -> None:
         """The file says something else now; what was spent stays spent."""
         self.entry = entry
         self._requests = _bucket(self._requests, entry.requests_per_minute, now)
         self._tokens = _bucket(self._tokens, entry.tokens_per_minute, now)
 
-    def enter(self, now: float) -> None:
+    def begin_request(self, now: float) -> None:
         """A request has come. Raises RateLimited."""
         if self.entry.concurrency is not None and self.running >= self.entry.concurrency:
             self.refused["concurrency"] += 1
@@ -69,25 +69,25 @@ class Account:
         self._check("tokens", self._tokens, 1, now)  # what it owes is known now; its body need not be read for that
         self._check("requests", self._requests, 1, now)
         if self._requests is not None:
-            self._requests.take(1, now)
+            self._requests.spend(1, now)
         self.running += 1
         self.requests += 1
 
-    def charge(self, tokens: int, now: float) -> None:
+    def charge_tokens(self, tokens: int, now: float) -> None:
         """It is tokenised: its prompt, and what its client wants at most, are so many. Raises RateLimited."""
         self._check("tokens", self._tokens, tokens, now)
         if self._tokens is not None:
-            self._tokens.take(tokens, now)
+            self._tokens.spend(tokens, now)
 
-    def leave(self, spent: Spent, now: float) -> None:
+    def end_request(self, spent: TokenUse, now: float) -> None:
         """It has ended, however far it came."""
         self.running -= 1
         self.prompt_tokens += spent.prompt
         self.output_tokens += spent.output
         if self._tokens is not None:
-            self._tokens.take(spent.prompt + spent.output - spent.charged, now)
+            self._tokens.spend(spent.prompt + spent.output - spent.charged, now)
 
-    def headers(self, now: float) -> dict[str, str]:
+    def rate_limit_headers(self, now: float) -> dict[str, str]:
         """What OpenAI's clients know: how much is left, and when all of it is."""
         return {
             name: value
@@ -96,18 +96,18 @@ class Account:
             for name, value in (
                 (f"x-ratelimit-limit-{of}", str(bucket.per_minute)),
                 (f"x-ratelimit-remaining-{of}", str(max(0, int(bucket.level(now))))),
-                (f"x-ratelimit-reset-{of}", duration(bucket.full_s(now))),
+                (f"x-ratelimit-reset-{of}", format_duration(bucket.until_full_s(now))),
             )
         }
 
-    def _check(self, bound: Literal["requests", "tokens"], bucket: Bucket | None, amount: int, now: float) -> None:
+    def _check(self, bound: Literal["requests", "tokens"], bucket: TokenBucket | None, amount: int, now: float) -> None:
         if bucket is None or not (wait_s := bucket.wait_s(amount, now)):
             return
         self.refused[bound] += 1
         used = bucket.per_minute - int(bucket.level(now))
         raise RateLimited(
             f"Rate limit reached for the key {self.name} on {bound} per min: Limit {bucket.per_minute}, Used {used}, "
-            f"Requested {amount}. Please try again in {duration(wait_s)}.",
+            f"Requested {amount}. Please try again in {format_duration(wait_s)}.",
             kind=bound,
             retry_after_s=wait_s,
         )
@@ -137,10 +137,10 @@ class Accounts:
             if (account := before.get(name)) is None:
                 account = Account(name, entry, now)
             else:
-                account.change(entry, now)
+                account.update(entry, now)
             self.by_name[name] = self._by_digest[bytes.fromhex(entry.sha256)] = account
 
-    def find(self, authorization: str | None) -> Account:
+    def authenticate(self, authorization: str | None) -> Account:
         """Whose key it is, of the header `Authorization`. Raises InvalidRequest, with OpenAI's 401.
 
         How long it takes tells nothing of a key: what is looked up is its digest, and who knew how that of some key
@@ -152,7 +152,7 @@ class Accounts:
                 "You didn't provide an API key. It belongs into a header, as in `Authorization: Bearer YOUR_KEY`.",
                 status=401,
             )
-        account = None if len(key) > KEY_LIMIT_CHARACTERS else self._by_digest.get(digest(key))
+        account = None if len(key) > KEY_LIMIT_CHARACTERS else self._by_digest.get(key_digest(key))
         if account is None:
             raise InvalidRequest("Incorrect API key provided.", code="invalid_api_key", status=401)
         return account
@@ -166,16 +166,16 @@ class Accounts:
             account.validate()
 
 
-def _bucket(before: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
+def _bucket(before: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
     if per_minute is None:
         return None
     if before is None:
-        return Bucket(per_minute, now)
-    before.change(per_minute, now)
+        return TokenBucket(per_minute, now)
+    before.set_rate(per_minute, now)
     return before
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """As OpenAI writes one, rounded up to milliseconds: 350ms, 7.5s, 6m0s."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:

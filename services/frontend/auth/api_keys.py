@@ -47,7 +47,7 @@ class KeyEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """Requests at once."""
 
 
-def digest(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
     """What the file holds of a key, in bytes."""
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Followed(Generic[T]):
+class FileReloader(Generic[T]):
     """One thing that is made of some files."""
 
     def __init__(

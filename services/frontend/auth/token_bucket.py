@@ -15,7 +15,7 @@ _ROUNDING = 1e-6
 """Of what is missing: whoever waited as long as he was told is not sent away for a float's last digits."""
 
 
-class Bucket:
+class TokenBucket:
     """What one key may have a minute of one thing."""
 
     def __init__(self, per_minute: int, now: float) -> None:
@@ -33,19 +33,19 @@ class Bucket:
         missing = min(amount, self.per_minute) - self.level(now)
         return missing / self.per_minute * MINUTE_S if missing > _ROUNDING else 0.0
 
-    def take(self, amount: float, now: float) -> None:
+    def spend(self, amount: float, now: float) -> None:
         """So much is had, or, less than 0, given back."""
         self._full_at = max(self._full_at, now) + amount / self.per_minute * MINUTE_S
 
-    def full_s(self, now: float) -> float:
+    def until_full_s(self, now: float) -> float:
         """How long until it is full, if nobody takes more."""
         return max(0.0, self._full_at - now)
 
-    def change(self, per_minute: int, now: float) -> None:
+    def set_rate(self, per_minute: int, now: float) -> None:
         """Another limit; what was spent stays spent."""
         assert per_minute > 0
         spent, self.per_minute = self._spent(now), per_minute
         self._full_at = now + spent / per_minute * MINUTE_S
 
     def _spent(self, now: float) -> float:
-        return self.full_s(now) * self.per_minute / MINUTE_S
+        return self.until_full_s(now) * self.per_minute / MINUTE_S

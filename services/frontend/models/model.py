@@ -18,8 +18,8 @@ from services.frontend.models.bpe_cache import Words, read_words
 from services.frontend.models.chat_template import ChatTemplate, pick_templates
 from services.frontend.models.fim import Infill, read_infill
 from services.frontend.output.detokenize import TokenBytes, read_token_bytes
-from services.frontend.tool_parsers import thinking
-from services.frontend.tool_parsers.formats import FORMATS, FormatName, ReasoningName, format_of, reasoning_of
+from services.frontend.tool_parsers import reasoning
+from services.frontend.tool_parsers.formats import FORMATS, FormatName, ReasoningName, detect_format, detect_reasoning
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
 from shared.messages import ModelCard, Pooling
@@ -119,9 +119,12 @@ def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE)
     token_bytes = read_token_bytes(content)
     template, tool_template = _load_templates(directory)
     source = "" if tool_template is None else tool_template.source
-    tool_format = format_of(source) if parsers.tools == "auto" else None if parsers.tools == "none" else parsers.tools
-    thinks = parsers.reasoning == "think" or (parsers.reasoning == "auto" and reasoning_of(source) is not None)
-    marks = (*(FORMATS[tool_format].marks if tool_format else ()), *(thinking.MARKS if thinks else ()))
+    if parsers.tools == "auto":
+        tool_format = detect_format(source)
+    else:
+        tool_format = None if parsers.tools == "none" else parsers.tools
+    thinks = parsers.reasoning == "think" or (parsers.reasoning == "auto" and detect_reasoning(source) is not None)
+    marks = (*(FORMATS[tool_format].marks if tool_format else ()), *(reasoning.MARKS if thinks else ()))
     added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
     return Model(
         name=card.model,

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from services.frontend.openapi.chunk_structs import Health, Version
-from services.frontend.openapi.operations import DESCRIBED, Described
+from services.frontend.openapi.operations import DESCRIPTIONS, OperationDescription
 from services.frontend.openapi.schemas import Schema, components, ref
 from services.frontend.protocol.errors import ErrorBody
 from services.frontend.protocol.model_list import ModelEntry, ModelList
-from services.frontend.protocol.operations import KEPT, KEPT_RESPONSE, PATHS, Operation
+from services.frontend.protocol.operations import PATHS, STORED_METHODS, STORED_PATH, Operation
 from services.frontend.protocol.responses_events import Response, ResponseDeleted
 from shared.version import VERSION
 
@@ -44,8 +44,8 @@ _EXPLAINED_BY = {"401": ("WWW-Authenticate",), "415": ("Accept-Encoding",)}
 @lru_cache
 def document(*, keys: bool) -> bytes:
     """JSON. `keys`: they are asked for."""
-    requests = [struct for one in DESCRIBED.values() for struct in (one.request, *one.items)]
-    answers = [struct for one in DESCRIBED.values() for struct in (one.answer, *one.events)]
+    requests = [struct for one in DESCRIPTIONS.values() for struct in (one.request, *one.items)]
+    answers = [struct for one in DESCRIPTIONS.values() for struct in (one.answer, *one.events)]
     parts: dict[str, Any] = {
         "schemas": components(requests, [*answers, ResponseDeleted, ModelEntry, ModelList, Health, Version, ErrorBody]),
         "responses": {f"Refused{status}": _refusal(status, keys=keys) for status in _REFUSED},
@@ -56,7 +56,7 @@ def document(*, keys: bool) -> bytes:
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": VERSION, "description": _ABOUT},
         "paths": {
-            **{PATHS[operation]: {"post": _operation(operation, one, keys)} for operation, one in DESCRIBED.items()},
+            **{PATHS[operation]: {"post": _operation(operation, one, keys)} for operation, one in DESCRIPTIONS.items()},
             **_others(keys=keys),
         },
         "components": parts,
@@ -108,7 +108,7 @@ _PARAMETERS: dict[str, Schema] = {
 _SHARED: list[Schema] = [{"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS]
 
 
-def _operation(operation: Operation, one: Described, keys: bool) -> Schema:
+def _operation(operation: Operation, one: OperationDescription, keys: bool) -> Schema:
     rules = "\n".join(f"- {rule}" for rule in one.rules)
     return {
         "operationId": operation,
@@ -120,7 +120,7 @@ def _operation(operation: Operation, one: Described, keys: bool) -> Schema:
     }
 
 
-def _answer(one: Described, *, keys: bool) -> Schema:
+def _answer(one: OperationDescription, *, keys: bool) -> Schema:
     content: Schema = {"application/json": {"schema": ref(one.answer)}}
     said = "The answer"
     if one.events:
@@ -163,8 +163,8 @@ def _others(*, keys: bool) -> dict[str, Schema]:
         "/live": _read("live", "Whether the process lives", _text("text/plain", keys=False), (), keys=False),
         "/health": _read("health", "Whether a request would be served", _json(Health, keys=False), (), keys=False),
     }
-    for operation, method in KEPT.items():
-        paths.setdefault(KEPT_RESPONSE, {"parameters": [_RESPONSE_ID]})[method.lower()] = _kept(operation, keys=keys)
+    for operation, method in STORED_METHODS.items():
+        paths.setdefault(STORED_PATH, {"parameters": [_RESPONSE_ID]})[method.lower()] = _kept(operation, keys=keys)
     paths["/health"]["get"]["responses"]["503"] = {**_json(Health, keys=False), "description": "It would not"}
     for path in ("/live", "/health"):
         paths[path]["get"] |= open_

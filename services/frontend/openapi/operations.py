@@ -22,7 +22,7 @@ from services.frontend.protocol.responses_request import ResponseRequest
 from services.frontend.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 
-class Described(Struct, frozen=True):
+class OperationDescription(Struct, frozen=True):
     """One operation."""
 
     summary: str
@@ -68,8 +68,8 @@ _PROMPT = "a prompt is not empty; a list is of token ids, which are one prompt, 
 _WORDS = "`chat_template_kwargs` are names that the model's template reads"
 _STREAM = "`stream_options` needs `stream`; padding (`include_obfuscation`) is not built"
 
-DESCRIBED: Mapping[Operation, Described] = {
-    "chat": Described(
+DESCRIPTIONS: Mapping[Operation, OperationDescription] = {
+    "chat": OperationDescription(
         "Answer a conversation",
         ChatRequest,
         ChatAnswer,
@@ -79,14 +79,14 @@ DESCRIBED: Mapping[Operation, Described] = {
             "`top_logprobs` needs `logprobs`; `max_tokens` and `max_completion_tokens` agree",
         ),
     ),
-    "completions": Described(
+    "completions": OperationDescription(
         "Go on with a text",
         CompletionRequest,
         CompletionAnswer,
         (CompletionChunk,),
         rules=(_MODEL, _PROMPT, _AROUND, _HELD, _STREAM, _CONTEXT, _VOCABULARY, _WORKERS, _DEADLINE),
     ),
-    "responses": Described(
+    "responses": OperationDescription(
         "Answer a conversation that is kept",
         ResponseRequest,
         Response,
@@ -97,13 +97,13 @@ DESCRIBED: Mapping[Operation, Described] = {
             _DEADLINE,
         ),
     ),
-    "embeddings": Described(
+    "embeddings": OperationDescription(
         "What texts mean, as vectors",
         EmbeddingRequest,
         EmbeddingAnswer,
         rules=(_MODEL, _INPUTS, _DIMENSIONS, _VOCABULARY, _DEADLINE),
     ),
-    "tokenize": Described(
+    "tokenize": OperationDescription(
         "The tokens of a prompt or of messages",
         TokenizeRequest,
         Tokenized,
@@ -114,7 +114,7 @@ DESCRIBED: Mapping[Operation, Described] = {
             "at most 1 Mi tokens",
         ),
     ),
-    "detokenize": Described(
+    "detokenize": OperationDescription(
         "The text of tokens", DetokenizeRequest, Detokenized, rules=(_MODEL, _VOCABULARY, "at most 8 Mi characters")
     ),
 }

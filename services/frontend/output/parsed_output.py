@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from services.frontend.output.output import Delta, Entry, Output
-from services.frontend.tool_parsers.parser import Parser
+from services.frontend.tool_parsers.parser import AnswerParser
 from shared.messages import TokenLogprob
 
 
 class ParsedOutput:
     """As Output. Log-probabilities, of all tokens, go out with the text that came with them, whatever it is."""
 
-    def __init__(self, output: Output, parser: Parser) -> None:
+    def __init__(self, output: Output, parser: AnswerParser) -> None:
         self._output = output
         self._parser = parser
         self.thought = 0
@@ -28,7 +28,7 @@ class ParsedOutput:
     @property
     def calls(self) -> int:
         """Of tools that have begun."""
-        return self._parser.found.calls
+        return self._parser.result.calls_begun
 
     @property
     def counted(self) -> int:
@@ -37,8 +37,9 @@ class ParsedOutput:
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
         """As Output's."""
-        found = self._parser.found
-        if len(tokens) > 1 and not (found.content_characters or found.calls):  # else thinking could not be counted
+        found = self._parser.result
+        # Several tokens at once would make it impossible to count those of reasoning.
+        if len(tokens) > 1 and not (found.content_characters or found.calls_begun):
             return self._one_by_one(tokens, logprobs)
         delta = self._output.push(tokens, logprobs)
         self._parse(delta.text)
@@ -51,16 +52,16 @@ class ParsedOutput:
             delta = self._output.push((token,), None if logprobs is None else (logprobs[at],))
             entries += delta.entries
             self._parse(delta.text)
-            if delta.stopped or self._parser.enough:
+            if delta.stopped or self._parser.at_call_limit:
                 break
         return self._taken(replace(delta, entries=tuple(entries)), last=delta.stopped)
 
     def _parse(self, text: str) -> None:
         if not text:
             return
-        before = self._parser.found.thought_characters
+        before = self._parser.result.reasoning_characters
         self._parser.push(text)
-        if self._parser.found.thought_characters > before:
+        if self._parser.result.reasoning_characters > before:
             self.thought = self._output.counted
 
     def finish(self, *, short: bool = False) -> Delta:
@@ -71,10 +72,10 @@ class ParsedOutput:
 
     def _taken(self, delta: Delta, *, last: bool, short: bool = False) -> Delta:
         parser = self._parser
-        if last and not parser.enough:
+        if last and not parser.at_call_limit:
             parser.finish(short=short)
-        content, reasoning, calls = parser.found.take()
-        return Delta(content, delta.entries, delta.stopped or parser.enough, reasoning, calls)
+        content, reasoning, calls = parser.result.drain()
+        return Delta(content, delta.entries, delta.stopped or parser.at_call_limit, reasoning, calls)
 
     def validate(self) -> None:
         """Asserts the invariants."""

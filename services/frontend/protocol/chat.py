@@ -53,7 +53,7 @@ CHOICES_LIMIT = 128
 _INT32_MAX = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
 
-Unset = Annotated[object, Meta(extra_json_schema={"not": {}})]
+NotBuilt = Annotated[object, Meta(extra_json_schema={"not": {}})]
 """The type of a field whose value is only looked at to refuse it; it is not in the OpenAPI document."""
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -78,9 +78,9 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
-TemplateWords = Annotated[dict[Label, bool | int | float | Label | None], Meta(max_length=16)]
+TemplateKwargs = Annotated[dict[Label, bool | int | float | Label | None], Meta(max_length=16)]
 LogitBias = Annotated[dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_LIMIT)]
-SomeSeconds = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(gt=0)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,16 +114,16 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     provider_specific_fields: Unread | UnsetType = UNSET
     """What LiteLLM notes of an answer beside it."""
     # What clients send back of an answer they got, always empty here.
-    refusal: Unset = None
-    annotations: Unset = None
-    audio: Unset = None
-    function_call: Unset = None
+    refusal: NotBuilt = None
+    annotations: NotBuilt = None
+    audio: NotBuilt = None
+    function_call: NotBuilt = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_LIMIT)]
 
 
-class Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields of chats and completions (inherited by msgspec into one flat object; no code is shared through it)."""
 
     model: str | None = None
@@ -151,7 +151,7 @@ class Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cache_salt: CacheName | None = None
     """Prompts share cached blocks only with prompts of the same salt."""
     # our own
-    deadline_s: SomeSeconds | None = None
+    deadline_s: Seconds | None = None
     """How long the request may take; the server has a limit."""
     n: Choices | None = None
     """How many answers."""
@@ -159,7 +159,7 @@ class Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     user: Label | None = None
 
 
-class ChatRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -172,7 +172,7 @@ class ChatRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: the answer ends with its first call."""
-    chat_template_kwargs: TemplateWords | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     """vLLM's: names that the chat template reads, as `enable_thinking`."""
     reasoning_effort: Effort | None = None
     thinking_token_budget: ThinkingBudget | None = None
@@ -183,16 +183,16 @@ class ChatRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True)
     metadata: Metadata | None = None
     safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
     # not built
-    store: Unset = None
-    audio: Unset = None
-    function_call: Unset = None
-    functions: Unset = None
-    modalities: Unset = None
-    moderation: Unset = None
-    prediction: Unset = None
-    prompt_cache_retention: Unset = None
-    verbosity: Unset = None
-    web_search_options: Unset = None
+    store: NotBuilt = None
+    audio: NotBuilt = None
+    function_call: NotBuilt = None
+    functions: NotBuilt = None
+    modalities: NotBuilt = None
+    moderation: NotBuilt = None
+    prediction: NotBuilt = None
+    prompt_cache_retention: NotBuilt = None
+    verbosity: NotBuilt = None
+    web_search_options: NotBuilt = None
 
 
 _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
@@ -283,7 +283,7 @@ def check_message(message: ChatMessage, where: str) -> None:
         raise InvalidRequest("a message without content", param=f"{where}.content")
 
 
-def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as templates read them. Raises InvalidRequest."""
     called: dict[str, str] = {}
     rendered: list[dict[str, Any]] = []
@@ -311,12 +311,12 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
     return turn
 
 
-def offered(request: ChatRequest) -> list[dict[str, Any]]:
+def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
     """The tools as templates read them; with `tool_choice` none the model is told of none."""
     return [] if request.tool_choice == "none" else tools_as_rendered(request.tools or ())
 
 
-def stops(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
+def stop_strings(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
     """The stop strings."""
     given = request.stop
     return () if given is None else (given,) if isinstance(given, str) else tuple(given)
@@ -332,14 +332,16 @@ def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, s
     return request.max_completion_tokens, "max_completion_tokens"
 
 
-def logprobs(request: ChatRequest | CompletionRequest) -> int:
+def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
     """As in `Sampling.logprobs`."""
     if isinstance(request, ChatRequest):
         return (request.top_logprobs or 0) if request.logprobs else -1
     return -1 if request.logprobs is None else request.logprobs
 
 
-def sampling(request: ChatRequest | CompletionRequest, max_tokens: int, drawn_seed: int, grammar: str = "") -> Sampling:
+def sampling_of(
+    request: ChatRequest | CompletionRequest, max_tokens: int, drawn_seed: int, grammar: str = ""
+) -> Sampling:
     """`drawn_seed` is used where the client gave none; `grammar` is what the answer is held to."""
     return Sampling(
         max_tokens=max_tokens,
@@ -351,7 +353,7 @@ def sampling(request: ChatRequest | CompletionRequest, max_tokens: int, drawn_se
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         repetition_penalty=_or(request.repetition_penalty, 1.0),
-        logprobs=logprobs(request),
+        logprobs=logprobs_of(request),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,

@@ -68,7 +68,7 @@ def usage_of(
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
-class Ended(Struct, frozen=True):
+class FinishedChoice(Struct, frozen=True):
     """A whole choice."""
 
     index: int
@@ -77,33 +77,33 @@ class Ended(Struct, frozen=True):
     finish: str
 
 
-class Shape(Protocol):
+class AnswerEncoder(Protocol):
     """Writes a request's answer, in chunks that of one choice; every result is one JSON object."""
 
-    def opening(self) -> bytes | None:
+    def first_chunk(self) -> bytes | None:
         """A chunk before the first text, where the operation has one."""
         ...
 
-    def chunk(self, delta: Delta) -> bytes: ...
+    def delta_chunk(self, delta: Delta) -> bytes: ...
 
-    def closing(self, finish: str) -> bytes:
+    def last_chunk(self, finish: str) -> bytes:
         """The chunk that says why the output ended."""
         ...
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk after the closing one, without choices."""
         ...
 
-    def nothing(self) -> bytes:
+    def keepalive_chunk(self) -> bytes:
         """A chunk without choices."""
         ...
 
-    def whole(self, choices: Sequence[Ended], usage: Usage) -> bytes:
+    def full_body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """All choices at once."""
         ...
 
 
-class _Frame:
+class _ChunkFrame:
     """The bytes around a chunk's one choice."""
 
     def __init__(
@@ -206,7 +206,7 @@ class ChatAnswer(Struct, frozen=True):
     service_tier: Literal["default"] | UnsetType = UNSET
 
 
-class ChatShape:
+class ChatEncoder:
     """chat.completion and chat.completion.chunk."""
 
     def __init__(
@@ -229,11 +229,11 @@ class ChatShape:
         self._parsed = parsed
         self._plain = not (with_logprobs or parsed)
         named = (f"chatcmpl-{request}", "chat.completion.chunk", created, model)
-        self._frame = _Frame(*named, index, with_usage=with_usage, tier=tier)
+        self._frame = _ChunkFrame(*named, index, with_usage=with_usage, tier=tier)
         self._before_text = self._frame.choice + b'"delta":{"content":'
         self._after_text = b'},"logprobs":null,"finish_reason":null' + self._frame.close
 
-    def opening(self) -> bytes:
+    def first_chunk(self) -> bytes:
         content = b"null" if self._parsed else b'""'
         return (
             self._frame.choice
@@ -241,7 +241,7 @@ class ChatShape:
             + self._frame.close
         )
 
-    def chunk(self, delta: Delta) -> bytes:
+    def delta_chunk(self, delta: Delta) -> bytes:
         if self._plain or not (self._with_logprobs or delta.reasoning or delta.calls):
             return self._before_text + _encode(delta.text) + self._after_text
         added = _encode(ChatDelta.of(delta))
@@ -249,20 +249,20 @@ class ChatShape:
         middle = b'"delta":' + added + b',"logprobs":' + logprobs + b',"finish_reason":null'
         return self._frame.choice + middle + self._frame.close
 
-    def closing(self, finish: str) -> bytes:
+    def last_chunk(self, finish: str) -> bytes:
         return self._frame.choice + b'"delta":{},"logprobs":null,"finish_reason":' + _encode(finish) + self._frame.close
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Usage) -> bytes:
         return self._frame.usage(usage)
 
-    def nothing(self) -> bytes:
+    def keepalive_chunk(self) -> bytes:
         return self._frame.nothing()
 
-    def whole(self, choices: Sequence[Ended], usage: Usage) -> bytes:
+    def full_body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         whole = [self._whole(one) for one in choices]
         return _encode(ChatAnswer(*self._identity, whole, usage, service_tier=self._tier))
 
-    def _whole(self, one: Ended) -> ChatChoice:
+    def _whole(self, one: FinishedChoice) -> ChatChoice:
         delta = one.delta
         logprobs = chat_logprobs(delta.entries) if self._with_logprobs else None
         calls = [ToolCall.whole(call) for call in delta.calls]
@@ -310,7 +310,7 @@ class CompletionAnswer(Struct, frozen=True):
     object: Literal["text_completion"] = "text_completion"
 
 
-class CompletionShape:
+class CompletionEncoder:
     """text_completion, whole and in chunks."""
 
     def __init__(
@@ -319,14 +319,14 @@ class CompletionShape:
         """`index`: the choice that its chunks are of."""
         self._identity = (f"cmpl-{request}", created, model)
         self._with_logprobs = with_logprobs
-        self._frame = _Frame(f"cmpl-{request}", "text_completion", created, model, index, with_usage=with_usage)
+        self._frame = _ChunkFrame(f"cmpl-{request}", "text_completion", created, model, index, with_usage=with_usage)
         self._before_text = self._frame.choice + b'"text":'
         self._after_text = b',"logprobs":null,"finish_reason":null' + self._frame.close
 
-    def opening(self) -> None:
+    def first_chunk(self) -> None:
         return None
 
-    def chunk(self, delta: Delta) -> bytes:
+    def delta_chunk(self, delta: Delta) -> bytes:
         text = _encode(delta.text)
         if not self._with_logprobs:
             return self._before_text + text + self._after_text
@@ -334,19 +334,19 @@ class CompletionShape:
         middle = b',"logprobs":' + logprobs + b',"finish_reason":null'
         return self._before_text + text + middle + self._frame.close
 
-    def closing(self, finish: str) -> bytes:
+    def last_chunk(self, finish: str) -> bytes:
         return self._before_text + b'"","logprobs":null,"finish_reason":' + _encode(finish) + self._frame.close
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Usage) -> bytes:
         return self._frame.usage(usage)
 
-    def nothing(self) -> bytes:
+    def keepalive_chunk(self) -> bytes:
         return self._frame.nothing()
 
-    def whole(self, choices: Sequence[Ended], usage: Usage) -> bytes:
+    def full_body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         return _encode(CompletionAnswer(*self._identity, [self._whole(one) for one in choices], usage))
 
-    def _whole(self, one: Ended) -> CompletionChoice:
+    def _whole(self, one: FinishedChoice) -> CompletionChoice:
         logprobs = _text_logprobs(one.delta.entries) if self._with_logprobs else None
         return CompletionChoice(one.index, one.delta.text, logprobs, one.finish)
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import msgspec
 
 from services.frontend.protocol.chat import (
-    Common,
+    CommonFields,
+    NotBuilt,
     TokenId,
     TopLogprobs,
-    Unset,
     check_common,
     decode_body,
     not_supported,
@@ -30,7 +30,7 @@ Prompt = str | Sequence[int]
 """A text, or token ids."""
 
 
-class CompletionRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
@@ -41,7 +41,7 @@ class CompletionRequest(Common, frozen=True, forbid_unknown_fields=True, kw_only
     suffix: str | None = None
     """The answer is what stands between the prompt and this; empty: as if there were none."""
     # not built
-    best_of: Unset = None
+    best_of: NotBuilt = None
     """1 asks for nothing: the one answer is the best."""
 
 

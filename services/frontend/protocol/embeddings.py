@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from services.frontend.protocol.chat import CacheName, Label, SomeSeconds, TokenCount, TokenId, decode_body
+from services.frontend.protocol.chat import CacheName, Label, Seconds, TokenCount, TokenId, decode_body
 from shared.errors import InvalidRequest
 
 INPUTS_LIMIT = 2048
@@ -37,7 +37,7 @@ class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Of which positions; None: what the model is meant for."""
     cache_salt: CacheName | None = None
     """vLLM's: inputs share cached blocks only with prompts of the same salt."""
-    deadline_s: SomeSeconds | None = None
+    deadline_s: Seconds | None = None
     """How long the request may take; the server has a limit."""
     # harmless
     user: Label | None = None

@@ -17,7 +17,7 @@ PATHS: dict[Operation, str] = {
     "detokenize": "/detokenize",
 }
 """Where it is asked over HTTP, with POST."""
-KEPT_RESPONSE = "/v1/responses/{response_id}"
-KEPT: dict[Operation, str] = {"retrieve_response": "GET", "delete_response": "DELETE"}
+STORED_PATH = "/v1/responses/{response_id}"
+STORED_METHODS: dict[Operation, str] = {"retrieve_response": "GET", "delete_response": "DELETE"}
 """What is asked there, and with which method: what the path and the query say is the body that it has over NATS."""
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)

@@ -20,10 +20,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _UNSUPPORTED = "unsupported_parameter"
 
 
-class ThinkingAsked(Struct, frozen=True):
+class ReasoningPlan(Struct, frozen=True):
     """What becomes of it."""
 
-    words: Mapping[str, Any]
+    template_kwargs: Mapping[str, Any]
     """The chat template's."""
     budget: int | None = None
     """Tokens of thinking; None: as many as there are."""
@@ -31,19 +31,19 @@ class ThinkingAsked(Struct, frozen=True):
     """The field that says so."""
 
 
-AS_IT_IS = ThinkingAsked({})
+DEFAULT_REASONING = ReasoningPlan({})
 
 
-def thinking_asked(
+def plan_reasoning(
     effort: Effort | None, budget: int | None, words: Mapping[str, Any], *, reads: Collection[str], thinks: bool
-) -> ThinkingAsked:
+) -> ReasoningPlan:
     """`words`: those that the request gives itself; `reads`: those that the template reads; `thinks`: the model is
     known to. Raises InvalidRequest, naming the field."""
     if budget is not None and not thinks:
         wrong = "thinking_token_budget: the model is not known to think: its template does not show it, and no"
         raise InvalidRequest(f"{wrong} `reasoning_parser` is set", param="thinking_token_budget", code=_UNSUPPORTED)
     if effort is None:
-        return ThinkingAsked(words, budget)
+        return ReasoningPlan(words, budget)
     word: tuple[str, Any] | None = None
     if "reasoning_effort" in reads:
         word = ("reasoning_effort", effort)
@@ -53,7 +53,7 @@ def thinking_asked(
         if words.get(word[0], word[1]) != word[1]:
             wrong = f"reasoning_effort: chat_template_kwargs.{word[0]} says something else"
             raise InvalidRequest(wrong, param="reasoning_effort")
-        return ThinkingAsked({**words, word[0]: word[1]}, budget)
+        return ReasoningPlan({**words, word[0]: word[1]}, budget)
     if effort != "none":
         wrong = f"reasoning_effort: the chat template has no place for {effort!r}"
         wrong += "; thinking_token_budget takes a number" if thinks else ", and the model is not known to think"
@@ -61,4 +61,4 @@ def thinking_asked(
     if budget:
         wrong = "reasoning_effort: thinking_token_budget says something else"
         raise InvalidRequest(wrong, param="reasoning_effort")
-    return ThinkingAsked(words, 0 if thinks else None, "reasoning_effort")
+    return ReasoningPlan(words, 0 if thinks else None, "reasoning_effort")

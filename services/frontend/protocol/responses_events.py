@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from services.frontend.protocol.chat_chunks import SERVICE_TIER, PromptTokensDetails, TokenLogprobs, Usage
 from services.frontend.protocol.responses_items import OutputItem, OutputText, ThoughtText
-from services.frontend.protocol.responses_request import Asked, ChosenFunction, ResponseTool
+from services.frontend.protocol.responses_request import ChosenFunction, DecodedRequest, ResponseTool
 
 
 class InputTokensDetails(PromptTokensDetails, frozen=True):
@@ -108,7 +108,7 @@ class Response(Struct, frozen=True, kw_only=True):
     user: str | None
 
 
-def begun(asked: Asked, response_id: str, created_at: int, model: str) -> Response:
+def new_response(asked: DecodedRequest, response_id: str, created_at: int, model: str) -> Response:
     """A response of which nothing is there yet. `created_at` is the wall clock, seconds since 1970."""
     request = asked.request
     form = None if request.text is None else request.text.format
@@ -125,7 +125,7 @@ def begun(asked: Asked, response_id: str, created_at: int, model: str) -> Respon
         prompt_cache_key=request.prompt_cache_key,
         reasoning=ReasoningSetting(None if request.reasoning is None else request.reasoning.effort),
         safety_identifier=request.safety_identifier,
-        store=asked.kept,
+        store=asked.is_stored,
         temperature=1.0 if request.temperature is None else request.temperature,
         text={"format": {"type": "text"} if form is None else form},
         tool_choice=request.tool_choice or "auto",

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage, Unset, decode_body, not_supported
+from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage, NotBuilt, decode_body, not_supported
 from services.frontend.protocol.chat_chunks import TokenLogprobs
 from services.frontend.protocol.tools import TOOLS_LIMIT, Call, CalledFunction, ToolName, Unread, decoded_object
 from shared.errors import InvalidRequest
@@ -51,7 +51,7 @@ class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["message"] = "message"
     id: str | None = None
     status: Status | None = None
-    phase: Unset = None
+    phase: NotBuilt = None
 
 
 class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,8 +66,8 @@ class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
     parsed_arguments: Unread | UnsetType = UNSET
     """The same, as OpenAI's client leaves it beside them."""
-    namespace: Unset = None
-    caller: Unset = None
+    namespace: NotBuilt = None
+    caller: NotBuilt = None
 
 
 class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,8 +80,8 @@ class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
     name: ToolName | None = None
     """Of the tool; templates that want it are told the call's, where this says none."""
-    namespace: Unset = None
-    caller: Unset = None
+    namespace: NotBuilt = None
+    caller: NotBuilt = None
 
 
 class ThoughtText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
@@ -97,8 +97,8 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     content: Annotated[list[ThoughtText], Meta(max_length=PARTS_LIMIT)] | None = None
     status: Status | None = None
-    summary: Unset = None
-    encrypted_content: Unset = None
+    summary: NotBuilt = None
+    encrypted_content: NotBuilt = None
 
 
 InputItem = InputMessage | PastCall | CallOutput | PastThought

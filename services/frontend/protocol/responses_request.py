@@ -22,21 +22,21 @@ from services.frontend.protocol.chat import (
     LogitBias,
     Metadata,
     MinP,
+    NotBuilt,
     Penalty,
     RepetitionPenalty,
+    Seconds,
     Seed,
     ServiceTier,
-    SomeSeconds,
     StopIds,
     Stops,
     StreamOptions,
     Temperature,
-    TemplateWords,
+    TemplateKwargs,
     TokenCount,
     TopK,
     TopLogprobs,
     TopP,
-    Unset,
     check_chat,
     decode_body,
     not_supported,
@@ -92,7 +92,7 @@ class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """What the answer's text looks like."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Unset = None
+    verbosity: NotBuilt = None
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,10 +100,10 @@ class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     effort: Effort | None = None
     """As chat's `reasoning_effort`."""
-    summary: Unset = None
-    generate_summary: Unset = None
-    context: Unset = None
-    mode: Unset = None
+    summary: NotBuilt = None
+    generate_summary: NotBuilt = None
+    context: NotBuilt = None
+    mode: NotBuilt = None
 
 
 class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -146,10 +146,10 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     logit_bias: LogitBias | None = None
     ignore_eos: bool | None = None
     cache_salt: CacheName | None = None
-    chat_template_kwargs: TemplateWords | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     thinking_token_budget: ThinkingBudget | None = None
     # our own
-    deadline_s: SomeSeconds | None = None
+    deadline_s: Seconds | None = None
     # harmless
     metadata: Metadata | None = None
     user: Label | None = None
@@ -157,16 +157,16 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_tool_calls: TokenCount | None = None
     """Of tools that OpenAI itself runs: there are none."""
     # not built
-    background: Unset = None
-    truncation: Unset = None
-    conversation: Unset = None
-    prompt: Unset = None
-    context_management: Unset = None
-    moderation: Unset = None
-    prompt_cache_options: Unset = None
-    prompt_cache_retention: Unset = None
-    access_programs: Unset = None
-    image: Unset = None
+    background: NotBuilt = None
+    truncation: NotBuilt = None
+    conversation: NotBuilt = None
+    prompt: NotBuilt = None
+    context_management: NotBuilt = None
+    moderation: NotBuilt = None
+    prompt_cache_options: NotBuilt = None
+    prompt_cache_retention: NotBuilt = None
+    access_programs: NotBuilt = None
+    image: NotBuilt = None
 
 
 _NOT_BUILT: dict[str, tuple[object, ...]] = {
@@ -185,19 +185,19 @@ _NOT_BUILT: dict[str, tuple[object, ...]] = {
 _RESPONSE = msgspec.json.Decoder(ResponseRequest)
 
 
-class Asked(Struct, frozen=True):
+class DecodedRequest(Struct, frozen=True):
     """A body that was found good, and its input's items."""
 
     request: ResponseRequest
     items: list[InputItem]
 
     @property
-    def kept(self) -> bool:
+    def is_stored(self) -> bool:
         """Whether the response is to be kept."""
         return self.request.store is not False
 
 
-def decode_response(body: bytes) -> Asked:
+def decode_response(body: bytes) -> DecodedRequest:
     """Raises InvalidRequest, naming the field."""
     request = decode_body(_RESPONSE, body)
     for field, harmless in _NOT_BUILT.items():
@@ -217,10 +217,10 @@ def decode_response(body: bytes) -> Asked:
     if request.include and request.tools and request.tool_choice != "none":
         wrong = f"include: {LOGPROBS!r} is not supported beside tools that may be called"
         raise InvalidRequest(wrong, param="include", code="unsupported_value")
-    return Asked(request, decode_items(request.input))
+    return DecodedRequest(request, decode_items(request.input))
 
 
-def as_chat(asked: Asked, before: Sequence[ChatMessage]) -> ChatRequest:
+def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage]) -> ChatRequest:
     """The same as a chat, behind the messages of `before`. Raises InvalidRequest, with this body's names."""
     request = asked.request
     check_calls(before, asked.items)
@@ -250,7 +250,7 @@ def as_chat(asked: Asked, before: Sequence[ChatMessage]) -> ChatRequest:
     try:
         check_chat(chat)
     except InvalidRequest as wrong:
-        raise renamed(wrong) from None
+        raise with_response_names(wrong) from None
     return chat
 
 
@@ -291,7 +291,7 @@ _RENAMED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
-def renamed(wrong: InvalidRequest) -> InvalidRequest:
+def with_response_names(wrong: InvalidRequest) -> InvalidRequest:
     """What was found wrong of a chat, by the names of the body that it was made from."""
     param = wrong.param or ""
     for pattern, name in _RENAMED:
@@ -305,21 +305,21 @@ def renamed(wrong: InvalidRequest) -> InvalidRequest:
 # --- of a response that is kept
 
 
-class KeptRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class StoredResponseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """GET and DELETE /v1/responses/{id}; over NATS this is the body."""
 
     response_id: ResponseId
     # not built
-    include: Unset = None
-    include_obfuscation: Unset = None
-    starting_after: Unset = None
-    stream: Unset = None
+    include: NotBuilt = None
+    include_obfuscation: NotBuilt = None
+    starting_after: NotBuilt = None
+    stream: NotBuilt = None
 
 
-_KEPT = msgspec.json.Decoder(KeptRequest)
+_KEPT = msgspec.json.Decoder(StoredResponseRequest)
 
 
-def decode_kept(body: bytes) -> str:
+def decode_stored(body: bytes) -> str:
     """The response's id. Raises InvalidRequest, naming the field."""
     request = decode_body(_KEPT, body)
     for field, harmless in (("include", ([],)), ("include_obfuscation", ()), ("starting_after", ()), ("stream", ())):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from services.frontend.protocol.tools import ToolName, check_size, decoded_object
-from services.frontend.tool_parsers.lark import OPTIONS, quoted
+from services.frontend.tool_parsers.lark import OPTIONS, quote
 from shared.errors import InvalidRequest
 
 UNSUPPORTED = "unsupported_parameter"
@@ -77,7 +77,7 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class FormPart(Struct, frozen=True):
+class ConstraintPart(Struct, frozen=True):
     """What one field brings to a form of several."""
 
     piece: dict[str, Any]
@@ -85,10 +85,10 @@ class FormPart(Struct, frozen=True):
     param: str
 
 
-class Form(Struct, frozen=True):
+class Constraint(Struct, frozen=True):
     """What one field holds an answer to."""
 
-    piece: dict[str, Any]
+    grammar: dict[str, Any]
     """One grammar."""
     param: str
     """The field that says so."""
@@ -96,23 +96,23 @@ class Form(Struct, frozen=True):
     """The same with its marks spelled out, where it names any by their ids."""
     content: dict[str, Any] | None = None
     """A grammar that the piece names as `content`."""
-    parts: Sequence[FormPart] = ()
+    parts: Sequence[ConstraintPart] = ()
     """What it is made of, where that comes from several fields."""
 
 
-def form_of_response(asked: ResponseFormat | None) -> Form | None:
+def response_format_constraint(asked: ResponseFormat | None) -> Constraint | None:
     """None: anything. Raises InvalidRequest."""
     match asked:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
-            return Form(json_piece({"type": "object"}), "response_format")
+            return Constraint(json_grammar({"type": "object"}), "response_format")
         case JsonSchemaFormat(schema):
             where = "response_format.json_schema.schema"
-            return Form(_schema(schema.schema, where), where)
+            return Constraint(_schema(schema.schema, where), where)
 
 
-def form_of_structure(asked: StructuredOutputs | None) -> Form | None:
+def structured_outputs_constraint(asked: StructuredOutputs | None) -> Constraint | None:
     """None: anything. Raises InvalidRequest."""
     if asked is None:
         return None
@@ -123,24 +123,24 @@ def form_of_structure(asked: StructuredOutputs | None) -> Form | None:
     where = f"structured_outputs.{named[0]}"
     if asked.json is not None:
         schema = decoded_object(asked.json, where) if isinstance(asked.json, str) else asked.json
-        return Form(_schema(schema, where), where)
+        return Constraint(_schema(schema, where), where)
     if asked.regex is not None:
-        return Form({"lark_grammar": f"start: /{_within_slashes(asked.regex)}/"}, where)
+        return Constraint({"lark_grammar": f"start: /{_within_slashes(asked.regex)}/"}, where)
     if asked.choice is not None:
-        return Form({"lark_grammar": "start: " + " | ".join(map(quoted, asked.choice))}, where)
+        return Constraint({"lark_grammar": "start: " + " | ".join(map(quote, asked.choice))}, where)
     if asked.grammar is not None:
-        return Form({"lark_grammar": asked.grammar}, where)
-    return Form(json_piece({"type": "object"}), where)
+        return Constraint({"lark_grammar": asked.grammar}, where)
+    return Constraint(json_grammar({"type": "object"}), where)
 
 
 def _schema(schema: dict[str, Any], where: str) -> dict[str, Any]:
     check_size(schema, where)
     if "x-guidance" in schema:
         raise InvalidRequest(f"{where}.x-guidance: not a word of JSON Schema", param=f"{where}.x-guidance")
-    return json_piece(schema)
+    return json_grammar(schema)
 
 
-def json_piece(schema: dict[str, Any]) -> dict[str, Any]:
+def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:
     """A grammar of JSON that holds to a schema."""
     return {"json_schema": {**schema, "x-guidance": OPTIONS}}
 

@@ -12,9 +12,9 @@ from msgspec import Meta, Struct
 
 from services.frontend.protocol.chat import (
     Messages,
-    TemplateWords,
+    NotBuilt,
+    TemplateKwargs,
     TokenId,
-    Unset,
     check_message,
     decode_body,
     not_supported,
@@ -40,12 +40,12 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     add_generation_prompt: bool | None = None
     """False: the template is told not to end where an answer begins."""
     tools: Tools | None = None
-    chat_template_kwargs: TemplateWords | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     # not built
-    continue_final_message: Unset = None
-    chat_template: Unset = None
-    media_io_kwargs: Unset = None
-    mm_processor_kwargs: Unset = None
+    continue_final_message: NotBuilt = None
+    chat_template: NotBuilt = None
+    media_io_kwargs: NotBuilt = None
+    mm_processor_kwargs: NotBuilt = None
 
 
 class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

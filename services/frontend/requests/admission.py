@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from services.frontend.auth.accounts import NOTHING, Account
+from services.frontend.auth.accounts import NO_TOKENS, Account
 from services.frontend.config import LimitsConfig
 from services.frontend.requests.fair_share import may_have
 from shared.errors import Overloaded, Unavailable
@@ -171,7 +171,7 @@ class Place:
         """None: it came without a key."""
         self.taken = _none()
         self.tokenising = False
-        self.spent = NOTHING
+        self.spent = NO_TOKENS
         """What its key is to pay."""
 
     @property

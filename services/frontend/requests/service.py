@@ -96,7 +96,7 @@ class Frontend:
         place = self.admission.enter(account)
         if account is not None:
             try:
-                account.enter(clock())
+                account.begin_request(clock())
             except RateLimited:
                 self.admission.leave(place)
                 raise
@@ -107,7 +107,7 @@ class Frontend:
         finally:
             self.admission.leave(place)
             if account is not None:
-                account.leave(place.spent, clock())
+                account.end_request(place.spent, clock())
             self._metrics.inflight.dec()
             if not self.admission.places:
                 self._idle.set()

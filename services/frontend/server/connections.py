@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Generic, Literal, TypeVar
 
-SPARED_S = 1.0
+EVICTABLE_AFTER_S = 1.0
 """Who became idle more lately may be about to ask again."""
 
-Ended = Literal["idle", "header", "room"]
+CloseReason = Literal["idle", "header", "room"]
 """Why a connection was closed: idle too long, slow with a request's head, or to make room."""
 
 C = TypeVar("C", bound=Hashable)
@@ -44,44 +44,44 @@ class Connections(Generic[C]):
         """Those without a request, the longest first."""
         return list(self._idle)
 
-    def room(self, now: float) -> C | None:
+    def to_evict(self, now: float) -> C | None:
         """Whom to close so that one more fits; None: nobody is to go. `full` tells whether one more may come then."""
         if len(self) < self._limit or not self._idle:
             return None
         longest, since = next(iter(self._idle.items()))
-        return longest if now - since >= SPARED_S else None
+        return longest if now - since >= EVICTABLE_AFTER_S else None
 
     @property
     def full(self) -> bool:
         """One more would be one too many."""
         return len(self) >= self._limit
 
-    def opened(self, one: C, now: float) -> None:
+    def add(self, one: C, now: float) -> None:
         """A new one, for which there is room."""
         assert not self.full
         self._idle[one] = now
 
-    def heard(self, one: C, now: float) -> None:
+    def bytes_received(self, one: C, now: float) -> None:
         """Bytes came: where it was idle, those of a request's head."""
         if self._idle.pop(one, None) is not None:
             self._heading[one] = now
 
-    def began(self, one: C) -> None:
+    def request_began(self, one: C) -> None:
         """A request's head is whole."""
         if self._forget(one):
             self._busy.add(one)
 
-    def answered(self, one: C, now: float) -> None:
+    def request_ended(self, one: C, now: float) -> None:
         """Its request has ended."""
         if one in self._busy:
             self._busy.remove(one)
             self._idle[one] = now
 
-    def gone(self, one: C) -> None:
+    def remove(self, one: C) -> None:
         """It is closed, by whomever; idempotent."""
         self._forget(one)
 
-    def due(self, now: float) -> Iterator[tuple[C, Ended]]:
+    def pop_overdue(self, now: float) -> Iterator[tuple[C, CloseReason]]:
         """Those that have waited too long; each is gone with this."""
         for waiting, limit_s, why in self._waiting():
             while waiting:
@@ -91,7 +91,7 @@ class Connections(Generic[C]):
                 del waiting[one]
                 yield one, why
 
-    def _waiting(self) -> tuple[tuple[dict[C, float], float, Ended], ...]:
+    def _waiting(self) -> tuple[tuple[dict[C, float], float, CloseReason], ...]:
         return (self._idle, self._idle_s, "idle"), (self._heading, self._header_s, "header")
 
     def _forget(self, one: C) -> bool:

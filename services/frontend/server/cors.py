@@ -14,12 +14,12 @@ from services.frontend.protocol.errors import Failure, failure
 
 _HEADERS = re.compile(r"[a-z0-9-]{1,64}(, ?[a-z0-9-]{1,64}){0,63}", re.IGNORECASE)
 _METHODS = ("GET", "POST", "DELETE")
-_SHOWN = (
+_EXPOSED = (
     *("Retry-After", "X-Request-Id"),
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 """Headers of ours that a page may read, beside those that any page may."""
-_KEPT_S = 600
+_MAX_AGE_S = 600
 """How long a browser may keep what it was told."""
 
 
@@ -30,26 +30,26 @@ class Cors:
         self._any = ANY_ORIGIN in origins
         self._origins = frozenset(origins)
 
-    def headers(self, origin: str | None) -> dict[str, str]:
+    def answer_headers(self, origin: str | None) -> dict[str, str]:
         """Of any answer; `origin` is the request's header."""
         if not self._origins:
             return {}
         if self._any:
-            return {"Access-Control-Allow-Origin": ANY_ORIGIN, "Access-Control-Expose-Headers": ", ".join(_SHOWN)}
+            return {"Access-Control-Allow-Origin": ANY_ORIGIN, "Access-Control-Expose-Headers": ", ".join(_EXPOSED)}
         if origin not in self._origins or origin is None:
             return {"Vary": "Origin"}
         return {
             "Access-Control-Allow-Origin": origin,
-            "Access-Control-Expose-Headers": ", ".join(_SHOWN),
+            "Access-Control-Expose-Headers": ", ".join(_EXPOSED),
             "Vary": "Origin",
         }
 
-    def asks(self, method: str, headers: Mapping[str, str]) -> bool:
+    def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
         """Whether it is a preflight: a browser's question what it may ask, which bears no key."""
         wanted = "Origin" in headers and "Access-Control-Request-Method" in headers
         return method == "OPTIONS" and wanted and bool(self._origins)
 
-    def preflight(self, headers: Mapping[str, str]) -> dict[str, str] | Failure:
+    def preflight_headers(self, headers: Mapping[str, str]) -> dict[str, str] | Failure:
         """What the answer says beside `headers`, which any has; or a refusal."""
         if not self._any and headers["Origin"] not in self._origins:
             return failure(403, "pages of this origin may not ask", "invalid_request_error", code="origin_not_allowed")
@@ -61,4 +61,4 @@ class Cors:
         # Whatever it names, as clients have headers of their own (X-Stainless-Lang, …) and * does not stand for
         # Authorization.
         named = {"Access-Control-Allow-Headers": asked} if asked else {}
-        return {"Access-Control-Allow-Methods": ", ".join(_METHODS), "Access-Control-Max-Age": str(_KEPT_S), **named}
+        return {"Access-Control-Allow-Methods": ", ".join(_METHODS), "Access-Control-Max-Age": str(_MAX_AGE_S), **named}

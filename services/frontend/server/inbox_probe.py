@@ -18,19 +18,19 @@ from shared.errors import BusDown
 from shared.messages import JSON_HEADER
 
 PROBE_S = 0.3
-PROBES_A_TURN = 64
+PROBES_PER_TURN = 64
 """Of the event loop: 4,096 clients that wait at once must not stop the streams of others."""
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """Nobody listens at the inbox any more."""
 
 
-class Inbox:
+class ClientInbox:
     """One client's, while it is served."""
 
     def __init__(self, bus: Bus, subject: str, end: asyncio.Timeout) -> None:
-        self.nothing: bytes | None = None
+        self.keepalive: bytes | None = None
         """A message that the client passes over; None: there is none, so it is asked only by messages of its answer."""
         self._bus = bus
         self._connections: int | None = None
@@ -40,7 +40,7 @@ class Inbox:
         self._clock = asyncio.get_running_loop().time
         self._due = True
         """The next message asks."""
-        self._asked_s = self._seen_s = self._clock()
+        self._asked_s = self._asked_before_s = self._clock()
         """When it was asked last, and the time before."""
 
     async def send(self, payload: bytes, headers: Mapping[str, str] = JSON_HEADER) -> None:
@@ -51,29 +51,29 @@ class Inbox:
         elif self._connections != self._bus.connections:
             raise BusDown("NATS was away in the middle of the answer")
         if LAST_HEADER in headers:
-            self.nothing = None  # a client that has its answer goes: it must not be asked any more
-        await self._say(payload, headers)
+            self.keepalive = None  # a client that has its answer goes: it must not be asked any more
+        await self._publish(payload, headers)
         if LAST_HEADER in headers:
             await self._bus.confirm(self._connections)
 
-    async def _say(self, payload: bytes, headers: Mapping[str, str]) -> None:
+    async def _publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
         if not self._due:
             await self._bus.publish(self._subject, payload, headers=headers)
             return
         self._due = False
-        self._seen_s, self._asked_s = self._asked_s, self._clock()
+        self._asked_before_s, self._asked_s = self._asked_s, self._clock()
         await self._bus.publish(self._subject, payload, headers=headers, gone=self._found_gone)
 
     async def probe(self) -> None:
         """PROBE_S have passed. Raises BusDown."""
-        if self._due and self.nothing is not None:
-            await self._say(self.nothing, JSON_HEADER)
+        if self._due and self.keepalive is not None:
+            await self._publish(self.keepalive, JSON_HEADER)
         self._due = True
 
     def close(self) -> float:
         """No longer served. For how long nobody can have listened, at most."""
         self._end = None
-        return self._clock() - self._seen_s
+        return self._clock() - self._asked_before_s
 
     def _found_gone(self) -> None:
         end, self._end = self._end, None
@@ -81,19 +81,19 @@ class Inbox:
             end.reschedule(self._clock())
 
 
-class Inboxes:
+class ClientInboxes:
     """Those of all requests that came by NATS."""
 
     def __init__(self, bus: Bus, metrics: Metrics) -> None:
         self._bus = bus
         self._metrics = metrics
-        self._served: dict[Inbox, None] = {}
+        self._served: dict[ClientInbox, None] = {}
 
     @asynccontextmanager
-    async def served(self, subject: str) -> AsyncIterator[Inbox]:
+    async def watch(self, subject: str) -> AsyncIterator[ClientInbox]:
         """Raises Gone out of the block as soon as nobody is found to listen."""
         end = asyncio.timeout(None)
-        inbox = Inbox(self._bus, subject, end)
+        inbox = ClientInbox(self._bus, subject, end)
         self._served[inbox] = None
         unnoticed_s = 0.0
         try:
@@ -106,7 +106,7 @@ class Inboxes:
             if not end.expired():
                 raise
             self._metrics.unnoticed.observe(unnoticed_s)
-            raise Gone from None
+            raise ClientGone from None
         finally:
             del self._served[inbox]
 
@@ -119,5 +119,5 @@ class Inboxes:
                     await inbox.probe()
                 except BusDown:
                     break  # nobody can be asked now
-                if not number % PROBES_A_TURN:
+                if not number % PROBES_PER_TURN:
                     await asyncio.sleep(0)

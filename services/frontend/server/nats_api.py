@@ -25,14 +25,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from msgspec import Struct
 
-from services.frontend.auth.access import HEADER, Access
+from services.frontend.auth.access import HEADER, Authenticator
 from services.frontend.auth.accounts import Account
 from services.frontend.metrics import Metrics
 from services.frontend.protocol.errors import failure_of
 from services.frontend.protocol.operations import OPERATIONS, Operation
 from services.frontend.requests import deadline
 from services.frontend.requests.service import Frontend
-from services.frontend.server.inbox_probe import Gone, Inbox, Inboxes
+from services.frontend.server.inbox_probe import ClientGone, ClientInbox, ClientInboxes
 from services.frontend.server.middleware import REQUEST_ID_HEADER
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.dispatch import Exchange
@@ -49,19 +49,19 @@ PROBE_HEADER = "Headrace-Probe"
 QUEUE = "frontend"
 WAITING_LIMIT = 4096
 """Requests of one operation that have come and are not begun; shared/bus/receive_queue.py bounds their bytes too."""
-REFUSALS_LIMIT = 256
+ACTIVE_REFUSALS_LIMIT = 256
 """Answers at a time that too many wait; other requests over the bound get none."""
-CLIENTS_INBOX = "_INBOX"
+DEFAULT_INBOX_PREFIX = "_INBOX"
 """What clients' inboxes begin with by default."""
-AGAIN_S = 0.5
-TRIES = 600
+FAILURE_RETRY_S = 0.5
+FAILURE_ATTEMPTS = 600
 """To tell a failure: a NATS that is away for five minutes loses none."""
 
 _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
 _Receiver = Callable[[Message], Awaitable[None]]
 
 
-class _Asked(Struct, frozen=True):
+class _NatsRequest(Struct, frozen=True):
     """One request."""
 
     message: Message
@@ -71,7 +71,7 @@ class _Asked(Struct, frozen=True):
 
     def last(self) -> dict[str, str]:
         """The headers of the last message."""
-        left = {} if self.account is None else self.account.headers(asyncio.get_running_loop().time())
+        left = {} if self.account is None else self.account.rate_limit_headers(asyncio.get_running_loop().time())
         return {**_LAST, REQUEST_ID_HEADER: self.named.shown, **left}
 
 
@@ -92,7 +92,7 @@ def _streams(body: bytes) -> bool:
         return True
 
 
-class NatsDoor:
+class NatsApi:
     """Answers on the clients' subjects."""
 
     def __init__(
@@ -101,8 +101,8 @@ class NatsDoor:
         exchange: Exchange,
         frontend: Frontend,
         metrics: Metrics,
-        access: Access,
-        inbox: str = CLIENTS_INBOX,
+        access: Authenticator,
+        inbox: str = DEFAULT_INBOX_PREFIX,
     ) -> None:
         """`inbox` is what the inboxes of services begin with."""
         self._runtime = runtime
@@ -113,10 +113,10 @@ class NatsDoor:
         self._doors = runtime.bus if runtime.doors is None else runtime.doors
         self._publish = runtime.bus.publish
         # Where services have no prefix of their own, clients' replies cannot be kept apart from theirs.
-        self._ours = (f"{subjects.ROOT}.", *(() if inbox == CLIENTS_INBOX else (f"{inbox}.",)))
+        self._ours = (f"{subjects.ROOT}.", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
         self._limited_log = RateLimitedLog()
         self._refusals = 0
-        self._inboxes = Inboxes(runtime.bus, metrics)
+        self._inboxes = ClientInboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -147,20 +147,20 @@ class NatsDoor:
         if (asked := await self._asked(message)) is not None:
             await self._publish(message.reply, self._exchange.models(), headers=asked.last())
 
-    async def _asked(self, message: Message) -> _Asked | None:
+    async def _asked(self, message: Message) -> _NatsRequest | None:
         """None: it is not to be answered, or was, that its key is not good."""
         if not self._answerable(message):
             return None
         named = request_id(message.headers.get(REQUEST_ID_HEADER, ""))
         if not self._runtime.bus.connected:
             await self._fail(
-                _Asked(message, named, None), Unavailable("this frontend is cut off from workers"), tries=1
+                _NatsRequest(message, named, None), Unavailable("this frontend is cut off from workers"), tries=1
             )
             return None
         try:
-            return _Asked(message, named, self._access.account(message.headers.get(HEADER)))
+            return _NatsRequest(message, named, self._access.authenticate(message.headers.get(HEADER)))
         except InvalidRequest as wrong:
-            await self._fail(_Asked(message, named, None), wrong, tries=1)  # once: strangers leave nothing behind
+            await self._fail(_NatsRequest(message, named, None), wrong, tries=1)  # once: strangers leave nothing behind
             return None
 
     def _answerable(self, message: Message) -> bool:
@@ -181,7 +181,7 @@ class NatsDoor:
     def _refuse(self, message: Message) -> None:
         """Too many wait: it is not read."""
         self._metrics.rejections.labels("nats_waiting").inc()
-        if self._refusals < REFUSALS_LIMIT:
+        if self._refusals < ACTIVE_REFUSALS_LIMIT:
             self._refusals += 1
             self._runtime.tasks.create_task(self._say_refused(message), name="nats refusal")
 
@@ -189,16 +189,16 @@ class NatsDoor:
         try:
             if self._answerable(message):
                 why = Overloaded(f"{WAITING_LIMIT} requests on {message.subject} wait to be read")
-                await self._fail(_Asked(message, request_id(""), None), why, tries=1)
+                await self._fail(_NatsRequest(message, request_id(""), None), why, tries=1)
         finally:
             self._refusals -= 1
 
-    async def _serve(self, operation: Operation, asked: _Asked) -> None:
+    async def _serve(self, operation: Operation, asked: _NatsRequest) -> None:
         status, message = CLIENT_GONE, asked.message
         try:
-            async with self._inboxes.served(message.reply) as inbox:
+            async with self._inboxes.watch(message.reply) as inbox:
                 status = await self._answer(operation, asked, inbox)
-        except Gone:
+        except ClientGone:
             self._metrics.disconnected.inc()
         except BusDown as why:
             self._limited_log.warn("an answer over NATS is lost", f"{message.subject}: {why}")
@@ -209,12 +209,12 @@ class NatsDoor:
         finally:
             self._metrics.requests.labels(operation, str(status)).inc()
 
-    async def _answer(self, operation: Operation, asked: _Asked, inbox: Inbox) -> int:
+    async def _answer(self, operation: Operation, asked: _NatsRequest, inbox: ClientInbox) -> int:
         """The status it amounts to. Raises BusDown."""
         message = asked.message
         may_be_asked = PROBE_HEADER in message.headers
         if may_be_asked:
-            inbox.nothing = b""
+            inbox.keepalive = b""
         try:
             with self._frontend.admitted(len(message.payload), asked.account) as place:
                 if not (may_be_asked or _streams(message.payload)):
@@ -225,8 +225,8 @@ class NatsDoor:
                     if not reply.streams:
                         await inbox.send(await reply.whole(), asked.last())
                         return 200
-                    if inbox.nothing is None:
-                        inbox.nothing = reply.nothing()
+                    if inbox.keepalive is None:
+                        inbox.keepalive = reply.nothing()
                     async for chunk in reply.chunks():
                         await inbox.send(chunk.payload, asked.last() if chunk.last else JSON_HEADER)
                     return 200
@@ -235,7 +235,7 @@ class NatsDoor:
         except HeadraceError as error:
             return await self._fail(asked, error)
 
-    async def _fail(self, asked: _Asked, error: HeadraceError, tries: int = TRIES) -> int:
+    async def _fail(self, asked: _NatsRequest, error: HeadraceError, tries: int = FAILURE_ATTEMPTS) -> int:
         """Its status. A client that listens is owed an end: it is told again and again, until NATS has it. What is told
         once goes by the clients' connection, which a stranger's failures may fill."""
         message, wrong = asked.message, failure_of(error)
@@ -252,5 +252,5 @@ class NatsDoor:
                 if not left:
                     self._limited_log.warn("an answer over NATS is lost", f"{message.subject}: {why}")
                     break
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(FAILURE_RETRY_S)
         return wrong.status

@@ -28,14 +28,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.frontend.config import HttpConfig
 from services.frontend.metrics import Metrics
 from services.frontend.protocol.errors import Failure, failure, failure_of
-from services.frontend.server.connections import Connections, Ended
+from services.frontend.server.connections import CloseReason, Connections
 from services.frontend.server.tls import Acceptor, Certificate, Handshake
 from shared.errors import ConfigError, Unavailable
 from shared.runtime.observe import advertised
 
 BACKLOG = 4096
 """Connections that the kernel keeps until they are accepted; net.core.somaxconn may be less."""
-LAST_CALL_S = 1.0
+DRAIN_S = 1.0
 """How long clients that keep a connection may still ask on it, to be told with the answer that it closes."""
 LINGER_S = 2.0
 """What a refused request goes on to send is read for so long, or its answer would be lost with the connection."""
@@ -70,13 +70,13 @@ class Port:
         self._config = config
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
-        self.connections: Connections[Connected] = Connections(
+        self.connections: Connections[AnyConnection] = Connections(
             limit=config.connections, idle_s=config.idle_s, header_s=config.header_s
         )
         self._server: asyncio.Server | None = None
         self._acceptor: Acceptor | None = None
         """Where it speaks TLS."""
-        self._connect: Callable[[Handshake | None], _Connection]
+        self._connect: Callable[[Handshake | None], _HttpConnection]
         self._certificate = Certificate(config, metrics) if config.tls_cert else None
         self._tasks: asyncio.TaskGroup
         """Of handshakes."""
@@ -91,50 +91,50 @@ class Port:
     # --- what aiohttp tells
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def track_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Knows which connections have a request."""
         connection = request.protocol
-        self.connections.began(connection)
+        self.connections.request_began(connection)
         try:
             return await handler(request)
         finally:
-            self.connections.answered(connection, self._now())
+            self.connections.request_ended(connection, self._now())
             if self._ending:
                 connection.close()  # when it is answered; a stream that began before could not say so in its head
 
-    async def prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def add_connection_header(self, request: web.Request, response: web.StreamResponse) -> None:
         """For `on_response_prepare`: the last answer of a connection says so."""
-        if self._ending or cast(_Connection, request.protocol).may_leak(request):
+        if self._ending or cast(_HttpConnection, request.protocol).may_leak(request):
             response.force_close()
             response.headers["Connection"] = "close"
 
-    def takes(self, connection: Connected) -> bool:
+    def admit_connection(self, connection: AnyConnection) -> bool:
         """Whether a new connection may stay; at the limit one that is idle makes room for it."""
         now = self._now()
-        if (longest := self.connections.room(now)) is not None:
+        if (longest := self.connections.to_evict(now)) is not None:
             self._close(longest, "room")
         if self.connections.full:
             self._metrics.closed_connections.labels("full").inc()
             return False
-        self.connections.opened(connection, now)
+        self.connections.add(connection, now)
         self._metrics.connections.set(len(self.connections))
         return True
 
-    def upgraded(self, connection: Handshake) -> None:
+    def handshake_done(self, connection: Handshake) -> None:
         """Its hands are shaken; what it becomes is counted at once."""
-        self.connections.gone(connection)
+        self.connections.remove(connection)
 
-    def unshaken(self) -> None:
+    def handshake_failed(self) -> None:
         """One was not shaken hands with: it spoke no TLS, or was slow, or went."""
         self._metrics.closed_connections.labels("handshake").inc()
 
-    def heard(self, connection: Connected) -> None:
+    def bytes_received(self, connection: AnyConnection) -> None:
         """Bytes came on it."""
-        self.connections.heard(connection, self._now())
+        self.connections.bytes_received(connection, self._now())
 
-    def gone(self, connection: Connected) -> None:
+    def connection_closed(self, connection: AnyConnection) -> None:
         """It is closed."""
-        self.connections.gone(connection)
+        self.connections.remove(connection)
         self._metrics.connections.set(len(self.connections))
         if not len(self.connections):
             self._empty.set()
@@ -145,7 +145,7 @@ class Port:
         """Where it speaks TLS: read the certificate, and follow it. Raises ConfigError."""
         if self._certificate is not None:
             self._tasks = tasks
-            await self._certificate.follow(tasks)
+            await self._certificate.load_and_watch(tasks)
 
     @asynccontextmanager
     async def open(self, app: web.Application) -> AsyncIterator[str]:
@@ -154,7 +154,7 @@ class Port:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         assert runner.server is not None
-        self._connect = partial(_Connection, self, runner.server, loop)
+        self._connect = partial(_HttpConnection, self, runner.server, loop)
         tls = self._certificate is not None
         self._sweep()
         try:
@@ -166,7 +166,7 @@ class Port:
                     start_serving=not tls,
                 )
                 if tls:
-                    self._acceptor = Acceptor(self._server, BACKLOG, self._shake)
+                    self._acceptor = Acceptor(self._server, BACKLOG, self._begin_handshake)
             except OSError as wrong:
                 raise ConfigError(f"http: cannot listen on {config.host}:{config.port}: {wrong.strerror}") from None
             host, port = advertised(config.host), self._server.sockets[0].getsockname()[1]
@@ -179,25 +179,25 @@ class Port:
             await self._stop_accepting()
             await runner.cleanup()
 
-    def _shake(self, accepted: socket.socket) -> None:
+    def _begin_handshake(self, accepted: socket.socket) -> None:
         assert self._certificate is not None
         handshake = Handshake(accepted)
         plain = partial(self._connect, handshake)
         handshake.begin(self, self._certificate.context, plain, self._config.header_s, self._tasks)
 
-    async def notice(self) -> None:
+    async def announce_closing(self) -> None:
         """Accepts connections for `drain_delay_s` more; each answer says that its connection closes."""
         self._ending = True
         await asyncio.sleep(self._config.drain_delay_s)
 
-    async def last_call(self) -> None:
+    async def drain(self) -> None:
         """Accepts no more, and returns when those who keep a connection have had their time to ask on it once more."""
         self._ending = True
         await self._stop_accepting()
         if len(self.connections):
             self._empty.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_CALL_S):
+                async with asyncio.timeout(DRAIN_S):
                     await self._empty.wait()
         for connection in self.connections.idle:
             connection.force_close()
@@ -222,7 +222,7 @@ class Port:
                 await asyncio.get_running_loop().connect_accepted_socket(partial(self._connect, None), connection)
             else:
                 connection.setblocking(False)
-                self._shake(connection)
+                self._begin_handshake(connection)
         await asyncio.sleep(0)  # those that uvloop accepted just before come in the loop's next turn
 
     def _sweep(self) -> None:
@@ -230,12 +230,12 @@ class Port:
         since_s, self._swept_s = self._swept_s, self._now()
         self._spared = not self._spared and self._swept_s - since_s > 2 * SWEEP_S
         if not self._spared:
-            for connection, why in list(self.connections.due(self._swept_s)):
+            for connection, why in list(self.connections.pop_overdue(self._swept_s)):
                 self._close(connection, why)
         self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
-    def _close(self, connection: Connected, why: Ended) -> None:
-        self.connections.gone(connection)
+    def _close(self, connection: AnyConnection, why: CloseReason) -> None:
+        self.connections.remove(connection)
         self._metrics.closed_connections.labels(why).inc()
         transport = connection.transport
         if why == "header" and transport is not None:
@@ -245,7 +245,7 @@ class Port:
             transport.abort()  # its client does not read: closing would wait for it, and nothing bounds that
 
 
-class _Connection(web.RequestHandler):
+class _HttpConnection(web.RequestHandler):
     """aiohttp's protocol of one connection, which tells the port what happens. The port bounds its idle time."""
 
     __slots__ = ("_handshake", "_last_bytes", "_port")
@@ -270,8 +270,8 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._handshake is not None:
-            self._port.upgraded(self._handshake)
-        if self._port.takes(self):
+            self._port.handshake_done(self._handshake)
+        if self._port.admit_connection(self):
             super().connection_made(transport)
         else:
             cast(asyncio.Transport, transport).write(_FULL)  # uvloop's is not made from the class
@@ -290,13 +290,13 @@ class _Connection(web.RequestHandler):
         said = said and re.split("[:\n]", said, maxsplit=1)[0]  # behind it stands what was sent, perhaps a key
         kind = "invalid_request_error" if status < 500 else "server_error"
         wrong = failure(status, said or "the server has failed", kind)
-        response = _Nameless(status=status, body=wrong.payload, content_type="application/json")
+        response = _NoServerHeader(status=status, body=wrong.payload, content_type="application/json")
         response.force_close()
         return response
 
     def data_received(self, data: bytes) -> None:
         if data:  # aiohttp calls it itself with none
-            self._port.heard(self)
+            self._port.bytes_received(self)
             self._last_bytes = (self._last_bytes + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
         super().data_received(data)
 
@@ -313,14 +313,14 @@ class _Connection(web.RequestHandler):
         return not whole or bool(self._messages) or self._upgraded
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._port.gone(self)
+        self._port.connection_closed(self)
         super().connection_lost(exc)
 
 
-Connected = web.RequestHandler | Handshake
+AnyConnection = web.RequestHandler | Handshake
 
 
-class _Nameless(web.Response):
+class _NoServerHeader(web.Response):
     """Does not say what server this is, where no application is asked for its headers."""
 
     async def _prepare_headers(self) -> None:

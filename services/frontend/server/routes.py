@@ -23,13 +23,13 @@ from services.frontend.openapi import document
 from services.frontend.openapi.chunk_structs import Version
 from services.frontend.protocol.chat import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.protocol.errors import failure, failure_of
-from services.frontend.protocol.operations import KEPT, KEPT_RESPONSE, PATHS, Operation
+from services.frontend.protocol.operations import PATHS, STORED_METHODS, STORED_PATH, Operation
 from services.frontend.requests import deadline
 from services.frontend.requests.admission import Place
 from services.frontend.requests.service import Frontend
-from services.frontend.server.middleware import Gate, account_of, failed, named
+from services.frontend.server.middleware import Middleware, account_of, error_response, request_id_of
 from services.frontend.server.port import Port
-from services.frontend.server.sse import Body
+from services.frontend.server.sse import ResponseBody
 from services.frontend.serving.dispatch import Exchange
 from services.frontend.serving.reply import Reply
 from services.frontend.serving.request_context import Asking
@@ -46,7 +46,7 @@ CLIENT_GONE = 499
 """nginx's status for a client that went first; nobody receives it, metrics count it."""
 
 
-class HttpDoor:
+class HttpApi:
     """The application and its handlers."""
 
     def __init__(
@@ -56,7 +56,7 @@ class HttpDoor:
         metrics: Metrics,
         config: HttpConfig,
         port: Port,
-        gate: Gate,
+        gate: Middleware,
     ) -> None:
         self._exchange = exchange
         self._frontend = frontend
@@ -69,14 +69,14 @@ class HttpDoor:
 
     def app(self, described: bytes) -> web.Application:
         """The routes; `described`: the document that does so. Bodies over the limit are 413."""
-        middlewares = [self._port.middleware, _openai_errors, self._gate.middleware]
+        middlewares = [self._port.track_request, _openai_errors, self._gate.handle]
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
-        app.on_response_prepare.append(self._port.prepare)
-        app.on_response_prepare.append(self._gate.prepare)
+        app.on_response_prepare.append(self._port.add_connection_header)
+        app.on_response_prepare.append(self._gate.add_headers)
         for operation, path in PATHS.items():
             app.router.add_post(path, self._handler(operation), expect_handler=_continue_later)
-        for operation, method in KEPT.items():
-            app.router.add_route(method, KEPT_RESPONSE, self._handler(operation))
+        for operation, method in STORED_METHODS.items():
+            app.router.add_route(method, STORED_PATH, self._handler(operation))
 
         async def describe(_request: web.Request) -> web.Response:
             return _respond(200, described)
@@ -112,10 +112,10 @@ class HttpDoor:
         """The response, and the status that its outcome amounts to."""
         try:
             with self._frontend.arriving(account_of(request)) as place:
-                sent = _asked(request) if operation in KEPT else await self._body(request, place)
+                sent = _asked(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.begin()
                 begun = asyncio.get_running_loop().time()
-                asking = Asking(named(request), place, begun, request.headers.get(deadline.HEADER))
+                asking = Asking(request_id_of(request), place, begun, request.headers.get(deadline.HEADER))
                 answer = self._exchange.answer(operation, sent, asking)
                 del sent  # the answer drops it too, once it is read
                 async with answer as reply:
@@ -124,7 +124,7 @@ class HttpDoor:
                     return await self._whole(request, await reply.whole()), 200
         except HeadraceError as error:
             wrong = failure_of(error)
-            return failed(wrong), wrong.status
+            return error_response(wrong), wrong.status
 
     async def _body(self, request: web.Request, place: Place) -> bytes:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
@@ -148,13 +148,13 @@ class HttpDoor:
             raise InvalidRequest("the body did not come in time", code="request_timeout", status=408) from None
 
     async def _whole(self, request: web.Request, payload: bytes) -> web.StreamResponse:
-        return await Body(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s).whole(payload)
+        return await ResponseBody(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s).write_all(payload)
 
     async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
-        body = Body(request, _SSE_HEADERS, unread_s=self._config.unread_s, named=reply.named)
+        body = ResponseBody(request, _SSE_HEADERS, unread_s=self._config.unread_s, named=reply.named)
         status, last = 200, None if reply.named else b"[DONE]"
         try:
-            async for chunk in reply.chunks(body.send):
+            async for chunk in reply.chunks(body.try_send):
                 await body.write(chunk.payload, more=chunk.more)
         except HeadraceError as error:
             if not body.begun:
@@ -170,7 +170,7 @@ class HttpDoor:
         try:
             return _respond(200, self._exchange.model(request.match_info["model"]))
         except HeadraceError as error:
-            return failed(failure_of(error))
+            return error_response(failure_of(error))
 
 
 def _asked(request: web.Request) -> bytes:
@@ -194,7 +194,7 @@ async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamR
         if refusal.status < 400:
             raise
         message = f"{request.method} {request.path}: {refusal.text or refusal.reason}"
-        response = failed(failure(refusal.status, message, "invalid_request_error"))
+        response = error_response(failure(refusal.status, message, "invalid_request_error"))
         if "Allow" in refusal.headers:
             response.headers["Allow"] = refusal.headers["Allow"]
         return response

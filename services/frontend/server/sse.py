@@ -34,7 +34,7 @@ class _Response(web.StreamResponse):
     _send_headers_immediately = False  # as in aiohttp's own Response
 
 
-class Body:
+class ResponseBody:
     """One response, from its headers to its end."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Body:
         """Whether the headers are sent."""
         return self._response.prepared
 
-    def send(self, payload: bytes) -> bool:
+    def try_send(self, payload: bytes) -> bool:
         """An event, now; or False: the client is behind, or gone. Only once the body has begun."""
         transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size():
@@ -105,7 +105,7 @@ class Body:
             await self._response.write_eof(self._held)
         return self._response
 
-    async def whole(self, payload: bytes) -> web.StreamResponse:
+    async def write_all(self, payload: bytes) -> web.StreamResponse:
         """The body, instead of events: not chunked, but cut alike. Raises as `write` does."""
         self._response.content_length = len(payload)
         await self._begin()

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from services.frontend.auth.file_reload import Followed
+from services.frontend.auth.file_reload import FileReloader
 from services.frontend.config import HttpConfig
 from services.frontend.metrics import Metrics
 from shared.errors import ConfigError
@@ -29,9 +29,9 @@ from shared.errors import ConfigError
 FILE_LIMIT_BYTES = 1 << 20
 SHUTDOWN_S = 2.0
 """How long a client may take to say that it has heard the end."""
-ACCEPTED_A_TURN = 64
+ACCEPTS_PER_TURN = 64
 """Of the event loop: connections that come all at once do not stop the streams of others."""
-ACCEPT_AGAIN_S = 1.0
+ACCEPT_RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -43,16 +43,16 @@ class Certificate:
         self.context: ssl.SSLContext
         """Once it is followed."""
         cert, key = Path(config.tls_cert), Path(config.tls_key)
-        self._followed = Followed(
+        self._followed = FileReloader(
             f"http.tls_cert {cert}, http.tls_key {key}",
             [cert, key],
             FILE_LIMIT_BYTES,
-            lambda _: context_of(cert, key),  # OpenSSL reads files; one that changed in between is seen the next time
+            lambda _: tls_context(cert, key),  # OpenSSL reads files; one that changed in between is seen the next time
             self._use,
             metrics.stale_files.labels("tls"),
         )
 
-    async def follow(self, tasks: asyncio.TaskGroup) -> None:
+    async def load_and_watch(self, tasks: asyncio.TaskGroup) -> None:
         """Read it, and follow it from now on. Raises ConfigError."""
         await self._followed.load()
         tasks.create_task(self._followed.run(), name="follow the certificate")
@@ -61,7 +61,7 @@ class Certificate:
         self.context = context
 
 
-def context_of(cert: Path, key: Path) -> ssl.SSLContext:
+def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
     """Raises ConfigError where they cannot be used together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -78,14 +78,14 @@ def context_of(cert: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-class Port(Protocol):
+class HandshakePort(Protocol):
     """What a handshake needs of the port."""
 
-    def takes(self, connection: Handshake) -> bool: ...
+    def admit_connection(self, connection: Handshake) -> bool: ...
 
-    def gone(self, connection: Handshake) -> None: ...
+    def connection_closed(self, connection: Handshake) -> None: ...
 
-    def unshaken(self) -> None: ...
+    def handshake_failed(self) -> None: ...
 
 
 class Handshake:
@@ -100,14 +100,14 @@ class Handshake:
 
     def begin(
         self,
-        port: Port,
+        port: HandshakePort,
         context: ssl.SSLContext,
         plain: Callable[[], asyncio.Protocol],
         limit_s: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
         """`plain` makes the protocol that goes on, and that says so when it does."""
-        if port.takes(self):
+        if port.admit_connection(self):
             self._shaking = tasks.create_task(self._shake(port, context, plain, limit_s), name="TLS handshake")
         else:
             self._accepted.close()
@@ -118,7 +118,7 @@ class Handshake:
             self._shaking.cancel()
 
     async def _shake(
-        self, port: Port, context: ssl.SSLContext, plain: Callable[[], asyncio.Protocol], limit_s: float
+        self, port: HandshakePort, context: ssl.SSLContext, plain: Callable[[], asyncio.Protocol], limit_s: float
     ) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -129,9 +129,9 @@ class Handshake:
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )
         except OSError:  # an SSLError, a time-out and a reset connection are some
-            port.unshaken()
+            port.handshake_failed()
         finally:
-            port.gone(self)
+            port.connection_closed(self)
 
 
 class Acceptor:
@@ -158,7 +158,7 @@ class Acceptor:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTED_A_TURN):
+        for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, _address = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -167,7 +167,7 @@ class Acceptor:
                 _log.error("cannot accept: %s", wrong.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
-                loop.call_later(ACCEPT_AGAIN_S, self._watch, listener)
+                loop.call_later(ACCEPT_RETRY_S, self._watch, listener)
                 return
             accepted.setblocking(False)
             self._take(accepted)

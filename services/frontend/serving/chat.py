@@ -16,7 +16,7 @@ from functools import partial
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.frontend.auth.accounts import Spent
+from services.frontend.auth.accounts import TokenUse
 from services.frontend.metrics import Metrics
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.models.model import Limits, Model
@@ -35,9 +35,9 @@ from services.frontend.output.output import Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol import chat
 from services.frontend.protocol.chat import ChatRequest
-from services.frontend.protocol.chat_chunks import ChatShape, CompletionShape, Shape
+from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
 from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, prompts_of
-from services.frontend.protocol.reasoning import AS_IT_IS, ThinkingAsked, thinking_asked
+from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan, plan_reasoning
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.service import Frontend
 from services.frontend.requests.stream import Job, Stream
@@ -46,12 +46,12 @@ from services.frontend.serving.choices import Choices, Planned, ask
 from services.frontend.serving.reply import Reply
 from services.frontend.serving.request_context import Asking, RequestId
 from services.frontend.serving.tokenize import text_of
-from services.frontend.structured.compiler import Grammars
-from services.frontend.structured.grammar import Held, held
-from services.frontend.tool_parsers import thinking
+from services.frontend.structured.compiler import GrammarCompiler
+from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
+from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.formats import FORMATS
-from services.frontend.tool_parsers.parse_result import Found
-from services.frontend.tool_parsers.parser import Parser, Plan
+from services.frontend.tool_parsers.parse_result import ParseResult
+from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 
@@ -81,7 +81,7 @@ class Generation:
     """Turns requests into replies."""
 
     def __init__(
-        self, frontend: Frontend, models: Models, pool: Executor, metrics: Metrics, grammars: Grammars
+        self, frontend: Frontend, models: Models, pool: Executor, metrics: Metrics, grammars: GrammarCompiler
     ) -> None:
         self._frontend = frontend
         self._grammars = grammars
@@ -116,8 +116,8 @@ class Generation:
         place.weigh(computed + each * sum(prompt.max_tokens for prompt in prompts), answered)
         charged = computed + answered * (chat.token_limit(request)[0] or 0)
         if place.account is not None:
-            place.account.charge(charged, asyncio.get_running_loop().time())
-            place.spent = Spent(charged)
+            place.account.charge_tokens(charged, asyncio.get_running_loop().time())
+            place.spent = TokenUse(charged)
         planned = [
             [Planned(job, self._output(request, model, plan)) for job in jobs]
             for jobs in _jobs(asking.named.unique, request, model, prompts, holding)
@@ -156,7 +156,7 @@ class Generation:
 
     async def _prompts(
         self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits
-    ) -> tuple[list[Prompt], Plan]:
+    ) -> tuple[list[Prompt], ParsePlan]:
         """With what may be in the answers. Raises InvalidRequest."""
         for at, token in enumerate(request.stop_token_ids or ()):
             if token >= limits.vocab_size:
@@ -181,13 +181,13 @@ class Generation:
                 await asyncio.sleep(0)  # each takes a millisecond of the loop at most, all of them 100
             tokens = await self._text(given, request.suffix or "", model, limits, param)
             found.append(fitted(tokens, param, DEFAULT_TOKENS))
-        return found, Plan()
+        return found, ParsePlan()
 
-    async def _chat(self, request: ChatRequest, model: Model, limits: Limits) -> tuple[bytes, Plan]:
-        tools = chat.offered(request)
-        more = _thought(request, model).words
-        text = await render_chat(model, chat.turns(request.messages), self._pool, tools, more)
-        plan = Plan(model.tool_format if tools else None, model.thinks, thinking.begun(text))
+    async def _chat(self, request: ChatRequest, model: Model, limits: Limits) -> tuple[bytes, ParsePlan]:
+        tools = chat.offered_tools(request)
+        more = _thought(request, model).template_kwargs
+        text = await render_chat(model, chat.messages_as_rendered(request.messages), self._pool, tools, more)
+        plan = ParsePlan(model.tool_format if tools else None, model.thinks, reasoning.open_in(text))
         tokens = await encode_chat(model, text, self._pool)
         check_encoded(model, tokens, limits, param="messages")
         return tokens, plan
@@ -204,11 +204,11 @@ class Generation:
         return tokens
 
     async def _held(
-        self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits, plan: Plan
-    ) -> Held | None:
+        self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits, plan: ParsePlan
+    ) -> AnswerGrammar | None:
         """What the answer is held to; None: nothing. Raises InvalidRequest."""
-        thought = _thought(request, model) if isinstance(request, ChatRequest) else AS_IT_IS
-        found = held(request, plan, model.marks, thought)
+        thought = _thought(request, model) if isinstance(request, ChatRequest) else DEFAULT_REASONING
+        found = answer_grammar(request, plan, model.marks, thought)
         if found is None:
             return None
         if not limits.grammars:
@@ -218,28 +218,28 @@ class Generation:
             await self._grammars.check(found.checked, found.param, found.parts)
         return found
 
-    def _output(self, request: ChatRequest | CompletionRequest, model: Model, plan: Plan) -> Output | ParsedOutput:
+    def _output(self, request: ChatRequest | CompletionRequest, model: Model, plan: ParsePlan) -> Output | ParsedOutput:
         """Nothing more than an Output, where the answer can only be content."""
-        stops = chat.stops(request)
-        if isinstance(request, CompletionRequest) or not (plan.thinks or plan.calls):
+        stops = chat.stop_strings(request)
+        if isinstance(request, CompletionRequest) or not (plan.reasoning or plan.calls):
             return Output(model.token_bytes, stops)
         if plan.calls is None:
-            return ParsedOutput(Output(model.marked_token_bytes, stops), Parser(plan, Found()))
+            return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, ParseResult()))
         count, form = self._metrics.tool_calls, FORMATS[plan.calls]
-        found = Found(
+        found = ParseResult(
             frozenset(tool.function.name for tool in request.tools or ()),
             lambda: f"{form.id_prefix}{random.getrandbits(4 * form.id_digits):0{form.id_digits}x}",
             count=lambda outcome: count.labels(plan.calls, outcome).inc(),
             parallel=request.parallel_tool_calls is not False,
         )
-        return ParsedOutput(Output(model.marked_token_bytes, stops), Parser(plan, found))
+        return ParsedOutput(Output(model.marked_token_bytes, stops), AnswerParser(plan, found))
 
 
-def _thought(request: ChatRequest, model: Model) -> ThinkingAsked:
+def _thought(request: ChatRequest, model: Model) -> ReasoningPlan:
     """Raises InvalidRequest."""
     offers = request.tools and request.tool_choice != "none"
     template = model.tool_template if offers else model.template
-    return thinking_asked(
+    return plan_reasoning(
         request.reasoning_effort,
         request.thinking_token_budget,
         request.chat_template_kwargs or {},
@@ -259,17 +259,21 @@ def _check_biases(biases: Mapping[str, float], model: Model, limits: Limits) -> 
             raise InvalidRequest(wrong, param=f"logit_bias[{token}]")
 
 
-def _spent(charged: int, choices: Choices, *, hurried: bool) -> Spent:
+def _spent(charged: int, choices: Choices, *, hurried: bool) -> TokenUse:
     """Nothing, where it failed before its first token; a client that goes before it, or gave less time than there is
     (`hurried`), has had its prompt computed."""
     usage = choices.usage
     if choices.failed and not usage.completion_tokens and not (hurried and choices.late):
-        return Spent(charged)
-    return Spent(charged, usage.prompt_tokens, usage.completion_tokens)
+        return TokenUse(charged)
+    return TokenUse(charged, usage.prompt_tokens, usage.completion_tokens)
 
 
 def _jobs(
-    name: str, request: ChatRequest | CompletionRequest, model: Model, prompts: Sequence[Prompt], holding: Held | None
+    name: str,
+    request: ChatRequest | CompletionRequest,
+    model: Model,
+    prompts: Sequence[Prompt],
+    holding: AnswerGrammar | None,
 ) -> Iterator[list[Job]]:
     """For each prompt those of its choices. `name`: of the request; its choices, where it has several, are `name/0`
     and so on."""
@@ -278,7 +282,7 @@ def _jobs(
     alone = each * len(prompts) == 1
     grammar, held_by = ("", "") if holding is None else (holding.grammar, holding.param)
     for at, prompt in enumerate(prompts):
-        sampling = chat.sampling(request, prompt.max_tokens, random.getrandbits(64), grammar)
+        sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar)
         if isinstance(request, CompletionRequest) and request.suffix and model.infill is not None:
             sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.infill.ends))
         first = Job(
@@ -302,16 +306,16 @@ def _jobs(
         yield [first, *others]
 
 
-def _shapes(request: ChatRequest | CompletionRequest, named: RequestId, opened: Opened) -> list[Shape]:
+def _shapes(request: ChatRequest | CompletionRequest, named: RequestId, opened: Opened) -> list[AnswerEncoder]:
     """Of each choice."""
     identity = (named.unique, int(time.time()), opened.model)
-    with_logprobs, with_usage = chat.logprobs(request) >= 0, _with_usage(request)
+    with_logprobs, with_usage = chat.logprobs_of(request) >= 0, _with_usage(request)
     indices = range(len(opened.choices))
     if isinstance(request, CompletionRequest):
-        completion = partial(CompletionShape, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
+        completion = partial(CompletionEncoder, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
         return [completion(index=index) for index in indices]
     tier = request.service_tier is not None
-    shape = partial(ChatShape, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
+    shape = partial(ChatEncoder, *identity, with_logprobs=with_logprobs, with_usage=with_usage)
     return [shape(parsed=opened.parsed, tier=tier, index=index) for index in indices]
 
 

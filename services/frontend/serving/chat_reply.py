@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from services.frontend.output.output import Delta
-from services.frontend.protocol.chat_chunks import Ended, Shape
+from services.frontend.protocol.chat_chunks import AnswerEncoder, FinishedChoice
 from services.frontend.protocol.errors import Failure
 from services.frontend.requests.stream import join
 from services.frontend.serving.choices import Choices
@@ -21,7 +21,13 @@ class Generated:
     named = False
 
     def __init__(
-        self, shapes: Sequence[Shape], choices: Choices, echoes: Sequence[str], *, streams: bool, with_usage: bool
+        self,
+        shapes: Sequence[AnswerEncoder],
+        choices: Choices,
+        echoes: Sequence[str],
+        *,
+        streams: bool,
+        with_usage: bool,
     ) -> None:
         """A shape and an echo (a text before the answer, mostly none) for each choice."""
         self.streams = streams
@@ -38,13 +44,14 @@ class Generated:
             if delta is not None:
                 deltas[index].append(delta)
         finishes = self._choices.streams
-        ended = [Ended(index, join(found), finishes[index].finish) for index, found in enumerate(deltas)]
-        return self._shapes[0].whole(ended, self._choices.usage)
+        ended = [FinishedChoice(index, join(found), finishes[index].finish) for index, found in enumerate(deltas)]
+        return self._shapes[0].full_body(ended, self._choices.usage)
 
     def nothing(self) -> bytes:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
         [first, *others] = self._shapes
-        return first.nothing() if others else first.chunk(join(()))  # of several, the first may have ended
+        # The first of several choices may have ended.
+        return first.keepalive_chunk() if others else first.delta_chunk(join(()))
 
     def failed(self, wrong: Failure) -> bytes:
         """As in Reply."""
@@ -61,16 +68,16 @@ class Generated:
             shape, stream = self._shapes[index], choices.streams[index]
             if index not in opened:
                 opened.add(index)
-                if (opening := shape.opening()) is not None:
+                if (opening := shape.first_chunk()) is not None:
                     yield Chunk(opening, more=True)
                 if self._echoes[index]:
-                    yield Chunk(shape.chunk(Delta(self._echoes[index])), more=True)
+                    yield Chunk(shape.delta_chunk(Delta(self._echoes[index])), more=True)
             if delta is not None:
-                yield Chunk(shape.chunk(delta))
+                yield Chunk(shape.delta_chunk(delta))
                 if send is not None:
-                    stream.send_by(shape.chunk, send)
+                    stream.send_by(shape.delta_chunk, send)
                 continue
             left -= 1
-            yield Chunk(shape.closing(stream.finish), more=not left, last=not left and not self._with_usage)
+            yield Chunk(shape.last_chunk(stream.finish), more=not left, last=not left and not self._with_usage)
         if self._with_usage:
-            yield Chunk(self._shapes[0].usage(choices.usage), more=True, last=True)
+            yield Chunk(self._shapes[0].usage_chunk(choices.usage), more=True, last=True)

@@ -31,7 +31,7 @@ from services.frontend.serving.request_context import Asking
 from services.frontend.serving.response_directory import ResponseDesk
 from services.frontend.serving.responses import Responses
 from services.frontend.serving.tokenize import Tokens
-from services.frontend.structured.compiler import Grammars
+from services.frontend.structured.compiler import GrammarCompiler
 
 
 class Exchange:
@@ -43,7 +43,7 @@ class Exchange:
         models: Models,
         pool: Executor,
         metrics: Metrics,
-        grammars: Grammars,
+        grammars: GrammarCompiler,
         desk: ResponseDesk,
     ) -> None:
         self._models = models

@@ -21,7 +21,7 @@ from struct import pack, unpack
 import msgspec
 from msgspec import Struct
 
-from services.frontend.auth.accounts import Spent
+from services.frontend.auth.accounts import TokenUse
 from services.frontend.models.model import Limits, Model
 from services.frontend.models.preprocess import TURN_CHARACTERS, check_encoded, check_vocabulary, encode
 from services.frontend.models.registry import Models
@@ -108,14 +108,14 @@ class Embeddings:
         at_once = min(len(prompts), self._frontend.limits.inputs_at_once, self._frontend.limits.requests)
         place.weigh(tokens + len(prompts) * asked.dimensions, at_once)
         if place.account is not None:
-            place.account.charge(tokens, loop.time())
+            place.account.charge_tokens(tokens, loop.time())
         vectors = _Vectors(self._frontend, asked, prompts, deadline.at)
         try:
             await vectors.compute(at_once)
         finally:
             # As for other requests before their first token.
             free = vectors.failed and not (deadline.hurried and vectors.late)
-            place.spent = Spent(tokens, 0 if free else vectors.begun_tokens)
+            place.spent = TokenUse(tokens, 0 if free else vectors.begun_tokens)
         usage = EmbeddingUsage(tokens, tokens)
         ending = msgspec.json.encode({"model": model.name, "usage": usage, "id": f"embd-{asked.unique}"})
         pieces = [piece async for piece in written(vectors.found, asked.dimensions, ending, as_text=as_text)]

@@ -18,9 +18,15 @@ from services.frontend.models.registry import Models
 from services.frontend.output.output import Delta
 from services.frontend.protocol.chat import BODY_LIMIT_BYTES, ChatMessage, ChatRequest
 from services.frontend.protocol.errors import ErrorBody, Failure
-from services.frontend.protocol.responses_events import Response, ResponseDeleted, ResponseError, begun
+from services.frontend.protocol.responses_events import Response, ResponseDeleted, ResponseError, new_response
 from services.frontend.protocol.responses_items import messages_of
-from services.frontend.protocol.responses_request import Asked, as_chat, decode_kept, decode_response, renamed
+from services.frontend.protocol.responses_request import (
+    DecodedRequest,
+    as_chat,
+    decode_response,
+    decode_stored,
+    with_response_names,
+)
 from services.frontend.requests.deadline import deadline_of
 from services.frontend.requests.stream import Stream, join
 from services.frontend.serving.chat import Generation
@@ -131,16 +137,16 @@ class Responses:
             generating = self._generation.open(chat, asking)
             del body, chat  # nobody needs them while the answer streams
             async with generating as opened:
-                response = begun(asked, response_id, int(time.time()), opened.job.model)
+                response = new_response(asked, response_id, int(time.time()), opened.job.model)
                 del asked
                 writer = ResponseWriter(response, asking.named.unique)
                 yield Answering(writer, opened.stream, keep, streams=streams)
         except InvalidRequest as wrong:
-            raise renamed(wrong) from None
+            raise with_response_names(wrong) from None
 
     async def retrieve(self, body: bytes, asking: Asking) -> bytes:
         """JSON. Raises InvalidRequest, Unavailable and RequestTimeout."""
-        response_id = decode_kept(body)
+        response_id = decode_stored(body)
         found = await self._desk.find(Whose(response_id, _account(asking)), "response", self._until(asking))
         if found is None:
             raise _not_found(response_id)
@@ -148,12 +154,12 @@ class Responses:
 
     async def delete(self, body: bytes, asking: Asking) -> bytes:
         """JSON. Raises InvalidRequest, Unavailable and RequestTimeout."""
-        response_id = decode_kept(body)
+        response_id = decode_stored(body)
         if not await self._desk.forget(Whose(response_id, _account(asking)), self._until(asking)):
             raise _not_found(response_id)
         return msgspec.json.encode(ResponseDeleted(id=response_id))
 
-    async def _chat(self, asked: Asked, asking: Asking) -> tuple[ChatRequest, bytes]:
+    async def _chat(self, asked: DecodedRequest, asking: Asking) -> tuple[ChatRequest, bytes]:
         """What is asked for, and the conversation up to the answer as it is kept: a JSON list of messages, empty where
         it is not. Raises InvalidRequest, Unavailable and RequestTimeout."""
         former = await self._former(asked, asking)
@@ -167,9 +173,9 @@ class Responses:
             param = "previous_response_id" if asked.request.previous_response_id else "input"
             wrong = f"{param}: the whole conversation is longer than {BODY_LIMIT_BYTES} bytes"
             raise InvalidRequest(wrong, param=param, code="request_too_large", status=413)
-        return chat, conversation if asked.kept else b""
+        return chat, conversation if asked.is_stored else b""
 
-    async def _former(self, asked: Asked, asking: Asking) -> bytes:
+    async def _former(self, asked: DecodedRequest, asking: Asking) -> bytes:
         """The conversation that goes on: a JSON list of messages. Raises InvalidRequest, Unavailable and
         RequestTimeout."""
         previous = asked.request.previous_response_id
@@ -190,7 +196,7 @@ class Responses:
         """The request's deadline. Raises InvalidRequest."""
         return deadline_of(field, asking.deadline_header, asking.begun, self._limits).at
 
-    def _check_logprobs(self, asked: Asked) -> None:
+    def _check_logprobs(self, asked: DecodedRequest) -> None:
         """Which tokens' text is the message's cannot be told where thinking comes before it. Raises InvalidRequest."""
         if asked.request.include:
             model, _ = self._models.find(asked.request.model)

@@ -116,7 +116,7 @@ class ResponseWriter:
         text = delta.text
         for piece in delta.calls:
             if piece.name:
-                before = piece.behind - self._content
+                before = piece.content_before - self._content
                 self._say_text(text[:before])
                 text = text[before:]
                 self._begin_call(piece)

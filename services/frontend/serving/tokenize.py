@@ -71,7 +71,7 @@ class Tokens:
         else:
             param, special = "messages", False
             text = await render_chat(
-                *(model, chat.turns(request.messages), self._pool),
+                *(model, chat.messages_as_rendered(request.messages), self._pool),
                 tools=tools_as_rendered(request.tools or ()),
                 more=request.chat_template_kwargs or {},
                 answer_begins=request.add_generation_prompt is not False,

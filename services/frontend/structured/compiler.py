@@ -16,23 +16,23 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.frontend.protocol.structured import FormPart
+from services.frontend.protocol.structured import ConstraintPart
 from services.frontend.structured.compiler_process import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 
-KNOWN = 4096
+VERDICTS_LIMIT = 4096
 """Verdicts kept, the latest used."""
-LINE = 64
+WAITING_LIMIT = 64
 """Requests that wait for one; further ones are refused."""
-TOLD_CHARACTERS = 300
+VERDICT_LIMIT_CHARACTERS = 300
 """Of a verdict; the library's may hold all of the grammar."""
-SLOW_PARTS = 4
+SLOW_PARTS_LIMIT = 4
 """Of a grammar that takes too much, so many are compiled alone: each may take as much. Where another thing is wrong,
 all parts before it took less together."""
 _TOO_MUCH = f"compiling it takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
 
 
-class Grammars:
+class GrammarCompiler:
     """Of a frontend. The process starts when it is first needed."""
 
     def __init__(self) -> None:
@@ -42,26 +42,26 @@ class Grammars:
         self._waiting = 0
         self._process: Process | None = None
 
-    async def check(self, grammar: str, param: str, parts: Sequence[FormPart] = ()) -> None:
+    async def check(self, grammar: str, param: str, parts: Sequence[ConstraintPart] = ()) -> None:
         """`param` names the field that it came from; where it is no good, so does the first of its `parts` that is no
         good alone. Raises InvalidRequest, and Overloaded or Unavailable where it cannot be said now."""
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self._known:
-            if self._waiting >= LINE:
-                raise Overloaded(f"{LINE} grammars wait to be compiled")
+            if self._waiting >= WAITING_LIMIT:
+                raise Overloaded(f"{WAITING_LIMIT} grammars wait to be compiled")
             self._waiting += 1
             try:
                 async with self._line:
                     if digest not in self._known:
-                        self._known[digest] = (await self._compiled(grammar))[:TOLD_CHARACTERS]
+                        self._known[digest] = (await self._compiled(grammar))[:VERDICT_LIMIT_CHARACTERS]
             finally:
                 self._waiting -= 1
         self._known.move_to_end(digest)
         wrong = self._known[digest]
-        if len(self._known) > KNOWN:
+        if len(self._known) > VERDICTS_LIMIT:
             self._known.popitem(last=False)
         if wrong:
-            for part in parts[:SLOW_PARTS] if wrong == _TOO_MUCH else parts:
+            for part in parts[:SLOW_PARTS_LIMIT] if wrong == _TOO_MUCH else parts:
                 await self.check(msgspec.json.encode({"grammars": [part.piece]}).decode(), part.param)
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
@@ -94,6 +94,6 @@ class Grammars:
 
     def validate(self) -> None:
         """Assert every invariant."""
-        assert len(self._known) <= KNOWN
-        assert 0 <= self._waiting <= LINE
-        assert all(len(verdict) <= TOLD_CHARACTERS for verdict in self._known.values())
+        assert len(self._known) <= VERDICTS_LIMIT
+        assert 0 <= self._waiting <= WAITING_LIMIT
+        assert all(len(verdict) <= VERDICT_LIMIT_CHARACTERS for verdict in self._known.values())

@@ -26,10 +26,10 @@ _LIMITS = LLParserLimits(
 )
 """Half of what engines allow (services/worker/native/grammars.py), so that nobody finds out later."""
 _EOS = 256
-_TOLD_CHARACTERS = 1000
+_ERROR_LIMIT_CHARACTERS = 1000
 
 
-class Bytes:
+class ByteVocabulary:
     """A vocabulary of all bytes and an end: what compiles does not hang on a model's tokens."""
 
     eos_token_id = _EOS
@@ -41,14 +41,14 @@ class Bytes:
         return list(text)
 
 
-def objection(tokenizer: LLTokenizer, grammar: str) -> str:
+def compile_error(tokenizer: LLTokenizer, grammar: str) -> str:
     """Why nothing can be held to it; empty: it can."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if not matcher.is_error():
         return ""
-    wrong = matcher.get_error()[:_TOLD_CHARACTERS]
+    wrong = matcher.get_error()[:_ERROR_LIMIT_CHARACTERS]
     return "nothing can ever match it" if wrong.startswith("NoExtension") else wrong
 
 
@@ -56,10 +56,10 @@ def main() -> None:
     """Until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
-        reason = objection(tokenizer, msgspec.json.decode(line, type=str))
+        reason = compile_error(tokenizer, msgspec.json.decode(line, type=str))
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(msgspec.json.encode(reason) + b"\n")
         sys.stdout.buffer.flush()

@@ -17,26 +17,26 @@ from msgspec import Struct
 
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.completions import CompletionRequest
-from services.frontend.protocol.reasoning import AS_IT_IS, ThinkingAsked
+from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan
 from services.frontend.protocol.structured import (
     GRAMMAR_LIMIT_CHARACTERS,
     UNSUPPORTED,
-    Form,
-    FormPart,
+    Constraint,
+    ConstraintPart,
     NamedTool,
     ToolChoice,
-    form_of_response,
-    form_of_structure,
-    json_piece,
+    json_grammar,
+    response_format_constraint,
+    structured_outputs_constraint,
 )
 from services.frontend.protocol.tools import Tool
-from services.frontend.tool_parsers import lark, thinking
+from services.frontend.tool_parsers import lark, reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
-from services.frontend.tool_parsers.parser import Plan
+from services.frontend.tool_parsers.parser import ParsePlan
 from shared.errors import InvalidRequest
 
 
-class Held(Struct, frozen=True):
+class AnswerGrammar(Struct, frozen=True):
     """What an answer is held to."""
 
     grammar: str
@@ -46,13 +46,16 @@ class Held(Struct, frozen=True):
     is nothing of the request's in it."""
     param: str
     """The field that says so."""
-    parts: Sequence[FormPart] = ()
+    parts: Sequence[ConstraintPart] = ()
     """Of what is checked, where it comes from several fields: one of them may be to blame."""
 
 
-def held(
-    request: ChatRequest | CompletionRequest, plan: Plan, tokens: lark.Tokens, thought: ThinkingAsked = AS_IT_IS
-) -> Held | None:
+def answer_grammar(
+    request: ChatRequest | CompletionRequest,
+    plan: ParsePlan,
+    tokens: lark.Tokens,
+    thought: ReasoningPlan = DEFAULT_REASONING,
+) -> AnswerGrammar | None:
     """None: to nothing. `tokens`: the model's. Raises InvalidRequest, naming the field."""
     form = _form(request, plan, tokens)
     if form is None and thought.budget is None:
@@ -61,13 +64,13 @@ def held(
     if request.ignore_eos:
         raise InvalidRequest(f"ignore_eos: {param} says where the answer ends", param="ignore_eos")
     named = [] if form is None or form.content is None else [{"name": "content", **form.content}]
-    checked = "" if form is None else _text([form.spelled or form.piece, *named], param)
-    if plan.thinks:
-        grammars = _behind_thinking(form, thought, tokens, begun=plan.begun)
+    checked = "" if form is None else _text([form.spelled or form.grammar, *named], param)
+    if plan.reasoning:
+        grammars = _behind_thinking(form, thought, tokens, begun=plan.reasoning_open)
     else:
         assert form is not None, "only models that think have a budget"
-        grammars = [form.piece]
-    return Held(_text([*grammars, *named], param), checked, param, () if form is None else form.parts)
+        grammars = [form.grammar]
+    return AnswerGrammar(_text([*grammars, *named], param), checked, param, () if form is None else form.parts)
 
 
 def _text(grammars: Sequence[dict[str, Any]], param: str) -> str:
@@ -82,9 +85,12 @@ def _text(grammars: Sequence[dict[str, Any]], param: str) -> str:
 # --- the answer
 
 
-def _form(request: ChatRequest | CompletionRequest, plan: Plan, tokens: lark.Tokens) -> Form | None:
+def _form(request: ChatRequest | CompletionRequest, plan: ParsePlan, tokens: lark.Tokens) -> Constraint | None:
     """One at most. Raises InvalidRequest."""
-    found = [form_of_structure(request.structured_outputs), form_of_response(request.response_format)]
+    found = [
+        structured_outputs_constraint(request.structured_outputs),
+        response_format_constraint(request.response_format),
+    ]
     forms = [one for one in found if one is not None]
     if len(forms) > 1:
         wrong = "structured_outputs: response_format says already what the answer is held to"
@@ -101,7 +107,7 @@ def _form(request: ChatRequest | CompletionRequest, plan: Plan, tokens: lark.Tok
 
 
 def _json_apart(written: FormatName | None) -> bool:
-    return written is not None and FORMATS[written].json_apart
+    return written is not None and FORMATS[written].json_is_never_a_call
 
 
 def _forced(choice: ToolChoice | None) -> bool:
@@ -109,8 +115,8 @@ def _forced(choice: ToolChoice | None) -> bool:
 
 
 def _calls(
-    request: ChatRequest, written: FormatName | None, tokens: lark.Tokens, content: Form | None = None
-) -> Form | None:
+    request: ChatRequest, written: FormatName | None, tokens: lark.Tokens, content: Constraint | None = None
+) -> Constraint | None:
     """None, where no tool is strict, none must be called, and any content will do. Raises InvalidRequest."""
     tools, choice = request.tools or (), request.tool_choice
     forced = _forced(choice)
@@ -122,20 +128,22 @@ def _calls(
         wrong = "there are no tools" if named is None else f"there is no tool {named!r}"
         raise InvalidRequest(f"tool_choice: {wrong}", param="tool_choice")
     assert written is not None, "else the request is refused for its tools"
-    how: lark.How = "any" if content is None else "or"
+    how: lark.AnswerKind = "any" if content is None else "or"
     if forced:
         how = "one" if named is not None or request.parallel_tool_calls is False else "some"
     places = {tool.function.name: f"tools[{at}].function.parameters" for at, tool in enumerate(tools)}
-    calls = [lark.Callable(tool.function.name, _arguments(tool, forced=forced)) for tool in callable_]
+    calls = [lark.CallableTool(tool.function.name, _arguments(tool, forced=forced)) for tool in callable_]
     try:
         rules, spelled = (FORMATS[written].rules(calls, marks, how) for marks in (tokens, {}))
-    except lark.Unwritable as wrong_:
+    except lark.UnsupportedSchema as wrong_:
         param = f"{places[wrong_.tool]}.{wrong_.word}"
         raise InvalidRequest(f"{param}: {wrong_}", param=param, code=UNSUPPORTED) from None
     pieces = [{"lark_grammar": "\n".join(one)} for one in (rules, spelled)]
-    parts = [] if content is None else [FormPart(content.piece, content.param)]
-    parts += [FormPart(json_piece(call.arguments), places[call.name]) for call in calls if call.arguments is not None]
-    return Form(pieces[0], "tools", pieces[1], None if content is None else content.piece, parts)
+    parts = [] if content is None else [ConstraintPart(content.grammar, content.param)]
+    parts += [
+        ConstraintPart(json_grammar(call.arguments), places[call.name]) for call in calls if call.arguments is not None
+    ]
+    return Constraint(pieces[0], "tools", pieces[1], None if content is None else content.grammar, parts)
 
 
 def _arguments(tool: Tool, *, forced: bool) -> dict[str, Any] | None:
@@ -156,25 +164,25 @@ _BYTES = r"(?s-u:[\x00-\xfe]*)"
 
 
 def _behind_thinking(
-    form: Form | None, thought: ThinkingAsked, tokens: lark.Tokens, *, begun: bool
+    form: Constraint | None, thought: ReasoningPlan, tokens: lark.Tokens, *, begun: bool
 ) -> list[dict[str, Any]]:
     """`form` None: anything may follow; `begun`: the prompt ends within thinking. Raises InvalidRequest."""
-    named = [] if form is None else [{"name": "answer", **form.piece}]
-    if not {thinking.OPEN, thinking.CLOSE} <= tokens.keys():
+    named = [] if form is None else [{"name": "answer", **form.grammar}]
+    if not {reasoning.OPEN, reasoning.CLOSE} <= tokens.keys():
         if thought.budget is not None:
             wrong = f"{thought.param}: the model ends its thinking with several tokens, which cannot be forced"
             raise InvalidRequest(wrong, param=thought.param, code=UNSUPPORTED)
         start = "thought white @answer" if begun else '("<think>" thought white)? @answer'
         rules = [f"start: {start}", "thought[lazy]: /(.|\\n)*<\\/think>/", _WHITE]  # lazy: up to the first tag
         return [{"lark_grammar": "\n".join(rules)}, *named]
-    opening, closing = f"<[{tokens[thinking.OPEN]}]>", f"<[{tokens[thinking.CLOSE]}]>"
+    opening, closing = f"<[{tokens[reasoning.OPEN]}]>", f"<[{tokens[reasoning.CLOSE]}]>"
     limit = "" if thought.budget is None else f"[max_tokens={thought.budget}]"
     thinks = f"{opening}? " if begun else f"{opening} "
     thinks += closing if thought.budget == 0 else f"thought {closing}"
     if form is not None:
         start = f"{thinks} white @answer" if begun else f"({thinks} white)? @answer"
     else:  # thinking that begins later would not be seen
-        start = f"{thinks} <[*]>*" if begun else f"{thinks} <[*]>* | <[^{tokens[thinking.OPEN]}]>*"
+        start = f"{thinks} <[*]>*" if begun else f"{thinks} <[*]>* | <[^{tokens[reasoning.OPEN]}]>*"
     rules = [
         '%llguidance {"allow_invalid_utf8": true}',
         f"start: {start}",

@@ -6,46 +6,46 @@ Models write more into it ("type", "id"), which is passed over.
 from __future__ import annotations
 
 from services.frontend.tool_parsers import json_text
-from services.frontend.tool_parsers.parse_result import Found
-from services.frontend.tool_parsers.reader import Malformed, Reading, Source
+from services.frontend.tool_parsers.parse_result import ParseResult
+from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 
-def call_object(source: Source, found: Found) -> Reading[None]:
+def call_object(reader: TextReader, result: ParseResult) -> Reading[None]:
     """Arguments go out as they come, once the name is known; where they come first, they wait for it. Llama's word for
     them is "parameters". Raises Malformed."""
     name = ""
     waiting: list[str] = []
     complete = False
-    yield from source.expect("{")
+    yield from reader.expect("{")
     while True:
-        yield from source.white()
-        key = yield from json_text.short_text(source)
-        yield from source.white()
-        yield from source.expect(":")
-        yield from source.white()
+        yield from reader.read_white()
+        key = yield from json_text.short_text(reader)
+        yield from reader.read_white()
+        yield from reader.expect(":")
+        yield from reader.read_white()
         if key == "name" and not name:
-            name = yield from json_text.short_text(source)
-            found.known(name)
+            name = yield from json_text.short_text(reader)
+            result.check_tool_name(name)
             if waiting:
-                found.begin(name)
-                found.arguments("".join(waiting))
+                result.begin_call(name)
+                result.add_arguments("".join(waiting))
                 complete = True
         elif key in ("arguments", "parameters") and not waiting and not complete:
-            if (yield from source.peek()) != "{":
+            if (yield from reader.peek()) != "{":
                 raise Malformed("malformed")
             if name:
-                found.begin(name)
-            yield from json_text.value(source, found.arguments if name else waiting.append)
+                result.begin_call(name)
+            yield from json_text.value(reader, result.add_arguments if name else waiting.append)
             complete = bool(name)
         else:
-            yield from json_text.value(source, _pass_over)
-        yield from source.white()
-        if not (yield from source.optional(",")):
+            yield from json_text.value(reader, _pass_over)
+        yield from reader.read_white()
+        if not (yield from reader.optional(",")):
             break
-    yield from source.expect("}")
+    yield from reader.expect("}")
     if not complete:
         raise Malformed("malformed")
-    found.end()
+    result.end_call()
 
 
 def _pass_over(_text: str) -> None:

@@ -6,36 +6,36 @@ from collections.abc import Sequence
 
 from services.frontend.tool_parsers import lark
 from services.frontend.tool_parsers.call_object import call_object
-from services.frontend.tool_parsers.parse_result import Found
-from services.frontend.tool_parsers.reader import Reading, Source
+from services.frontend.tool_parsers.parse_result import ParseResult
+from services.frontend.tool_parsers.reader import Reading, TextReader
 
 MARKS = ("<tool_call>", "</tool_call>")
 _OPEN, _CLOSE = MARKS
 
 
-def hermes(source: Source, found: Found) -> Reading[None]:
+def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
     """A model that ends its turn without the closing tag has made its call all the same."""
-    while (yield from source.until(_OPEN, found.text)):
-        if (yield from found.attempt(_call)):
-            yield from source.white()
-            yield from source.optional(_CLOSE)
-            yield from source.white()
+    while (yield from reader.read_until(_OPEN, result.add_text)):
+        if (yield from result.attempt_call(_call)):
+            yield from reader.read_white()
+            yield from reader.optional(_CLOSE)
+            yield from reader.read_white()
 
 
-def _call(source: Source, found: Found) -> Reading[None]:
-    yield from source.expect(_OPEN)
-    yield from source.white()
-    yield from call_object(source, found)
+def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
+    yield from reader.expect(_OPEN)
+    yield from reader.read_white()
+    yield from call_object(reader, result)
 
 
-def rules(calls: Sequence[lark.Callable], tokens: lark.Tokens, how: lark.How) -> list[str]:
+def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
     """A grammar's, that an answer is held to."""
     start = {"one": "tagged", "some": "calls", "any": "(upto body)* TEXT", "or": "calls | @content"}[how]
     return [
         f"start: {start}",
         'calls: tagged ("\\n" tagged)*',
-        f"tagged: {lark.mark(_OPEN, tokens)} body",
-        f'body: "\\n" call "\\n" {lark.mark(_CLOSE, tokens)}',
+        f"tagged: {lark.mark_symbol(_OPEN, tokens)} body",
+        f'body: "\\n" call "\\n" {lark.mark_symbol(_CLOSE, tokens)}',
         *lark.upto(_OPEN, tokens),
-        *lark.objects(calls, "arguments"),
+        *lark.json_calls(calls, "arguments"),
     ]

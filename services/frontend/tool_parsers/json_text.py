@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.frontend.tool_parsers.reader import SPAN_CHARACTERS, Malformed, Reading, Source
+from services.frontend.tool_parsers.reader import RUN_LIMIT_CHARACTERS, Malformed, Reading, TextReader
 
 DEPTH_LIMIT = 64
 SCALAR_LIMIT_CHARACTERS = 512
@@ -24,75 +24,77 @@ _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-
 Out = Callable[[str], None]
 
 
-def value(source: Source, out: Out, depth: int = 0) -> Reading[None]:
+def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
     """Any value, without the white space around it. Raises Malformed behind what was passed on."""
-    first = yield from source.peek()
+    first = yield from reader.peek()
     if first == '"':
-        yield from text(source, out)
+        yield from text(reader, out)
     elif first == "{":
-        yield from _members(source, out, depth, "}")
+        yield from _members(reader, out, depth, "}")
     elif first == "[":
-        yield from _members(source, out, depth, "]")
+        yield from _members(reader, out, depth, "]")
     else:
-        scalar = yield from source.word(_WORD, SCALAR_LIMIT_CHARACTERS)
+        scalar = yield from reader.read_word(_WORD, SCALAR_LIMIT_CHARACTERS)
         if _SCALAR.fullmatch(scalar) is None:
             raise Malformed("malformed")
         out(scalar)
 
 
-def _members(source: Source, out: Out, depth: int, close: str) -> Reading[None]:
+def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[None]:
     """Of an object or a list."""
     if depth == DEPTH_LIMIT:
         raise Malformed("malformed")
-    out(source.take())
-    yield from source.white(out)
-    if (yield from source.peek()) == close:
-        out(source.take())
+    out(reader.read())
+    yield from reader.read_white(out)
+    if (yield from reader.peek()) == close:
+        out(reader.read())
         return
     while True:
         if close == "}":
-            yield from text(source, out)
-            yield from _mark(source, out, ":")
-        yield from value(source, out, depth + 1)
-        yield from source.white(out)
-        if (yield from source.peek()) == close:
-            out(source.take())
+            yield from text(reader, out)
+            yield from _mark(reader, out, ":")
+        yield from value(reader, out, depth + 1)
+        yield from reader.read_white(out)
+        if (yield from reader.peek()) == close:
+            out(reader.read())
             return
-        yield from _mark(source, out, ",")
+        yield from _mark(reader, out, ",")
 
 
-def _mark(source: Source, out: Out, mark: str) -> Reading[None]:
+def _mark(reader: TextReader, out: Out, mark: str) -> Reading[None]:
     """One character and the white space around it."""
-    yield from source.white(out)
-    yield from source.expect(mark)
+    yield from reader.read_white(out)
+    yield from reader.expect(mark)
     out(mark)
-    yield from source.white(out)
+    yield from reader.read_white(out)
 
 
-def text(source: Source, out: Out, limit_characters: int = sys.maxsize) -> Reading[None]:
+def text(reader: TextReader, out: Out, limit_characters: int = sys.maxsize) -> Reading[None]:
     """A text with its quotes. Raises Malformed behind what was passed on."""
-    yield from source.expect('"')
+    yield from reader.expect('"')
     out('"')
     left = limit_characters
     while True:
-        first = yield from source.peek()
+        first = yield from reader.peek()
         if first == '"':
-            out(source.take())
+            out(reader.read())
             return
-        piece = (yield from _escape(source)) if first == "\\" else source.span(_PLAIN, min(left, SPAN_CHARACTERS))
+        piece = (
+            (yield from _escape(reader)) if first == "\\" else reader.read_run(_PLAIN, min(left, RUN_LIMIT_CHARACTERS))
+        )
         left -= len(piece)
         if not piece or left < 0:
             raise Malformed("malformed")
         out(piece)
 
 
-def _escape(source: Source) -> Reading[str]:
-    escape = source.take() + (yield from source.peek())
-    source.take()
+def _escape(reader: TextReader) -> Reading[str]:
+    escape = reader.read() + (yield from reader.peek())
+    reader.read()
     if escape[1:] == "u":
         for _ in range(4):
-            escape += yield from source.peek()
-            source.take()
+            escape += yield from reader.peek()
+            reader.read()
         if _HEX.fullmatch(escape[2:]) is None:
             raise Malformed("malformed")
     elif escape[1:] == "" or escape[1:] not in '"\\/bfnrt':
@@ -100,10 +102,10 @@ def _escape(source: Source) -> Reading[str]:
     return escape
 
 
-def short_text(source: Source) -> Reading[str]:
+def short_text(reader: TextReader) -> Reading[str]:
     """What a text says. Raises Malformed where it is long."""
     written: list[str] = []
-    yield from text(source, written.append, KEY_LIMIT_CHARACTERS)
+    yield from text(reader, written.append, KEY_LIMIT_CHARACTERS)
     try:
         return msgspec.json.decode("".join(written), type=str)
     except msgspec.DecodeError:  # half a surrogate pair

@@ -15,16 +15,16 @@ from msgspec import Struct
 
 Tokens = Mapping[str, int]
 """Marks that are tokens of their own → their ids."""
-How = Literal["one", "some", "any", "or"]
+AnswerKind = Literal["one", "some", "any", "or"]
 """What an answer is held to: one call; one or several; any text, and any calls in it; calls, or else the grammar that
 is named `content`."""
-TOLD_CHARACTERS = 100
+PLACE_LIMIT_CHARACTERS = 100
 WHITE = "[ \\t\\r\\n]*"
 OPTIONS = {"whitespace_pattern": "[ ]?"}
 """Between JSON's tokens: more would let a weak model go on with white space to its limit."""
 
 
-class Callable(Struct, frozen=True):
+class CallableTool(Struct, frozen=True):
     """A tool as its calls are held to it."""
 
     name: str
@@ -32,31 +32,31 @@ class Callable(Struct, frozen=True):
     """A JSON Schema of an object; None: any object will do."""
 
 
-class Unwritable(Exception):
+class UnsupportedSchema(Exception):
     """No call of the tool can be held to in its format."""
 
     def __init__(self, tool: str, word: str, why: str) -> None:
         """`word`: a place in its arguments' schema, of which no more is told than TOLD_CHARACTERS."""
         super().__init__(why)
-        self.tool, self.word = tool, word[:TOLD_CHARACTERS]
+        self.tool, self.word = tool, word[:PLACE_LIMIT_CHARACTERS]
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """As a literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def value(schema: Mapping[str, Any]) -> str:
+def json_value(schema: Mapping[str, Any]) -> str:
     """JSON that holds to a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS})}"
 
 
-def mark(written: str, tokens: Tokens) -> str:
+def mark_symbol(written: str, tokens: Tokens) -> str:
     """As a token, or as a literal."""
-    return f"<[{tokens[written]}]>" if written in tokens else quoted(written)
+    return f"<[{tokens[written]}]>" if written in tokens else quote(written)
 
 
-def text(*, without: str = "", not_first: str = "") -> str:
+def text_pattern(*, without: str = "", not_first: str = "") -> str:
     """A terminal's definition: any text without a mark, that does not begin with what a regular expression says."""
     held_back = [f"(?s:.*){_literal(without)}(?s:.*)"] if without else []
     held_back += [f"{not_first}(?s:.*)"] if not_first else []
@@ -65,19 +65,19 @@ def text(*, without: str = "", not_first: str = "") -> str:
 
 def upto(written: str, tokens: Tokens, *, not_first: str = "") -> list[str]:
     """Rules: TEXT without the mark, and `upto` with one, at its end."""
-    rules = [f"TEXT: {text(without=written, not_first=not_first)}"]
+    rules = [f"TEXT: {text_pattern(without=written, not_first=not_first)}"]
     if written in tokens:
-        return [*rules, f"upto: TEXT {mark(written, tokens)}"]
+        return [*rules, f"upto: TEXT {mark_symbol(written, tokens)}"]
     unlike = f" & ~/{not_first}(?s:.*)/" if not_first else ""
     return [*rules, f"UPTO: /(?s:.*){_literal(written)}/{unlike}", "upto[lazy]: UPTO"]
 
 
-def objects(calls: Sequence[Callable], key: str) -> list[str]:
+def json_calls(calls: Sequence[CallableTool], key: str) -> list[str]:
     """Rules: `call` is any of the calls, as a JSON object with its name first and its arguments as `key`."""
     rules = [either("call", len(calls))]
     for at, call in enumerate(calls):
-        opening = quoted(f'{{"name": {json.dumps(call.name)}, "{key}": ')
-        rules.append(f'call_{at}: {opening} {value(call.arguments or {"type": "object"})} "}}"')
+        opening = quote(f'{{"name": {json.dumps(call.name)}, "{key}": ')
+        rules.append(f'call_{at}: {opening} {json_value(call.arguments or {"type": "object"})} "}}"')
     return rules
 
 

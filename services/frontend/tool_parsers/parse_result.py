@@ -17,7 +17,7 @@ from itertools import groupby
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.frontend.tool_parsers.reader import Malformed, Reading, Source
+from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 WHITE_LIMIT_CHARACTERS = 64
 """White space kept back at most; what is longer is meant."""
@@ -33,15 +33,15 @@ class CallPiece(Struct, frozen=True):
     id: str = ""
     name: str = ""
     """Both in a call's first piece only."""
-    behind: int = 0
+    content_before: int = 0
     """In the first piece: how many characters of content came before the call."""
 
 
-class Enough(Exception):
+class CallLimitReached(Exception):
     """The answer has as many calls as it may."""
 
 
-class Found:
+class ParseResult:
     """Filled by a grammar, emptied by `take`."""
 
     def __init__(
@@ -55,11 +55,11 @@ class Found:
         """`names` are the tools that there are; `count` is told how each attempt at a call ended: complete, unfinished
         (the text ended), broken, or as text: malformed, unknown_tool, too_long. Not `parallel`: Enough is raised by
         the end of the first call."""
-        self.source = Source()
+        self.reader = TextReader()
         """What grammars read."""
-        self.calls = 0
+        self.calls_begun = 0
         """Calls that have begun."""
-        self.content_characters = self.thought_characters = 0
+        self.content_characters = self.reasoning_characters = 0
         """Found so far."""
         self._names = names
         self._draw_id = draw_id
@@ -78,7 +78,7 @@ class Found:
 
     # --- what grammars say
 
-    def text(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Content."""
         if self._muted:
             return
@@ -88,71 +88,71 @@ class Found:
             self._white = text if self._bare else ""
             if self._bare:
                 return
-        self._say(text)
+        self._add_content(text)
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         self._content.append(text)
         self.content_characters += len(text)
 
-    def reasoning(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Thinking."""
         if self._muted:
             return
         self._reasoning.append(text)
-        self.thought_characters += len(text)
+        self.reasoning_characters += len(text)
 
-    def attempt(self, call: Callable[[Source, Found], Reading[None]]) -> Reading[bool]:
+    def attempt_call(self, call: Callable[[TextReader, ParseResult], Reading[None]]) -> Reading[bool]:
         """Reads one call; or text, up to where it turned out to be none. Whether it was a call."""
-        source = self.source
+        source = self.reader
         source.mark()
         try:
             yield from call(source, self)
         except Malformed as why:
-            unfinished = source.exhausted and str(why) == "malformed"
+            unfinished = source.at_end and str(why) == "malformed"
             self._count("unfinished" if unfinished else "broken" if self._open else str(why))
             self._open = False
-            self.text(source.held())
+            self.add_text(source.take_marked())
             return False
         return True
 
-    def known(self, name: str) -> None:
+    def check_tool_name(self, name: str) -> None:
         """Raises Malformed where there is no tool of that name."""
         if name not in self._names:
             raise Malformed("unknown_tool")
 
-    def begin(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         """It is a call, of a tool that is `known`; its arguments follow."""
         self._white, self._open = "", True
-        self._pieces.append(CallPiece(self.calls, "", self._draw_id(), name, self.content_characters))
-        self.calls += 1
-        self.source.mark()
+        self._pieces.append(CallPiece(self.calls_begun, "", self._draw_id(), name, self.content_characters))
+        self.calls_begun += 1
+        self.reader.mark()
 
-    def arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """The next characters of its arguments."""
-        self.source.mark()
-        self._pieces.append(CallPiece(self.calls - 1, text))
+        self.reader.mark()
+        self._pieces.append(CallPiece(self.calls_begun - 1, text))
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """Its arguments are complete. May raise Enough."""
-        self.source.release()
+        self.reader.release()
         self._open = False
         self._count("complete")
         if not self._parallel:
-            raise Enough
+            raise CallLimitReached
 
     # --- what becomes of it
 
-    def mute(self) -> None:
+    def discard_rest(self) -> None:
         """What else is read, and white space that is kept back, is no content and no thinking."""
         self._muted, self._white = True, ""
 
     def finish(self) -> None:
         """The text has ended: white space that is still kept back is content."""
         if self._white:
-            self._say(self._white)
+            self._add_content(self._white)
             self._white = ""
 
-    def take(self) -> tuple[str, str, tuple[CallPiece, ...]]:
+    def drain(self) -> tuple[str, str, tuple[CallPiece, ...]]:
         """What is new: content, reasoning, pieces of calls."""
         new = "".join(self._content), "".join(self._reasoning), join_pieces(self._pieces)
         self._content.clear()
@@ -164,7 +164,7 @@ class Found:
         """Asserts the invariants."""
         assert self._bare or not self._white
         assert len(self._white) <= WHITE_LIMIT_CHARACTERS
-        assert not self._open or self.calls
+        assert not self._open or self.calls_begun
 
 
 def join_pieces(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:

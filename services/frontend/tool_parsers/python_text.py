@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from services.frontend.tool_parsers.json_text import DEPTH_LIMIT, SCALAR_LIMIT_CHARACTERS
-from services.frontend.tool_parsers.reader import Malformed, Reading, Source
+from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 _PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
@@ -25,75 +25,75 @@ _DIGITS = {"x": 2, "u": 4, "U": 8}
 Out = Callable[[str], None]
 
 
-def value(source: Source, out: Out, depth: int = 0) -> Reading[None]:
+def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
     """Any literal, without the white space around it. Raises Malformed behind what was passed on."""
-    first = yield from source.peek()
+    first = yield from reader.peek()
     if first in _PLAIN:
-        yield from _text(source, out)
+        yield from _text(reader, out)
     elif first in ("[", "{"):
-        yield from _members(source, out, depth, "]" if first == "[" else "}")
+        yield from _members(reader, out, depth, "]" if first == "[" else "}")
     else:
-        word = yield from source.word(_WORD, SCALAR_LIMIT_CHARACTERS)
+        word = yield from reader.read_word(_WORD, SCALAR_LIMIT_CHARACTERS)
         if word not in _NAMES and _NUMBER.fullmatch(word) is None:
             raise Malformed("malformed")
         out(_NAMES.get(word, word))
 
 
-def _members(source: Source, out: Out, depth: int, close: str) -> Reading[None]:
+def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[None]:
     """Of a list or a dict; a comma may come behind the last."""
     if depth == DEPTH_LIMIT:
         raise Malformed("malformed")
-    out(source.take())
-    yield from source.white()
+    out(reader.read())
+    yield from reader.read_white()
     separator = ""
-    while (yield from source.peek()) != close:
+    while (yield from reader.peek()) != close:
         out(separator)
         separator = ", "
         if close == "}":
-            if (yield from source.peek()) not in _PLAIN:
+            if (yield from reader.peek()) not in _PLAIN:
                 raise Malformed("malformed")
-            yield from _text(source, out)
-            yield from source.white()
-            yield from source.expect(":")
+            yield from _text(reader, out)
+            yield from reader.read_white()
+            yield from reader.expect(":")
             out(": ")
-            yield from source.white()
-        yield from value(source, out, depth + 1)
-        yield from source.white()
-        if not (yield from source.optional(",")):
+            yield from reader.read_white()
+        yield from value(reader, out, depth + 1)
+        yield from reader.read_white()
+        if not (yield from reader.optional(",")):
             break
-        yield from source.white()
-    yield from source.expect(close)
+        yield from reader.read_white()
+    yield from reader.expect(close)
     out(close)
 
 
-def _text(source: Source, out: Out) -> Reading[None]:
-    quote = source.take()
+def _text(reader: TextReader, out: Out) -> Reading[None]:
+    quote = reader.read()
     out('"')
     while True:
-        first = yield from source.peek()
-        if plain := source.span(_PLAIN[quote]):
+        first = yield from reader.peek()
+        if plain := reader.read_run(_PLAIN[quote]):
             out(_quoted(plain))
         elif first == "\\":
-            out((yield from _escape(source)))
+            out((yield from _escape(reader)))
         elif first == quote:
-            source.take()
+            reader.read()
             out('"')
             return
         else:
             raise Malformed("malformed")
 
 
-def _escape(source: Source) -> Reading[str]:
+def _escape(reader: TextReader) -> Reading[str]:
     """As JSON writes it; an escape that Python does not know stands for itself."""
-    source.take()
-    kind = yield from source.peek()
-    source.take()
+    reader.read()
+    kind = yield from reader.peek()
+    reader.read()
     if kind not in _DIGITS:
         return _quoted(_ESCAPES.get(kind, "\\" + kind))
     digits = ""
     for _ in range(_DIGITS[kind]):
-        digits += yield from source.peek()
-        source.take()
+        digits += yield from reader.peek()
+        reader.read()
     code = int(digits, 16) if _HEX.fullmatch(digits) else -1
     if not 0 <= code <= 0x10FFFF:
         raise Malformed("malformed")

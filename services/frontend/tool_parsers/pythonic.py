@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.frontend.tool_parsers import lark, python_text
-from services.frontend.tool_parsers.parse_result import Found
-from services.frontend.tool_parsers.reader import Malformed, Reading, Source
+from services.frontend.tool_parsers.parse_result import ParseResult
+from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 _START, _END = MARKS
@@ -23,68 +23,68 @@ _KEYWORD = re.compile(r"\w+")
 _KEYWORD_LIMIT_CHARACTERS = 256
 
 
-def pythonic(source: Source, found: Found) -> Reading[None]:
+def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
     """What does not begin with a list is text."""
-    yield from source.white(found.text)
-    if (yield from source.peek()) in ("[", "<"):
-        further = yield from found.attempt(_first)
+    yield from reader.read_white(result.add_text)
+    if (yield from reader.peek()) in ("[", "<"):
+        further = yield from result.attempt_call(_first)
         while further:
-            yield from source.white()
-            further = yield from source.optional(",")
-            yield from source.white()
-            if further and (yield from source.peek()) != "]":
-                further = yield from found.attempt(_call)
+            yield from reader.read_white()
+            further = yield from reader.optional(",")
+            yield from reader.read_white()
+            if further and (yield from reader.peek()) != "]":
+                further = yield from result.attempt_call(_call)
             else:
                 further = False
-                yield from source.optional("]")
-                yield from source.optional(_END)
-                yield from source.white()
-    yield from source.rest(found.text)
+                yield from reader.optional("]")
+                yield from reader.optional(_END)
+                yield from reader.read_white()
+    yield from reader.read_rest(result.add_text)
 
 
-def _first(source: Source, found: Found) -> Reading[None]:
-    yield from source.optional(_START)
-    yield from source.white()
-    yield from source.expect("[")
-    yield from source.white()
-    yield from _call(source, found)
+def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
+    yield from reader.optional(_START)
+    yield from reader.read_white()
+    yield from reader.expect("[")
+    yield from reader.read_white()
+    yield from _call(reader, result)
 
 
-def _call(source: Source, found: Found) -> Reading[None]:
+def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
     """Only keyword arguments have a name to go by."""
-    name = yield from source.word(_NAME, _NAME_LIMIT_CHARACTERS)
-    found.known(name)
-    yield from source.white()
-    yield from source.expect("(")
-    yield from source.white()
-    keyword = yield from _keyword(source)
-    found.begin(name)
-    found.arguments("{")
+    name = yield from reader.read_word(_NAME, _NAME_LIMIT_CHARACTERS)
+    result.check_tool_name(name)
+    yield from reader.read_white()
+    yield from reader.expect("(")
+    yield from reader.read_white()
+    keyword = yield from _keyword(reader)
+    result.begin_call(name)
+    result.add_arguments("{")
     while keyword:
-        found.arguments(json.dumps(keyword, ensure_ascii=False) + ": ")
-        yield from python_text.value(source, found.arguments)
-        yield from source.white()
-        if not (yield from source.optional(",")):
+        result.add_arguments(json.dumps(keyword, ensure_ascii=False) + ": ")
+        yield from python_text.value(reader, result.add_arguments)
+        yield from reader.read_white()
+        if not (yield from reader.optional(",")):
             break
-        yield from source.white()
-        keyword = yield from _keyword(source)
+        yield from reader.read_white()
+        keyword = yield from _keyword(reader)
         if keyword:
-            found.arguments(", ")
-    yield from source.expect(")")
-    found.arguments("}")
-    found.end()
+            result.add_arguments(", ")
+    yield from reader.expect(")")
+    result.add_arguments("}")
+    result.end_call()
 
 
-def _keyword(source: Source) -> Reading[str]:
+def _keyword(reader: TextReader) -> Reading[str]:
     """With its `=`; "" where the arguments end instead."""
-    keyword = yield from source.word(_KEYWORD, _KEYWORD_LIMIT_CHARACTERS)
+    keyword = yield from reader.read_word(_KEYWORD, _KEYWORD_LIMIT_CHARACTERS)
     if not keyword:
-        if (yield from source.peek()) != ")":
+        if (yield from reader.peek()) != ")":
             raise Malformed("malformed")
         return ""
-    yield from source.white()
-    yield from source.expect("=")
-    yield from source.white()
+    yield from reader.read_white()
+    yield from reader.expect("=")
+    yield from reader.read_white()
     return keyword
 
 
@@ -94,29 +94,29 @@ _WORDS = {"type", "properties", "required", "additionalProperties", *_DEFINITION
 """Of an arguments' schema."""
 
 
-def rules(calls: Sequence[lark.Callable], tokens: lark.Tokens, how: lark.How) -> list[str]:
+def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
     """A grammar's, that an answer is held to. What begins like a list is one of calls. Raises lark.Unwritable.
 
     Arguments come in the schema's order, and none beside those that it names. Their values are JSON, which this format
     is read as too, but for a boolean, which models write as Python has it.
     """
-    before, behind = (f"({lark.mark(one, tokens)})? " if one in tokens else "" for one in MARKS)
+    before, behind = (f"({lark.mark_symbol(one, tokens)})? " if one in tokens else "" for one in MARKS)
     further = "" if how == "one" else '(", " call)*'
     first = f"({'|'.join(re.escape(one) for one in ('[', _START))})"
     return [
         "start: calls | TEXT" if how == "any" else "start: calls",
         f'calls: {before}"[" call {further} "]" {behind}',
-        f"TEXT: {lark.text(not_first=lark.WHITE + first)}",
+        f"TEXT: {lark.text_pattern(not_first=lark.WHITE + first)}",
         lark.either("call", len(calls)),
         *(rule for at, call in enumerate(calls) for rule in _call_rules(f"call_{at}", call)),
     ]
 
 
-def _call_rules(rule: str, call: lark.Callable) -> list[str]:
+def _call_rules(rule: str, call: lark.CallableTool) -> list[str]:
     """Each argument's rule ends with what may follow it."""
-    opening = lark.quoted(call.name + "(")
+    opening = lark.quote(call.name + "(")
     if call.arguments is None:
-        value = lark.value({})
+        value = lark.json_value({})
         return [
             f'{rule}: {opening} ({rule}_any (", " {rule}_any)*)? ")"',
             f"{rule}_any: /[A-Za-z_][A-Za-z0-9_]{{0,63}}=/ {value}",
@@ -125,7 +125,7 @@ def _call_rules(rule: str, call: lark.Callable) -> list[str]:
     definitions = {word: call.arguments[word] for word in _DEFINITIONS if word in call.arguments}
     rules = [f'{rule}: {opening} {rule}_0 ")"']
     for at, (keyword, schema) in enumerate(properties.items()):
-        argument = f"{lark.quoted(keyword + '=')} {_value({**definitions, **schema})}"
+        argument = f"{lark.quote(keyword + '=')} {_value({**definitions, **schema})}"
         skipped = "" if keyword in required else f" | {rule}_{at + 1}"
         further = "" if keyword in required else f" | {rule}_{at + 1}_more"
         rules += [
@@ -140,18 +140,20 @@ def _arguments(tool: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[str
     """Their schemas by keyword, and those that are required. Raises lark.Unwritable."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     for word in sorted(schema.keys() - _WORDS):
-        raise lark.Unwritable(tool, word, "cannot be held to where calls are written as Python")
+        raise lark.UnsupportedSchema(tool, word, "cannot be held to where calls are written as Python")
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise lark.Unwritable(tool, "properties", "not an object, or `required` is not a list")
+        raise lark.UnsupportedSchema(tool, "properties", "not an object, or `required` is not a list")
     for keyword, one in properties.items():
         if not isinstance(one, dict) or not keyword.isidentifier() or len(keyword) > _KEYWORD_LIMIT_CHARACTERS:
-            raise lark.Unwritable(tool, f"properties.{keyword}", "not a schema, or its name no keyword of Python's")
+            raise lark.UnsupportedSchema(
+                tool, f"properties.{keyword}", "not a schema, or its name no keyword of Python's"
+            )
     if not all(isinstance(keyword, str) and keyword in properties for keyword in required):
-        raise lark.Unwritable(tool, "required", "not all of it are properties")
+        raise lark.UnsupportedSchema(tool, "required", "not all of it are properties")
     return properties, required
 
 
 def _value(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "boolean" and not schema.keys() - {"type", *_DEFINITIONS, *_ANNOTATIONS}:
         return '("True" | "False")'
-    return lark.value(schema)
+    return lark.json_value(schema)

@@ -21,9 +21,9 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 """Yields to wait for more of the text; returns what it read."""
 
-HELD_LIMIT_CHARACTERS = 64 << 10
+MARKED_LIMIT_CHARACTERS = 64 << 10
 """As far behind a mark as may be read: a call must show by then that it is one."""
-SPAN_CHARACTERS = 4096
+RUN_LIMIT_CHARACTERS = 4096
 """Read at once, at most."""
 _WHITE = re.compile(r"[ \t\r\n]*")
 
@@ -32,7 +32,7 @@ class Malformed(Exception):
     """The text is not what its format says. `str()` of it is the reason, one of few words."""
 
 
-class Source:
+class TextReader:
     """Grows by `feed` until it is ended."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Source:
         self._ended = True
 
     @property
-    def kept_back(self) -> str:
+    def unconsumed(self) -> str:
         """What is here and was not passed on: it may be more than text, or is read only when more has come."""
         return self._text[self._at if self._mark is None else self._mark :]
 
@@ -68,7 +68,7 @@ class Source:
         """What is read from here on need not be kept."""
         self._mark = None
 
-    def held(self) -> str:
+    def take_marked(self) -> str:
         """What was read since the mark, which is released."""
         assert self._mark is not None
         start, self._mark = self._mark, None
@@ -82,13 +82,13 @@ class Source:
             yield
         return self._text[self._at : self._at + 1]
 
-    def take(self, characters: int = 1) -> str:
+    def read(self, characters: int = 1) -> str:
         """What a peek has seen."""
         start = self._at
         self._advance(min(start + characters, len(self._text)))
         return self._text[start : self._at]
 
-    def span(self, run: re.Pattern[str], most_characters: int = SPAN_CHARACTERS) -> str:
+    def read_run(self, run: re.Pattern[str], most_characters: int = RUN_LIMIT_CHARACTERS) -> str:
         """As much of a run as is here; perhaps nothing, and perhaps not all of it."""
         found = run.match(self._text, self._at, min(len(self._text), self._at + most_characters))
         if found is None:
@@ -96,23 +96,23 @@ class Source:
         self._advance(found.end())
         return found[0]
 
-    def word(self, run: re.Pattern[str], limit_characters: int) -> Reading[str]:
+    def read_word(self, run: re.Pattern[str], limit_characters: int) -> Reading[str]:
         """A whole run, perhaps empty. Raises Malformed where it is longer than the limit."""
         word = ""
-        while (yield from self.peek()) and (piece := self.span(run, limit_characters + 1 - len(word))):
+        while (yield from self.peek()) and (piece := self.read_run(run, limit_characters + 1 - len(word))):
             word += piece
         if len(word) > limit_characters:
             raise Malformed("malformed")
         return word
 
-    def white(self, out: Callable[[str], None] | None = None) -> Reading[None]:
+    def read_white(self, out: Callable[[str], None] | None = None) -> Reading[None]:
         """White space, perhaps none; to `out`, or to nobody."""
-        while (yield from self.peek()) and (piece := self.span(_WHITE)):
+        while (yield from self.peek()) and (piece := self.read_run(_WHITE)):
             if out is not None:
                 out(piece)
 
     @property
-    def exhausted(self) -> bool:
+    def at_end(self) -> bool:
         """Whether the end was read up to."""
         return self._ended and self._at == len(self._text)
 
@@ -132,11 +132,11 @@ class Source:
         if not (yield from self.optional(literal)):
             raise Malformed("malformed")
 
-    def until(self, literal: str, out: Callable[[str], None]) -> Reading[bool]:
+    def read_until(self, literal: str, out: Callable[[str], None]) -> Reading[bool]:
         """Passes text on up to `literal`, which is not read; False: it did not come, and all is passed on."""
         while True:
             found = self._text.find(literal, self._at)
-            end = found if found >= 0 else len(self._text) - (0 if self._ended else self._begun(literal))
+            end = found if found >= 0 else len(self._text) - (0 if self._ended else self._partial_match(literal))
             if end > self._at:
                 out(self._text[self._at : end])
                 self._at = end
@@ -144,7 +144,7 @@ class Source:
                 return found >= 0
             yield
 
-    def rest(self, out: Callable[[str], None]) -> Reading[None]:
+    def read_rest(self, out: Callable[[str], None]) -> Reading[None]:
         """Passes everything on."""
         while True:
             if self._at < len(self._text):
@@ -154,19 +154,19 @@ class Source:
                 return
             yield
 
-    def _begun(self, literal: str) -> int:
+    def _partial_match(self, literal: str) -> int:
         """How many of the last characters could be `literal`'s first ones."""
         most = min(len(literal) - 1, len(self._text) - self._at)
         return next((size for size in range(most, 0, -1) if self._text.endswith(literal[:size])), 0)
 
     def _advance(self, at: int) -> None:
         self._at = at
-        if self._mark is not None and at - self._mark > HELD_LIMIT_CHARACTERS:
-            self._at = self._mark + HELD_LIMIT_CHARACTERS  # wherever the text was cut
+        if self._mark is not None and at - self._mark > MARKED_LIMIT_CHARACTERS:
+            self._at = self._mark + MARKED_LIMIT_CHARACTERS  # wherever the text was cut
             raise Malformed("too_long")
 
     def validate(self) -> None:
         """Asserts the invariants."""
         assert 0 <= self._at <= len(self._text)
         assert self._mark is None or 0 <= self._mark <= self._at
-        assert self._mark is None or self._at - self._mark <= HELD_LIMIT_CHARACTERS
+        assert self._mark is None or self._at - self._mark <= MARKED_LIMIT_CHARACTERS

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.frontend.auth.accounts import NOTHING, Account, Accounts, Spent, duration
+from services.frontend.auth.accounts import NO_TOKENS, Account, Accounts, TokenUse, format_duration
 from services.frontend.auth.api_keys import KeyEntry
 from shared.errors import InvalidRequest, RateLimited
 
@@ -29,98 +29,98 @@ def accounts(**keys: KeyEntry) -> Accounts:
 def test_a_key_without_limits_is_let_in_as_often_as_it_comes_and_told_of_none() -> None:
     free = account()
     for _ in range(1000):
-        free.enter(0.0)
-        free.charge(10**9, 0.0)
+        free.begin_request(0.0)
+        free.charge_tokens(10**9, 0.0)
     assert free.running == 1000
-    assert free.headers(0.0) == {}
+    assert free.rate_limit_headers(0.0) == {}
 
 
 def test_requests_a_minute_are_refused_with_the_time_until_the_next() -> None:
     limited = account(requests_per_minute=3)
     for _ in range(3):
-        limited.enter(0.0)
-        limited.leave(NOTHING, 0.0)
+        limited.begin_request(0.0)
+        limited.end_request(NO_TOKENS, 0.0)
     with pytest.raises(RateLimited, match=r"requests per min: Limit 3, Used 3, Requested 1\. .* in 20s\.") as refusal:
-        limited.enter(0.0)
+        limited.begin_request(0.0)
     assert refusal.value.kind == "requests"
     assert refusal.value.retry_after_s == pytest.approx(20)
     assert limited.refused["requests"] == 1
-    limited.enter(20.0)
+    limited.begin_request(20.0)
     with pytest.raises(RateLimited):
-        limited.enter(20.0)
+        limited.begin_request(20.0)
 
 
 def test_what_was_refused_counts_for_nothing() -> None:
     limited = account(requests_per_minute=1, concurrency=1)
-    limited.enter(0.0)
+    limited.begin_request(0.0)
     for _ in range(100):
         with pytest.raises(RateLimited):
-            limited.enter(30.0)
-    limited.leave(NOTHING, 30.0)
-    limited.enter(60.0)
+            limited.begin_request(30.0)
+    limited.end_request(NO_TOKENS, 30.0)
+    limited.begin_request(60.0)
 
 
 def test_requests_at_once_are_bounded_and_the_next_one_comes_in_when_one_ends() -> None:
     limited = account(concurrency=2)
-    limited.enter(0.0)
-    limited.enter(0.0)
+    limited.begin_request(0.0)
+    limited.begin_request(0.0)
     with pytest.raises(RateLimited, match="2 requests of the key alice are running already"):
-        limited.enter(0.0)
+        limited.begin_request(0.0)
     assert limited.refused["concurrency"] == 1
-    limited.leave(NOTHING, 0.0)
-    limited.enter(0.0)
+    limited.end_request(NO_TOKENS, 0.0)
+    limited.begin_request(0.0)
 
 
 def test_tokens_a_minute_are_those_of_the_prompt_and_of_the_longest_answer_asked_for() -> None:
     limited = account(tokens_per_minute=100)
-    limited.enter(0.0)
-    limited.charge(70, 0.0)
-    limited.enter(0.0)
+    limited.begin_request(0.0)
+    limited.charge_tokens(70, 0.0)
+    limited.begin_request(0.0)
     with pytest.raises(RateLimited, match="on tokens per min: Limit 100, Used 70, Requested 60") as refusal:
-        limited.charge(60, 0.0)
+        limited.charge_tokens(60, 0.0)
     assert refusal.value.kind == "tokens"
     assert refusal.value.retry_after_s == pytest.approx(18)
-    limited.charge(30, 0.0)
+    limited.charge_tokens(30, 0.0)
 
 
 def test_what_an_answer_did_not_need_is_given_back_and_what_it_took_beyond_is_owed() -> None:
     limited = account(tokens_per_minute=100)
-    limited.enter(0.0)
-    limited.charge(90, 0.0)
-    limited.leave(Spent(charged=90, prompt=10, output=15), 0.0)
-    assert limited.headers(0.0)["x-ratelimit-remaining-tokens"] == "75"
-    limited.enter(0.0)
-    limited.charge(5, 0.0)
-    limited.leave(Spent(charged=5, prompt=5, output=120), 0.0)
-    assert limited.headers(0.0)["x-ratelimit-remaining-tokens"] == "0"
+    limited.begin_request(0.0)
+    limited.charge_tokens(90, 0.0)
+    limited.end_request(TokenUse(charged=90, prompt=10, output=15), 0.0)
+    assert limited.rate_limit_headers(0.0)["x-ratelimit-remaining-tokens"] == "75"
+    limited.begin_request(0.0)
+    limited.charge_tokens(5, 0.0)
+    limited.end_request(TokenUse(charged=5, prompt=5, output=120), 0.0)
+    assert limited.rate_limit_headers(0.0)["x-ratelimit-remaining-tokens"] == "0"
     with pytest.raises(RateLimited):  # at once: its body is not even read
-        limited.enter(0.0)
-    limited.enter(31.0)
+        limited.begin_request(0.0)
+    limited.begin_request(31.0)
     assert (limited.prompt_tokens, limited.output_tokens) == (15, 135)
 
 
 def test_a_request_that_fails_costs_nothing() -> None:
     limited = account(tokens_per_minute=100)
-    limited.enter(0.0)
-    limited.charge(90, 0.0)
-    limited.leave(Spent(charged=90), 0.0)
-    assert limited.headers(0.0)["x-ratelimit-remaining-tokens"] == "100"
+    limited.begin_request(0.0)
+    limited.charge_tokens(90, 0.0)
+    limited.end_request(TokenUse(charged=90), 0.0)
+    assert limited.rate_limit_headers(0.0)["x-ratelimit-remaining-tokens"] == "100"
 
 
 def test_a_request_larger_than_a_minute_is_had_when_nothing_else_was() -> None:
     limited = account(tokens_per_minute=100)
-    limited.enter(0.0)
-    limited.charge(500, 0.0)
+    limited.begin_request(0.0)
+    limited.charge_tokens(500, 0.0)
     with pytest.raises(RateLimited):
-        limited.enter(200.0)
-    limited.enter(241.0)
+        limited.begin_request(200.0)
+    limited.begin_request(241.0)
 
 
 def test_the_headers_are_openais() -> None:
     limited = account(requests_per_minute=600, tokens_per_minute=1000)
-    limited.enter(0.0)
-    limited.charge(125, 0.0)
-    assert limited.headers(0.0) == {
+    limited.begin_request(0.0)
+    limited.charge_tokens(125, 0.0)
+    assert limited.rate_limit_headers(0.0) == {
         "x-ratelimit-limit-requests": "600",
         "x-ratelimit-remaining-requests": "599",
         "x-ratelimit-reset-requests": "100ms",
@@ -135,44 +135,44 @@ def test_the_headers_are_openais() -> None:
     [(0, "0ms"), (0.0001, "1ms"), (0.35, "350ms"), (1, "1s"), (7.5, "7.5s"), (59.9999, "1m0s"), (360, "6m0s")],
 )
 def test_times_are_written_as_openai_writes_them(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
+    assert format_duration(seconds) == shown
 
 
 def test_a_key_is_found_in_its_header_however_the_scheme_is_written() -> None:
     two = accounts(alice=entry("secret"), bob=entry("other"))
     for given, name in (("Bearer secret", "alice"), ("bearer  secret ", "alice"), ("BEARER other", "bob")):
-        assert two.find(given).name == name
+        assert two.authenticate(given).name == name
 
 
 @pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer ", "secret", "Basic secret"])
 def test_without_a_key_it_is_401_and_says_where_it_belongs(given: str | None) -> None:
     with pytest.raises(InvalidRequest, match="You didn't provide an API key") as refusal:
-        accounts(alice=entry("secret")).find(given)
+        accounts(alice=entry("secret")).authenticate(given)
     assert (refusal.value.status, refusal.value.code) == (401, None)
 
 
 @pytest.mark.parametrize("given", ["Bearer Secret", "Bearer secret2", "Bearer " + "s" * 5000, "Bearer \udcff\ud800"])
 def test_a_wrong_key_is_401_and_is_not_repeated(given: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        accounts(alice=entry("secret")).find(given)
+        accounts(alice=entry("secret")).authenticate(given)
     assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
     assert str(refusal.value) == "Incorrect API key provided."
 
 
 def test_a_file_read_again_keeps_what_was_spent_and_lets_in_no_more_whom_it_does_not_name() -> None:
     both = accounts(alice=entry("secret", requests_per_minute=10), bob=entry("other"))
-    alice = both.find("Bearer secret")
+    alice = both.authenticate("Bearer secret")
     for _ in range(4):
-        alice.enter(0.0)
+        alice.begin_request(0.0)
     both.replace({"alice": entry("a new one", requests_per_minute=5)}, 0.0)
-    assert both.find("Bearer a new one") is alice
-    assert alice.headers(0.0)["x-ratelimit-remaining-requests"] == "1"
+    assert both.authenticate("Bearer a new one") is alice
+    assert alice.rate_limit_headers(0.0)["x-ratelimit-remaining-requests"] == "1"
     for gone in ("Bearer secret", "Bearer other"):
         with pytest.raises(InvalidRequest):
-            both.find(gone)
+            both.authenticate(gone)
     both.replace({"alice": entry("a new one")}, 0.0)
-    assert alice.headers(0.0) == {}
-    alice.leave(NOTHING, 0.0)
+    assert alice.rate_limit_headers(0.0) == {}
+    alice.end_request(NO_TOKENS, 0.0)
     both.validate()
 
 
@@ -184,12 +184,12 @@ class AccountMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.accounts = Accounts()
-        self.running: list[Spent] = []
+        self.running: list[TokenUse] = []
         self.write(5, 100, 3)
 
     @property
     def account(self) -> Account:
-        return self.accounts.find("Bearer secret")
+        return self.accounts.authenticate("Bearer secret")
 
     @rule(
         requests=st.none() | st.integers(1, 10),
@@ -208,30 +208,34 @@ class AccountMachine(RuleBasedStateMachine):
     def ask(self, tokens: int) -> None:
         account, entry = self.account, self.account.entry
         try:
-            account.enter(self.now)
+            account.begin_request(self.now)
         except RateLimited:
             return
         assert entry.concurrency is None or account.running <= entry.concurrency
         try:
-            account.charge(tokens, self.now)
+            account.charge_tokens(tokens, self.now)
         except RateLimited:
-            account.leave(NOTHING, self.now)
+            account.end_request(NO_TOKENS, self.now)
         else:
-            self.running.append(Spent(tokens))
+            self.running.append(TokenUse(tokens))
 
     @precondition(lambda self: self.running)
     @rule(at=st.integers(0, 10), prompt=st.integers(0, 200), output=st.integers(0, 200))
     def end(self, at: int, prompt: int, output: int) -> None:
         spent = self.running.pop(at % len(self.running))
-        self.account.leave(Spent(spent.charged, prompt, output), self.now)
+        self.account.end_request(TokenUse(spent.charged, prompt, output), self.now)
 
     @invariant()
     def holds(self) -> None:
         self.accounts.validate()
         assert self.account.running == len(self.running)
-        for name, value in self.account.headers(self.now).items():
+        for name, value in self.account.rate_limit_headers(self.now).items():
             if "remaining" in name:
-                assert 0 <= int(value) <= int(self.account.headers(self.now)[name.replace("remaining", "limit")])
+                assert (
+                    0
+                    <= int(value)
+                    <= int(self.account.rate_limit_headers(self.now)[name.replace("remaining", "limit")])
+                )
 
 
 TestAccount = AccountMachine.TestCase

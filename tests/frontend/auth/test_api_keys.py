@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.auth.api_keys import FILE_LIMIT_BYTES, KEYS_LIMIT, KeyEntry, digest, read_keys
+from services.frontend.auth.api_keys import FILE_LIMIT_BYTES, KEYS_LIMIT, KeyEntry, key_digest, read_keys
 from shared.errors import ConfigError
 
 HASH = hashlib.sha256(b"some key").hexdigest()
@@ -33,7 +33,7 @@ def test_an_empty_file_names_nobody() -> None:
 
 
 def test_what_the_file_holds_of_a_key_is_its_digest() -> None:
-    assert digest("some key").hex() == HASH
+    assert key_digest("some key").hex() == HASH
 
 
 SECRET = "hr-Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6"

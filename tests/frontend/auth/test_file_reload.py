@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from services.frontend.auth import file_reload
-from services.frontend.auth.file_reload import Followed
+from services.frontend.auth.file_reload import FileReloader
 from shared.errors import ConfigError
 from tests.frontend.peers import DEADLINE_S, Seen
 
@@ -25,7 +25,7 @@ class Followers:
         self.used: Seen[int] = Seen()
         self.made = 0
         self.stale = Gauge("stale", "", registry=CollectorRegistry())
-        self.followed = Followed("numbers", files, LIMIT_BYTES, self._make, self.used.add, self.stale)
+        self.followed = FileReloader("numbers", files, LIMIT_BYTES, self._make, self.used.add, self.stale)
 
     def _make(self, contents: list[bytes]) -> int:
         self.made += 1

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from services.frontend.config import AccessConfig
 from services.frontend.openapi.document import document
-from services.frontend.openapi.operations import DESCRIBED
+from services.frontend.openapi.operations import DESCRIPTIONS
 from services.frontend.protocol.chat import decode_chat
 from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
@@ -73,7 +73,7 @@ def schema_of(path: str, status: int = 200, method: str = "post", media: str = "
 
 
 def test_every_operation_is_described_and_nothing_else() -> None:
-    assert PATHS.keys() == DESCRIBED.keys() == DECODE.keys()
+    assert PATHS.keys() == DESCRIPTIONS.keys() == DECODE.keys()
     assert set(PATHS.values()) < DOCUMENT["paths"].keys()
 
 

@@ -8,8 +8,8 @@ from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.requests.stream import join
-from services.frontend.tool_parsers.parse_result import CallPiece, Found
-from services.frontend.tool_parsers.parser import Parser, Plan
+from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult
+from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.messages import TokenLogprob
 
 CALL = '[TOOL_CALLS]now[ARGS]{"zone": "é"}'
@@ -18,9 +18,10 @@ TOKENS = TokenBytes(TABLE, TABLE, False)
 """Every byte is a token."""
 
 
-def parsed(*stops: str, plan: Plan | None = None, **found: Any) -> ParsedOutput:
+def parsed(*stops: str, plan: ParsePlan | None = None, **found: Any) -> ParsedOutput:
     return ParsedOutput(
-        Output(TOKENS, stops), Parser(plan or Plan("mistral"), Found(frozenset({"now"}), lambda: "id", **found))
+        Output(TOKENS, stops),
+        AnswerParser(plan or ParsePlan("mistral"), ParseResult(frozenset({"now"}), lambda: "id", **found)),
     )
 
 
@@ -43,7 +44,7 @@ def whole(output: ParsedOutput, text: str, *, step: int = 1) -> tuple[Delta, boo
 def test_calls_come_out_of_tokens_however_they_are_cut(step: int) -> None:
     output = parsed()
     delta, stopped = whole(output, "Well. " + CALL, step=step)
-    assert delta == Delta("Well. ", calls=(CallPiece(0, '{"zone": "é"}', "id", "now", behind=6),))
+    assert delta == Delta("Well. ", calls=(CallPiece(0, '{"zone": "é"}', "id", "now", content_before=6),))
     assert not stopped
     assert output.calls == 1
 
@@ -80,13 +81,13 @@ def test_log_probabilities_go_out_with_the_text_that_they_came_with() -> None:
 
 
 def test_thinking_comes_apart_from_content() -> None:
-    delta, _ = whole(parsed(plan=Plan(thinks=True)), "<think>hm</think>yes")
+    delta, _ = whole(parsed(plan=ParsePlan(reasoning=True)), "<think>hm</think>yes")
     assert delta == Delta("yes", reasoning="hm")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_tokens_of_thinking_are_counted_however_many_come_at_once(size: int) -> None:
-    output = parsed(plan=Plan(None, thinks=True))
+    output = parsed(plan=ParsePlan(None, reasoning=True))
     text = "<think>why</think>so"
     whole(output, text, step=size)
     assert output.thought == text.index("</think>")

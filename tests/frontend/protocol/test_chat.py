@@ -21,7 +21,7 @@ def chat(**fields: Any) -> chats.ChatRequest:
 
 
 def test_defaults_are_openais() -> None:
-    assert chats.sampling(chat(), 5, 77) == Sampling(5, seed=77)
+    assert chats.sampling_of(chat(), 5, 77) == Sampling(5, seed=77)
     assert chats.token_limit(chat()) == (None, "max_tokens")
 
 
@@ -70,34 +70,34 @@ def test_harmless_fields_are_bounded_as_openais_are() -> None:
 
 
 def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
-    assert chats.sampling(chat(top_k=-1), 1, 0).top_k == 0
+    assert chats.sampling_of(chat(top_k=-1), 1, 0).top_k == 0
 
 
 def test_a_bias_is_of_a_token_id() -> None:
-    assert chats.sampling(chat(logit_bias={"5": -100, "0": 0.5}), 1, 0).logit_bias == ((5, -100.0), (0, 0.5))
-    assert chats.sampling(chat(logit_bias={}), 1, 0).logit_bias == ()
+    assert chats.sampling_of(chat(logit_bias={"5": -100, "0": 0.5}), 1, 0).logit_bias == ((5, -100.0), (0, 0.5))
+    assert chats.sampling_of(chat(logit_bias={}), 1, 0).logit_bias == ()
 
 
 def test_seeds_are_64_bits_and_zero_is_one() -> None:
-    assert chats.sampling(chat(seed=0), 1, 77).seed == 0
-    assert chats.sampling(chat(seed=-1), 1, 77).seed == (1 << 64) - 1
+    assert chats.sampling_of(chat(seed=0), 1, 77).seed == 0
+    assert chats.sampling_of(chat(seed=-1), 1, 77).seed == (1 << 64) - 1
 
 
 def test_a_stop_is_one_string_or_several() -> None:
-    assert chats.stops(chat(stop="a")) == ("a",)
-    assert chats.stops(chat(stop=["a", "b"])) == ("a", "b")
-    assert chats.stops(chat(stop=[])) == chats.stops(chat()) == ()
+    assert chats.stop_strings(chat(stop="a")) == ("a",)
+    assert chats.stop_strings(chat(stop=["a", "b"])) == ("a", "b")
+    assert chats.stop_strings(chat(stop=[])) == chats.stop_strings(chat()) == ()
 
 
 def test_logprobs_become_one_number() -> None:
-    assert [chats.logprobs(chat(logprobs=flag)) for flag in (None, False, True)] == [-1, -1, 0]
-    assert chats.logprobs(chat(logprobs=True, top_logprobs=4)) == 4
+    assert [chats.logprobs_of(chat(logprobs=flag)) for flag in (None, False, True)] == [-1, -1, 0]
+    assert chats.logprobs_of(chat(logprobs=True, top_logprobs=4)) == 4
 
 
 def test_text_parts_are_joined_and_names_are_kept() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "user", "name": "eve", "content": parts}, {"role": "assistant", "content": ""}])
-    assert chats.turns(request.messages) == [
+    assert chats.messages_as_rendered(request.messages) == [
         {"role": "user", "name": "eve", "content": "ab"},
         {"role": "assistant", "content": ""},
     ]
@@ -118,7 +118,7 @@ def test_calls_are_rendered_with_their_arguments_as_objects() -> None:
             {"role": "assistant", "content": None, "reasoning_content": "hm"},
         ]
     )
-    called, answered, thought = chats.turns(request.messages)
+    called, answered, thought = chats.messages_as_rendered(request.messages)
     assert called == {
         "role": "assistant",
         "content": "",
@@ -139,12 +139,12 @@ def test_tools_are_rendered_as_they_were_given_and_not_at_all_with_tool_choice_n
     bare = {"type": "function", "function": {"name": "g-2_X", "strict": False}}
     request = chat(tools=[full, bare], tool_choice="auto", parallel_tool_calls=False)
     empty = {"type": "object", "properties": {}}
-    assert chats.offered(request) == [
+    assert chats.offered_tools(request) == [
         full,
         {"type": "function", "function": {"name": "g-2_X", "parameters": empty}},
     ]
-    assert json.dumps(chats.offered(request)[0]) == json.dumps(full), "in the order of its keys"
-    assert chats.offered(chat(tools=[full], tool_choice="none")) == chats.offered(chat()) == []
+    assert json.dumps(chats.offered_tools(request)[0]) == json.dumps(full), "in the order of its keys"
+    assert chats.offered_tools(chat(tools=[full], tool_choice="none")) == chats.offered_tools(chat()) == []
 
 
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))

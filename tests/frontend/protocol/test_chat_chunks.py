@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.output.output import Delta, Entry
-from services.frontend.protocol.chat_chunks import CachedTokensByTier, ChatShape, CompletionShape, Ended, usage_of
+from services.frontend.protocol.chat_chunks import (
+    CachedTokensByTier,
+    ChatEncoder,
+    CompletionEncoder,
+    FinishedChoice,
+    usage_of,
+)
 from services.frontend.tool_parsers.parse_result import CallPiece
 
 COUNTS = st.integers(min_value=-3, max_value=40)
@@ -30,8 +36,8 @@ def test_no_more_of_a_prompt_is_cached_than_there_is() -> None:
     assert usage.total_tokens == 13
 
 
-def shape(*, parsed: bool, with_logprobs: bool = False, tier: bool = False, index: int = 0) -> ChatShape:
-    told = partial(ChatShape, "r", 7, "m", with_logprobs=with_logprobs, with_usage=False)
+def shape(*, parsed: bool, with_logprobs: bool = False, tier: bool = False, index: int = 0) -> ChatEncoder:
+    told = partial(ChatEncoder, "r", 7, "m", with_logprobs=with_logprobs, with_usage=False)
     return told(parsed=parsed, tier=tier, index=index)
 
 
@@ -45,14 +51,14 @@ BOTH = Delta("so", reasoning="hm", calls=(CallPiece(0, "{", "c0", "f"), CallPiec
 
 def test_a_chunk_has_what_is_new_and_nothing_else() -> None:
     told = shape(parsed=True)
-    assert choice(told.opening())["delta"] == {"role": "assistant", "content": None}
-    assert choice(told.chunk(Delta("so"))) == {
+    assert choice(told.first_chunk())["delta"] == {"role": "assistant", "content": None}
+    assert choice(told.delta_chunk(Delta("so"))) == {
         "index": 0,
         "delta": {"content": "so"},
         "logprobs": None,
         "finish_reason": None,
     }
-    assert choice(told.chunk(BOTH))["delta"] == {
+    assert choice(told.delta_chunk(BOTH))["delta"] == {
         "content": "so",
         "reasoning_content": "hm",
         "tool_calls": [
@@ -61,43 +67,54 @@ def test_a_chunk_has_what_is_new_and_nothing_else() -> None:
         ],
     }
     further = Delta("", calls=(CallPiece(1, "}"),))
-    assert choice(told.chunk(further))["delta"] == {"tool_calls": [{"index": 1, "function": {"arguments": "}"}}]}
-    assert choice(told.chunk(Delta("")))["delta"] == {"content": ""}, "a chunk that only asks whether somebody listens"
+    assert choice(told.delta_chunk(further))["delta"] == {"tool_calls": [{"index": 1, "function": {"arguments": "}"}}]}
+    assert choice(told.delta_chunk(Delta("")))["delta"] == {"content": ""}, (
+        "a chunk that only asks whether somebody listens"
+    )
 
 
 def test_log_probabilities_stand_beside_whatever_came() -> None:
     entry = Entry(b"{", -0.5, (), 0)
-    told = choice(shape(parsed=True, with_logprobs=True).chunk(Delta("", (entry,), reasoning="hm")))
+    told = choice(shape(parsed=True, with_logprobs=True).delta_chunk(Delta("", (entry,), reasoning="hm")))
     assert told["delta"] == {"reasoning_content": "hm"}
     assert [one["token"] for one in told["logprobs"]["content"]] == ["{"]
 
 
 def test_a_whole_message_has_calls_and_thinking_only_where_there_are_some() -> None:
     usage = usage_of(1, 1, 0)
-    message = choice(shape(parsed=True).whole([Ended(0, BOTH, "tool_calls")], usage))["message"]
+    message = choice(shape(parsed=True).full_body([FinishedChoice(0, BOTH, "tool_calls")], usage))["message"]
     assert (message["content"], message["reasoning_content"]) == ("so", "hm")
     first = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": "{"}}
     assert message["tool_calls"][0] == first
     plain = {"content": "so", "role": "assistant", "refusal": None}
     for parsed in (False, True):
-        assert choice(shape(parsed=parsed).whole([Ended(0, Delta("so"), "stop")], usage))["message"] == plain
-    assert choice(shape(parsed=True).whole([Ended(0, Delta(""), "stop")], usage))["message"]["content"] is None
+        assert (
+            choice(shape(parsed=parsed).full_body([FinishedChoice(0, Delta("so"), "stop")], usage))["message"] == plain
+        )
+    assert (
+        choice(shape(parsed=True).full_body([FinishedChoice(0, Delta(""), "stop")], usage))["message"]["content"]
+        is None
+    )
 
 
 def test_a_chunk_is_of_one_choice_and_an_answer_of_all() -> None:
     told = shape(parsed=True, tier=True, index=2)
-    for payload in (told.opening(), told.chunk(Delta("so")), told.chunk(BOTH), told.closing("stop")):
+    for payload in (told.first_chunk(), told.delta_chunk(Delta("so")), told.delta_chunk(BOTH), told.last_chunk("stop")):
         assert choice(payload)["index"] == 2
         assert json.loads(payload)["service_tier"] == "default"
-    assert json.loads(told.nothing())["choices"] == []
-    whole = json.loads(told.whole([Ended(0, Delta("a"), "stop"), Ended(1, BOTH, "tool_calls")], usage_of(1, 1, 0)))
+    assert json.loads(told.keepalive_chunk())["choices"] == []
+    whole = json.loads(
+        told.full_body(
+            [FinishedChoice(0, Delta("a"), "stop"), FinishedChoice(1, BOTH, "tool_calls")], usage_of(1, 1, 0)
+        )
+    )
     told_of = [(one["index"], one["message"]["content"], one["finish_reason"]) for one in whole["choices"]]
     assert told_of == [(0, "a", "stop"), (1, "so", "tool_calls")]
     assert whole["service_tier"] == "default"
-    assert "service_tier" not in json.loads(shape(parsed=False).chunk(Delta("so")))
+    assert "service_tier" not in json.loads(shape(parsed=False).delta_chunk(Delta("so")))
 
 
 def test_a_completions_chunk_is_of_one_choice_too() -> None:
-    told = CompletionShape("r", 7, "m", with_logprobs=False, with_usage=True, index=3)
-    assert [choice(payload)["index"] for payload in (told.chunk(Delta("so")), told.closing("stop"))] == [3, 3]
-    assert json.loads(told.nothing())["usage"] is None
+    told = CompletionEncoder("r", 7, "m", with_logprobs=False, with_usage=True, index=3)
+    assert [choice(payload)["index"] for payload in (told.delta_chunk(Delta("so")), told.last_chunk("stop"))] == [3, 3]
+    assert json.loads(told.keepalive_chunk())["usage"] is None

@@ -20,7 +20,7 @@ def completion(**fields: Any) -> CompletionRequest:
 
 def test_every_field_is_read_or_refused() -> None:
     """A field that is neither would be silently ignored; those that chats have too are in test_openai.py."""
-    own = {*CompletionRequest.__struct_fields__} - {*chat.Common.__struct_fields__}
+    own = {*CompletionRequest.__struct_fields__} - {*chat.CommonFields.__struct_fields__}
     assert own == {"prompt", "logprobs", "echo", "suffix", "best_of"}
 
 
@@ -30,7 +30,7 @@ def test_the_best_of_one_is_it() -> None:
 
 
 def test_logprobs_are_a_number() -> None:
-    assert [chat.logprobs(completion(logprobs=count)) for count in (None, 0, 5)] == [-1, 0, 5]
+    assert [chat.logprobs_of(completion(logprobs=count)) for count in (None, 0, 5)] == [-1, 0, 5]
 
 
 def test_a_prompt_is_a_text_or_token_ids_or_there_are_several_with_their_places() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.frontend.protocol.reasoning import Effort, ThinkingAsked, thinking_asked
+from services.frontend.protocol.reasoning import Effort, ReasoningPlan, plan_reasoning
 from shared.errors import InvalidRequest
 
 QWEN = frozenset({"enable_thinking", "tools"})
@@ -15,16 +15,16 @@ NOTHING: frozenset[str] = frozenset()
 @pytest.mark.parametrize(
     ("effort", "budget", "words", "reads", "thinks", "becomes"),
     [
-        (None, None, {}, QWEN, True, ThinkingAsked({})),
-        (None, 7, {"a": 1}, QWEN, True, ThinkingAsked({"a": 1}, 7)),
-        (None, 0, {}, NOTHING, True, ThinkingAsked({}, 0)),
-        ("none", None, {}, QWEN, True, ThinkingAsked({"enable_thinking": False})),
-        ("none", 7, {"enable_thinking": False}, QWEN, True, ThinkingAsked({"enable_thinking": False}, 7)),
-        ("none", None, {}, NOTHING, True, ThinkingAsked({}, 0, "reasoning_effort")),
-        ("none", 0, {}, NOTHING, True, ThinkingAsked({}, 0, "reasoning_effort")),
-        ("none", None, {}, NOTHING, False, ThinkingAsked({}, None, "reasoning_effort")),
-        ("low", 9, {}, GPT_OSS, True, ThinkingAsked({"reasoning_effort": "low"}, 9)),
-        ("xhigh", None, {}, GPT_OSS, False, ThinkingAsked({"reasoning_effort": "xhigh"})),
+        (None, None, {}, QWEN, True, ReasoningPlan({})),
+        (None, 7, {"a": 1}, QWEN, True, ReasoningPlan({"a": 1}, 7)),
+        (None, 0, {}, NOTHING, True, ReasoningPlan({}, 0)),
+        ("none", None, {}, QWEN, True, ReasoningPlan({"enable_thinking": False})),
+        ("none", 7, {"enable_thinking": False}, QWEN, True, ReasoningPlan({"enable_thinking": False}, 7)),
+        ("none", None, {}, NOTHING, True, ReasoningPlan({}, 0, "reasoning_effort")),
+        ("none", 0, {}, NOTHING, True, ReasoningPlan({}, 0, "reasoning_effort")),
+        ("none", None, {}, NOTHING, False, ReasoningPlan({}, None, "reasoning_effort")),
+        ("low", 9, {}, GPT_OSS, True, ReasoningPlan({"reasoning_effort": "low"}, 9)),
+        ("xhigh", None, {}, GPT_OSS, False, ReasoningPlan({"reasoning_effort": "xhigh"})),
     ],
 )
 def test_it_becomes_the_templates_words_or_a_budget(
@@ -33,9 +33,9 @@ def test_it_becomes_the_templates_words_or_a_budget(
     words: dict[str, Any],
     reads: frozenset[str],
     thinks: bool,
-    becomes: ThinkingAsked,
+    becomes: ReasoningPlan,
 ) -> None:
-    assert thinking_asked(effort, budget, words, reads=reads, thinks=thinks) == becomes
+    assert plan_reasoning(effort, budget, words, reads=reads, thinks=thinks) == becomes
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_what_cannot_be_done_and_what_contradicts_itself_is_refused_by_name(
     effort: Effort | None, budget: int | None, words: dict[str, Any], reads: frozenset[str], thinks: bool, param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        thinking_asked(effort, budget, words, reads=reads, thinks=thinks)
+        plan_reasoning(effort, budget, words, reads=reads, thinks=thinks)
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize(("thinks", "said"), [(True, "takes a number$"), (False, "is not known to think$")])
 def test_who_asks_for_an_effort_is_told_what_else_there_is(thinks: bool, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        thinking_asked("high", None, {}, reads=NOTHING, thinks=thinks)
+        plan_reasoning("high", None, {}, reads=NOTHING, thinks=thinks)

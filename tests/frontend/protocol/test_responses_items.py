@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.protocol.chat import ChatMessage, check_message, turns
+from services.frontend.protocol.chat import ChatMessage, check_message, messages_as_rendered
 from services.frontend.protocol.responses_items import (
     InputItem,
     OutputCall,
@@ -95,6 +95,6 @@ def test_whatever_an_answer_was_can_be_kept_and_rendered(answer: list[OutputItem
     assert msgspec.json.decode(msgspec.json.encode(found), type=list[ChatMessage]) == found
     for at, message in enumerate(found):
         check_message(message, f"messages[{at}]")
-    assert len(turns(found)) == len(found)
+    assert len(messages_as_rendered(found)) == len(found)
     calls = [one for message in found for one in message.tool_calls or ()]
     assert len(calls) == sum(isinstance(item, OutputCall) for item in answer)

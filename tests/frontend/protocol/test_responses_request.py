@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.frontend.protocol.chat import MESSAGES_LIMIT, ChatMessage, ChatRequest, decode_chat
-from services.frontend.protocol.responses_request import ResponseRequest, as_chat, decode_response, renamed
+from services.frontend.protocol.responses_request import ResponseRequest, as_chat, decode_response, with_response_names
 from shared.errors import InvalidRequest
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -127,5 +127,5 @@ def test_a_conversation_has_no_more_messages_than_a_chat() -> None:
     ],
 )
 def test_what_chat_finds_wrong_has_the_name_that_it_has_here(param: str, here: str) -> None:
-    found = renamed(InvalidRequest(f"{param}: is wrong", param=param, code="c", status=413))
+    found = with_response_names(InvalidRequest(f"{param}: is wrong", param=param, code="c", status=413))
     assert (found.param, str(found), found.code, found.status) == (here, f"{here}: is wrong", "c", 413)

@@ -12,8 +12,8 @@ from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.requests.session import Fail, Finish, Session
 from services.frontend.requests.stream import Job, Stream
-from services.frontend.tool_parsers.parse_result import CallPiece, Found
-from services.frontend.tool_parsers.parser import Parser, Plan
+from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult
+from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import Unavailable
 from shared.messages import Sampling
 
@@ -147,8 +147,8 @@ async def test_a_turn_with_calls_ends_for_them_and_what_piled_up_is_joined(
     reason: Literal["stop", "length"], told: str
 ) -> None:
     table = [bytes([byte]) for byte in range(256)]
-    found = Found(frozenset({"f"}), lambda: "id")
-    output = ParsedOutput(Output(TokenBytes(table, table, False), ()), Parser(Plan("mistral"), found))
+    found = ParseResult(frozenset({"f"}), lambda: "id")
+    output = ParsedOutput(Output(TokenBytes(table, table, False), ()), AnswerParser(ParsePlan("mistral"), found))
     stream = Stream(Job("r", "m", b"", 3, b"", Sampling(99), "", ""), Session("r", 99), output)
     for token in b"[TOOL_CALLS]f{}":
         stream.take([token], None)

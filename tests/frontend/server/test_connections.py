@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.frontend.server.connections import SPARED_S, Connections
+from services.frontend.server.connections import EVICTABLE_AFTER_S, Connections
 
 LIMIT = 4
 
@@ -11,71 +11,71 @@ LIMIT = 4
 def connections(*opened: str) -> Connections[str]:
     made: Connections[str] = Connections(limit=LIMIT, idle_s=60.0, header_s=5.0)
     for now, one in enumerate(opened):
-        made.opened(one, float(now))
+        made.add(one, float(now))
     return made
 
 
 def test_one_that_asks_nothing_is_closed_after_its_time() -> None:
     those = connections("a", "b")
-    assert list(those.due(59.9)) == []
-    assert list(those.due(60.0)) == [("a", "idle")]
-    assert list(those.due(60.0)) == []
+    assert list(those.pop_overdue(59.9)) == []
+    assert list(those.pop_overdue(60.0)) == [("a", "idle")]
+    assert list(those.pop_overdue(60.0)) == []
     assert those.idle == ["b"]
 
 
 def test_one_that_begins_a_head_has_less_time_and_more_bytes_do_not_lengthen_it() -> None:
     those = connections("a", "b")
-    those.heard("a", 50.0)
-    those.heard("a", 54.0)
-    assert list(those.due(54.9)) == []
-    assert list(those.due(55.0)) == [("a", "header")]
+    those.bytes_received("a", 50.0)
+    those.bytes_received("a", 54.0)
+    assert list(those.pop_overdue(54.9)) == []
+    assert list(those.pop_overdue(55.0)) == [("a", "header")]
 
 
 def test_one_with_a_request_is_left_alone_and_idle_from_its_answer_on() -> None:
     those = connections("a")
-    those.heard("a", 1.0)
-    those.began("a")
-    those.heard("a", 2.0)
-    assert list(those.due(1000.0)) == []
-    those.answered("a", 1000.0)
-    assert list(those.due(1059.0)) == []
-    assert list(those.due(1060.0)) == [("a", "idle")]
+    those.bytes_received("a", 1.0)
+    those.request_began("a")
+    those.bytes_received("a", 2.0)
+    assert list(those.pop_overdue(1000.0)) == []
+    those.request_ended("a", 1000.0)
+    assert list(those.pop_overdue(1059.0)) == []
+    assert list(those.pop_overdue(1060.0)) == [("a", "idle")]
 
 
 def test_at_the_limit_the_longest_idle_makes_room() -> None:
     those = connections("a", "b", "c", "d")
-    those.began("a")
+    those.request_began("a")
     assert those.full
-    assert those.room(10.0) == "b"
-    those.gone("b")
+    assert those.to_evict(10.0) == "b"
+    those.remove("b")
     assert not those.full
 
 
 def test_below_the_limit_nobody_need_go() -> None:
-    assert connections("a", "b").room(1000.0) is None
+    assert connections("a", "b").to_evict(1000.0) is None
 
 
 def test_who_has_just_become_idle_is_spared_and_who_begins_to_ask_too() -> None:
     those = connections("a", "b", "c", "d")
     for one in "bcd":
-        those.began(one)
-    those.began("a")
-    those.answered("a", 10.0)
-    assert those.room(10.0 + SPARED_S / 2) is None
-    assert those.room(10.0 + SPARED_S) == "a"
-    those.heard("a", 12.0)
-    assert those.room(20.0) is None
+        those.request_began(one)
+    those.request_began("a")
+    those.request_ended("a", 10.0)
+    assert those.to_evict(10.0 + EVICTABLE_AFTER_S / 2) is None
+    assert those.to_evict(10.0 + EVICTABLE_AFTER_S) == "a"
+    those.bytes_received("a", 12.0)
+    assert those.to_evict(20.0) is None
     assert those.full
 
 
 def test_what_is_told_of_one_that_is_gone_changes_nothing() -> None:
     those = connections("a")
-    those.began("a")
-    those.gone("a")
-    those.gone("a")
-    those.answered("a", 5.0)
-    those.heard("a", 5.0)
-    those.began("a")
+    those.request_began("a")
+    those.remove("a")
+    those.remove("a")
+    those.request_ended("a", 5.0)
+    those.bytes_received("a", 5.0)
+    those.request_began("a")
     assert len(those) == 0
 
 
@@ -91,24 +91,24 @@ class ConnectionsMachine(RuleBasedStateMachine):
     def befall(self, one: str, step: str) -> None:
         match step:
             case "open":
-                if (longest := self.those.room(self.now)) is not None:
-                    self.those.gone(longest)
-                self.those.gone(one)
+                if (longest := self.those.to_evict(self.now)) is not None:
+                    self.those.remove(longest)
+                self.those.remove(one)
                 if not self.those.full:
-                    self.those.opened(one, self.now)
+                    self.those.add(one, self.now)
             case "heard":
-                self.those.heard(one, self.now)
+                self.those.bytes_received(one, self.now)
             case "began":
-                self.those.began(one)
+                self.those.request_began(one)
             case "answered":
-                self.those.answered(one, self.now)
+                self.those.request_ended(one, self.now)
             case _:
-                self.those.gone(one)
+                self.those.remove(one)
 
     @rule(passed=st.floats(0, 40))
     def wait(self, passed: float) -> None:
         self.now += passed
-        for one, _ in list(self.those.due(self.now)):
+        for one, _ in list(self.those.pop_overdue(self.now)):
             assert one not in self.those.idle
 
     @invariant()

@@ -18,33 +18,33 @@ def asking(**headers: str) -> dict[str, str]:
 
 def test_where_no_origin_is_set_nothing_is_said() -> None:
     off = Cors(())
-    assert off.headers(PAGE) == {}
-    assert not off.asks("OPTIONS", asking())
+    assert off.answer_headers(PAGE) == {}
+    assert not off.is_preflight("OPTIONS", asking())
 
 
 def test_a_page_of_an_origin_that_is_set_may_read_answers_and_others_may_not() -> None:
     some = Cors((PAGE, "http://localhost:3000"))
-    headers = some.headers(PAGE)
+    headers = some.answer_headers(PAGE)
     assert (headers["Access-Control-Allow-Origin"], headers["Vary"]) == (PAGE, "Origin")
     assert "x-ratelimit-remaining-tokens" in headers["Access-Control-Expose-Headers"]
     for other in (None, "https://evil.example", "https://chat.example.org.evil.example", "null", ""):
-        assert some.headers(other) == {"Vary": "Origin"}
+        assert some.answer_headers(other) == {"Vary": "Origin"}
 
 
 def test_any_page_may_where_a_star_is_set() -> None:
-    assert Cors(("*",)).headers("https://whoever.example")["Access-Control-Allow-Origin"] == "*"
+    assert Cors(("*",)).answer_headers("https://whoever.example")["Access-Control-Allow-Origin"] == "*"
 
 
 def test_a_preflight_is_told_which_methods_and_the_headers_that_it_asked_for() -> None:
     some = Cors((PAGE,))
     headers = asking(Access_Control_Request_Headers="authorization,content-type,x-stainless-lang")
-    assert some.asks("OPTIONS", headers)
-    assert some.preflight(headers) == {
+    assert some.is_preflight("OPTIONS", headers)
+    assert some.preflight_headers(headers) == {
         "Access-Control-Allow-Methods": "GET, POST, DELETE",
         "Access-Control-Allow-Headers": "authorization,content-type,x-stainless-lang",
         "Access-Control-Max-Age": "600",
     }
-    assert some.preflight(asking()) == {
+    assert some.preflight_headers(asking()) == {
         "Access-Control-Allow-Methods": "GET, POST, DELETE",
         "Access-Control-Max-Age": "600",
     }
@@ -62,16 +62,16 @@ def test_a_preflight_is_told_which_methods_and_the_headers_that_it_asked_for() -
     ],
 )
 def test_a_preflight_that_asks_for_what_is_not_allowed_is_refused(headers: dict[str, str]) -> None:
-    refusal = Cors((PAGE,)).preflight(headers)
+    refusal = Cors((PAGE,)).preflight_headers(headers)
     assert isinstance(refusal, Failure)
     assert refusal.status == 403
 
 
 def test_a_question_that_is_none_of_a_browsers_is_no_preflight() -> None:
     some = Cors((PAGE,))
-    assert not some.asks("POST", asking())
-    assert not some.asks("OPTIONS", {"Origin": PAGE})
-    assert not some.asks("OPTIONS", {"Access-Control-Request-Method": "POST"})
+    assert not some.is_preflight("POST", asking())
+    assert not some.is_preflight("OPTIONS", {"Origin": PAGE})
+    assert not some.is_preflight("OPTIONS", {"Access-Control-Request-Method": "POST"})
 
 
 @pytest.mark.parametrize("origin", ["*", PAGE, "http://localhost:3000", "http://[::1]:80"])

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.frontend.metrics import Metrics
-from services.frontend.server.inbox_probe import Gone, Inboxes
+from services.frontend.server.inbox_probe import ClientGone, ClientInboxes
 from shared.bus.contract import LAST_HEADER, Message
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.errors import BusDown
@@ -48,7 +48,7 @@ class Asking:
     def __init__(self, broker: MemoryBroker) -> None:
         self.bus = MemoryBus(broker)
         self._registry = CollectorRegistry()
-        self.inboxes = Inboxes(self.bus, Metrics(self._registry))
+        self.inboxes = ClientInboxes(self.bus, Metrics(self._registry))
 
     @property
     def noticed(self) -> float:
@@ -72,14 +72,14 @@ async def asking(broker: MemoryBroker) -> AsyncIterator[Asking]:
 
 
 async def wait_for_ever(one: Asking, nothing: bytes) -> None:
-    async with one.inboxes.served(INBOX) as inbox, asyncio.timeout(DEADLINE_S):
-        inbox.nothing = nothing
+    async with one.inboxes.watch(INBOX) as inbox, asyncio.timeout(DEADLINE_S):
+        inbox.keepalive = nothing
         await asyncio.Event().wait()
 
 
 async def talk(one: Asking) -> None:
-    async with one.inboxes.served(INBOX) as inbox, asyncio.timeout(DEADLINE_S):
-        inbox.nothing = b"nothing"
+    async with one.inboxes.watch(INBOX) as inbox, asyncio.timeout(DEADLINE_S):
+        inbox.keepalive = b"nothing"
         while True:
             await inbox.send(b"text")
             await asyncio.sleep(0)
@@ -93,7 +93,7 @@ async def test_whoever_waits_for_an_answer_and_goes_is_noticed_without_one() -> 
         waiting = asyncio.create_task(wait_for_ever(one, b"nothing"))
         assert await client.hears(2) == [b"nothing", b"nothing"]
         client.bus.lose()
-        with pytest.raises(Gone):
+        with pytest.raises(ClientGone):
             await waiting
         assert one.noticed == 1
         assert 0 < one.unnoticed_s < DEADLINE_S
@@ -108,7 +108,7 @@ async def test_what_flows_asks_by_itself_and_nothing_else_is_sent() -> None:
         talking = asyncio.create_task(talk(one))
         await client.hears(100)
         client.bus.lose()
-        with pytest.raises(Gone):
+        with pytest.raises(ClientGone):
             await talking
         assert {message.payload for message in client.heard} == {b"text"}
         assert sum(bool(message.reply) for message in client.heard) == 1, "the first one asked, the next were too soon"
@@ -120,17 +120,17 @@ async def test_who_has_no_message_that_says_nothing_is_not_asked() -> None:
     client = Client(broker)
     await client.listen()
     async with asking(broker) as one:
-        async with one.inboxes.served("_INBOX.gone") as silent, one.inboxes.served(INBOX) as other:
-            other.nothing = b"nothing"
+        async with one.inboxes.watch("_INBOX.gone") as silent, one.inboxes.watch(INBOX) as other:
+            other.keepalive = b"nothing"
             await client.hears(3)
-            assert silent.nothing is None
+            assert silent.keepalive is None
         assert one.noticed == 0
 
 
 async def test_an_answer_that_comes_too_late_ends_nobody() -> None:
     broker = MemoryBroker()
     one = Asking(broker)
-    async with one.inboxes.served(INBOX) as inbox:
+    async with one.inboxes.watch(INBOX) as inbox:
         await inbox.send(b"last")  # asks; "no responders" comes when this block has been left
     await asyncio.sleep(0)
     assert one.noticed == 0
@@ -140,8 +140,8 @@ async def test_while_nats_is_away_nobody_is_asked_and_nobody_taken_for_gone() ->
     broker = MemoryBroker()
     client = Client(broker)
     await client.listen()
-    async with asking(broker) as one, one.inboxes.served(INBOX) as inbox:
-        inbox.nothing = b"nothing"
+    async with asking(broker) as one, one.inboxes.watch(INBOX) as inbox:
+        inbox.keepalive = b"nothing"
         await client.hears(1)
         broker.disconnect(one.bus)
         with pytest.raises(BusDown):
@@ -154,8 +154,8 @@ async def test_while_nats_is_away_nobody_is_asked_and_nobody_taken_for_gone() ->
 async def test_an_answer_that_nats_was_away_in_the_middle_of_does_not_go_on_and_one_not_begun_does() -> None:
     broker = MemoryBroker()
     one = Asking(broker)
-    async with one.inboxes.served(INBOX) as begun, one.inboxes.served(INBOX) as waiting:
-        begun.nothing = b"nothing"
+    async with one.inboxes.watch(INBOX) as begun, one.inboxes.watch(INBOX) as waiting:
+        begun.keepalive = b"nothing"
         await begun.send(b"text")
         broker.disconnect(one.bus)
         broker.reconnect(one.bus)
@@ -176,7 +176,7 @@ async def test_a_last_message_that_nats_may_not_have_is_told() -> None:
         broker.disconnect(one.bus)
 
     one.bus.publish = publish_and_lose  # type: ignore[method-assign]
-    async with one.inboxes.served(INBOX) as inbox:
+    async with one.inboxes.watch(INBOX) as inbox:
         with pytest.raises(BusDown):
             await inbox.send(b"whole", {LAST_HEADER: "true"})
 
@@ -194,8 +194,8 @@ async def test_nothing_comes_after_the_last_message_however_long_nats_takes_to_c
         await confirm(connections)
 
     one.bus.confirm = confirm_late  # type: ignore[method-assign]
-    async with one.inboxes.served(INBOX) as inbox:
-        inbox.nothing = b"nothing"
+    async with one.inboxes.watch(INBOX) as inbox:
+        inbox.keepalive = b"nothing"
         await inbox.send(b"whole", {LAST_HEADER: "true"})
     await one.bus.publish(INBOX, b"of another answer")
     assert await client.hears(2) == [b"whole", b"of another answer"]
@@ -209,8 +209,8 @@ async def test_a_client_found_gone_again_while_its_block_still_ends_is_gone_once
     ending, may_end = asyncio.Event(), asyncio.Event()
 
     async def end_slowly(one: Asking) -> None:
-        async with one.inboxes.served(INBOX) as inbox:
-            inbox.nothing = b"{}"
+        async with one.inboxes.watch(INBOX) as inbox:
+            inbox.keepalive = b"{}"
             try:
                 await asyncio.Event().wait()
             finally:
@@ -228,7 +228,7 @@ async def test_a_client_found_gone_again_while_its_block_still_ends_is_gone_once
         await one.bus.confirm(one.bus.connections)
         await asyncio.sleep(0)
         may_end.set()
-        with pytest.raises(Gone):
+        with pytest.raises(ClientGone):
             await serving
     assert not wrong
 
@@ -236,6 +236,6 @@ async def test_a_client_found_gone_again_while_its_block_still_ends_is_gone_once
 async def test_a_time_out_of_the_block_itself_is_not_taken_for_a_client_that_went() -> None:
     one = Asking(MemoryBroker())
     with pytest.raises(TimeoutError):
-        async with one.inboxes.served(INBOX):
+        async with one.inboxes.watch(INBOX):
             raise TimeoutError
     assert one.noticed == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.frontend.config import LimitsConfig
-from services.frontend.server.nats_api import PROBE_HEADER, REFUSALS_LIMIT, WAITING_LIMIT
+from services.frontend.server.nats_api import ACTIVE_REFUSALS_LIMIT, PROBE_HEADER, WAITING_LIMIT
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
 from shared.bus.memory_bus import MemoryBus
@@ -152,7 +152,7 @@ async def test_an_inbox_of_the_services_is_no_reply_subject(directory: Path) -> 
 
 
 async def test_requests_that_wait_to_be_read_are_bounded_and_those_beyond_get_429(directory: Path) -> None:
-    over = 2 * REFUSALS_LIMIT
+    over = 2 * ACTIVE_REFUSALS_LIMIT
     async with world(directory) as w:
         statuses: Counter[str] = Counter()
         client = MemoryBus(w.broker)
@@ -166,9 +166,9 @@ async def test_requests_that_wait_to_be_read_are_bounded_and_those_beyond_get_42
         answer, _ = await ask(w, "models", b"")
         assert answer["data"], "another operation has its own queue"
         async with asyncio.timeout(DEADLINE_S):
-            while statuses.total() < WAITING_LIMIT + REFUSALS_LIMIT:  # noqa: ASYNC110 - nothing is called for it
+            while statuses.total() < WAITING_LIMIT + ACTIVE_REFUSALS_LIMIT:  # noqa: ASYNC110 - nothing is called for it
                 await asyncio.sleep(0)
-        assert statuses == {"400": WAITING_LIMIT, "429": REFUSALS_LIMIT}
+        assert statuses == {"400": WAITING_LIMIT, "429": ACTIVE_REFUSALS_LIMIT}
         assert w.metric("headrace_model_rejection_total", bound="nats_waiting") == over
         w.say("next")
         answer, _ = await ask(w, "chat", body())

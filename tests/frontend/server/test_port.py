@@ -91,8 +91,8 @@ class Served:
         async def echo(request: web.Request) -> web.Response:
             return web.Response(body=await request.read(), headers={"Seen": "; ".join(request.headers)})
 
-        app = web.Application(middlewares=[self.port.middleware])
-        app.on_response_prepare.append(self.port.prepare)
+        app = web.Application(middlewares=[self.port.track_request])
+        app.on_response_prepare.append(self.port.add_connection_header)
         app.router.add_get("/hello", hello)
         app.router.add_get("/large", large)
         app.router.add_get("/wait", wait)
@@ -417,7 +417,7 @@ async def test_a_drained_port_answers_what_was_connected_and_says_that_it_closes
         waiting, waiting_writer = await one.connect()
         waiting_writer.write(GET.replace(b"hello", b"wait"))
         await one.asked.wait()
-        last_call = asyncio.create_task(one.port.last_call())
+        last_call = asyncio.create_task(one.port.drain())
         await asyncio.sleep(0)
         with pytest.raises(ConnectionRefusedError):
             await one.connect()
@@ -443,7 +443,7 @@ async def test_a_stream_that_began_before_the_last_call_takes_its_connection_wit
         reader, writer = await one.connect()
         writer.write(GET.replace(b"hello", b"stream"))
         await one.asked.wait()
-        await one.port.last_call()
+        await one.port.drain()
         one.release.set()
         assert b"streamed" in await reader.read()
         writer.close()
@@ -455,7 +455,7 @@ async def test_who_asks_nothing_at_last_call_is_closed(monkeypatch: pytest.Monke
     async with served() as one:
         reader, writer = await one.connect()
         await one.opened(1)
-        await one.port.last_call()
+        await one.port.drain()
         assert await reader.read() == b""
         writer.close()
 
@@ -468,7 +468,7 @@ async def test_who_waits_to_be_accepted_when_the_port_closes_is_served() -> None
             connection = socket.create_connection((one.config.host, one.config.port))
             connection.sendall(GET)
             waiting.append(connection)
-        await one.port.last_call()
+        await one.port.drain()
         for connection in waiting:
             connection.setblocking(True)
             assert b"200 OK" in await asyncio.to_thread(connection.recv, 4096)
@@ -498,5 +498,5 @@ async def test_ports_that_share_lose_no_request_while_they_come_and_go() -> None
                 async with going.port.open(going.app()):
                     before = answered
                     await going.until(lambda before=before: answered >= before + 40)  # type: ignore[misc]
-                    await going.port.last_call()
+                    await going.port.drain()
             ended.set()

@@ -17,7 +17,7 @@ import uvloop
 from aiohttp import web
 
 from services.frontend.config import HttpConfig
-from services.frontend.server.sse import CHUNK_BYTES, UNSENT_BYTES, Body
+from services.frontend.server.sse import CHUNK_BYTES, UNSENT_BYTES, ResponseBody
 from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob
 from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, World, world
@@ -198,9 +198,9 @@ def test_no_chunk_waits_for_the_clients_acknowledgement(new_loop: Callable[[], a
     options = {}
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        body = Body(request, {}, unread_s=DEADLINE_S)
+        body = ResponseBody(request, {}, unread_s=DEADLINE_S)
         await body.write(b"first")
-        assert body.send(b"second")
+        assert body.try_send(b"second")
         connection = request.get_extra_info("socket")
         for option in (socket.TCP_NODELAY, socket.TCP_NOTSENT_LOWAT):
             options[option] = connection.getsockopt(socket.IPPROTO_TCP, option)

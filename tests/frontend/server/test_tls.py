@@ -22,8 +22,8 @@ from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.metrics import Metrics
 from services.frontend.server import connections
 from services.frontend.server.port import Port
-from services.frontend.server.sse import Body
-from services.frontend.server.tls import context_of
+from services.frontend.server.sse import ResponseBody
+from services.frontend.server.tls import tls_context
 from shared.config import load
 from shared.errors import ConfigError
 from tests.frontend.peers import MODEL, clients, world
@@ -86,18 +86,18 @@ class Served:
             return web.Response(body=bytes(LARGE_BYTES))
 
         async def endless(request: web.Request) -> web.StreamResponse:
-            body = Body(request, {}, unread_s=0.2)
+            body = ResponseBody(request, {}, unread_s=0.2)
             try:
                 while True:
                     event = bytes(1000)
-                    if not (body.begun and body.send(event)):
+                    if not (body.begun and body.try_send(event)):
                         await body.write(event)
                     self.written_bytes += len(event)
             finally:
                 self.ended.set()
 
-        app = web.Application(middlewares=[self.port.middleware])
-        app.on_response_prepare.append(self.port.prepare)
+        app = web.Application(middlewares=[self.port.track_request])
+        app.on_response_prepare.append(self.port.add_connection_header)
         app.router.add_get("/hello", hello)
         app.router.add_get("/large", large)
         app.router.add_get("/endless", endless)
@@ -334,7 +334,7 @@ def test_who_shakes_hands_at_last_call_is_served(pair: Path, loop: Loop) -> None
         async with served(settings(pair)) as one:
             asking = asyncio.create_task(one.asked(trusting("one")))
             await one.opened(1)
-            await one.port.last_call()
+            await one.port.drain()
             assert await asking == b"hello over https"
 
     on(loop, test())
@@ -366,7 +366,7 @@ async def test_the_whole_frontend_speaks_it_and_the_official_client_streams(
 )
 def test_what_is_no_certificate_and_its_key_is_told(cert: str, key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        context_of(CERTIFICATES / cert, CERTIFICATES / key)
+        tls_context(CERTIFICATES / cert, CERTIFICATES / key)
 
 
 def test_a_certificate_needs_its_key_and_the_other_way_round() -> None:

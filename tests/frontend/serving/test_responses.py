@@ -17,7 +17,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from services.frontend.app import frontend
-from services.frontend.auth.api_keys import digest
+from services.frontend.auth.api_keys import key_digest
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
 from services.frontend.requests.deadline import HEADER
 from services.frontend.server.nats_api import STATUS_HEADER
@@ -317,7 +317,7 @@ async def test_store_false_keeps_nothing(directory: Path) -> None:
 
 async def test_another_keys_response_is_unknown(directory: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    keys.write_text("".join(f'{name} = {{ sha256 = "{digest(name).hex()}" }}\n' for name in ("alice", "bob")))
+    keys.write_text("".join(f'{name} = {{ sha256 = "{key_digest(name).hex()}" }}\n' for name in ("alice", "bob")))
     async with (
         world(directory, access=AccessConfig(str(keys)), ready=False) as w,
         clients(w, "alice") as (alice, _),

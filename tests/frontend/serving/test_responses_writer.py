@@ -16,13 +16,13 @@ from pydantic import TypeAdapter
 
 from services.frontend.output.output import Delta, Entry, TopEntry
 from services.frontend.protocol.chat_chunks import usage_of
-from services.frontend.protocol.responses_events import Response, ResponseError, ResponseEvent, begun
+from services.frontend.protocol.responses_events import Response, ResponseError, ResponseEvent, new_response
 from services.frontend.protocol.responses_request import decode_response
 from services.frontend.requests.stream import join
 from services.frontend.serving.responses_writer import ResponseWriter
 from services.frontend.tool_parsers.formats import FormatName
-from services.frontend.tool_parsers.parse_result import Found
-from services.frontend.tool_parsers.parser import Parser, Plan
+from services.frontend.tool_parsers.parse_result import ParseResult
+from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OURS = msgspec.json.Decoder(ResponseEvent)
@@ -43,18 +43,18 @@ ANSWERS = [
 
 def response() -> Response:
     asked = decode_response(b'{"input": "hi", "model": "tiny", "metadata": {"a": "b"}, "instructions": "be kind"}')
-    return begun(asked, "resp_f1.abc", 1, "tiny")
+    return new_response(asked, "resp_f1.abc", 1, "tiny")
 
 
-def parsed(text: str, cuts: Iterable[int], plan: Plan) -> list[Delta]:
+def parsed(text: str, cuts: Iterable[int], plan: ParsePlan) -> list[Delta]:
     """What a stream makes of a text that comes in pieces."""
     ids = iter("abcdefgh")
-    found = Found(frozenset({"weather"}), lambda: f"call_{next(ids)}")
-    parser = Parser(plan, found)
+    found = ParseResult(frozenset({"weather"}), lambda: f"call_{next(ids)}")
+    parser = AnswerParser(plan, found)
     deltas: list[Delta] = []
 
     def take() -> None:
-        content, reasoning, calls = found.take()
+        content, reasoning, calls = found.drain()
         if content or reasoning or calls:
             deltas.append(Delta(content, (), False, reasoning, calls))
 
@@ -144,7 +144,7 @@ def folded(events: Sequence[bytes]) -> dict[str, Any]:
 def test_events_add_up_to_the_whole_answer_wherever_it_is_cut(
     text: str, cuts: list[int], thinks: bool, calls: FormatName | None, finish: str, draw: Random
 ) -> None:
-    plan = Plan(calls, thinks)
+    plan = ParsePlan(calls, thinks)
     deltas = parsed(text, cuts, plan)
     whole, _ = written([join(parsed(text, (), plan))], finish)
     streamed, events = written(deltas, finish, lambda: draw.random() < 0.5)
@@ -157,7 +157,7 @@ def test_events_add_up_to_the_whole_answer_wherever_it_is_cut(
 
 
 def test_items_are_where_the_model_wrote_them() -> None:
-    deltas = parsed(f"<think>hm</think>I look.\n{CALL} then {CALL}", (), Plan("hermes", True))
+    deltas = parsed(f"<think>hm</think>I look.\n{CALL} then {CALL}", (), ParsePlan("hermes", True))
     whole, events = written(deltas)
     assert [type(item).__name__ for item in whole.output] == [
         *("OutputThought", "OutputMessage", "OutputCall", "OutputMessage", "OutputCall"),
@@ -167,7 +167,7 @@ def test_items_are_where_the_model_wrote_them() -> None:
 
 
 def test_an_answer_that_is_cut_off_is_incomplete_and_so_is_its_last_item() -> None:
-    whole, _ = written(parsed(f"hi {CALL[:50]}", (), Plan("hermes")), "length")
+    whole, _ = written(parsed(f"hi {CALL[:50]}", (), ParsePlan("hermes")), "length")
     assert whole.status == "incomplete"
     assert whole.completed_at is None
     assert whole.incomplete_details is not None

@@ -17,7 +17,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from services.frontend.structured import compiler as grammars_module
-from services.frontend.structured.compiler import Grammars
+from services.frontend.structured.compiler import GrammarCompiler
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 from shared.hashing import unpack_tokens
 from tests.frontend.peers import MODEL, World, clients, world
@@ -253,7 +253,7 @@ async def test_a_model_may_think_before_it_is_held(directory: Path, tmp_path: Pa
 
 
 async def test_a_process_that_has_ended_is_started_again() -> None:
-    grammars = Grammars()
+    grammars = GrammarCompiler()
     try:
         await grammars.check(lark('start: "a"'), "x")
         process = grammars._process
@@ -268,7 +268,7 @@ async def test_a_process_that_has_ended_is_started_again() -> None:
 
 
 async def test_without_a_process_nothing_is_said_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars()
+    grammars = GrammarCompiler()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/nowhere/python")
         with pytest.raises(Unavailable, match="No such file"):
@@ -280,8 +280,8 @@ async def test_without_a_process_nothing_is_said_and_nothing_is_kept(monkeypatch
 
 
 async def test_verdicts_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "KNOWN", 3)
-    grammars = Grammars()
+    monkeypatch.setattr(grammars_module, "VERDICTS_LIMIT", 3)
+    grammars = GrammarCompiler()
     try:
         for _ in range(2):
             for text in ("a", "b", "(", "d", "e"):
@@ -297,7 +297,7 @@ async def test_verdicts_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_the_line_is_bounded_and_who_leaves_it_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "LINE", 2)
-    grammars = Grammars()
+    grammars = GrammarCompiler()
     try:
         async with asyncio.TaskGroup() as tasks:
             waiting = [tasks.create_task(grammars.check(lark(f'start: "{name}"'), "x")) for name in "ab"]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.frontend.protocol.chat import ChatRequest
-from services.frontend.protocol.reasoning import ThinkingAsked
-from services.frontend.structured.grammar import Held, held
+from services.frontend.protocol.reasoning import ReasoningPlan
+from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
-from services.frontend.tool_parsers.parser import Plan
+from services.frontend.tool_parsers.parser import ParsePlan
 from shared.errors import InvalidRequest
 from tests.frontend.tool_parsers.following import EOS, TOKENS, allowed, fits, follows, ids
 
@@ -33,22 +33,26 @@ def tool(name: str, *, strict: bool | None = None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": NUMBER, "strict": strict}}
 
 
-def some(found: Held | None) -> str:
+def some(found: AnswerGrammar | None) -> str:
     assert found is not None
     return found.grammar
 
 
 def budgeted(tokens: int, begun: bool = False, /, **fields: Any) -> str:
-    return some(held(request(**fields), Plan(thinks=True, begun=begun), TOKENS, ThinkingAsked({}, tokens)))
+    return some(
+        answer_grammar(
+            request(**fields), ParsePlan(reasoning=True, reasoning_open=begun), TOKENS, ReasoningPlan({}, tokens)
+        )
+    )
 
 
 @pytest.mark.parametrize("tokens", [{}, TOKENS], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_in_the_models_own_format(name: FormatName, tokens: dict[str, int]) -> None:
     tools = [tool("a"), tool("b")]
-    plan = Plan(name)
+    plan = ParsePlan(name)
     a, b = (CALLS[name].replace("NAME", called) for called in "ab")
-    required = some(held(request(tools=tools, tool_choice="required"), plan, tokens))
+    required = some(answer_grammar(request(tools=tools, tool_choice="required"), plan, tokens))
     assert [fits(required, written, tokens) for written in (a, b, "Hello.", a.replace("1", '"1"'))] == [
         True,
         True,
@@ -56,7 +60,7 @@ def test_forced_calls_are_in_the_models_own_format(name: FormatName, tokens: dic
         False,
     ]
     only: Any = {"type": "function", "function": {"name": "b"}}
-    named = some(held(request(tools=tools, tool_choice=only), plan, tokens))
+    named = some(answer_grammar(request(tools=tools, tool_choice=only), plan, tokens))
     assert [fits(named, written, tokens) for written in (a, b)] == [False, True]
 
 
@@ -65,13 +69,13 @@ def test_forced_calls_are_in_the_models_own_format(name: FormatName, tokens: dic
 def test_a_strict_tools_call_holds_to_its_schema_where_the_model_chooses(
     name: FormatName, tokens: dict[str, int]
 ) -> None:
-    found = some(held(request(tools=[tool("a", strict=True), tool("b")]), Plan(name), tokens))
+    found = some(answer_grammar(request(tools=[tool("a", strict=True), tool("b")]), ParsePlan(name), tokens))
     a, b, c = (CALLS[name].replace("NAME", called) for called in "abc")
     assert [fits(found, written, tokens) for written in ("Hello.", "", a, b, c)] == [True, True, True, True, False]
     assert not fits(found, a.replace("1", '"1"'), tokens)
     assert fits(found, b.replace("1", '"1"'), tokens), "b is not strict"
-    assert held(request(tools=[tool("a", strict=True)], tool_choice="none"), Plan(name), tokens) is None
-    assert held(request(tools=[tool("a", strict=False)]), Plan(name), tokens) is None
+    assert answer_grammar(request(tools=[tool("a", strict=True)], tool_choice="none"), ParsePlan(name), tokens) is None
+    assert answer_grammar(request(tools=[tool("a", strict=False)]), ParsePlan(name), tokens) is None
 
 
 def test_thinking_of_a_budget_ends_with_its_last_token_and_then_anything_follows() -> None:
@@ -121,17 +125,17 @@ def test_a_model_that_does_not_begin_with_thinking_may_not_begin_later() -> None
 
 def test_what_an_answer_is_held_to_begins_behind_thinking() -> None:
     for tokens in (TOKENS, {}):
-        found = some(held(request(**OBJECT), Plan(thinks=True), tokens))
+        found = some(answer_grammar(request(**OBJECT), ParsePlan(reasoning=True), tokens))
         fitting = ("{}", "<think>\nhm</think>\n\n{}", "<think>hm</think>no", "hm</think>{}")
         assert [fits(found, written, tokens) for written in fitting] == [True, True, False, False]
-        begun = some(held(request(**OBJECT), Plan(thinks=True, begun=True), tokens))
+        begun = some(answer_grammar(request(**OBJECT), ParsePlan(reasoning=True, reasoning_open=True), tokens))
         assert [fits(begun, written, tokens) for written in ("hm</think>{}", "{}")] == [True, False]
     limited = budgeted(2, **OBJECT)
     assert fits(limited, "<think>hm</think>{}", TOKENS)
     assert not follows(limited, "<think>hmm", TOKENS)
     call = CALLS["hermes"].replace("NAME", "a")
-    forced = held(
-        request(tools=[tool("a")], tool_choice="required"), Plan("hermes", True), TOKENS, ThinkingAsked({}, 2)
+    forced = answer_grammar(
+        request(tools=[tool("a")], tool_choice="required"), ParsePlan("hermes", True), TOKENS, ReasoningPlan({}, 2)
     )
     assert fits(some(forced), f"<think>hm</think>\n\n{call}", TOKENS)
 
@@ -139,22 +143,27 @@ def test_what_an_answer_is_held_to_begins_behind_thinking() -> None:
 def test_a_form_beside_tools_is_the_contents_where_no_content_can_look_like_a_call() -> None:
     a, b = (CALLS["hermes"].replace("NAME", called) for called in "ab")
     asked = request(tools=[tool("a", strict=True), tool("b")], **OBJECT)
-    for plan in (Plan("hermes"), Plan("hermes", True)):
-        found = some(held(asked, plan, TOKENS))
+    for plan in (ParsePlan("hermes"), ParsePlan("hermes", True)):
+        found = some(answer_grammar(asked, plan, TOKENS))
         for written in ('{"x": "<tool_call>"}', a, b.replace("1", '"1"'), f"{a}\n{b}"):
             assert fits(found, written, TOKENS if written[0] == "<" else {}), written
         for written in ("Hello.", "[]", f"{{}}{a}", a.replace("1", '"1"')):
             assert not fits(found, written, TOKENS), written
-    assert held(request(tools=[tool("a")], response_format={"type": "text"}), Plan("hermes"), TOKENS) is None
+    assert (
+        answer_grammar(request(tools=[tool("a")], response_format={"type": "text"}), ParsePlan("hermes"), TOKENS)
+        is None
+    )
 
 
 def test_what_is_checked_first_has_no_token_and_no_thinking() -> None:
-    found = held(request(tools=[tool("a", strict=True)]), Plan("mistral", True), TOKENS, ThinkingAsked({}, 2))
+    found = answer_grammar(
+        request(tools=[tool("a", strict=True)]), ParsePlan("mistral", True), TOKENS, ReasoningPlan({}, 2)
+    )
     assert found is not None
     assert "<[" in found.grammar
     assert "<[" not in found.checked
     assert "think>" not in found.checked
-    alone = held(request(), Plan(thinks=True), TOKENS, ThinkingAsked({}, 2))
+    alone = answer_grammar(request(), ParsePlan(reasoning=True), TOKENS, ReasoningPlan({}, 2))
     assert alone is not None
     assert (alone.checked, alone.param) == ("", "thinking_token_budget")
 
@@ -162,29 +171,39 @@ def test_what_is_checked_first_has_no_token_and_no_thinking() -> None:
 @pytest.mark.parametrize(
     ("fields", "plan", "tokens", "param"),
     [
-        ({"tool_choice": "required"}, Plan(), TOKENS, "tool_choice"),
-        ({"tools": [tool("a")], "tool_choice": "required", "ignore_eos": True}, Plan("hermes"), TOKENS, "ignore_eos"),
-        ({"tools": [tool("a")], "tool_choice": "required", **OBJECT}, Plan("hermes"), TOKENS, "response_format"),
-        ({"tool_choice": "required", **OBJECT}, Plan(), TOKENS, "response_format"),
-        ({"tools": [tool("a")], **OBJECT}, Plan("llama3_json"), TOKENS, "response_format"),
-        ({"tools": [tool("a")], "structured_outputs": {"regex": "a"}}, Plan("hermes"), {}, "structured_outputs.regex"),
-        ({"structured_outputs": {"regex": "a"}, **OBJECT}, Plan(), TOKENS, "structured_outputs"),
-        ({}, Plan(thinks=True), {}, "thinking_token_budget"),
-        ({"ignore_eos": True}, Plan(thinks=True), TOKENS, "ignore_eos"),
+        ({"tool_choice": "required"}, ParsePlan(), TOKENS, "tool_choice"),
+        (
+            {"tools": [tool("a")], "tool_choice": "required", "ignore_eos": True},
+            ParsePlan("hermes"),
+            TOKENS,
+            "ignore_eos",
+        ),
+        ({"tools": [tool("a")], "tool_choice": "required", **OBJECT}, ParsePlan("hermes"), TOKENS, "response_format"),
+        ({"tool_choice": "required", **OBJECT}, ParsePlan(), TOKENS, "response_format"),
+        ({"tools": [tool("a")], **OBJECT}, ParsePlan("llama3_json"), TOKENS, "response_format"),
+        (
+            {"tools": [tool("a")], "structured_outputs": {"regex": "a"}},
+            ParsePlan("hermes"),
+            {},
+            "structured_outputs.regex",
+        ),
+        ({"structured_outputs": {"regex": "a"}, **OBJECT}, ParsePlan(), TOKENS, "structured_outputs"),
+        ({}, ParsePlan(reasoning=True), {}, "thinking_token_budget"),
+        ({"ignore_eos": True}, ParsePlan(reasoning=True), TOKENS, "ignore_eos"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
-    fields: dict[str, Any], plan: Plan, tokens: dict[str, int], param: str
+    fields: dict[str, Any], plan: ParsePlan, tokens: dict[str, int], param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        held(request(**fields), plan, tokens, ThinkingAsked({}, 3 if plan.thinks else None))
+        answer_grammar(request(**fields), plan, tokens, ReasoningPlan({}, 3 if plan.reasoning else None))
     assert refused.value.param == param
 
 
 def test_a_schema_that_python_cannot_say_is_named_by_its_tool() -> None:
     odd = {"type": "function", "function": {"name": "b", "parameters": {"properties": {"a-b": {}}}}}
     with pytest.raises(InvalidRequest) as refused:
-        held(request(tools=[tool("a"), odd], tool_choice="required"), Plan("pythonic"), {})
+        answer_grammar(request(tools=[tool("a"), odd], tool_choice="required"), ParsePlan("pythonic"), {})
     assert refused.value.param == "tools[1].function.parameters.properties.a-b"
 
 
@@ -203,7 +222,7 @@ def test_whatever_is_given_as_a_schema_is_a_grammar_or_refused(
 ) -> None:
     odd = {"type": "function", "function": {"name": "a", "parameters": schema, "strict": True}}
     try:
-        found = held(request(tools=[odd], tool_choice="required" if forced else "auto"), Plan(name), {})
+        found = answer_grammar(request(tools=[odd], tool_choice="required" if forced else "auto"), ParsePlan(name), {})
     except InvalidRequest as wrong:
         param = wrong.param or ""
     else:

@@ -7,12 +7,12 @@ import random
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from services.frontend.tool_parsers import lark, thinking
+from services.frontend.tool_parsers import lark, reasoning
 from services.frontend.tool_parsers.formats import FORMATS
 
 MOST_TOKENS = 3000
 EOS = 256
-MARKS = sorted({*thinking.MARKS, *(mark for form in FORMATS.values() for mark in form.marks)})
+MARKS = sorted({*reasoning.MARKS, *(mark for form in FORMATS.values() for mark in form.marks)})
 TOKENS = {mark: EOS + 1 + at for at, mark in enumerate(MARKS)}
 
 

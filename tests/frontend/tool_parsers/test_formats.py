@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.frontend.tool_parsers.formats import FORMATS, FormatName, format_of, reasoning_of
+from services.frontend.tool_parsers.formats import FORMATS, FormatName, detect_format, detect_reasoning
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ from services.frontend.tool_parsers.formats import FORMATS, FormatName, format_o
     ],
 )
 def test_a_template_shows_the_format_that_its_model_writes(template: str, name: FormatName | None) -> None:
-    assert format_of(template) == name
+    assert detect_format(template) == name
 
 
 def test_a_template_shows_whether_its_model_thinks() -> None:
-    assert reasoning_of("{% set content = content.split('</think>')[-1] %}") == "think"
-    assert reasoning_of("{{ messages }}") is None
+    assert detect_reasoning("{% set content = content.split('</think>')[-1] %}") == "think"
+    assert detect_reasoning("{{ messages }}") is None
 
 
 def test_ids_are_as_the_formats_templates_take_them() -> None:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.frontend.tool_parsers.parser import Plan
+from services.frontend.tool_parsers.parser import ParsePlan
 from tests.frontend.tool_parsers.transcripts import Answer, every_cut, one, text
 
-PLAN = Plan("hermes")
+PLAN = ParsePlan("hermes")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🚰", "days": 3}}\n</tool_call>'
 ARGUMENTS = '{"city": "Zürich 🚰", "days": 3}'
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.frontend.tool_parsers.parser import Plan
+from services.frontend.tool_parsers.parser import ParsePlan
 from tests.frontend.tool_parsers.transcripts import Answer, every_cut, one, text
 
-PLAN = Plan("mistral")
+PLAN = ParsePlan("mistral")
 TWO = Answer("", "", [("weather", '{"city": "Ré"}'), ("get_time", "{}")], ["complete", "complete"])
 
 

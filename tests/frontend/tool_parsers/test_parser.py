@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.json_text import DEPTH_LIMIT
-from services.frontend.tool_parsers.parser import Plan
-from services.frontend.tool_parsers.reader import HELD_LIMIT_CHARACTERS
+from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.reader import MARKED_LIMIT_CHARACTERS
 from tests.frontend.tool_parsers.transcripts import NAMES, Answer, every_cut, read, text
 
 ATOMS = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
@@ -86,7 +86,7 @@ def test_any_call_comes_back_as_it_was_written(
     name: FormatName, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
 ) -> None:
     written = spell(name, calls)
-    answer = read(Plan(name), cut(written, cuts))
+    answer = read(ParsePlan(name), cut(written, cuts))
     assert [(called, json.loads(arguments)) for called, arguments in answer.calls] == calls
     assert answer.content.strip() == ""
     assert answer.outcomes == ["complete"] * len(calls)
@@ -97,7 +97,7 @@ def test_any_call_comes_back_as_it_was_written(
 def test_any_text_says_the_same_however_it_is_cut(
     name: FormatName | None, thinks: bool, begun: bool, written: str, cuts: list[int]
 ) -> None:
-    plan = Plan(name, thinks, begun)
+    plan = ParsePlan(name, thinks, begun)
     whole = read(plan, [written])
     assert read(plan, cut(written, cuts)) == whole
     assert read(plan, list(written)) == whole
@@ -110,20 +110,20 @@ def cut(written: str, cuts: list[int]) -> list[str]:
     return [written[start:end] for start, end in zip([0, *at], [*at, len(written)], strict=True)]
 
 
-@pytest.mark.parametrize("size", [HELD_LIMIT_CHARACTERS - 100, HELD_LIMIT_CHARACTERS, 3 * HELD_LIMIT_CHARACTERS])
+@pytest.mark.parametrize("size", [MARKED_LIMIT_CHARACTERS - 100, MARKED_LIMIT_CHARACTERS, 3 * MARKED_LIMIT_CHARACTERS])
 def test_arguments_that_wait_for_their_name_are_bounded(size: int) -> None:
     written = '<tool_call>{"arguments": {"a": "' + "x" * size + '"}, "name": "weather"}</tool_call>'
-    waited = size < HELD_LIMIT_CHARACTERS - 50
+    waited = size < MARKED_LIMIT_CHARACTERS - 50
     for pieces in ([written], cut(written, list(range(0, len(written), 997)))):
-        answer = read(Plan("hermes"), pieces)
+        answer = read(ParsePlan("hermes"), pieces)
         assert answer.outcomes == (["complete"] if waited else ["too_long"])
         assert answer.content == ("" if waited else written)
 
 
 def test_arguments_behind_their_name_may_be_long_and_are_not_kept() -> None:
-    arguments = '{"a": "' + "x" * (3 * HELD_LIMIT_CHARACTERS) + '"}'
+    arguments = '{"a": "' + "x" * (3 * MARKED_LIMIT_CHARACTERS) + '"}'
     written = '<tool_call>{"name": "weather", "arguments": ' + arguments + "}</tool_call>"
-    assert read(Plan("hermes"), [written]).calls == [("weather", arguments)]
+    assert read(ParsePlan("hermes"), [written]).calls == [("weather", arguments)]
 
 
 @pytest.mark.parametrize(
@@ -131,23 +131,23 @@ def test_arguments_behind_their_name_may_be_long_and_are_not_kept() -> None:
 )
 def test_nesting_is_bounded(depth: int, outcome: str) -> None:
     nested = "[" * depth + "]" * depth
-    assert read(Plan("mistral"), ['[TOOL_CALLS]weather[ARGS]{"a":' + nested + "}"]).outcomes == [outcome]
-    assert read(Plan("pythonic"), [f"[weather(a={nested})]"]).outcomes in ([outcome], ["complete"])
+    assert read(ParsePlan("mistral"), ['[TOOL_CALLS]weather[ARGS]{"a":' + nested + "}"]).outcomes == [outcome]
+    assert read(ParsePlan("pythonic"), [f"[weather(a={nested})]"]).outcomes in ([outcome], ["complete"])
 
 
 def test_without_parallel_calls_the_answer_ends_with_its_first() -> None:
     two = '<tool_call>{"name": "weather", "arguments": {}}</tool_call><tool_call>{"name": "get_time", "arguments": {}}'
     for pieces in ([two], list(two)):
-        answer = read(Plan("hermes"), pieces, parallel=False)
+        answer = read(ParsePlan("hermes"), pieces, parallel=False)
         assert answer == Answer("", "", [("weather", "{}")], ["complete"])
 
 
 def test_white_space_before_a_call_is_dropped_unless_there_is_much_of_it() -> None:
     call = "<tool_call>" + '{"name": "weather", "arguments": {}}'
-    assert read(Plan("hermes"), [" " * 64 + call]).content == ""
-    assert read(Plan("hermes"), [" " * 65 + call]).content == " " * 65
-    assert read(Plan("hermes"), [*" " * 65, call]).content == " " * 65
-    assert read(Plan("hermes"), [" ", "\n"]) == text(" \n")
+    assert read(ParsePlan("hermes"), [" " * 64 + call]).content == ""
+    assert read(ParsePlan("hermes"), [" " * 65 + call]).content == " " * 65
+    assert read(ParsePlan("hermes"), [*" " * 65, call]).content == " " * 65
+    assert read(ParsePlan("hermes"), [" ", "\n"]) == text(" \n")
 
 
 # --- an answer that max_tokens cuts
@@ -161,7 +161,7 @@ def test_wherever_an_answer_is_cut_short_no_piece_of_a_mark_is_content(name: For
     marked = {"pythonic": "<|python_start|>" + written + "<|python_end|>", "llama3_json": "<|python_tag|>" + written}
     written = marked.get(name, written)
     for end in range(len(written)):
-        answer = read(Plan(name), [written[:end]], short=True)
+        answer = read(ParsePlan(name), [written[:end]], short=True)
         single = answer.content.removeprefix(begun) in ("<", "[") and not answer.calls
         assert begun.startswith(answer.content) or single, written[:end]
         assert [called for called, _ in answer.calls] == [called for called, _ in calls][: len(answer.calls)]
@@ -172,23 +172,25 @@ def test_wherever_an_answer_is_cut_short_no_piece_of_a_mark_is_content(name: For
 @pytest.mark.parametrize(
     ("plan", "written", "content"),
     [
-        (Plan("hermes"), "if a <", "if a <"),
-        (Plan("hermes"), "see [TOOL", "see [TOOL"),
-        (Plan("hermes"), 'say {"name": "wea', 'say {"name": "wea'),
-        (Plan("llama3_json"), '{"name": "wea', '{"name": "wea'),
-        (Plan("pythonic"), "[weath", "[weath"),
-        (Plan("mistral"), "a list [", "a list ["),
-        (Plan("hermes"), "<tool_call>weather(3)</tool_call> and", "<tool_call>weather(3)</tool_call> and"),
-        (Plan(), "<tool_ca", "<tool_ca"),
-        (Plan("hermes", thinks=True), "</thi", "</thi"),
+        (ParsePlan("hermes"), "if a <", "if a <"),
+        (ParsePlan("hermes"), "see [TOOL", "see [TOOL"),
+        (ParsePlan("hermes"), 'say {"name": "wea', 'say {"name": "wea'),
+        (ParsePlan("llama3_json"), '{"name": "wea', '{"name": "wea'),
+        (ParsePlan("pythonic"), "[weath", "[weath"),
+        (ParsePlan("mistral"), "a list [", "a list ["),
+        (ParsePlan("hermes"), "<tool_call>weather(3)</tool_call> and", "<tool_call>weather(3)</tool_call> and"),
+        (ParsePlan(), "<tool_ca", "<tool_ca"),
+        (ParsePlan("hermes", reasoning=True), "</thi", "</thi"),
     ],
 )
-def test_what_may_be_a_users_text_stays_where_an_answer_is_cut_short(plan: Plan, written: str, content: str) -> None:
+def test_what_may_be_a_users_text_stays_where_an_answer_is_cut_short(
+    plan: ParsePlan, written: str, content: str
+) -> None:
     assert every_cut(plan, written, short=True).content == content
 
 
 def test_thinking_that_is_cut_short_ends_without_a_piece_of_its_tag() -> None:
-    plan = Plan("hermes", thinks=True)
+    plan = ParsePlan("hermes", reasoning=True)
     assert every_cut(plan, "<thi", short=True) == Answer()
     assert every_cut(plan, "<think>\nhm </thi", short=True) == Answer("", "hm ")
     assert every_cut(plan, "<think>a <", short=True) == Answer("", "a <")
@@ -196,4 +198,4 @@ def test_thinking_that_is_cut_short_ends_without_a_piece_of_its_tag() -> None:
 
 def test_a_call_that_is_cut_short_counts_as_unfinished() -> None:
     for written in ("<tool_call>", '<tool_call>{"name": "wea', '<tool_call>{"name": "weather", "arguments": {"a": 1'):
-        assert read(Plan("hermes"), [written], short=True).outcomes == ["unfinished"]
+        assert read(ParsePlan("hermes"), [written], short=True).outcomes == ["unfinished"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.frontend.tool_parsers import lark
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
-from services.frontend.tool_parsers.parser import Plan
+from services.frontend.tool_parsers.parser import ParsePlan
 from services.frontend.tool_parsers.pythonic import rules as pythonic_rules
 from tests.frontend.tool_parsers.following import TOKENS, fits, follows, walk
 from tests.frontend.tool_parsers.transcripts import NAMES, read
@@ -32,8 +32,10 @@ BEGUN: Mapping[FormatName, str] = {
 """A text that a call begins behind, or with."""
 
 
-def grammar(name: FormatName, tools: Mapping[str, dict[str, Any] | None], tokens: lark.Tokens, how: lark.How) -> str:
-    calls = [lark.Callable(tool, schema) for tool, schema in tools.items()]
+def grammar(
+    name: FormatName, tools: Mapping[str, dict[str, Any] | None], tokens: lark.Tokens, how: lark.AnswerKind
+) -> str:
+    calls = [lark.CallableTool(tool, schema) for tool, schema in tools.items()]
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(FORMATS[name].rules(calls, tokens, how))}]})
 
 
@@ -49,11 +51,11 @@ def grammar(name: FormatName, tools: Mapping[str, dict[str, Any] | None], tokens
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 def test_whatever_a_grammar_admits_is_read_as_calls_that_hold_to_their_schemas(
-    name: FormatName, tools: dict[str, dict[str, Any]], with_tokens: bool, how: lark.How, seed: int
+    name: FormatName, tools: dict[str, dict[str, Any]], with_tokens: bool, how: lark.AnswerKind, seed: int
 ) -> None:
     tokens = {mark: TOKENS[mark] for mark in FORMATS[name].marks} if with_tokens else {}
     written = walk(grammar(name, tools, tokens, how), seed, BEGUN[name] if how == "any" else "", tokens)
-    answer = read(Plan(name), [written])
+    answer = read(ParsePlan(name), [written])
     assert answer.calls, written
     assert how != "one" or len(answer.calls) == 1
     assert answer.outcomes == ["complete"] * len(answer.calls), written
@@ -66,10 +68,10 @@ def test_whatever_a_grammar_admits_is_read_as_calls_that_hold_to_their_schemas(
 @settings(max_examples=100)
 def test_a_free_text_that_is_no_call_is_read_as_text(name: FormatName, with_tokens: bool, seed: int) -> None:
     tokens = {mark: TOKENS[mark] for mark in FORMATS[name].marks} if with_tokens else {}
-    rules = FORMATS[name].rules([lark.Callable("weather", None)], tokens, "any")
+    rules = FORMATS[name].rules([lark.CallableTool("weather", None)], tokens, "any")
     held = json.dumps({"grammars": [{"lark_grammar": "\n".join(["start: TEXT", *rules[1:]])}]})
     written = walk(held, seed, "", tokens)
-    answer = read(Plan(name), [written])
+    answer = read(ParsePlan(name), [written])
     assert (answer.content, answer.calls) == (written, [])
 
 
@@ -127,7 +129,7 @@ def test_pythons_arguments_come_in_order_and_those_that_are_not_required_may_be_
         ({"properties": []}, "properties"),
         ({"properties": {"a-b": {}}}, "properties.a-b"),
         ({"properties": {"a": True}}, "properties.a"),
-        ({"properties": {"a" * 257: {}}}, ("properties." + "a" * 257)[: lark.TOLD_CHARACTERS]),
+        ({"properties": {"a" * 257: {}}}, ("properties." + "a" * 257)[: lark.PLACE_LIMIT_CHARACTERS]),
         ({"properties": {}, "required": ["a"]}, "required"),
         ({"properties": {"a": {}}, "required": [["a"]]}, "required"),
         ({"minProperties": 1, "allOf": []}, "allOf"),
@@ -135,6 +137,6 @@ def test_pythons_arguments_come_in_order_and_those_that_are_not_required_may_be_
     ],
 )
 def test_what_cannot_be_written_as_python_is_named(schema: dict[str, Any], word: str) -> None:
-    with pytest.raises(lark.Unwritable) as refused:
-        pythonic_rules([lark.Callable("f", schema)], {}, "some")
+    with pytest.raises(lark.UnsupportedSchema) as refused:
+        pythonic_rules([lark.CallableTool("f", schema)], {}, "some")
     assert (refused.value.tool, refused.value.word) == ("f", word)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from services.frontend.tool_parsers.formats import FormatName
-from services.frontend.tool_parsers.parse_result import CallPiece, Found, join_pieces
-from services.frontend.tool_parsers.parser import Parser, Plan
+from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult, join_pieces
+from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 
 NAMES = frozenset({"weather", "get_time", "run-sql"})
 
@@ -32,30 +32,32 @@ class Transcript(Struct, frozen=True):
     answer: Answer
 
 
-def read(plan: Plan, pieces: Iterable[str], *, parallel: bool = True, short: bool = False) -> Answer:
+def read(plan: ParsePlan, pieces: Iterable[str], *, parallel: bool = True, short: bool = False) -> Answer:
     """Checks on the way that pieces of calls are as OpenAI's clients expect them."""
     answer, taken = Answer(), list[CallPiece]()
     numbers = iter(range(1000))
-    found = Found(NAMES, lambda: f"id{next(numbers)}", count=answer.outcomes.append, parallel=parallel)
-    parser = Parser(plan, found)
+    found = ParseResult(NAMES, lambda: f"id{next(numbers)}", count=answer.outcomes.append, parallel=parallel)
+    parser = AnswerParser(plan, found)
 
     def take() -> None:
         parser.validate()
-        content, reasoning, calls = found.take()
+        content, reasoning, calls = found.drain()
         answer.content += content
         answer.reasoning += reasoning
         taken.extend(calls)
 
     for piece in pieces:
-        if not parser.enough:
+        if not parser.at_call_limit:
             parser.push(piece)
             take()
-    if not parser.enough:
+    if not parser.at_call_limit:
         parser.finish(short=short)
         take()
     begun = [piece for piece in taken if piece.name]
-    assert [piece.index for piece in begun] == list(range(found.calls)), "a call's first piece is its only named one"
-    assert [piece.id for piece in begun] == [f"id{number}" for number in range(found.calls)]
+    assert [piece.index for piece in begun] == list(range(found.calls_begun)), (
+        "a call's first piece is its only named one"
+    )
+    assert [piece.id for piece in begun] == [f"id{number}" for number in range(found.calls_begun)]
     assert [piece.index for piece in taken] == sorted(piece.index for piece in taken)
     answer.calls = [(piece.name, piece.arguments) for piece in join_pieces(taken)]
     return answer
@@ -68,7 +70,7 @@ def bytewise(content: bytes, *cuts: int) -> Iterator[str]:
         yield decoder.decode(content[start:end])
 
 
-def every_cut(plan: Plan, text: str, *, short: bool = False) -> Answer:
+def every_cut(plan: ParsePlan, text: str, *, short: bool = False) -> Answer:
     """What it says; the same wherever it is cut in two, and byte by byte."""
     whole = read(plan, [text], short=short)
     content = text.encode()

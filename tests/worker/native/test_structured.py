@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.structured import StructuredOutputs
-from services.frontend.structured.grammar import held
+from services.frontend.structured.grammar import answer_grammar
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
-from services.frontend.tool_parsers.parser import Plan
+from services.frontend.tool_parsers.parser import ParsePlan
 from services.worker.native.runner import NativeRunner
 from shared.messages import Sampling
 from tests import schemas
@@ -89,7 +89,9 @@ def test_answers_of_a_real_model_hold_to_random_schemas(smollm2: Path) -> None:
         nonlocal asked
         samplings = []
         for at, schema in enumerate(asked_for):
-            found = held(CompletionRequest(prompt="", structured_outputs=StructuredOutputs(json=schema)), Plan(), {})
+            found = answer_grammar(
+                CompletionRequest(prompt="", structured_outputs=StructuredOutputs(json=schema)), ParsePlan(), {}
+            )
             assert found is not None
             grammar = found.grammar
             samplings.append(Sampling(MOST_TOKENS, temperature=at % 2, seed=asked + at, top_p=0.9, grammar=grammar))
@@ -128,12 +130,14 @@ def test_calls_that_a_real_model_is_forced_to_are_read_in_every_format_and_hold_
             parameters = schemas.object_of({"value": schema}, 0)
             tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
             chat = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "tool_choice": "required"}
-            found = held(msgspec.convert({**chat, "parallel_tool_calls": False}, ChatRequest), Plan(name), {})
+            found = answer_grammar(
+                msgspec.convert({**chat, "parallel_tool_calls": False}, ChatRequest), ParsePlan(name), {}
+            )
             assert found is not None
             samplings.append(Sampling(MOST_TOKENS, temperature=at % 2, seed=at, top_p=0.9, grammar=found.grammar))
         for (name, schema), output in zip(asked, answers(runner, prompt, samplings), strict=True):
             text = tokenizer.decode(output, skip_special_tokens=False)
-            answer = read(Plan(name), [text])
+            answer = read(ParsePlan(name), [text])
             [(called, arguments)] = answer.calls
             assert (called, answer.outcomes, answer.content) == ("weather", ["complete"], ""), text
             assert holds(json.loads(arguments)["value"], schema), (schema, text)

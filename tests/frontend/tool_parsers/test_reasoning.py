@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.frontend.tool_parsers.parser import Plan
-from services.frontend.tool_parsers.thinking import begun
+from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.reasoning import open_in
 from tests.frontend.tool_parsers.transcripts import Answer, every_cut
 
-OUTSIDE, INSIDE = Plan(thinks=True), Plan(thinks=True, begun=True)
+OUTSIDE, INSIDE = ParsePlan(reasoning=True), ParsePlan(reasoning=True, reasoning_open=True)
 
 
 @pytest.mark.parametrize(
@@ -23,22 +23,24 @@ OUTSIDE, INSIDE = Plan(thinks=True), Plan(thinks=True, begun=True)
         (INSIDE, "\n<think>\nHm.</think>Yes.", Answer("Yes.", "Hm.")),
         (INSIDE, "never done", Answer("", "never done")),
         (
-            Plan("hermes", thinks=True),
+            ParsePlan("hermes", reasoning=True),
             '<think>I could <tool_call>.</think>\n\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>',
             Answer("", "I could <tool_call>.", [("get_time", "{}")], ["complete"]),
         ),
         (
-            Plan("pythonic", thinks=True, begun=True),
+            ParsePlan("pythonic", reasoning=True, reasoning_open=True),
             "Hm.</think>[get_time()]",
             Answer("", "Hm.", [("get_time", "{}")], ["complete"]),
         ),
     ],
 )
-def test_thinking_is_told_from_the_answer_wherever_the_text_is_cut(plan: Plan, written: str, answer: Answer) -> None:
+def test_thinking_is_told_from_the_answer_wherever_the_text_is_cut(
+    plan: ParsePlan, written: str, answer: Answer
+) -> None:
     assert every_cut(plan, written) == answer
 
 
 def test_a_prompt_shows_whether_it_ends_within_thinking() -> None:
-    assert begun("<|assistant|><think>\n")
-    assert not begun("<|assistant|><think>\n\n</think>\n\n")
-    assert not begun("think")
+    assert open_in("<|assistant|><think>\n")
+    assert not open_in("<|assistant|><think>\n\n</think>\n\n")
+    assert not open_in("think")

@@ -1,0 +1,28 @@
+"""Thinking before an answer: <think>…</think> (DeepSeek R1, Qwen 3, QwQ). Pure."""
+
+from __future__ import annotations
+
+from services.frontend.tool_parsers.parse_result import ParseResult
+from services.frontend.tool_parsers.reader import Reading, TextReader
+
+MARKS = ("<think>", "</think>")
+OPEN, CLOSE = MARKS
+
+
+def open_in(prompt: str) -> bool:
+    """Whether a prompt ends within thinking: some templates open it for the model."""
+    return prompt[-64:].rstrip().endswith(OPEN)
+
+
+def read_reasoning(reader: TextReader, result: ParseResult, *, inside: bool) -> Reading[None]:
+    """Up to where the answer begins. `inside`: as `begun`; a model may open it once more all the same.
+
+    White space behind either tag belongs to neither text. Thinking that never ends is all there is.
+    """
+    yield from reader.read_white(None if inside else result.add_text)
+    if not (yield from reader.optional(OPEN)) and not inside:
+        return
+    yield from reader.read_white()
+    if (yield from reader.read_until(CLOSE, result.add_reasoning)):
+        yield from reader.expect(CLOSE)
+        yield from reader.read_white()
