@@ -1,1 +1,1 @@
-"""API keys: whose request it is, and how much its account may have."""
+"""API keys: which account a request belongs to, and how much that account may use."""

@@ -1,4 +1,4 @@
-"""Who may ask: the keys' file, followed, and the account of whoever shows one of its keys. Without it, anyone may."""
+"""Checks API keys against the keys file, which is reloaded when it changes. Without a keys file no key is needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shared.errors import InvalidRequest
 _log = logging.getLogger(__name__)
 
 HEADER = "Authorization"
-"""At both doors: `Authorization: Bearer KEY`."""
+"""The header that carries the key, over HTTP and over NATS: `Authorization: Bearer KEY`."""
 
 
 class Authenticator:
-    """Of one frontend."""
+    """Finds the account of each request by its API key; one a frontend."""
 
     def __init__(self, config: AccessConfig, metrics: Metrics) -> None:
         self._file = Path(config.keys_file) if config.keys_file else None
@@ -29,15 +29,15 @@ class Authenticator:
 
     @property
     def requires_key(self) -> bool:
-        """Whether a key is needed."""
+        """Whether requests need a key."""
         return self._file is not None
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Read the file, and follow it from now on. Raises ConfigError."""
+        """Read the keys file now, and in a task whenever it changes. Raises ConfigError."""
         if self._file is None:
             return
         self._metrics.show_accounts(self._accounts)
-        followed = FileReloader(
+        keys = FileReloader(
             f"access.keys_file {self._file}",
             [self._file],
             FILE_LIMIT_BYTES,
@@ -45,11 +45,11 @@ class Authenticator:
             self._use,
             self._metrics.stale_files.labels("keys"),
         )
-        await followed.load()
-        tasks.create_task(followed.run(), name="follow the keys' file")
+        await keys.load()
+        tasks.create_task(keys.run(), name="reload the keys file")
 
     def authenticate(self, authorization: str | None) -> Account | None:
-        """Whose request it is; None: nobody is asked for a key. Raises InvalidRequest, with 401."""
+        """Return the account whose key the header carries; None if no key is needed. Raises InvalidRequest with 401."""
         if self._file is None:
             return None
         try:
@@ -60,5 +60,5 @@ class Authenticator:
 
     def _use(self, entries: dict[str, KeyEntry]) -> None:
         if not entries:
-            _log.warning("access.keys_file %s names no key: nobody can ask", self._file)
+            _log.warning("access.keys_file %s has no entry: every request will be refused", self._file)
         self._accounts.replace(entries, asyncio.get_running_loop().time())

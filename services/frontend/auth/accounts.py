@@ -1,14 +1,15 @@
-"""Who asks, by the key that is shown, and what each may have. Pure. The clock is an argument.
+"""The accounts of API keys, with their rate limits and counts. Pure. Time is an argument.
 
-    enter ──▶ charge: the prompt, and max_tokens where the client gave them ──▶ leave: what it came to instead
-      │          │
-      └──────────┴──▶ RateLimited: over what its key may have; told when to come back
+    begin_request ──▶ charge_tokens: the prompt, and max_tokens if given ──▶ end_request: corrected to what was used
+      │                │
+      └────────────────┴──▶ RateLimited: over the key's limit; says when to try again
 
-As OpenAI counts: prompt and answer together. What an answer without `max_tokens` comes to is known when it ends: it is
-owed then, and until it is paid the key's next requests are refused before their body is read.
+Prompt and answer count together, as with OpenAI. How long an answer without `max_tokens` gets is known only when it
+ends. The account owes its tokens then, and until they are paid the key's requests are refused before their body is
+read.
 
-A request that is refused by `enter` counts for nothing; one refused by `charge` has been read and tokenised, and counts
-as a request. Each process counts by itself.
+A request that `begin_request` refuses is not counted. One that `charge_tokens` refuses has been read and tokenised, so
+it counts as a request. Each process counts by itself.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from services.frontend.auth.token_bucket import TokenBucket
 from shared.errors import InvalidRequest, RateLimited
 
 RefusalReason = Literal["requests", "tokens", "concurrency", "share"]
-"""Why a request with a key is refused; `share`: of what all keys have together (requests/admission.py)."""
+"""The limit for which a request with a key is refused; `share`: its fair share of a limit that all keys have in common
+(requests/admission.py)."""
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
 
 class TokenUse(Struct, frozen=True):
-    """What one request was charged, and what it came to."""
+    """Tokens that one request was charged in advance, and those that it used."""
 
     charged: int = 0
     prompt: int = 0
@@ -40,15 +42,15 @@ NO_TOKENS = TokenUse()
 
 
 class Account:
-    """One key's."""
+    """The limits, use and counts of one key."""
 
     def __init__(self, name: str, entry: KeyEntry, now: float) -> None:
         self.name = name
         self.entry = entry
         self.running = 0
-        """Requests that have entered and not left."""
+        """Requests that have begun and not ended."""
         self.requests = 0
-        """Entered so far; these and the following are for the metrics."""
+        """Requests that have begun so far. This and the counts below are for the metrics."""
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.refused: dict[RefusalReason, int] = dict.fromkeys(REFUSAL_REASONS, 0)
@@ -56,17 +58,18 @@ class Account:
         self._tokens = _bucket(None, entry.tokens_per_minute, now)
 
     def update(self, entry: KeyEntry, now: float) -> None:
-        """The file says something else now; what was spent stays spent."""
+        """Change the limits to those of a new entry; what was used stays used."""
         self.entry = entry
         self._requests = _bucket(self._requests, entry.requests_per_minute, now)
         self._tokens = _bucket(self._tokens, entry.tokens_per_minute, now)
 
     def begin_request(self, now: float) -> None:
-        """A request has come. Raises RateLimited."""
+        """Count a request that has come. Raises RateLimited."""
         if self.entry.concurrency is not None and self.running >= self.entry.concurrency:
             self.refused["concurrency"] += 1
-            raise RateLimited(f"{self.running} requests of the key {self.name} are running already", kind="requests")
-        self._check("tokens", self._tokens, 1, now)  # what it owes is known now; its body need not be read for that
+            running = f"{self.running} requests of the key {self.name} are running already"
+            raise RateLimited(f"{running}; wait for one to end", kind="requests")
+        self._check("tokens", self._tokens, 1, now)  # tokens owed are known before the body is read
         self._check("requests", self._requests, 1, now)
         if self._requests is not None:
             self._requests.spend(1, now)
@@ -74,13 +77,13 @@ class Account:
         self.requests += 1
 
     def charge_tokens(self, tokens: int, now: float) -> None:
-        """It is tokenised: its prompt, and what its client wants at most, are so many. Raises RateLimited."""
+        """Charge a tokenised request for its prompt and the `max_tokens` that its client gave. Raises RateLimited."""
         self._check("tokens", self._tokens, tokens, now)
         if self._tokens is not None:
             self._tokens.spend(tokens, now)
 
     def end_request(self, spent: TokenUse, now: float) -> None:
-        """It has ended, however far it came."""
+        """Count a request that has ended, whether it succeeded or not, and correct its charge to what it used."""
         self.running -= 1
         self.prompt_tokens += spent.prompt
         self.output_tokens += spent.output
@@ -88,15 +91,15 @@ class Account:
             self._tokens.spend(spent.prompt + spent.output - spent.charged, now)
 
     def rate_limit_headers(self, now: float) -> dict[str, str]:
-        """What OpenAI's clients know: how much is left, and when all of it is."""
+        """Return OpenAI's rate limit headers: each limit, how much of it is left, and when it will be full again."""
         return {
             name: value
-            for of, bucket in (("requests", self._requests), ("tokens", self._tokens))
+            for unit, bucket in (("requests", self._requests), ("tokens", self._tokens))
             if bucket is not None
             for name, value in (
-                (f"x-ratelimit-limit-{of}", str(bucket.per_minute)),
-                (f"x-ratelimit-remaining-{of}", str(max(0, int(bucket.level(now))))),
-                (f"x-ratelimit-reset-{of}", format_duration(bucket.until_full_s(now))),
+                (f"x-ratelimit-limit-{unit}", str(bucket.per_minute)),
+                (f"x-ratelimit-remaining-{unit}", str(max(0, int(bucket.level(now))))),
+                (f"x-ratelimit-reset-{unit}", format_duration(bucket.until_full_s(now))),
             )
         }
 
@@ -123,15 +126,15 @@ class Account:
 
 
 class Accounts:
-    """Those that the keys' file names."""
+    """The accounts that the keys file names."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Account] = {}
         self._by_digest: dict[bytes, Account] = {}
 
     def replace(self, entries: Mapping[str, KeyEntry], now: float) -> None:
-        """The file has been read. Who is named still keeps what he has spent; who is not is let in no more, and what
-        he runs goes on."""
+        """Apply a keys file. An account that is still in it keeps its use. One that is not can begin no more requests,
+        and those that it runs go on."""
         before, self.by_name, self._by_digest = self.by_name, {}, {}
         for name, entry in entries.items():
             if (account := before.get(name)) is None:
@@ -141,15 +144,15 @@ class Accounts:
             self.by_name[name] = self._by_digest[bytes.fromhex(entry.sha256)] = account
 
     def authenticate(self, authorization: str | None) -> Account:
-        """Whose key it is, of the header `Authorization`. Raises InvalidRequest, with OpenAI's 401.
+        """Return the account whose key the header `Authorization` carries. Raises InvalidRequest with OpenAI's 401.
 
-        How long it takes tells nothing of a key: what is looked up is its digest, and who knew how that of some key
-        begins would be no nearer to a key.
+        The time that this takes reveals nothing about a key: only the key's digest is looked up, and knowing how a
+        digest begins does not help to find the key.
         """
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not (key := key.strip()):
             raise InvalidRequest(
-                "You didn't provide an API key. It belongs into a header, as in `Authorization: Bearer YOUR_KEY`.",
+                "You didn't provide an API key. Send it in the header `Authorization: Bearer YOUR_KEY`.",
                 status=401,
             )
         account = None if len(key) > KEY_LIMIT_CHARACTERS else self._by_digest.get(key_digest(key))
@@ -176,7 +179,7 @@ def _bucket(before: TokenBucket | None, per_minute: int | None, now: float) -> T
 
 
 def format_duration(seconds: float) -> str:
-    """As OpenAI writes one, rounded up to milliseconds: 350ms, 7.5s, 6m0s."""
+    """Format a duration like OpenAI, rounded up to milliseconds: 350ms, 7.5s, 6m0s."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -1,10 +1,10 @@
-"""API keys: what they look like, and the file that names them. Pure.
+"""Reads the keys file: the digest and the limits of each API key. Pure.
 
     alice = { sha256 = "9f86d0…", requests_per_minute = 600, tokens_per_minute = 200_000, concurrency = 16 }
 
-in TOML, or the same in JSON. The file holds no key, only what SHA-256 makes of one. A fast hash is right here: a key
-is 256 random bits, which nobody finds by trying, at whatever speed. Slow hashes are for what people can remember, and
-would cost every request some milliseconds.
+in TOML, or the same in JSON. The file holds no key, only its SHA-256 digest. A fast hash is right here: a key is 256
+random bits, which cannot be guessed at any speed. Slow hashes protect passwords that people remember, and would cost
+every request some milliseconds.
 """
 
 from __future__ import annotations
@@ -22,54 +22,56 @@ from msgspec import Meta, Struct
 from shared.errors import ConfigError
 
 FILE_LIMIT_BYTES = 1 << 20
+"""Bytes that a keys file may have."""
 KEYS_LIMIT = 1000
-"""Each has a few series in the metrics."""
+"""Keys in a file at most, since each has a few series in the metrics."""
 KEY_LIMIT_CHARACTERS = 256
-"""Ours have 46; nothing longer is hashed."""
+"""Characters of a key at most; keys made here have 46. A longer one is refused without hashing it."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-"""Lower case, so that a key, put where its name should be, is not taken for one, and shown."""
+"""A key's name. It is lower case, so that a key written in place of its name is refused and not shown."""
 _LONG = re.compile(r"[0-9A-Za-z_-]{33,}")
-"""What parsers repeat of a file and could be a key, put where a field's name should be; no field's is as long."""
+"""What could be a key in a parser's error message, written in place of a field's name; no field's name is as long."""
 _MOST = 10**12
 
 Limit = Annotated[int, Meta(ge=1, le=_MOST)]
 
 
 class KeyEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file says of one key; None: no such limit."""
+    """The entry of one key; a limit of None is not applied."""
 
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
-    """Prompt and output together."""
+    """Tokens of prompts and answers together."""
     concurrency: Limit | None = None
-    """Requests at once."""
+    """Requests that may run at one time."""
 
 
 def key_digest(key: str) -> bytes:
-    """What the file holds of a key, in bytes."""
+    """Return the SHA-256 digest of a key, which the file holds in hexadecimal."""
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
 def read_keys(file: bytes) -> dict[str, KeyEntry]:
-    """Name → entry. Raises ConfigError, which tells what is wrong where, and nothing of what stands there."""
+    """Parse a keys file; return name → entry. Raises ConfigError, which says what is wrong where, quoting no value."""
     if len(file) > FILE_LIMIT_BYTES:
-        raise ConfigError(f"more than {FILE_LIMIT_BYTES} bytes")
+        raise ConfigError(f"the file is larger than {FILE_LIMIT_BYTES} bytes")
     named = _parse(file)
     if len(named) > KEYS_LIMIT:
-        raise ConfigError(f"{len(named)} keys are more than {KEYS_LIMIT}")
+        raise ConfigError(f"the file has {len(named)} keys; at most {KEYS_LIMIT} are allowed")
     entries: dict[str, KeyEntry] = {}
     owners: dict[str, str] = {}
     for at, (name, given) in enumerate(named.items(), 1):
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"entry {at}: a name is 1 to 64 of a-z, 0-9, - and _, and begins with a letter or digit")
+            rule = "has 1 to 64 of the characters a-z, 0-9, - and _, and begins with a letter or digit"
+            raise ConfigError(f"entry {at}: a name {rule}")
         try:
             entry = msgspec.convert(given, KeyEntry)
         except msgspec.ValidationError as wrong:
             raise ConfigError(f"{name}: {_LONG.sub('…', str(wrong))}") from None
         if (other := owners.setdefault(entry.sha256, name)) != name:
-            raise ConfigError(f"{name}: has the same key as {other}")
+            raise ConfigError(f"{name}: this is the same key as that of {other}")
         entries[name] = entry
     return entries
 
@@ -78,24 +80,27 @@ def _parse(file: bytes) -> Mapping[str, Any]:
     try:
         text = file.decode("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError("not UTF-8") from None
+        raise ConfigError("the file is not UTF-8") from None
     try:
         # No TOML file begins with a brace.
-        named = json.loads(text, object_pairs_hook=_once) if text.lstrip().startswith("{") else tomllib.loads(text)
+        if text.lstrip().startswith("{"):
+            named = json.loads(text, object_pairs_hook=_without_repeats)
+        else:
+            named = tomllib.loads(text)
     except json.JSONDecodeError as wrong:
-        raise ConfigError(f"not JSON: line {wrong.lineno}, column {wrong.colno}: {wrong.msg}") from None
+        raise ConfigError(f"the file is not JSON: line {wrong.lineno}, column {wrong.colno}: {wrong.msg}") from None
     except tomllib.TOMLDecodeError as wrong:
-        raise ConfigError(f"not TOML: {_LONG.sub('…', str(wrong))}") from None
-    except ValueError:  # Python's own, of both
-        raise ConfigError("a number with too many digits") from None
+        raise ConfigError(f"the file is not TOML: {_LONG.sub('…', str(wrong))}") from None
+    except ValueError:  # raised by Python for both formats
+        raise ConfigError("the file has a number with too many digits") from None
     except RecursionError:
-        raise ConfigError("nested too deeply") from None
+        raise ConfigError("the file is nested too deeply") from None
     assert isinstance(named, dict)
     return named
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """As in TOML, nothing is said twice: which of two limits holds should not depend on their order."""
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a repeated name, as TOML does: which of two limits holds must not depend on their order."""
     if len(found := dict(pairs)) < len(pairs):
-        raise ConfigError("not JSON: a name stands twice in one object")
+        raise ConfigError("the file has a name twice in one JSON object")
     return found

@@ -1,10 +1,10 @@
-"""Files that may change while the process runs: keys, certificates.
+"""Reloads files that may change while the process runs: keys and certificates.
 
-    load ──▶ in force ──every POLL_S: other bytes──▶ made of them ──▶ in force
-                 ▲                                        │
-                 └── what was, and it is told: an error in the log, once a minute, and a metric ── cannot be read
+    load ──▶ in use ──every POLL_S: the bytes differ──▶ parse ──▶ in use
+               ▲                                          │
+               └── the former value stays in use ◀────────┘ error: logged once a minute, and a metric is 1
 
-The bytes are compared, not the times: that holds for files that are replaced, written in place, mounted or linked.
+The bytes are compared, not the times. That works for files that are replaced, written in place, mounted or linked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from shared.errors import ConfigError
 from shared.rate_limited_log import RateLimitedLog
 
 POLL_S = 2.0
-_STALE = "what was read before stays in force"
+"""Seconds between two looks at the files."""
+_STALE = "the former contents stay in use"
 
 _log = logging.getLogger(__name__)
 
@@ -29,41 +30,42 @@ T = TypeVar("T")
 
 
 class FileReloader(Generic[T]):
-    """One thing that is made of some files."""
+    """Keeps one value up to date that is parsed from some files."""
 
     def __init__(
         self,
         what: str,
         files: Sequence[Path],
         limit_bytes: int,
-        make: Callable[[list[bytes]], T],
+        parse: Callable[[list[bytes]], T],
         use: Callable[[T], None],
         stale: Gauge,
     ) -> None:
-        """`make` runs in a thread, on the files' bytes, and raises ConfigError; `use` on the loop. `stale` is 1 while
-        the files cannot be read and what was is in force."""
+        """`what` begins messages. `parse` turns the files' bytes into the value, in a thread, and raises ConfigError;
+        `use` gets each new value, in the event loop. `stale` is 1 while the files cannot be used and the former value
+        is."""
         self._what = what
         self._files = files
         self._limit_bytes = limit_bytes
-        self._make = make
+        self._parse = parse
         self._use = use
         self._stale = stale
         self._seen: list[bytes] = []
         self._limited_log = RateLimitedLog()
 
     async def load(self) -> None:
-        """Read them now. Raises ConfigError, and then nothing has changed."""
+        """Read the files and use their value. Raises ConfigError, and then the former value stays in use."""
         try:
-            made = await asyncio.to_thread(self._look)
+            changed = await asyncio.to_thread(self._read_if_changed)
         except ConfigError as wrong:
             raise ConfigError(f"{self._what}: {wrong}") from None
-        if made is not None:
-            self._seen, new = made
-            self._use(new)
+        if changed is not None:
+            self._seen, value = changed
+            self._use(value)
         self._stale.set(0)
 
     async def run(self) -> None:
-        """Read them again and again, until cancelled."""
+        """Load the files every POLL_S until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             seen = self._seen
@@ -73,13 +75,13 @@ class FileReloader(Generic[T]):
                 self._stale.set(1)
                 self._limited_log.error(_STALE, wrong)
             else:
-                if self._limited_log.reset(_STALE) or self._seen is not seen:  # also where they are as before the fault
-                    _log.info("%s: read again, and in force", self._what)
+                if self._limited_log.reset(_STALE) or self._seen is not seen:  # or they are as before the fault
+                    _log.info("%s: reloaded, the new contents are in use", self._what)
 
-    def _look(self) -> tuple[list[bytes], T] | None:
-        """None: they are as they were."""
+    def _read_if_changed(self) -> tuple[list[bytes], T] | None:
+        """Return the files' bytes and their value; None if the bytes have not changed."""
         contents = [self._read(file) for file in self._files]
-        return None if contents == self._seen else (contents, self._make(contents))
+        return None if contents == self._seen else (contents, self._parse(contents))
 
     def _read(self, file: Path) -> bytes:
         try:
@@ -88,5 +90,5 @@ class FileReloader(Generic[T]):
         except OSError as wrong:
             raise ConfigError(f"{file}: {wrong.strerror}") from None
         if len(content) > self._limit_bytes:
-            raise ConfigError(f"{file}: more than {self._limit_bytes} bytes")
+            raise ConfigError(f"{file}: larger than {self._limit_bytes} bytes")
         return content

@@ -1,12 +1,13 @@
-"""Which client connections there are, and which of them must go. Pure. The clock is an argument, a connection any key.
+"""Tracks client connections and decides which of them to close. Pure. A connection is any hashable key; time is an
+argument.
 
-    opened ──▶ idle ──bytes──▶ heading ──a whole head──▶ busy ──answered──▶ idle
-                │ idle_s          │ header_s: told 408                 gone: from any state
-                ▼                 ▼
-              closed            closed
+    add ──▶ idle ──bytes──▶ header ──request begins──▶ busy ──request ends──▶ idle
+             │ idle_s          │ header_s: answered with 408              remove: from any state
+             ▼                 ▼
+           closed            closed
 
-At the limit the connection that has been idle longest makes room for a new one, if that was SPARED_S or longer; else
-the new one is turned away. So idle connections, however many, keep nobody out.
+At the limit, the connection that has been idle longest makes room for a new one if it has been idle for at least
+EVICTABLE_AFTER_S. Otherwise the new connection is refused. So idle connections never keep an active client out.
 """
 
 from __future__ import annotations
@@ -15,37 +16,38 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, Literal, TypeVar
 
 EVICTABLE_AFTER_S = 1.0
-"""Who became idle more lately may be about to ask again."""
+"""Seconds; a connection that became idle more recently may be about to send its next request."""
 
 CloseReason = Literal["idle", "header", "room"]
-"""Why a connection was closed: idle too long, slow with a request's head, or to make room."""
+"""Why a connection is closed: it was idle too long, its request's header came too slowly, or a new one needs room."""
 
 C = TypeVar("C", bound=Hashable)
 
 
 class Connections(Generic[C]):
-    """Those of one listening process. `now` is seconds on a clock that only grows."""
+    """All connections of one listening process. `now` is seconds on a monotonic clock."""
 
     def __init__(self, *, limit: int, idle_s: float, header_s: float) -> None:
         self._limit = limit
         self._idle_s = idle_s
         self._header_s = header_s
         self._idle: dict[C, float] = {}
-        """Since when; the longest first."""
-        self._heading: dict[C, float] = {}
-        """The same."""
+        """Connection → when it became idle, in that order."""
+        self._header: dict[C, float] = {}
+        """Connection → when the first bytes of a request's header came, in that order."""
         self._busy: set[C] = set()
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._heading) + len(self._busy)
+        return len(self._idle) + len(self._header) + len(self._busy)
 
     @property
     def idle(self) -> list[C]:
-        """Those without a request, the longest first."""
+        """The connections without a request; the one that has been idle longest comes first."""
         return list(self._idle)
 
     def to_evict(self, now: float) -> C | None:
-        """Whom to close so that one more fits; None: nobody is to go. `full` tells whether one more may come then."""
+        """Return the connection to close so that a new one fits. None: there is room, or no connection may be closed;
+        `full` tells which."""
         if len(self) < self._limit or not self._idle:
             return None
         longest, since = next(iter(self._idle.items()))
@@ -53,58 +55,58 @@ class Connections(Generic[C]):
 
     @property
     def full(self) -> bool:
-        """One more would be one too many."""
+        """Whether the limit is reached."""
         return len(self) >= self._limit
 
-    def add(self, one: C, now: float) -> None:
-        """A new one, for which there is room."""
+    def add(self, connection: C, now: float) -> None:
+        """Add a new, idle connection. There must be room for it."""
         assert not self.full
-        self._idle[one] = now
+        self._idle[connection] = now
 
-    def bytes_received(self, one: C, now: float) -> None:
-        """Bytes came: where it was idle, those of a request's head."""
-        if self._idle.pop(one, None) is not None:
-            self._heading[one] = now
+    def bytes_received(self, connection: C, now: float) -> None:
+        """Record that bytes came; on an idle connection they begin a request's header."""
+        if self._idle.pop(connection, None) is not None:
+            self._header[connection] = now
 
-    def request_began(self, one: C) -> None:
-        """A request's head is whole."""
-        if self._forget(one):
-            self._busy.add(one)
+    def request_began(self, connection: C) -> None:
+        """Record that a request's header is complete."""
+        if self._discard(connection):
+            self._busy.add(connection)
 
-    def request_ended(self, one: C, now: float) -> None:
-        """Its request has ended."""
-        if one in self._busy:
-            self._busy.remove(one)
-            self._idle[one] = now
+    def request_ended(self, connection: C, now: float) -> None:
+        """Record that the connection's request has been answered."""
+        if connection in self._busy:
+            self._busy.remove(connection)
+            self._idle[connection] = now
 
-    def remove(self, one: C) -> None:
-        """It is closed, by whomever; idempotent."""
-        self._forget(one)
+    def remove(self, connection: C) -> None:
+        """Forget a connection, whichever side closed it; idempotent."""
+        self._discard(connection)
 
     def pop_overdue(self, now: float) -> Iterator[tuple[C, CloseReason]]:
-        """Those that have waited too long; each is gone with this."""
+        """Remove and yield the connections that have waited too long."""
         for waiting, limit_s, why in self._waiting():
             while waiting:
-                one, since = next(iter(waiting.items()))
+                connection, since = next(iter(waiting.items()))
                 if now - since < limit_s:
                     break
-                del waiting[one]
-                yield one, why
+                del waiting[connection]
+                yield connection, why
 
     def _waiting(self) -> tuple[tuple[dict[C, float], float, CloseReason], ...]:
-        return (self._idle, self._idle_s, "idle"), (self._heading, self._header_s, "header")
+        return (self._idle, self._idle_s, "idle"), (self._header, self._header_s, "header")
 
-    def _forget(self, one: C) -> bool:
-        """Whether it was there."""
-        if one in self._busy:
-            self._busy.remove(one)
+    def _discard(self, connection: C) -> bool:
+        """Remove the connection from its state; return whether it had one."""
+        if connection in self._busy:
+            self._busy.remove(connection)
             return True
-        return self._idle.pop(one, None) is not None or self._heading.pop(one, None) is not None
+        return self._idle.pop(connection, None) is not None or self._header.pop(connection, None) is not None
 
     def validate(self) -> None:
         """Assert every invariant."""
         assert len(self) <= self._limit
-        assert len({*self._idle, *self._heading, *self._busy}) == len(self), "in one state each"
-        for waiting in (self._idle, self._heading):
+        assert len({*self._idle, *self._header, *self._busy}) == len(self), "a connection is in two states"
+        for waiting in (self._idle, self._header):
             since = list(waiting.values())
             assert since == sorted(since)

@@ -1,7 +1,7 @@
-"""Which pages of other origins a browser may let ask (CORS, of the Fetch standard). Pure.
+"""Decides which web pages of other origins may use the API (CORS, as in the Fetch standard). Pure.
 
-Off where no origin is set: the answer says nothing of it, and browsers keep pages from reading it. There are no
-cookies here, so no page can use somebody's right without having his key, and credentials are never allowed.
+CORS is off unless origins are set: answers then carry no such header, and browsers keep pages from reading them. There
+are no cookies, so a page can do nothing without an API key, and credentials are never allowed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _EXPOSED = (
     *("Retry-After", "X-Request-Id"),
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-"""Headers of ours that a page may read, beside those that any page may."""
+"""Response headers that a page may read in addition to those that the standard always allows."""
 _MAX_AGE_S = 600
-"""How long a browser may keep what it was told."""
+"""Seconds that a browser may cache the answer to a preflight."""
 
 
 class Cors:
-    """What is allowed."""
+    """The CORS policy of one HTTP server. `origins` are those allowed; "*" allows any."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._any = ANY_ORIGIN in origins
         self._origins = frozenset(origins)
 
     def answer_headers(self, origin: str | None) -> dict[str, str]:
-        """Of any answer; `origin` is the request's header."""
+        """Return the CORS headers of any answer; `origin` is the request's header of that name."""
         if not self._origins:
             return {}
         if self._any:
@@ -45,20 +45,27 @@ class Cors:
         }
 
     def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
-        """Whether it is a preflight: a browser's question what it may ask, which bears no key."""
+        """Tell whether a request is a preflight: a browser asks what it may send. It carries no key."""
         wanted = "Origin" in headers and "Access-Control-Request-Method" in headers
         return method == "OPTIONS" and wanted and bool(self._origins)
 
     def preflight_headers(self, headers: Mapping[str, str]) -> dict[str, str] | Failure:
-        """What the answer says beside `headers`, which any has; or a refusal."""
+        """Return the headers to answer a preflight with, in addition to `answer_headers`; or a refusal."""
         if not self._any and headers["Origin"] not in self._origins:
-            return failure(403, "pages of this origin may not ask", "invalid_request_error", code="origin_not_allowed")
+            refused = "pages of this origin may not use the API: http.cors_origins does not list it"
+            return failure(403, refused, "invalid_request_error", code="origin_not_allowed")
         if headers["Access-Control-Request-Method"] not in _METHODS:
-            return failure(403, f"pages may use {', '.join(_METHODS)}", "invalid_request_error")
+            refused = f"Access-Control-Request-Method: pages may use {', '.join(_METHODS)}"
+            return failure(403, refused, "invalid_request_error")
         asked = headers.get("Access-Control-Request-Headers", "")
         if asked and not _HEADERS.fullmatch(asked):
-            return failure(403, "Access-Control-Request-Headers cannot be read", "invalid_request_error")
-        # Whatever it names, as clients have headers of their own (X-Stainless-Lang, …) and * does not stand for
+            refused = "Access-Control-Request-Headers: not a list of header names"
+            return failure(403, refused, "invalid_request_error")
+        # Allow whatever is named: clients have headers of their own (X-Stainless-Lang, …), and `*` does not include
         # Authorization.
-        named = {"Access-Control-Allow-Headers": asked} if asked else {}
-        return {"Access-Control-Allow-Methods": ", ".join(_METHODS), "Access-Control-Max-Age": str(_MAX_AGE_S), **named}
+        allowed = {"Access-Control-Allow-Headers": asked} if asked else {}
+        return {
+            "Access-Control-Allow-Methods": ", ".join(_METHODS),
+            "Access-Control-Max-Age": str(_MAX_AGE_S),
+            **allowed,
+        }

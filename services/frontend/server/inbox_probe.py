@@ -1,9 +1,9 @@
-"""Whether NATS clients still listen at their inboxes.
+"""Notices NATS clients that no longer listen at their inboxes.
 
-    served(inbox) ──▶ every PROBE_S a message asks: one of the answer, or, where none came, one that says nothing
-                  ──▶ the server answers "no responders" ──▶ Gone, out of whatever the block waits for
+    watch(inbox) ──▶ every PROBE_S a message probes the inbox: one of the answer or, if none is due, a keepalive
+                 ──▶ nats-server answers "no responders" ──▶ ClientGone is raised from whatever the block awaits
 
-A client that went is so noticed within two PROBE_S of its going, in the queue and in a prefill as in decode.
+So a client that leaves is noticed within two PROBE_S, whether its request is queued, in prefill or in decode.
 """
 
 from __future__ import annotations
@@ -18,40 +18,42 @@ from shared.errors import BusDown
 from shared.messages import JSON_HEADER
 
 PROBE_S = 0.3
+"""Seconds between two probes of one inbox."""
 PROBES_PER_TURN = 64
-"""Of the event loop: 4,096 clients that wait at once must not stop the streams of others."""
+"""Probes sent in one turn of the event loop, so that 4,096 waiting clients do not stop the streams of others."""
 
 
 class ClientGone(Exception):
-    """Nobody listens at the inbox any more."""
+    """No client listens at the inbox any longer."""
 
 
 class ClientInbox:
-    """One client's, while it is served."""
+    """The inbox of one client while its request is served."""
 
     def __init__(self, bus: Bus, subject: str, end: asyncio.Timeout) -> None:
         self.keepalive: bytes | None = None
-        """A message that the client passes over; None: there is none, so it is asked only by messages of its answer."""
+        """A message that the client ignores, sent as a probe. None: only messages of the answer probe the inbox."""
         self._bus = bus
         self._connections: int | None = None
-        """Of the bus, when the answer's first message was sent."""
+        """The bus's count of connections when the first message of the answer was sent."""
         self._subject = subject
         self._end: asyncio.Timeout | None = end
         self._clock = asyncio.get_running_loop().time
         self._due = True
-        """The next message asks."""
+        """Whether the next message is to probe."""
         self._asked_s = self._asked_before_s = self._clock()
-        """When it was asked last, and the time before."""
+        """When the inbox was probed last, and the time before that."""
 
     async def send(self, payload: bytes, headers: Mapping[str, str] = JSON_HEADER) -> None:
-        """A message of the answer; with the last one, NATS has them all. Raises BusDown, also where one before it may
-        be lost: an answer with a gap must not get an end."""
+        """Send a message of the answer. When the last one is sent, nats-server has them all.
+
+        Raises BusDown, also if an earlier message may be lost: an answer with a gap must not get an end."""
         if self._connections is None:
             self._connections = self._bus.connections
         elif self._connections != self._bus.connections:
-            raise BusDown("NATS was away in the middle of the answer")
+            raise BusDown("the connection to NATS was lost in the middle of the answer")
         if LAST_HEADER in headers:
-            self.keepalive = None  # a client that has its answer goes: it must not be asked any more
+            self.keepalive = None  # the client may leave once it has its answer, so stop probing
         await self._publish(payload, headers)
         if LAST_HEADER in headers:
             await self._bus.confirm(self._connections)
@@ -65,36 +67,38 @@ class ClientInbox:
         await self._bus.publish(self._subject, payload, headers=headers, gone=self._found_gone)
 
     async def probe(self) -> None:
-        """PROBE_S have passed. Raises BusDown."""
+        """Make the next message a probe; if none came since the last call, send a keepalive. Raises BusDown.
+
+        To be called every PROBE_S."""
         if self._due and self.keepalive is not None:
             await self._publish(self.keepalive, JSON_HEADER)
         self._due = True
 
     def close(self) -> float:
-        """No longer served. For how long nobody can have listened, at most."""
+        """Stop probing. Return the longest time in seconds for which the inbox can have had no listener."""
         self._end = None
         return self._clock() - self._asked_before_s
 
     def _found_gone(self) -> None:
         end, self._end = self._end, None
-        if end is not None:  # once: a second time, while the block still ends, would raise
+        if end is not None:  # a second call, while the block unwinds, would raise
             end.reschedule(self._clock())
 
 
 class ClientInboxes:
-    """Those of all requests that came by NATS."""
+    """The inboxes of all requests that came over NATS and are being served."""
 
     def __init__(self, bus: Bus, metrics: Metrics) -> None:
         self._bus = bus
         self._metrics = metrics
-        self._served: dict[ClientInbox, None] = {}
+        self._watched: dict[ClientInbox, None] = {}
 
     @asynccontextmanager
     async def watch(self, subject: str) -> AsyncIterator[ClientInbox]:
-        """Raises Gone out of the block as soon as nobody is found to listen."""
+        """Probe the inbox while the block runs; raise ClientGone from the block as soon as no client listens."""
         end = asyncio.timeout(None)
         inbox = ClientInbox(self._bus, subject, end)
-        self._served[inbox] = None
+        self._watched[inbox] = None
         unnoticed_s = 0.0
         try:
             async with end:
@@ -108,16 +112,16 @@ class ClientInboxes:
             self._metrics.unnoticed.observe(unnoticed_s)
             raise ClientGone from None
         finally:
-            del self._served[inbox]
+            del self._watched[inbox]
 
     async def run(self) -> None:
-        """Asks, until cancelled."""
+        """Probe all watched inboxes every PROBE_S until cancelled."""
         while True:
             await asyncio.sleep(PROBE_S)
-            for number, inbox in enumerate(list(self._served), 1):
+            for number, inbox in enumerate(list(self._watched), 1):
                 try:
                     await inbox.probe()
                 except BusDown:
-                    break  # nobody can be asked now
+                    break  # no inbox can be probed now
                 if not number % PROBES_PER_TURN:
                     await asyncio.sleep(0)

@@ -1,11 +1,11 @@
-"""What all requests at the HTTP door have in common: a browser's question, a key, and some headers of every answer.
+"""Checks and headers that all HTTP requests have in common: preflights, API keys, request ids.
 
-no version in its first line, or two keys   ──▶  400
-a body with a Content-Encoding              ──▶  415, unread
-OPTIONS with Origin, where origins are set  ──▶  204 or 403, no key needed
-any but OPEN, where keys are asked for      ──▶  401, before the body is read, or the request's account
-every answer                                ──▶  X-Request-Id, what is left of the key's limits, and that nobody
-                                                 is to keep it or to guess its type; not what server this is
+no HTTP version in the first line, or two keys  ──▶  400
+a body with a Content-Encoding                  ──▶  415, the body is not read
+OPTIONS with Origin, if origins are set         ──▶  204 or 403, no key needed
+a path not in KEYLESS_PATHS, if keys are set    ──▶  401 before the body is read, or the account of the request
+every answer                                    ──▶  X-Request-Id, the key's rate limits, `no-store` and `nosniff`;
+                                                     no Server header
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.errors import InvalidRequest
 REQUEST_ID_HEADER = "X-Request-Id"
 ENCODING_HEADER = "Content-Encoding"
 KEYLESS_PATHS = frozenset({"/live", "/health"})
-"""Paths that need no key: a balancer has none."""
+"""Paths that need no API key, since a load balancer has none."""
 _REQUEST_ID = web.RequestKey("named", RequestId)
 _ACCOUNT = web.RequestKey("account", Account)
 _OPTIONS = 204
@@ -35,7 +35,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Middleware:
-    """Of one HTTP door. Its middleware is to be the one just before the handlers."""
+    """The middleware of one HTTP server. It must be the innermost, just before the handlers."""
 
     def __init__(self, access: Authenticator, config: HttpConfig) -> None:
         self._access = access
@@ -43,16 +43,14 @@ class Middleware:
 
     @web.middleware
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Lets it through, or answers it."""
-        if (unfit := _unfit(request)) is not None:
-            return error_response(failure_of(unfit))
+        """Pass the request on to its handler, or refuse it."""
+        if (malformed := _malformed(request)) is not None:
+            return error_response(failure_of(malformed))
         if self._cors.is_preflight(request.method, request.headers):
             allowed = self._cors.preflight_headers(request.headers)
-            return (
-                error_response(allowed)
-                if isinstance(allowed, Failure)
-                else web.Response(status=_OPTIONS, headers=allowed)
-            )
+            if isinstance(allowed, Failure):
+                return error_response(allowed)
+            return web.Response(status=_OPTIONS, headers=allowed)
         if request.path not in KEYLESS_PATHS:
             try:
                 account = self._access.authenticate(request.headers.get(HEADER))
@@ -63,7 +61,7 @@ class Middleware:
         return await handler(request)
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For `on_response_prepare`."""
+        """Add the headers that every response has; an aiohttp `on_response_prepare` signal."""
         headers = response.headers
         headers[REQUEST_ID_HEADER] = request_id_of(request).shown
         headers["X-Content-Type-Options"] = "nosniff"
@@ -74,16 +72,16 @@ class Middleware:
             headers.update(account.rate_limit_headers(asyncio.get_running_loop().time()))
 
 
-def _unfit(request: web.Request) -> InvalidRequest | None:
-    """What is wrong with it, whoever asks for whatever."""
+def _malformed(request: web.Request) -> InvalidRequest | None:
+    """Return what makes the request unacceptable on any path."""
     if request.version < HttpVersion10:
-        return InvalidRequest("the request's first line names no version of HTTP; 1.0 and 1.1 are served")
+        return InvalidRequest("the request's first line names no HTTP version; send HTTP/1.0 or HTTP/1.1")
     if len(request.headers.getall(HEADER, ())) > 1:
-        return InvalidRequest(f"{HEADER}: it is there more than once", param=HEADER)
+        return InvalidRequest(f"{HEADER}: the header is there more than once; send one key", param=HEADER)
     codings = ",".join(request.headers.getall(ENCODING_HEADER, ())).lower().split(",")
     if request.body_exists and {coding.strip() for coding in codings} - {"", "identity"}:
         return InvalidRequest(
-            f"{ENCODING_HEADER}: a body is read as it is sent, so send it without a coding",
+            f"{ENCODING_HEADER}: encoded bodies are not supported; send the body uncompressed",
             param=ENCODING_HEADER,
             status=415,
         )
@@ -91,17 +89,17 @@ def _unfit(request: web.Request) -> InvalidRequest | None:
 
 
 def account_of(request: web.Request) -> Account | None:
-    """Whose it is; None: no key was asked for."""
+    """Return the account whose key the request carries; None if no key is required."""
     return request.get(_ACCOUNT)
 
 
 def request_id_of(request: web.Request) -> RequestId:
-    """The request's name; the same at each call."""
+    """Return the request's id, the same at each call: the client's, if it is usable, or a new one."""
     if _REQUEST_ID not in request:
         request[_REQUEST_ID] = request_id(request.headers.get(REQUEST_ID_HEADER, ""))
     return request[_REQUEST_ID]
 
 
 def error_response(wrong: Failure) -> web.Response:
-    """A refusal as a response."""
+    """Return a failure as an HTTP response."""
     return web.Response(status=wrong.status, body=wrong.payload, content_type="application/json", headers=wrong.headers)

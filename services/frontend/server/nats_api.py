@@ -1,20 +1,19 @@
-"""The NATS door: the same operations for programs that have only a NATS client.
+"""The API over NATS: the same operations as over HTTP, for programs that have only a NATS client.
 
     request   headrace.{ns}.frontend.chat        OpenAI's JSON body
-    replies   one JSON object a message          a whole answer, or one chunk a message with `stream: true`
+    replies   one JSON object per message        the whole answer, or with `stream: true` one chunk per message
     last      header Headrace-Last: true         a failure also has Headrace-Status: its HTTP status
 
-Where keys are asked for, the request shows its own in the header Authorization, as over HTTP, and the last message says
-what is left of its limits. A request may name itself in X-Request-Id, and the last message does.
+If API keys are required, the request carries its key in the header Authorization, as over HTTP, and the last message
+has the key's rate limits. A request may bring its id in X-Request-Id; the last message always has it.
 
-A client that vanishes is noticed by its inbox, as inbox_probe.py says; a stream that has nothing to say asks by
-chunks without text. A request without `stream` has one message to send and nothing to ask with (its deadline ends it),
-unless it carries the header Headrace-Probe: then empty messages may come before its answer. Those that cannot be asked
-have a bound of their own (`limits.unasked`).
+inbox_probe.py notices a client that vanishes; a stream probes its client with chunks that have no text. A request
+without `stream` has nothing to probe with, so only its deadline ends it, unless it has the header Headrace-Probe: then
+empty messages may come before its answer. `limits.unasked` bounds the requests that cannot be probed.
 
-Requests come by a connection of their own (runtime.doors), answers leave by the services'. nats-server cuts off a
-connection that does not take what clients send, and token streams come by the other one. What has come and waits here
-is bounded; at the bound a request gets 429, unread.
+Requests come over a connection of their own (runtime.doors), and answers leave over the connection of the services:
+nats-server cuts off a connection that does not read what clients send, and token streams come over the second one.
+Requests that have come and wait here are bounded; at the bound a request gets 429 and is not read.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.frontend.auth.access import HEADER, Authenticator
 from services.frontend.auth.accounts import Account
@@ -47,36 +47,40 @@ from shared.runtime.lifecycle import Runtime
 STATUS_HEADER = "Headrace-Status"
 PROBE_HEADER = "Headrace-Probe"
 QUEUE = "frontend"
+"""Name of the queue group that all frontends join, so that each request reaches one of them."""
 WAITING_LIMIT = 4096
-"""Requests of one operation that have come and are not begun; shared/bus/receive_queue.py bounds their bytes too."""
+"""Requests of one operation that have come and wait to be read; shared/bus/receive_queue.py bounds their bytes too."""
 ACTIVE_REFUSALS_LIMIT = 256
-"""Answers at a time that too many wait; other requests over the bound get none."""
+"""Requests over WAITING_LIMIT that are being answered with 429 at one time; further ones get no answer."""
 DEFAULT_INBOX_PREFIX = "_INBOX"
-"""What clients' inboxes begin with by default."""
+"""The prefix of inboxes that NATS clients use by default."""
 FAILURE_RETRY_S = 0.5
+"""Seconds between two attempts to send a failure."""
 FAILURE_ATTEMPTS = 600
-"""To tell a failure: a NATS that is away for five minutes loses none."""
+"""Attempts to send a failure, so that none is lost while NATS is unavailable for up to five minutes."""
 
+_BAD_REPLY = "a request over NATS names no client's inbox as its reply subject"
+_LOST = "an answer over NATS was lost"
 _LAST = {**JSON_HEADER, LAST_HEADER: "true"}
 _Receiver = Callable[[Message], Awaitable[None]]
 
 
 class _NatsRequest(Struct, frozen=True):
-    """One request."""
+    """A request as it came, with its id and account."""
 
     message: Message
-    named: RequestId
+    id: RequestId
     account: Account | None
-    """None: no key is asked for, or it has shown none."""
+    """None: no key is required, or the request has no valid one."""
 
-    def last(self) -> dict[str, str]:
-        """The headers of the last message."""
-        left = {} if self.account is None else self.account.rate_limit_headers(asyncio.get_running_loop().time())
-        return {**_LAST, REQUEST_ID_HEADER: self.named.shown, **left}
+    def last_headers(self) -> dict[str, str]:
+        """Return the headers of the answer's last message."""
+        limits = {} if self.account is None else self.account.rate_limit_headers(asyncio.get_running_loop().time())
+        return {**_LAST, REQUEST_ID_HEADER: self.id.shown, **limits}
 
 
 class _Peek(Struct):
-    """What is looked for in a body before it is decoded."""
+    """The field of a body that is read before the body is decoded."""
 
     stream: bool | None = None
 
@@ -85,7 +89,7 @@ _peek = msgspec.json.Decoder(_Peek).decode
 
 
 def _streams(body: bytes) -> bool:
-    """Also where it cannot be read: it is refused at once."""
+    """Tell whether a body asks for a stream. True for a body that is no JSON, since that is refused at once."""
     try:
         return _peek(body).stream is True
     except (msgspec.DecodeError, RecursionError):
@@ -93,7 +97,7 @@ def _streams(body: bytes) -> bool:
 
 
 class NatsApi:
-    """Answers on the clients' subjects."""
+    """Subscribes to the clients' subjects and answers their requests."""
 
     def __init__(
         self,
@@ -104,7 +108,7 @@ class NatsApi:
         access: Authenticator,
         inbox: str = DEFAULT_INBOX_PREFIX,
     ) -> None:
-        """`inbox` is what the inboxes of services begin with."""
+        """`inbox` is the prefix of the services' inboxes, to which no client may have answers sent."""
         self._runtime = runtime
         self._exchange = exchange
         self._frontend = frontend
@@ -112,17 +116,16 @@ class NatsApi:
         self._access = access
         self._doors = runtime.bus if runtime.doors is None else runtime.doors
         self._publish = runtime.bus.publish
-        # Where services have no prefix of their own, clients' replies cannot be kept apart from theirs.
-        self._ours = (f"{subjects.ROOT}.", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
+        # If the services use the default prefix, their inboxes cannot be distinguished from those of clients.
+        self._service_prefixes = (f"{subjects.ROOT}.", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
         self._limited_log = RateLimitedLog()
         self._refusals = 0
         self._inboxes = ClientInboxes(runtime.bus, metrics)
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
-        """Subscribe, one of the queue group."""
-        self._runtime.tasks.create_task(self._inboxes.run(), name="ask whether NATS clients listen")
-
+        """Subscribe to the subject of each operation, as a member of the queue group."""
+        self._runtime.tasks.create_task(self._inboxes.run(), name="probe NATS clients")
         receivers: dict[str, _Receiver] = {operation: self._receiver(operation) for operation in OPERATIONS}
         for operation, receive in (receivers | {"models": self._models}).items():
             subject = subjects.client(self._runtime.namespace, operation)
@@ -133,124 +136,123 @@ class NatsApi:
             )
 
     async def stop(self) -> None:
-        """No new requests; those that run go on."""
+        """Unsubscribe: no new requests come, and those that run go on."""
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
 
     def _receiver(self, operation: Operation) -> _Receiver:
         async def receive(message: Message) -> None:
-            if (asked := await self._asked(message)) is not None:
-                self._runtime.tasks.create_task(self._serve(operation, asked), name=f"nats {operation}")
+            if (request := await self._accept(message)) is not None:
+                self._runtime.tasks.create_task(self._serve(operation, request), name=f"nats {operation}")
 
         return receive
 
     async def _models(self, message: Message) -> None:
-        if (asked := await self._asked(message)) is not None:
-            await self._publish(message.reply, self._exchange.models(), headers=asked.last())
+        if (request := await self._accept(message)) is not None:
+            await self._publish(message.reply, self._exchange.models(), headers=request.last_headers())
 
-    async def _asked(self, message: Message) -> _NatsRequest | None:
-        """None: it is not to be answered, or was, that its key is not good."""
+    async def _accept(self, message: Message) -> _NatsRequest | None:
+        """Check a request's reply subject and key. None: it has been refused, or must not be answered."""
         if not self._answerable(message):
             return None
-        named = request_id(message.headers.get(REQUEST_ID_HEADER, ""))
+        request = _NatsRequest(message, request_id(message.headers.get(REQUEST_ID_HEADER, "")), None)
         if not self._runtime.bus.connected:
-            await self._fail(
-                _NatsRequest(message, named, None), Unavailable("this frontend is cut off from workers"), tries=1
-            )
+            await self._fail(request, Unavailable("this frontend has lost its connection to the workers"), attempts=1)
             return None
         try:
-            return _NatsRequest(message, named, self._access.authenticate(message.headers.get(HEADER)))
+            return replace(request, account=self._access.authenticate(message.headers.get(HEADER)))
         except InvalidRequest as wrong:
-            await self._fail(_NatsRequest(message, named, None), wrong, tries=1)  # once: strangers leave nothing behind
+            await self._fail(request, wrong, attempts=1)  # a client without a key must not occupy memory for long
             return None
 
     def _answerable(self, message: Message) -> bool:
-        """We may publish where a client may not: it must not make us say something to a service in its place."""
-        if message.reply and not message.reply.startswith(self._ours):
+        """Check that the reply subject is a client's inbox. This frontend may publish where clients may not, so a
+        client must not be able to make it send a message to a service."""
+        if message.reply and not message.reply.startswith(self._service_prefixes):
             try:
-                subjects.check(message.reply)  # nats-server lets a client name anything, `a..b` and `>` too
+                subjects.check(message.reply)  # nats-server lets a client name any subject, even `a..b` and `>`
                 return True
             except ProtocolError:
                 pass
         self._metrics.unanswerable.inc()
-        self._limited_log.warn(
-            "a request over NATS has no inbox of a client as its reply subject",
-            f"{message.reply!r}, on {message.subject}",
-        )
+        self._limited_log.warn(_BAD_REPLY, f"{message.reply!r}, on {message.subject}")
         return False
 
     def _refuse(self, message: Message) -> None:
-        """Too many wait: it is not read."""
+        """Refuse a request unread, as too many wait."""
         self._metrics.rejections.labels("nats_waiting").inc()
         if self._refusals < ACTIVE_REFUSALS_LIMIT:
             self._refusals += 1
-            self._runtime.tasks.create_task(self._say_refused(message), name="nats refusal")
+            self._runtime.tasks.create_task(self._answer_refused(message), name="nats refusal")
 
-    async def _say_refused(self, message: Message) -> None:
+    async def _answer_refused(self, message: Message) -> None:
         try:
             if self._answerable(message):
-                why = Overloaded(f"{WAITING_LIMIT} requests on {message.subject} wait to be read")
-                await self._fail(_NatsRequest(message, request_id(""), None), why, tries=1)
+                why = Overloaded(f"{WAITING_LIMIT} requests on {message.subject} already wait to be read")
+                await self._fail(_NatsRequest(message, request_id(""), None), why, attempts=1)
         finally:
             self._refusals -= 1
 
-    async def _serve(self, operation: Operation, asked: _NatsRequest) -> None:
-        status, message = CLIENT_GONE, asked.message
+    async def _serve(self, operation: Operation, request: _NatsRequest) -> None:
+        status, message = CLIENT_GONE, request.message
         try:
             async with self._inboxes.watch(message.reply) as inbox:
-                status = await self._answer(operation, asked, inbox)
+                status = await self._answer(operation, request, inbox)
         except ClientGone:
             self._metrics.disconnected.inc()
         except BusDown as why:
-            self._limited_log.warn("an answer over NATS is lost", f"{message.subject}: {why}")
-            await self._fail(asked, Unavailable("NATS was away, and a part of the answer may be lost"))
+            self._limited_log.warn(_LOST, f"{message.subject}: {why}")
+            await self._fail(
+                request, Unavailable("the connection to NATS was lost, and a part of the answer may be missing")
+            )
         except asyncio.CancelledError:
-            await self._fail(asked, Unavailable("this frontend has ended"), tries=1)
+            await self._fail(request, Unavailable("this frontend has shut down"), attempts=1)
             raise
         finally:
             self._metrics.requests.labels(operation, str(status)).inc()
 
-    async def _answer(self, operation: Operation, asked: _NatsRequest, inbox: ClientInbox) -> int:
-        """The status it amounts to. Raises BusDown."""
-        message = asked.message
-        may_be_asked = PROBE_HEADER in message.headers
-        if may_be_asked:
+    async def _answer(self, operation: Operation, request: _NatsRequest, inbox: ClientInbox) -> int:
+        """Send the answer or a failure; return its HTTP status. Raises BusDown."""
+        message = request.message
+        may_probe = PROBE_HEADER in message.headers
+        if may_probe:
             inbox.keepalive = b""
         try:
-            with self._frontend.admitted(len(message.payload), asked.account) as place:
-                if not (may_be_asked or _streams(message.payload)):
+            with self._frontend.admitted(len(message.payload), request.account) as place:
+                if not (may_probe or _streams(message.payload)):
                     place.unasked()
                 begun = asyncio.get_running_loop().time()
-                asking = Asking(asked.named, place, begun, message.headers.get(deadline.HEADER))
+                asking = Asking(request.id, place, begun, message.headers.get(deadline.HEADER))
                 async with self._exchange.answer(operation, message.payload, asking) as reply:
                     if not reply.streams:
-                        await inbox.send(await reply.whole(), asked.last())
+                        await inbox.send(await reply.whole(), request.last_headers())
                         return 200
                     if inbox.keepalive is None:
                         inbox.keepalive = reply.nothing()
                     async for chunk in reply.chunks():
-                        await inbox.send(chunk.payload, asked.last() if chunk.last else JSON_HEADER)
+                        await inbox.send(chunk.payload, request.last_headers() if chunk.last else JSON_HEADER)
                     return 200
         except BusDown:
             raise
         except HeadraceError as error:
-            return await self._fail(asked, error)
+            return await self._fail(request, error)
 
-    async def _fail(self, asked: _NatsRequest, error: HeadraceError, tries: int = FAILURE_ATTEMPTS) -> int:
-        """Its status. A client that listens is owed an end: it is told again and again, until NATS has it. What is told
-        once goes by the clients' connection, which a stranger's failures may fill."""
-        message, wrong = asked.message, failure_of(error)
-        publish = self._publish if tries > 1 else self._doors.publish
-        headers = {**asked.last(), STATUS_HEADER: str(wrong.status), **wrong.headers}
-        for left in reversed(range(tries)):
+    async def _fail(self, request: _NatsRequest, error: HeadraceError, attempts: int = FAILURE_ATTEMPTS) -> int:
+        """Send a failure, if need be again and again until nats-server has it, since a client waits for an end. Return
+        its HTTP status. With one attempt it leaves over the clients' connection, which failures of strangers may fill.
+        """
+        message, wrong = request.message, failure_of(error)
+        publish = self._publish if attempts > 1 else self._doors.publish
+        headers = {**request.last_headers(), STATUS_HEADER: str(wrong.status), **wrong.headers}
+        for left in reversed(range(attempts)):
             connections = self._runtime.bus.connections
             try:
                 await publish(message.reply, wrong.payload, headers=headers)
-                if tries > 1:
+                if attempts > 1:
                     await self._runtime.bus.confirm(connections)  # a connection may be dead long before it breaks
                 break
             except BusDown as why:
                 if not left:
-                    self._limited_log.warn("an answer over NATS is lost", f"{message.subject}: {why}")
+                    self._limited_log.warn(_LOST, f"{message.subject}: {why}")
                     break
             await asyncio.sleep(FAILURE_RETRY_S)
         return wrong.status

@@ -1,13 +1,13 @@
-"""The HTTP port: accepts connections, bounds them in number and time, and stops without losing one.
+"""The HTTP port: accepts connections, limits their number and idle time, and shuts down without losing one.
 
-    open ──▶ notice ──▶ last call ──▶ closed
-             │          │             └ connections without a request are closed; what still runs at the end is cut off
-             │          └ nothing new is accepted; what has been is served
-             └ all is served, for `drain_delay_s`; each answer has `Connection: close` from here on
+    open ──▶ announce_closing ──▶ drain ──▶ closed
+             │                    │         └ requests that still run are cut off
+             │                    └ no new connections; the requests of open ones are served, idle ones are closed
+             └ all requests are served, for `drain_delay_s`; each answer has `Connection: close` from here on
 
-Several processes may share the port (SO_REUSEPORT). The kernel gives each connection to one of them when it is made, so
-one that stops accepts what waits for it before it closes its socket. (A handshake that is half done in that moment is
-refused, unless net.ipv4.tcp_migrate_req is 1; on one machine there is no such moment.)
+Several processes may share the port (SO_REUSEPORT). The kernel assigns each connection to one of them when it is made,
+so a process that stops accepts what the kernel holds for it before it closes its socket. (A TCP handshake that is half
+done at that moment is refused, unless net.ipv4.tcp_migrate_req is 1; on one machine there is no such moment.)
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from shared.errors import ConfigError, Unavailable
 from shared.runtime.observe import advertised
 
 BACKLOG = 4096
-"""Connections that the kernel keeps until they are accepted; net.core.somaxconn may be less."""
+"""Connections that the kernel holds until they are accepted; net.core.somaxconn may lower it."""
 DRAIN_S = 1.0
-"""How long clients that keep a connection may still ask on it, to be told with the answer that it closes."""
+"""Seconds in which clients may send one more request on a connection that they keep open, whose answer says that it
+closes."""
 LINGER_S = 2.0
-"""What a refused request goes on to send is read for so long, or its answer would be lost with the connection."""
+"""Seconds for which the rest of a refused request is still read; without that its answer could be lost with the
+connection."""
 SWEEP_S = 0.5
+"""Seconds between two checks for connections that have waited too long."""
 LAST_CHUNK = b"\r\n0\r\n\r\n"
-"""The end of a body in chunks that has no trailers, with the end of the line before it."""
+"""The end of a chunked body without trailers, including the end of the line before it."""
 _NEVER_S = 1e9
 
 _log = logging.getLogger(__name__)
@@ -49,8 +52,8 @@ _aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Who speaks no HTTP gets a 400 from aiohttp, who does not read is cut off; a traceback each would let anyone fill
-    the log."""
+    """Drop tracebacks that clients cause, or any client could fill the log: one that speaks no HTTP gets a 400 from
+    aiohttp, and one that does not read is cut off."""
     wrong = record.exc_info[1] if record.exc_info else None
     return not isinstance(wrong, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 
@@ -64,7 +67,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Port:
-    """One listening process's end. Its middleware is to be the application's outermost."""
+    """The listening side of one process. `track_request` must be the application's outermost middleware."""
 
     def __init__(self, config: HttpConfig, metrics: Metrics) -> None:
         self._config = config
@@ -75,24 +78,24 @@ class Port:
         )
         self._server: asyncio.Server | None = None
         self._acceptor: Acceptor | None = None
-        """Where it speaks TLS."""
+        """Only with TLS."""
         self._connect: Callable[[Handshake | None], _HttpConnection]
         self._certificate = Certificate(config, metrics) if config.tls_cert else None
         self._tasks: asyncio.TaskGroup
-        """Of handshakes."""
+        """The tasks of TLS handshakes."""
         self._sweeping: asyncio.TimerHandle
         self._swept_s = self._now()
-        self._spared = False
-        """At the last look, since that came late."""
+        self._skipped_sweep = False
+        """Whether the last sweep closed nothing because it came late."""
         self._ending = False
         self._empty = asyncio.Event()
-        """Set when the last connection goes."""
+        """Set when the last connection closes."""
 
-    # --- what aiohttp tells
+    # --- what aiohttp and the connections report
 
     @web.middleware
     async def track_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Knows which connections have a request."""
+        """Record which connections have a request."""
         connection = request.protocol
         self.connections.request_began(connection)
         try:
@@ -100,19 +103,19 @@ class Port:
         finally:
             self.connections.request_ended(connection, self._now())
             if self._ending:
-                connection.close()  # when it is answered; a stream that began before could not say so in its head
+                connection.close()  # a stream that began earlier could not announce it in its headers
 
     async def add_connection_header(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For `on_response_prepare`: the last answer of a connection says so."""
-        if self._ending or cast(_HttpConnection, request.protocol).may_leak(request):
+        """Announce in the last answer of a connection that it closes; an aiohttp `on_response_prepare` signal."""
+        if self._ending or cast(_HttpConnection, request.protocol).may_leak_trailer(request):
             response.force_close()
             response.headers["Connection"] = "close"
 
     def admit_connection(self, connection: AnyConnection) -> bool:
-        """Whether a new connection may stay; at the limit one that is idle makes room for it."""
+        """Add a new connection and return True; False: it must be closed. At the limit an idle one is closed for it."""
         now = self._now()
-        if (longest := self.connections.to_evict(now)) is not None:
-            self._close(longest, "room")
+        if (evicted := self.connections.to_evict(now)) is not None:
+            self._close(evicted, "room")
         if self.connections.full:
             self._metrics.closed_connections.labels("full").inc()
             return False
@@ -121,35 +124,35 @@ class Port:
         return True
 
     def handshake_done(self, connection: Handshake) -> None:
-        """Its hands are shaken; what it becomes is counted at once."""
+        """Forget a handshake that succeeded; the HTTP connection that it becomes is added at once."""
         self.connections.remove(connection)
 
     def handshake_failed(self) -> None:
-        """One was not shaken hands with: it spoke no TLS, or was slow, or went."""
+        """Count a TLS handshake that failed: wrong protocol, timeout or disconnect."""
         self._metrics.closed_connections.labels("handshake").inc()
 
     def bytes_received(self, connection: AnyConnection) -> None:
-        """Bytes came on it."""
+        """Record that bytes came on a connection."""
         self.connections.bytes_received(connection, self._now())
 
     def connection_closed(self, connection: AnyConnection) -> None:
-        """It is closed."""
+        """Forget a connection that is closed."""
         self.connections.remove(connection)
         self._metrics.connections.set(len(self.connections))
         if not len(self.connections):
             self._empty.set()
 
-    # --- its life
+    # --- start and shutdown
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Where it speaks TLS: read the certificate, and follow it. Raises ConfigError."""
+        """With TLS, read the certificate and reload it whenever its files change. Raises ConfigError."""
         if self._certificate is not None:
             self._tasks = tasks
             await self._certificate.load_and_watch(tasks)
 
     @asynccontextmanager
     async def open(self, app: web.Application) -> AsyncIterator[str]:
-        """Listens while the context is open; gives the base URL. Raises ConfigError if it cannot."""
+        """Listen while the context is open; yields the base URL. Raises ConfigError if the port cannot be opened."""
         config, loop = self._config, asyncio.get_running_loop()
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
@@ -186,12 +189,12 @@ class Port:
         handshake.begin(self, self._certificate.context, plain, self._config.header_s, self._tasks)
 
     async def announce_closing(self) -> None:
-        """Accepts connections for `drain_delay_s` more; each answer says that its connection closes."""
+        """Serve for `drain_delay_s` more; each answer announces that its connection closes."""
         self._ending = True
         await asyncio.sleep(self._config.drain_delay_s)
 
     async def drain(self) -> None:
-        """Accepts no more, and returns when those who keep a connection have had their time to ask on it once more."""
+        """Accept no more connections. Give open ones DRAIN_S for a last request, then close those that are idle."""
         self._ending = True
         await self._stop_accepting()
         if len(self.connections):
@@ -212,10 +215,10 @@ class Port:
         for each in server.sockets:
             with socket.socket(fileno=os.dup(each.fileno())) as listener:  # uvloop's own has no `accept`
                 listener.setblocking(False)
-                with suppress(OSError):  # BlockingIOError: nobody waits any more
+                with suppress(OSError):  # BlockingIOError: no connection waits any longer
                     while True:
                         accepted.append(listener.accept()[0])
-                listener.shutdown(socket.SHUT_RD)  # now: uvloop may close its own a turn later
+                listener.shutdown(socket.SHUT_RD)  # uvloop may close its own socket only a turn later
         server.close()
         for connection in accepted:
             if self._certificate is None:
@@ -223,13 +226,14 @@ class Port:
             else:
                 connection.setblocking(False)
                 self._begin_handshake(connection)
-        await asyncio.sleep(0)  # those that uvloop accepted just before come in the loop's next turn
+        await asyncio.sleep(0)  # connections that uvloop has just accepted appear in the loop's next turn
 
     def _sweep(self) -> None:
-        """Where this process stood still, timers come before what was sent to it meanwhile: that is read first."""
+        """Close connections that have waited too long. If this process was stopped for a while, its timers fire before
+        it reads what clients sent in the meantime; so a late sweep is skipped once."""
         since_s, self._swept_s = self._swept_s, self._now()
-        self._spared = not self._spared and self._swept_s - since_s > 2 * SWEEP_S
-        if not self._spared:
+        self._skipped_sweep = not self._skipped_sweep and self._swept_s - since_s > 2 * SWEEP_S
+        if not self._skipped_sweep:
             for connection, why in list(self.connections.pop_overdue(self._swept_s)):
                 self._close(connection, why)
         self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
@@ -239,34 +243,34 @@ class Port:
         self._metrics.closed_connections.labels(why).inc()
         transport = connection.transport
         if why == "header" and transport is not None:
-            transport.write(_LATE)
+            transport.write(_HEADER_TIMEOUT)
         connection.force_close()
         if transport is not None and transport.get_write_buffer_size():
-            transport.abort()  # its client does not read: closing would wait for it, and nothing bounds that
+            transport.abort()  # the client does not read, and closing would wait for it without a limit
 
 
 class _HttpConnection(web.RequestHandler):
-    """aiohttp's protocol of one connection, which tells the port what happens. The port bounds its idle time."""
+    """aiohttp's protocol of one connection, which reports to the port what happens. The port limits its idle time."""
 
     __slots__ = ("_handshake", "_last_bytes", "_port")
 
     def __init__(
         self, port: Port, server: web.Server, loop: asyncio.AbstractEventLoop, handshake: Handshake | None
     ) -> None:
-        """`handshake` is what was counted as this connection until it is made."""
+        """`handshake` was counted in place of this connection until it is made; None without TLS."""
         super().__init__(
             server,
             loop=loop,
             keepalive_timeout=_NEVER_S,
             lingering_time=LINGER_S,
-            auto_decompress=False,  # it would be done in the loop, for who is refused too
+            auto_decompress=False,  # it would run in the event loop, even for requests that are refused
             access_log=_no_log,
             logger=_aiohttp_log,
         )
         self._port = port
         self._handshake = handshake
         self._last_bytes = b""
-        """The last bytes that came, as many as LAST_CHUNK has."""
+        """The last bytes received, as many as LAST_CHUNK has."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._handshake is not None:
@@ -274,7 +278,7 @@ class _HttpConnection(web.RequestHandler):
         if self._port.admit_connection(self):
             super().connection_made(transport)
         else:
-            cast(asyncio.Transport, transport).write(_FULL)  # uvloop's is not made from the class
+            cast(asyncio.Transport, transport).write(_FULL)  # uvloop's transport is not a subclass
             transport.close()
 
     def handle_error(
@@ -284,33 +288,33 @@ class _HttpConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """aiohttp's, which it logs, in OpenAI's shape."""
+        """Answer with OpenAI's error object what aiohttp could not parse or handle, and log as aiohttp does."""
         plain = super().handle_error(request, status, exc, message)
-        said = plain.text if isinstance(plain, web.Response) and status < 500 else None
-        said = said and re.split("[:\n]", said, maxsplit=1)[0]  # behind it stands what was sent, perhaps a key
+        reason = plain.text if isinstance(plain, web.Response) and status < 500 else None
+        reason = reason and re.split("[:\n]", reason, maxsplit=1)[0]  # the rest repeats what was sent, perhaps a key
         kind = "invalid_request_error" if status < 500 else "server_error"
-        wrong = failure(status, said or "the server has failed", kind)
+        wrong = failure(status, reason or "internal server error", kind)
         response = _NoServerHeader(status=status, body=wrong.payload, content_type="application/json")
         response.force_close()
         return response
 
     def data_received(self, data: bytes) -> None:
-        if data:  # aiohttp calls it itself with none
+        if data:  # aiohttp itself calls this with empty data
             self._port.bytes_received(self)
             self._last_bytes = (self._last_bytes + data[-len(LAST_CHUNK) :])[-len(LAST_CHUNK) :]
         super().data_received(data)
 
-    def may_leak(self, request: web.Request) -> bool:
-        """Whether the next request may get a header out of this one: then this must be the connection's last.
+    def may_leak_trailer(self, request: web.Request) -> bool:
+        """Tell whether a trailer of this request may become a header of the next one. Then the connection must close.
 
-        aiohttp's parser (3.14.5) takes the last trailer of a body in chunks for the first header of the next request. A
-        request has no trailers where it is whole, LAST_CHUNK came last, and no other request came meanwhile: `0` is
-        no trailer, which has a colon.
+        aiohttp's parser (3.14.5) takes the last trailer of a chunked body for the first header of the next request. A
+        request surely has no trailer if it is complete, LAST_CHUNK came last and no other request has come: `0` is no
+        trailer, since a trailer has a colon.
         """
         if "Transfer-Encoding" not in request.headers:
             return False
-        whole = request.content.is_eof() and self._last_bytes == LAST_CHUNK
-        return not whole or bool(self._messages) or self._upgraded
+        complete = request.content.is_eof() and self._last_bytes == LAST_CHUNK
+        return not complete or bool(self._messages) or self._upgraded
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._port.connection_closed(self)
@@ -321,7 +325,7 @@ AnyConnection = web.RequestHandler | Handshake
 
 
 class _NoServerHeader(web.Response):
-    """Does not say what server this is, where no application is asked for its headers."""
+    """A response without a Server header, for answers that pass no application and so no middleware."""
 
     async def _prepare_headers(self) -> None:
         await super()._prepare_headers()
@@ -329,7 +333,7 @@ class _NoServerHeader(web.Response):
 
 
 def _response(reason: str, wrong: Failure) -> bytes:
-    """A whole HTTP response that closes its connection."""
+    """Return the bytes of a whole HTTP response that closes its connection."""
     headers = {
         "Content-Type": "application/json",
         "Content-Length": str(len(wrong.payload)),
@@ -340,10 +344,8 @@ def _response(reason: str, wrong: Failure) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + wrong.payload
 
 
-_LATE = _response(
+_HEADER_TIMEOUT = _response(
     "Request Timeout",
-    failure(408, "the request's headers did not come in time", "invalid_request_error", code="request_timeout"),
+    failure(408, "the request's headers did not arrive in time", "invalid_request_error", code="request_timeout"),
 )
-_FULL = _response(
-    "Service Unavailable", failure_of(Unavailable("this frontend has as many connections as it may have"))
-)
+_FULL = _response("Service Unavailable", failure_of(Unavailable("this frontend has reached its limit of connections")))

@@ -1,12 +1,13 @@
-"""The HTTP door: OpenAI's paths, and two of vLLM's, on aiohttp. The port that it is on is server/port.py's.
+"""The HTTP API: OpenAI's paths and two of vLLM's, on aiohttp. server/port.py has the port that it listens on.
 
-A handler is cancelled when its client disconnects, which leaves `Exchange.answer` and so cancels the request; and it
-waits in `Body.write` when its client does not read, while what comes meanwhile is put together into fewer chunks.
+A handler is cancelled when its client disconnects; that leaves `Exchange.answer` and so cancels the request. While the
+client does not read, the handler waits in `ResponseBody.write`, and the text that comes is merged into fewer chunks.
 
-An error before the first text is an HTTP status with OpenAI's error object; later it is an SSE event, and no [DONE].
+An error before the first text is an HTTP status with OpenAI's error object. A later one is an SSE event, and no [DONE]
+follows it.
 
-Every response names its request in X-Request-Id: as the client did, where that name is short and plain, or as we do.
-Who may ask, and what every answer says beside, is server/middleware.py's.
+Every response has the request's id in X-Request-Id: the client's, if it is short and plain, or one of ours.
+server/middleware.py checks keys and adds the headers that all answers have.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _JSON = "application/json"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
-    "X-Accel-Buffering": "no",  # nginx would collect chunks
+    "X-Accel-Buffering": "no",  # keeps nginx from collecting chunks
 }
 CLIENT_GONE = 499
-"""nginx's status for a client that went first; nobody receives it, metrics count it."""
+"""nginx's status for a client that disconnected before its answer. It is only counted in metrics, never sent."""
 
 
 class HttpApi:
-    """The application and its handlers."""
+    """The aiohttp application and its handlers."""
 
     def __init__(
         self,
@@ -56,36 +57,36 @@ class HttpApi:
         metrics: Metrics,
         config: HttpConfig,
         port: Port,
-        gate: Middleware,
+        middleware: Middleware,
     ) -> None:
         self._exchange = exchange
         self._frontend = frontend
         self._metrics = metrics
         self._config = config
         self._port = port
-        self._gate = gate
+        self._middleware = middleware
         self.url = ""
-        """Where the application listens, once it does."""
+        """The base URL where the application listens, set once it does."""
 
-    def app(self, described: bytes) -> web.Application:
-        """The routes; `described`: the document that does so. Bodies over the limit are 413."""
-        middlewares = [self._port.track_request, _openai_errors, self._gate.handle]
+    def app(self, document_json: bytes) -> web.Application:
+        """Make the application with all routes. `document_json` is the OpenAPI document that it serves."""
+        middlewares = [self._port.track_request, _openai_errors, self._middleware.handle]
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(self._port.add_connection_header)
-        app.on_response_prepare.append(self._gate.add_headers)
+        app.on_response_prepare.append(self._middleware.add_headers)
         for operation, path in PATHS.items():
             app.router.add_post(path, self._handler(operation), expect_handler=_continue_later)
         for operation, method in STORED_METHODS.items():
             app.router.add_route(method, STORED_PATH, self._handler(operation))
 
-        async def describe(_request: web.Request) -> web.Response:
-            return _respond(200, described)
+        async def openapi(_request: web.Request) -> web.Response:
+            return _respond(200, document_json)
 
-        async def tell_version(_request: web.Request) -> web.Response:
+        async def version(_request: web.Request) -> web.Response:
             return _respond(200, msgspec.json.encode(Version(VERSION)))
 
-        app.router.add_get(document.PATH, describe)
-        app.router.add_get("/version", tell_version)
+        app.router.add_get(document.PATH, openapi)
+        app.router.add_get("/version", version)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app
@@ -97,7 +98,7 @@ class HttpApi:
         return handle
 
     async def _counted(self, operation: Operation, request: web.Request) -> web.StreamResponse:
-        status = 500  # aiohttp's answer to what nobody expected
+        status = 500  # aiohttp's answer to an unexpected exception
         try:
             response, status = await self._answer(operation, request)
         except (asyncio.CancelledError, ConnectionError):
@@ -109,15 +110,15 @@ class HttpApi:
         return response
 
     async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
-        """The response, and the status that its outcome amounts to."""
+        """Return the response and the status to count, which for a failed stream is the failure's."""
         try:
             with self._frontend.arriving(account_of(request)) as place:
-                sent = _asked(request) if operation in STORED_METHODS else await self._body(request, place)
+                sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.begin()
                 begun = asyncio.get_running_loop().time()
                 asking = Asking(request_id_of(request), place, begun, request.headers.get(deadline.HEADER))
                 answer = self._exchange.answer(operation, sent, asking)
-                del sent  # the answer drops it too, once it is read
+                del sent  # the operation drops it too once it has decoded it
                 async with answer as reply:
                     if reply.streams:
                         return await self._stream(request, reply)
@@ -130,7 +131,7 @@ class HttpApi:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
             raise body_too_large(request.content_length)
         if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-            raise InvalidRequest("Expect: only 100-continue is known", status=417)
+            raise InvalidRequest("Expect: only 100-continue is supported", status=417)
         if "Expect" in request.headers and request.version >= HttpVersion11 and request.transport is not None:
             request.transport.write(_CONTINUE)
         body = bytearray()
@@ -145,13 +146,13 @@ class HttpApi:
         except web.RequestPayloadError as wrong:
             raise InvalidRequest(f"the body cannot be read: {wrong}") from None
         except TimeoutError:
-            raise InvalidRequest("the body did not come in time", code="request_timeout", status=408) from None
+            raise InvalidRequest("the body did not arrive in time", code="request_timeout", status=408) from None
 
     async def _whole(self, request: web.Request, payload: bytes) -> web.StreamResponse:
         return await ResponseBody(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s).write_all(payload)
 
     async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
-        body = ResponseBody(request, _SSE_HEADERS, unread_s=self._config.unread_s, named=reply.named)
+        body = ResponseBody(request, _SSE_HEADERS, unread_s=self._config.unread_s, typed_events=reply.named)
         status, last = 200, None if reply.named else b"[DONE]"
         try:
             async for chunk in reply.chunks(body.try_send):
@@ -173,13 +174,14 @@ class HttpApi:
             return error_response(failure_of(error))
 
 
-def _asked(request: web.Request) -> bytes:
-    """What the path and the query say, as a body."""
+def _path_and_query(request: web.Request) -> bytes:
+    """Return the parameters in the path and the query as a JSON body, as the operation has it over NATS."""
     return msgspec.json.encode({**request.query, **request.match_info})
 
 
 async def _continue_later(_request: web.Request) -> None:
-    """For `Expect`, which aiohttp would answer at once: a body is asked for when there is a key, and a place."""
+    """Keep aiohttp from answering `Expect` at once: the body is asked for only after the key has been checked and the
+    request has a place."""
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -187,7 +189,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """aiohttp's own refusals in OpenAI's shape."""
+    """Turn aiohttp's own refusals into OpenAI's error object."""
     try:
         return await handler(request)
     except web.HTTPException as refusal:

@@ -1,13 +1,13 @@
-"""TLS on the port: its certificate, followed, and a connection's way from TCP to HTTP.
+"""TLS on the HTTP port: the certificate, reloaded when its files change, and a connection's way from TCP to HTTP.
 
-    accepted ──▶ counted as any connection ──▶ shaken hands ──▶ the protocol of a plain connection, over TLS
-                     │ limit_s, no TLS, gone
+    accepted ──▶ counted like any connection ──▶ handshake ──▶ the protocol of a plain connection, over TLS
+                     │ timeout, no TLS, disconnect
                      ▼
                    closed
 
-The context is asked for when a connection comes, so a new certificate is every new connection's, and no old one's.
-The loops' own servers show a connection only when its hands are shaken: nobody could bound those before. (Nor would
-`start_tls` do: uvloop reads on while it is paused, if that is asked in `connection_made`.)
+Each new connection uses the context of that moment, so a new certificate applies to new connections only. The event
+loops' own servers report a connection only after its handshake, so they could not limit handshakes. (Nor does
+`start_tls` work: uvloop goes on reading while it is paused if that is requested in `connection_made`.)
 """
 
 from __future__ import annotations
@@ -27,50 +27,54 @@ from services.frontend.metrics import Metrics
 from shared.errors import ConfigError
 
 FILE_LIMIT_BYTES = 1 << 20
+"""Bytes that a certificate or key file may have."""
 SHUTDOWN_S = 2.0
-"""How long a client may take to say that it has heard the end."""
+"""Seconds that a client may take to acknowledge the end of its TLS session."""
 ACCEPTS_PER_TURN = 64
-"""Of the event loop: connections that come all at once do not stop the streams of others."""
+"""Connections accepted in one turn of the event loop, so that many at once do not stop the streams of others."""
 ACCEPT_RETRY_S = 1.0
+"""Seconds until connections are accepted again after the process ran out of file descriptors."""
 
 _log = logging.getLogger(__name__)
 
 
 class Certificate:
-    """What the port shows of itself."""
+    """The certificate and key of the port, as a TLS context."""
 
     def __init__(self, config: HttpConfig, metrics: Metrics) -> None:
         self.context: ssl.SSLContext
-        """Once it is followed."""
+        """Set by `load_and_watch`, and again whenever the files change."""
         cert, key = Path(config.tls_cert), Path(config.tls_key)
-        self._followed = FileReloader(
+        self._files = FileReloader(
             f"http.tls_cert {cert}, http.tls_key {key}",
             [cert, key],
             FILE_LIMIT_BYTES,
-            lambda _: tls_context(cert, key),  # OpenSSL reads files; one that changed in between is seen the next time
+            lambda _: tls_context(
+                cert, key
+            ),  # OpenSSL reads the files itself; a change in between is noticed at the next poll
             self._use,
             metrics.stale_files.labels("tls"),
         )
 
     async def load_and_watch(self, tasks: asyncio.TaskGroup) -> None:
-        """Read it, and follow it from now on. Raises ConfigError."""
-        await self._followed.load()
-        tasks.create_task(self._followed.run(), name="follow the certificate")
+        """Read the files now, and in a task whenever they change. Raises ConfigError."""
+        await self._files.load()
+        tasks.create_task(self._files.run(), name="reload the certificate")
 
     def _use(self, context: ssl.SSLContext) -> None:
         self.context = context
 
 
 def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Raises ConfigError where they cannot be used together."""
+    """Make the TLS context. Raises ConfigError if certificate and key cannot be read or do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(cert, key, password=lambda: "")  # else OpenSSL would ask the terminal for one
+        context.load_cert_chain(cert, key, password=lambda: "")  # keeps OpenSSL from asking for one on the terminal
     except ssl.SSLError as wrong:
-        raise ConfigError(f"not a certificate and its key: {wrong.reason or 'nothing in PEM'}") from None
+        raise ConfigError(f"not a certificate and its key: {wrong.reason or 'no PEM data'}") from None
     except OSError as wrong:
         raise ConfigError(str(wrong.strerror)) from None
     except ValueError as wrong:
@@ -79,7 +83,7 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
 
 
 class HandshakePort(Protocol):
-    """What a handshake needs of the port."""
+    """The part of the port that a handshake reports to."""
 
     def admit_connection(self, connection: Handshake) -> bool: ...
 
@@ -89,57 +93,62 @@ class HandshakePort(Protocol):
 
 
 class Handshake:
-    """One connection, until it is shaken hands."""
+    """One connection until its TLS handshake is done."""
 
     transport = None
-    """There is nothing that could be written to yet."""
+    """None, since nothing can be written before the handshake."""
 
     def __init__(self, accepted: socket.socket) -> None:
         self._accepted = accepted
-        self._shaking: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def begin(
         self,
         port: HandshakePort,
         context: ssl.SSLContext,
-        plain: Callable[[], asyncio.Protocol],
+        make_protocol: Callable[[], asyncio.Protocol],
         limit_s: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """`plain` makes the protocol that goes on, and that says so when it does."""
+        """Start the handshake in a task, or close the connection if the port has no room. `make_protocol` makes the
+        protocol that takes over; that calls the port's `handshake_done`."""
         if port.admit_connection(self):
-            self._shaking = tasks.create_task(self._shake(port, context, plain, limit_s), name="TLS handshake")
+            self._task = tasks.create_task(self._run(port, context, make_protocol, limit_s), name="TLS handshake")
         else:
             self._accepted.close()
 
     def force_close(self) -> None:
-        """At once: there is nothing to say."""
-        if self._shaking is not None:
-            self._shaking.cancel()
+        """Abandon the handshake and close the connection."""
+        if self._task is not None:
+            self._task.cancel()
 
-    async def _shake(
-        self, port: HandshakePort, context: ssl.SSLContext, plain: Callable[[], asyncio.Protocol], limit_s: float
+    async def _run(
+        self,
+        port: HandshakePort,
+        context: ssl.SSLContext,
+        make_protocol: Callable[[], asyncio.Protocol],
+        limit_s: float,
     ) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                plain,
+                make_protocol,
                 self._accepted,
                 ssl=context,
                 ssl_handshake_timeout=limit_s,
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )
-        except OSError:  # an SSLError, a time-out and a reset connection are some
+        except OSError:  # SSLError, timeout and connection reset are subclasses
             port.handshake_failed()
         finally:
             port.connection_closed(self)
 
 
 class Acceptor:
-    """Accepts what comes to a server's sockets in its place."""
+    """Accepts the connections of a server in its place."""
 
-    def __init__(self, server: asyncio.Server, backlog: int, take: Callable[[socket.socket], None]) -> None:
-        """`server` is bound and does not serve."""
-        self._take = take
+    def __init__(self, server: asyncio.Server, backlog: int, accepted: Callable[[socket.socket], None]) -> None:
+        """`server` is bound and does not serve; `accepted` is called with each new connection."""
+        self._accepted = accepted
         self._listeners = [socket.socket(fileno=os.dup(each.fileno())) for each in server.sockets]
         for listener in self._listeners:
             listener.setblocking(False)
@@ -147,7 +156,7 @@ class Acceptor:
             self._watch(listener)
 
     def close(self) -> None:
-        """Accept no more; the server's own sockets still listen."""
+        """Accept no more connections; the server's own sockets still listen."""
         for listener in self._listeners:
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
@@ -163,11 +172,11 @@ class Acceptor:
                 accepted, _address = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as wrong:  # no file is left: it would be asked again at once
-                _log.error("cannot accept: %s", wrong.strerror)
+            except OSError as wrong:  # out of file descriptors: the socket stays readable, so wait before the next try
+                _log.error("cannot accept a connection: %s", wrong.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 loop.call_later(ACCEPT_RETRY_S, self._watch, listener)
                 return
             accepted.setblocking(False)
-            self._take(accepted)
+            self._accepted(accepted)

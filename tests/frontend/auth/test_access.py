@@ -267,7 +267,7 @@ async def test_a_keys_file_that_names_nobody_is_told_and_refuses_everybody(
 ) -> None:
     keys.path.write_text("")
     async with world(directory, access=keys.config) as w, clients(w, ALICE) as (client, _):
-        assert f"{keys.path} names no key" in caplog.text
+        assert f"{keys.path} has no entry" in caplog.text
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()
 
@@ -394,7 +394,7 @@ async def test_requests_at_once_are_bounded_and_a_client_that_goes_makes_room(di
         async with http.post("/v1/completions", json=BODY, headers=bearer(ALICE)) as response:
             error = (await response.json())["error"]
             assert (response.status, response.headers["Retry-After"]) == (429, "1")
-            assert error["message"] == "2 requests of the key alice are running already"
+            assert error["message"] == "2 requests of the key alice are running already; wait for one to end"
         running[0].cancel()
         await w.counted("headrace_inflight_requests", 1)
         third = asyncio.create_task(http.post("/v1/completions", json=BODY, headers=bearer(ALICE)))

@@ -127,7 +127,7 @@ async def test_a_file_that_cannot_be_read_leaves_what_was_in_force_and_is_told_u
         await numbers.used.at_least(2)
         await until(numbers, stale=False)
     [error] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    assert error.startswith("what was read before stays in force: numbers: ")
+    assert error.startswith("the former contents stay in use: numbers: ")
 
 
 async def test_a_file_that_is_again_what_it_was_is_told_too(
@@ -143,7 +143,7 @@ async def test_a_file_that_is_again_what_it_was_is_told_too(
         await until(numbers, stale=True)
         (tmp_path / "away").rename(file)
         await until(numbers, stale=False)
-    assert [record.message for record in caplog.records][-1] == "numbers: read again, and in force"
+    assert [record.message for record in caplog.records][-1] == "numbers: reloaded, the new contents are in use"
     assert numbers.used.all == [1]
 
 

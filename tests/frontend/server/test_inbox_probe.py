@@ -97,7 +97,7 @@ async def test_whoever_waits_for_an_answer_and_goes_is_noticed_without_one() -> 
             await waiting
         assert one.noticed == 1
         assert 0 < one.unnoticed_s < DEADLINE_S
-        assert not one.inboxes._served
+        assert not one.inboxes._watched
 
 
 async def test_what_flows_asks_by_itself_and_nothing_else_is_sent() -> None:
@@ -220,7 +220,7 @@ async def test_a_client_found_gone_again_while_its_block_still_ends_is_gone_once
     one = Asking(broker)
     serving = asyncio.create_task(end_slowly(one))
     await asyncio.sleep(0)
-    [inbox] = one.inboxes._served
+    [inbox] = one.inboxes._watched
     await inbox.probe()
     async with asyncio.timeout(DEADLINE_S):
         await ending.wait()

@@ -230,7 +230,7 @@ async def test_a_request_that_takes_longer_than_connections_may_be_idle_is_answe
 
 @on_uvloop
 async def test_ten_thousand_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections_module, "SPARED_S", 0.0)
+    monkeypatch.setattr(connections_module, "EVICTABLE_AFTER_S", 0.0)
     limit, crowd = 300, 10_000
     async with served(connections=limit) as one:
         busy_reader, busy_writer = await one.connect()
@@ -274,7 +274,7 @@ async def test_where_all_connections_are_busy_a_new_one_is_answered_503_before_i
         head, body = await answer(reader)
         assert b" 503 " in head
         assert b"Retry-After: 1" in head
-        assert b"as many connections" in body
+        assert b"reached its limit of connections" in body
         assert one.closed("full") == 1
         one.release.set()
         for reader, writer in pairs:
@@ -438,7 +438,7 @@ async def test_a_drained_port_answers_what_was_connected_and_says_that_it_closes
 async def test_a_stream_that_began_before_the_last_call_takes_its_connection_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(port, "LAST_CALL_S", 0.05)
+    monkeypatch.setattr(port, "DRAIN_S", 0.05)
     async with served() as one:
         reader, writer = await one.connect()
         writer.write(GET.replace(b"hello", b"stream"))
@@ -451,7 +451,7 @@ async def test_a_stream_that_began_before_the_last_call_takes_its_connection_wit
 
 @on_uvloop
 async def test_who_asks_nothing_at_last_call_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port, "LAST_CALL_S", 0.05)
+    monkeypatch.setattr(port, "DRAIN_S", 0.05)
     async with served() as one:
         reader, writer = await one.connect()
         await one.opened(1)

@@ -249,7 +249,7 @@ def test_who_shakes_no_hands_is_counted_and_makes_room(pair: Path, loop: Loop, m
                 assert await reader.read() == b"", "too soon: those before may be about to shake hands"
             writer.close()
             assert one.closed("full") == 1
-            monkeypatch.setattr(connections, "SPARED_S", 0.0)
+            monkeypatch.setattr(connections, "EVICTABLE_AFTER_S", 0.0)
             assert await one.asked(trusting("one")) == b"hello over https"
             assert one.closed("room") == 1
             assert await silent[0][0].read() == b""

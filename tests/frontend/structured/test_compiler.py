@@ -296,7 +296,7 @@ async def test_verdicts_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_the_line_is_bounded_and_who_leaves_it_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "LINE", 2)
+    monkeypatch.setattr(grammars_module, "WAITING_LIMIT", 2)
     grammars = GrammarCompiler()
     try:
         async with asyncio.TaskGroup() as tasks:
