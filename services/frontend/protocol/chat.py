@@ -14,14 +14,14 @@ What a completion has besides is in protocol/completions.py.
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body, not_supported
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
 from services.frontend.protocol.structured import ResponseFormat, StructuredOutputs, ToolChoice
 from services.frontend.protocol.tools import (
@@ -38,8 +38,6 @@ from shared.messages import Sampling
 if TYPE_CHECKING:
     from services.frontend.protocol.completions import CompletionRequest
 
-BODY_LIMIT_BYTES = 4 << 20
-LARGE_BODY_BYTES = 64 << 10
 MESSAGES_LIMIT = 4096
 PARTS_LIMIT = 4096
 """Of one message."""
@@ -52,9 +50,6 @@ CHOICES_LIMIT = 128
 
 _INT32_MAX = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
-
-NotBuilt = Annotated[object, Meta(extra_json_schema={"not": {}})]
-"""The type of a field whose value is only looked at to refuse it; it is not in the OpenAPI document."""
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -114,10 +109,10 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     provider_specific_fields: Unread | UnsetType = UNSET
     """What LiteLLM notes of an answer beside it."""
     # What clients send back of an answer they got, always empty here.
-    refusal: NotBuilt = None
-    annotations: NotBuilt = None
-    audio: NotBuilt = None
-    function_call: NotBuilt = None
+    refusal: Annotated[NotBuilt, Harmless([])] = None
+    annotations: Annotated[NotBuilt, Harmless([])] = None
+    audio: Annotated[NotBuilt, Harmless([])] = None
+    function_call: Annotated[NotBuilt, Harmless([])] = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_LIMIT)]
@@ -183,73 +178,20 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     metadata: Metadata | None = None
     safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
     # not built
-    store: NotBuilt = None
+    store: Annotated[NotBuilt, Harmless(False)] = None
     audio: NotBuilt = None
     function_call: NotBuilt = None
-    functions: NotBuilt = None
-    modalities: NotBuilt = None
+    functions: Annotated[NotBuilt, Harmless([])] = None
+    modalities: Annotated[NotBuilt, Harmless(["text"])] = None
     moderation: NotBuilt = None
     prediction: NotBuilt = None
-    prompt_cache_retention: NotBuilt = None
+    prompt_cache_retention: Annotated[NotBuilt, Harmless("in_memory")] = None
     verbosity: NotBuilt = None
     web_search_options: NotBuilt = None
 
 
-_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "store": (False,),
-    "audio": (),
-    "function_call": (),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_retention": ("in_memory",),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Field → the values, beside null, that ask for nothing."""
-
-_NOT_YET = "unsupported_parameter"
-_NOT_BUILT_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call")
-
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-_PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_FIELD = re.compile(r"(?:unknown|required) field `(?P<field>[^`]*)`")
-
-
-def body_too_large(size_bytes: int | None) -> InvalidRequest:
-    """`size_bytes` None: more than the limit, nobody counted how much."""
-    size = "" if size_bytes is None else f" of {size_bytes} bytes"
-    return InvalidRequest(
-        f"the body{size} is over the limit of {BODY_LIMIT_BYTES} bytes", code="request_too_large", status=413
-    )
-
-
-R = TypeVar("R")
-
-
-def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-    """Raises InvalidRequest, naming the field."""
-    if len(body) > BODY_LIMIT_BYTES:
-        raise body_too_large(len(body))
-    # The collector would look at 4 MiB of brackets, 1.4 million lists, again and again: 0.8 s instead of 0.3.
-    paused = len(body) > LARGE_BODY_BYTES and gc.isenabled()
-    if paused:
-        gc.disable()
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as wrong:
-        raise _invalid(str(wrong)) from None
-    except msgspec.DecodeError as wrong:
-        raise InvalidRequest(f"the body is not JSON: {wrong}") from None
-    except UnicodeDecodeError as wrong:
-        raise InvalidRequest(f"the body is not UTF-8: {wrong.reason} 0x{wrong.object[wrong.start]:02x}") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
-    finally:
-        if paused:
-            gc.enable()
 
 
 def decode_chat(body: bytes) -> ChatRequest:
@@ -271,9 +213,7 @@ def check_chat(request: ChatRequest) -> None:
 
 def check_message(message: ChatMessage, where: str) -> None:
     """Raises InvalidRequest."""
-    for field in _NOT_BUILT_IN_MESSAGE:
-        if getattr(message, field) not in (None, []):
-            raise not_supported(f"{where}.{field}")
+    check_not_built(message, f"{where}.")
     for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, field) and message.role != role:
             raise InvalidRequest(f"{where}.{field}: only a message of role {role} has it", param=f"{where}.{field}")
@@ -370,11 +310,7 @@ def _or(given: N | None, default: N) -> N:
 
 def check_common(request: ChatRequest | CompletionRequest) -> None:
     """Raises InvalidRequest."""
-    for field, harmless in _NOT_BUILT.items():
-        value = getattr(request, field, None)
-        # `1 == True` in Python: a flag is not a count.
-        if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
-            raise not_supported(field)
+    check_not_built(request)
     for token in request.logit_bias or ():
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidRequest(f"logit_bias: {token!r} is not a token id", param=f"logit_bias[{token}]")
@@ -385,19 +321,3 @@ def check_common(request: ChatRequest | CompletionRequest) -> None:
         if options.include_obfuscation:
             raise not_supported("stream_options.include_obfuscation")
     token_limit(request)
-
-
-def not_supported(field: str) -> InvalidRequest:
-    """The field, or its value, is not built."""
-    return InvalidRequest(f"{field}: this value is not supported yet", param=field, code=_NOT_YET)
-
-
-def _invalid(message: str) -> InvalidRequest:
-    """msgspec's text with its path, `Expected … - at `$.messages[0].role``, as OpenAI's message and param."""
-    found = _PATH.match(message)
-    assert found is not None, "the pattern matches any text"
-    path = found["path"] or ""
-    named = _FIELD.search(found["message"])
-    if named is not None:
-        path = f"{path}.{named['field']}" if path else named["field"]
-    return InvalidRequest(f"{path}: {found['message']}" if path else found["message"], param=path or None)

@@ -6,18 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
-from services.frontend.protocol.chat import (
-    CommonFields,
-    NotBuilt,
-    TokenId,
-    TopLogprobs,
-    check_common,
-    decode_body,
-    not_supported,
-)
+from services.frontend.protocol.chat import CommonFields, TokenId, TopLogprobs, check_common
+from services.frontend.protocol.decoding import Harmless, NotBuilt, decode_body
 from shared.errors import InvalidRequest
 
 DEFAULT_TOKENS = 16
@@ -41,8 +35,8 @@ class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, k
     suffix: str | None = None
     """The answer is what stands between the prompt and this; empty: as if there were none."""
     # not built
-    best_of: NotBuilt = None
-    """1 asks for nothing: the one answer is the best."""
+    best_of: Annotated[NotBuilt, Harmless(1)] = None
+    """1 asks for nothing, since the only answer is the best one."""
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
@@ -52,11 +46,8 @@ def decode_completion(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest, naming the field."""
     request = decode_body(_COMPLETION, body)
     check_common(request)
-    if request.best_of is not None:
-        if request.best_of != 1 or isinstance(request.best_of, bool):
-            raise not_supported("best_of")
-        if request.n not in (None, 1):
-            raise InvalidRequest("best_of: less than n", param="best_of")
+    if request.best_of is not None and request.n not in (None, 1):
+        raise InvalidRequest("best_of: must not be less than n", param="best_of")
     if request.echo and request.logprobs is not None:
         wrong = "echo: not beside logprobs, as there are none of a prompt"
         raise InvalidRequest(wrong, param="echo", code="unsupported_parameter")

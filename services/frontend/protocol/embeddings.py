@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from services.frontend.protocol.chat import CacheName, Label, Seconds, TokenCount, TokenId, decode_body
+from services.frontend.protocol.chat import CacheName, Label, Seconds, TokenCount, TokenId
+from services.frontend.protocol.decoding import decode_body
 from shared.errors import InvalidRequest
 
 INPUTS_LIMIT = 2048

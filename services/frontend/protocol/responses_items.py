@@ -15,8 +15,9 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage, NotBuilt, decode_body, not_supported
+from services.frontend.protocol.chat import PARTS_LIMIT, ChatMessage
 from services.frontend.protocol.chat_chunks import TokenLogprobs
+from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.tools import TOOLS_LIMIT, Call, CalledFunction, ToolName, Unread, decoded_object
 from shared.errors import InvalidRequest
 
@@ -25,6 +26,9 @@ ITEMS_LIMIT = 4096
 
 CallId = Annotated[str, Meta(min_length=1, max_length=128)]
 Status = Literal["in_progress", "completed", "incomplete"]
+
+
+_EMPTY = Harmless([], "")
 
 
 class InputText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
@@ -51,7 +55,7 @@ class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["message"] = "message"
     id: str | None = None
     status: Status | None = None
-    phase: NotBuilt = None
+    phase: Annotated[NotBuilt, _EMPTY] = None
 
 
 class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,8 +70,8 @@ class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
     parsed_arguments: Unread | UnsetType = UNSET
     """The same, as OpenAI's client leaves it beside them."""
-    namespace: NotBuilt = None
-    caller: NotBuilt = None
+    namespace: Annotated[NotBuilt, _EMPTY] = None
+    caller: Annotated[NotBuilt, _EMPTY] = None
 
 
 class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,8 +84,8 @@ class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
     name: ToolName | None = None
     """Of the tool; templates that want it are told the call's, where this says none."""
-    namespace: NotBuilt = None
-    caller: NotBuilt = None
+    namespace: Annotated[NotBuilt, _EMPTY] = None
+    caller: Annotated[NotBuilt, _EMPTY] = None
 
 
 class ThoughtText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
@@ -97,8 +101,8 @@ class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     content: Annotated[list[ThoughtText], Meta(max_length=PARTS_LIMIT)] | None = None
     status: Status | None = None
-    summary: NotBuilt = None
-    encrypted_content: NotBuilt = None
+    summary: Annotated[NotBuilt, _EMPTY] = None
+    encrypted_content: Annotated[NotBuilt, _EMPTY] = None
 
 
 InputItem = InputMessage | PastCall | CallOutput | PastThought
@@ -108,9 +112,6 @@ AnyInputItem = Annotated[
     Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{one.__name__}"} for one in INPUT_ITEMS]}),
 ]
 """One of them that is not decoded yet: which it is, its `type` says, and none is a message."""
-
-_NOT_BUILT = ("phase", "namespace", "caller", "summary", "encrypted_content")
-"""Fields that ask for nothing where they are null or empty."""
 
 
 class _Kind(Struct, frozen=True):
@@ -142,9 +143,7 @@ def _decode_item(raw: bytes, where: str) -> InputItem:
             wrong = f"type: items of type {str(kind)[:64]!r} are not supported"
             raise InvalidRequest(wrong, param="type", code="unsupported_parameter")
         item = decode_body(decoder, raw)
-        for field in _NOT_BUILT:
-            if getattr(item, field, None) not in (None, [], ""):
-                raise not_supported(field)
+        check_not_built(item)
         if isinstance(item, PastCall):
             decoded_object(item.arguments or "{}", "arguments")
     except InvalidRequest as wrong:

@@ -22,7 +22,6 @@ from services.frontend.protocol.chat import (
     LogitBias,
     Metadata,
     MinP,
-    NotBuilt,
     Penalty,
     RepetitionPenalty,
     Seconds,
@@ -38,9 +37,8 @@ from services.frontend.protocol.chat import (
     TopLogprobs,
     TopP,
     check_chat,
-    decode_body,
-    not_supported,
 )
+from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
 from services.frontend.protocol.responses_items import (
     ITEMS_LIMIT,
@@ -157,31 +155,18 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_tool_calls: TokenCount | None = None
     """Of tools that OpenAI itself runs: there are none."""
     # not built
-    background: NotBuilt = None
-    truncation: NotBuilt = None
+    background: Annotated[NotBuilt, Harmless(False)] = None
+    truncation: Annotated[NotBuilt, Harmless("disabled")] = None
     conversation: NotBuilt = None
     prompt: NotBuilt = None
-    context_management: NotBuilt = None
+    context_management: Annotated[NotBuilt, Harmless([])] = None
     moderation: NotBuilt = None
     prompt_cache_options: NotBuilt = None
-    prompt_cache_retention: NotBuilt = None
+    prompt_cache_retention: Annotated[NotBuilt, Harmless("in_memory")] = None
     access_programs: NotBuilt = None
     image: NotBuilt = None
 
 
-_NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "background": (False,),
-    "truncation": ("disabled",),
-    "conversation": (),
-    "prompt": (),
-    "context_management": ([],),
-    "moderation": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": ("in_memory",),
-    "access_programs": (),
-    "image": (),
-}
-"""Field → the values, beside null, that ask for nothing."""
 _RESPONSE = msgspec.json.Decoder(ResponseRequest)
 
 
@@ -200,14 +185,11 @@ class DecodedRequest(Struct, frozen=True):
 def decode_response(body: bytes) -> DecodedRequest:
     """Raises InvalidRequest, naming the field."""
     request = decode_body(_RESPONSE, body)
-    for field, harmless in _NOT_BUILT.items():
-        value = getattr(request, field)
-        if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
-            raise not_supported(field)
-    for section in ("text", "reasoning"):
-        for field in ("verbosity", "summary", "generate_summary", "context", "mode"):
-            if getattr(getattr(request, section), field, None) is not None:
-                raise not_supported(f"{section}.{field}")
+    check_not_built(request)
+    if request.text is not None:
+        check_not_built(request.text, "text.")
+    if request.reasoning is not None:
+        check_not_built(request.reasoning, "reasoning.")
     for at, named in enumerate(request.include or ()):
         if named != LOGPROBS:
             wrong = f"include[{at}]: {named[:64]!r} is not supported"
@@ -305,15 +287,18 @@ def with_response_names(wrong: InvalidRequest) -> InvalidRequest:
 # --- of a response that is kept
 
 
+_FALSE = Harmless(False, 0, "false")
+
+
 class StoredResponseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """GET and DELETE /v1/responses/{id}; over NATS this is the body."""
 
     response_id: ResponseId
     # not built
-    include: NotBuilt = None
-    include_obfuscation: NotBuilt = None
-    starting_after: NotBuilt = None
-    stream: NotBuilt = None
+    include: Annotated[NotBuilt, _FALSE, Harmless([])] = None
+    include_obfuscation: Annotated[NotBuilt, _FALSE] = None
+    starting_after: Annotated[NotBuilt, _FALSE] = None
+    stream: Annotated[NotBuilt, _FALSE] = None
 
 
 _KEPT = msgspec.json.Decoder(StoredResponseRequest)
@@ -322,7 +307,5 @@ _KEPT = msgspec.json.Decoder(StoredResponseRequest)
 def decode_stored(body: bytes) -> str:
     """The response's id. Raises InvalidRequest, naming the field."""
     request = decode_body(_KEPT, body)
-    for field, harmless in (("include", ([],)), ("include_obfuscation", ()), ("starting_after", ()), ("stream", ())):
-        if getattr(request, field) not in (None, False, "false", *harmless):
-            raise not_supported(field)
+    check_not_built(request)
     return request.response_id

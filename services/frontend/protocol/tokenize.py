@@ -10,20 +10,16 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from services.frontend.protocol.chat import (
-    Messages,
-    NotBuilt,
-    TemplateKwargs,
-    TokenId,
-    check_message,
-    decode_body,
-    not_supported,
-)
+from services.frontend.protocol.chat import Messages, TemplateKwargs, TokenId, check_message
+from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.tools import Tools, check_tools
 from shared.errors import InvalidRequest
 
 TOKENS_LIMIT = 1 << 20
 """Of one request, either way."""
+
+
+_EMPTY = Harmless(False, 0, {})
 
 
 class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,10 +38,10 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     tools: Tools | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     # not built
-    continue_final_message: NotBuilt = None
-    chat_template: NotBuilt = None
-    media_io_kwargs: NotBuilt = None
-    mm_processor_kwargs: NotBuilt = None
+    continue_final_message: Annotated[NotBuilt, _EMPTY] = None
+    chat_template: Annotated[NotBuilt, _EMPTY] = None
+    media_io_kwargs: Annotated[NotBuilt, _EMPTY] = None
+    mm_processor_kwargs: Annotated[NotBuilt, _EMPTY] = None
 
 
 class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -56,7 +52,6 @@ class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 _OF_MESSAGES = ("add_generation_prompt", "tools", "chat_template_kwargs")
-_NOT_BUILT = ("continue_final_message", "chat_template", "media_io_kwargs", "mm_processor_kwargs")
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
@@ -65,9 +60,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 def decode_tokenize(body: bytes) -> TokenizeRequest:
     """Raises InvalidRequest, naming the field."""
     request = decode_body(_TOKENIZE, body)
-    for field in _NOT_BUILT:
-        if getattr(request, field) not in (None, False, {}):
-            raise not_supported(field)
+    check_not_built(request)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("prompt: either this or messages", param="prompt")
     if request.messages is None:

@@ -16,7 +16,8 @@ import msgspec
 from services.frontend.config import LimitsConfig
 from services.frontend.models.registry import Models
 from services.frontend.output.output import Delta
-from services.frontend.protocol.chat import BODY_LIMIT_BYTES, ChatMessage, ChatRequest
+from services.frontend.protocol.chat import ChatMessage, ChatRequest
+from services.frontend.protocol.decoding import BODY_LIMIT_BYTES
 from services.frontend.protocol.errors import ErrorBody, Failure
 from services.frontend.protocol.responses_events import Response, ResponseDeleted, ResponseError, new_response
 from services.frontend.protocol.responses_items import messages_of
