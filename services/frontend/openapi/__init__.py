@@ -1,1 +1,1 @@
-"""The OpenAPI document, made of the types in `protocol`."""
+"""The OpenAPI document, made from the types in `protocol`."""

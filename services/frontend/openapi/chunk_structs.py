@@ -1,5 +1,7 @@
-"""Answers that are not written through a Struct, as Structs, for the OpenAPI document: chunks that chat_chunks.py puts
-together from bytes, and what shared/runtime/observe.py says. Tests hold real ones to them. Pure.
+"""Structs for answers that are not encoded from a Struct, for the OpenAPI document. Pure.
+
+These are the chunks that chat_chunks.py joins from bytes and the answers of shared/runtime/observe.py. Tests compare
+real answers with them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ Index = Annotated[int, Meta(ge=0)]
 
 
 class ChatChunkDelta(Struct, frozen=True):
-    """What a chunk adds; nothing in the one that says why the answer ended."""
+    """The text that a chunk adds; it is empty in the chunk that says why the answer ended."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -24,7 +26,7 @@ class ChatChunkDelta(Struct, frozen=True):
 
 
 class ChatChunkChoice(Struct, frozen=True):
-    """One answer's part of a chunk."""
+    """The part of a chunk that belongs to one choice."""
 
     index: Index
     delta: ChatChunkDelta
@@ -33,7 +35,7 @@ class ChatChunkChoice(Struct, frozen=True):
 
 
 class ChatChunk(Struct, frozen=True):
-    """One event of a streamed chat, of one choice; the one that has the usage is of none."""
+    """One event of a streamed chat. It has one choice, or none in the event with the usage."""
 
     id: str
     created: int
@@ -41,13 +43,13 @@ class ChatChunk(Struct, frozen=True):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"]
     usage: Usage | UnsetType | None = UNSET
-    """There with `stream_options.include_usage`; null in all but the last."""
+    """The usage, present with `stream_options.include_usage`; null in all chunks but the last."""
     service_tier: Literal["default"] | UnsetType = UNSET
-    """There where the request had one."""
+    """The service tier, present if the request has one."""
 
 
 class CompletionChunkChoice(Struct, frozen=True):
-    """One answer's part of a chunk."""
+    """The part of a chunk that belongs to one choice."""
 
     index: Index
     text: str
@@ -56,7 +58,7 @@ class CompletionChunkChoice(Struct, frozen=True):
 
 
 class CompletionChunk(Struct, frozen=True):
-    """One event of a streamed completion, as of a chat."""
+    """One event of a streamed completion. It has one choice, or none in the event with the usage."""
 
     id: str
     created: int
@@ -67,15 +69,15 @@ class CompletionChunk(Struct, frozen=True):
 
 
 class Version(Struct, frozen=True):
-    """Of the frontend that answers."""
+    """The version of the frontend that answers."""
 
     version: str
 
 
 class Health(Struct, frozen=True):
-    """Whether a request would be served now. Where keys are asked for, no more than that."""
+    """Whether a request would be served now. If keys are required, only `ready` is there."""
 
     ready: bool
     reasons: list[str] | UnsetType = UNSET
-    """Why not."""
+    """The reasons why no request would be served."""
     models: list[str] | UnsetType = UNSET

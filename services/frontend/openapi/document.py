@@ -1,6 +1,6 @@
-"""The OpenAPI document of what a frontend serves, at /openapi.json. Pure.
+"""Makes the OpenAPI document of a frontend, which it serves at /openapi.json. Pure.
 
-openapi/operations.py: what each operation takes and gives ─▶ openapi/schemas.py: its Structs ─▶ this
+openapi/operations.py: request and answer of each operation ─▶ openapi/schemas.py: schemas of Structs ─▶ document
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from shared.version import VERSION
 
 PATH = "/openapi.json"
 _ABOUT = """OpenAI's API, and some of vLLM's, served by Headrace. A field that is not named here is refused by name.
-Beside each operation's schema stands what a schema does not say; a request that breaks it is refused with 400 too."""
+Each operation's description lists the rules that its schema cannot express; a request that breaks one gets 400 too."""
 _REFUSED = {
-    "400": "The request is wrong; `param` names the field",
-    "401": "No key, or one that nobody knows",
-    "404": "No such model",
-    "408": "The body did not come in time",
+    "400": "The request is invalid; `param` names the field",
+    "401": "No API key, or an unknown one",
+    "404": "The model, or the response, is not there",
+    "408": "The body did not arrive in time",
     "413": "The body is over 4 MiB",
-    "415": "The body has a `Content-Encoding`, as gzip; none is read",
+    "415": "The body has a `Content-Encoding`, such as gzip; none is supported",
     "417": "`Expect` is something other than 100-continue",
-    "429": "Over a limit of the server, or of the key; before any work was done",
-    "500": "The server has failed",
-    "503": "Something that it takes is away, or every worker refused",
+    "429": "A limit of the server or of the key is reached; no work was done",
+    "500": "The server failed",
+    "503": "A service that the request needs is unavailable, or every worker refused",
     "504": "The request's deadline has passed",
 }
-_OF_BODIES = ("400", "404", "408", "413", "415", "417", "429", "500", "503", "504")
-_AGAIN = ("429", "503")
-"""Those that say when to come back."""
-_EXPLAINED_BY = {"401": ("WWW-Authenticate",), "415": ("Accept-Encoding",)}
+_STATUSES_WITH_BODY = ("400", "404", "408", "413", "415", "417", "429", "500", "503", "504")
+_RETRYABLE = ("429", "503")
+"""Statuses with a Retry-After header."""
+_EXTRA_HEADERS = {"401": ("WWW-Authenticate",), "415": ("Accept-Encoding",)}
 
 
 @lru_cache
 def document(*, keys: bool) -> bytes:
-    """JSON. `keys`: they are asked for."""
+    """Return the document as JSON. `keys`: API keys are required."""
     requests = [struct for one in DESCRIPTIONS.values() for struct in (one.request, *one.items)]
     answers = [struct for one in DESCRIPTIONS.values() for struct in (one.answer, *one.events)]
     parts: dict[str, Any] = {
@@ -52,7 +52,7 @@ def document(*, keys: bool) -> bytes:
         "headers": _HEADERS,
         "parameters": _PARAMETERS,
     }
-    told: dict[str, Any] = {
+    whole: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": VERSION, "description": _ABOUT},
         "paths": {
@@ -63,18 +63,19 @@ def document(*, keys: bool) -> bytes:
     }
     if keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        told["security"] = [{"key": []}]
-    return msgspec.json.encode(told)
+        whole["security"] = [{"key": []}]
+    return msgspec.json.encode(whole)
 
 
+_MEANINGS = {"limit": "The limit", "remaining": "What is left", "reset": "The time until all is available again"}
 _HEADERS: dict[str, Schema] = {
     "X-Request-Id": {
-        "description": "The request's name: as the client gave it, where it is short and plain, or ours. Only a request"
-        " that was not read has none",
+        "description": "The request's id: the client's, if it is short and plain, or one of ours. Only a request that"
+        " was not read has none",
         "schema": {"type": "string", "pattern": "^[0-9A-Za-z._:-]{1,64}$"},
     },
     "Retry-After": {
-        "description": "Seconds until it is worth another try",
+        "description": "Seconds until a retry makes sense",
         "required": True,
         "schema": {"type": "integer", "minimum": 1},
     },
@@ -82,7 +83,7 @@ _HEADERS: dict[str, Schema] = {
     "Accept-Encoding": {"required": True, "schema": {"const": "identity"}},
     **{
         f"x-ratelimit-{what}-{of}": {
-            "description": f"Of the key's {of} a minute, where it has such a limit",
+            "description": f"{_MEANINGS[what]} of the key's {of} per minute, if it has such a limit",
             "schema": {"type": "string"} if what == "reset" else {"type": "integer"},
         }
         for of in ("requests", "tokens")
@@ -93,7 +94,7 @@ _PARAMETERS: dict[str, Schema] = {
     "RequestId": {
         "name": "X-Request-Id",
         "in": "header",
-        "description": "A name for the request; it is passed over unless it is 1 to 64 of 0-9, A-Z, a-z and ._:-",
+        "description": "An id for the request; it is ignored unless it is 1 to 64 of 0-9, A-Z, a-z and ._:-",
         "schema": {"type": "string"},
     },
     "Deadline": {
@@ -116,23 +117,23 @@ def _operation(operation: Operation, one: OperationDescription, keys: bool) -> S
         "description": rules,
         "parameters": _SHARED,
         "requestBody": {"required": True, "content": {"application/json": {"schema": ref(one.request)}}},
-        "responses": {"200": _answer(one, keys=keys), **_refusals(_OF_BODIES, keys=keys)},
+        "responses": {"200": _answer(one, keys=keys), **_refusals(_STATUSES_WITH_BODY, keys=keys)},
     }
 
 
 def _answer(one: OperationDescription, *, keys: bool) -> Schema:
     content: Schema = {"application/json": {"schema": ref(one.answer)}}
-    said = "The answer"
+    description = "The answer"
     if one.events:
         content["text/event-stream"] = {"schema": _event(one.events)}
-        said = "The answer; in events with `stream: true`"
-    return {"description": said, "headers": _headers((), keys=keys), "content": content}
+        description = "The answer; as events with `stream: true`"
+    return {"description": description, "headers": _headers((), keys=keys), "content": content}
 
 
-def _event(held: tuple[type[msgspec.Struct], ...]) -> Schema:
-    """One of a stream, as OpenAPI 3.2 sees it, and its tools in 3.1 too."""
-    names = [one.__struct_config__.tag for one in held if one.__struct_config__.tag is not None]
-    payload = {"anyOf": [ref(one) for one in held] + ([] if names else [ref(ErrorBody)])}
+def _event(structs: tuple[type[msgspec.Struct], ...]) -> Schema:
+    """Return the schema of an event as OpenAPI 3.2 describes it; tools read it in 3.1 too."""
+    names = [one.__struct_config__.tag for one in structs if one.__struct_config__.tag is not None]
+    payload = {"anyOf": [ref(one) for one in structs] + ([] if names else [ref(ErrorBody)])}
     data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
     if names:
         return {
@@ -141,7 +142,7 @@ def _event(held: tuple[type[msgspec.Struct], ...]) -> Schema:
             "required": ["event", "data"],
         }
     return {
-        "description": "A failure is the last event; else `[DONE]` is",
+        "description": "The last event is `[DONE]`, or a failure",
         "type": "object",
         "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
         "required": ["data"],
@@ -149,28 +150,31 @@ def _event(held: tuple[type[msgspec.Struct], ...]) -> Schema:
 
 
 def _others(*, keys: bool) -> dict[str, Schema]:
-    """The paths without a body."""
+    """Return the paths whose requests have no body."""
     open_: Schema = {"security": []} if keys else {}
     model: Schema = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     paths = {
-        "/v1/models": _read("models", "The models that are served", _json(ModelList, keys=keys), (), keys=keys),
+        "/v1/models": _read("models", "List the models that are served", _json(ModelList, keys=keys), (), keys=keys),
         "/v1/models/{model}": {
             "parameters": [model],
-            **_read("model", "One model", _json(ModelEntry, keys=keys), ("400", "404", "503"), keys=keys),
+            **_read("model", "Describe one model", _json(ModelEntry, keys=keys), ("400", "404", "503"), keys=keys),
         },
-        PATH: _read("openapi", "This document", _json(None, keys=keys), (), keys=keys),
-        "/version": _read("version", "Which version this frontend is", _json(Version, keys=keys), (), keys=keys),
-        "/live": _read("live", "Whether the process lives", _text("text/plain", keys=False), (), keys=False),
-        "/health": _read("health", "Whether a request would be served", _json(Health, keys=False), (), keys=False),
+        PATH: _read("openapi", "Return this document", _json(None, keys=keys), (), keys=keys),
+        "/version": _read("version", "Return the version of this frontend", _json(Version, keys=keys), (), keys=keys),
+        "/live": _read("live", "Tell that the process is alive", _text("text/plain", keys=False), (), keys=False),
+        "/health": _read("health", "Tell whether a request would be served", _json(Health, keys=False), (), keys=False),
     }
     for operation, method in STORED_METHODS.items():
-        paths.setdefault(STORED_PATH, {"parameters": [_RESPONSE_ID]})[method.lower()] = _kept(operation, keys=keys)
-    paths["/health"]["get"]["responses"]["503"] = {**_json(Health, keys=False), "description": "It would not"}
+        paths.setdefault(STORED_PATH, {"parameters": [_RESPONSE_ID]})[method.lower()] = _stored(operation, keys=keys)
+    paths["/health"]["get"]["responses"]["503"] = {
+        **_json(Health, keys=False),
+        "description": "No request would be served",
+    }
     for path in ("/live", "/health"):
         paths[path]["get"] |= open_
-    if not keys:  # else they are not on this port
+    if not keys:  # with keys, metrics are on another port
         answer = _text("text/plain", keys=False)
-        paths["/metrics"] = _read("metrics", "Prometheus' text", answer, (), keys=False)
+        paths["/metrics"] = _read("metrics", "Return metrics in Prometheus' text format", answer, (), keys=False)
     return paths
 
 
@@ -182,19 +186,19 @@ _RESPONSE_ID: Schema = {
 }
 
 
-def _kept(operation: Operation, *, keys: bool) -> Schema:
-    summary, answer = _OF_KEPT[operation]
+def _stored(operation: Operation, *, keys: bool) -> Schema:
+    summary, answer = _STORED[operation]
     return {
         "operationId": operation,
         "summary": summary,
         "parameters": _SHARED,
-        "responses": {"200": _json(answer, keys=keys), **_refusals(_OF_BODIES, keys=keys)},
+        "responses": {"200": _json(answer, keys=keys), **_refusals(_STATUSES_WITH_BODY, keys=keys)},
     }
 
 
-_OF_KEPT: dict[Operation, tuple[str, type[msgspec.Struct]]] = {
-    "retrieve_response": ("A response that is kept", Response),
-    "delete_response": ("Keep a response no longer", ResponseDeleted),
+_STORED: dict[Operation, tuple[str, type[msgspec.Struct]]] = {
+    "retrieve_response": ("Return a stored response", Response),
+    "delete_response": ("Delete a stored response", ResponseDeleted),
 }
 
 
@@ -220,7 +224,7 @@ def _refusals(statuses: tuple[str, ...], *, keys: bool) -> dict[str, Schema]:
 
 
 def _refusal(status: str, *, keys: bool) -> Schema:
-    names = ("Retry-After",) if status in _AGAIN else _EXPLAINED_BY.get(status, ())
+    names = ("Retry-After",) if status in _RETRYABLE else _EXTRA_HEADERS.get(status, ())
     return {
         "description": _REFUSED[status],
         "headers": _headers(names, keys=keys and status != "401"),

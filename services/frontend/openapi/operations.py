@@ -1,6 +1,6 @@
-"""What the OpenAPI document says of each operation; asking.PATHS has no operation that is not here. Pure.
+"""The description of each operation in protocol/operations.py for the OpenAPI document. Pure.
 
-The rules are what a schema does not say: they tie fields to one another, to the model or to the server's settings.
+Rules are what a schema cannot express: they relate fields to each other, to the model or to the server's settings.
 """
 
 from __future__ import annotations
@@ -23,49 +23,54 @@ from services.frontend.protocol.tokenize import Detokenized, DetokenizeRequest, 
 
 
 class OperationDescription(Struct, frozen=True):
-    """One operation."""
+    """The description of one operation."""
 
     summary: str
     request: type[Struct]
     answer: type[Struct]
     events: tuple[type[Struct], ...] = ()
-    """What a streamed answer's events hold; none: it is never streamed. Those that have a type are named by it."""
+    """The data of the events of a streamed answer; empty if it is never streamed. Events with a type are named by
+    it."""
     items: tuple[type[Struct], ...] = ()
-    """What the request holds that its type does not name."""
+    """Structs in the request that its type does not name."""
     rules: tuple[str, ...] = ()
 
 
-_MODEL = "`model` may be left out where one model is served; one that is not served is 404"
+_MODEL = "`model` may be left out if only one model is served; a model that is not served is 404"
 _DEADLINE = "`deadline_s` is at most the server's `limits.deadline_most_s`"
-_CONTEXT = "the prompt, and `max_tokens` behind it, fit into the model's context"
-_VOCABULARY = "token ids are below the model's vocabulary"
-_WORKERS = "what not every worker of the model can do is refused: grammars, `logit_bias`"
+_CONTEXT = "the prompt and `max_tokens` together fit into the model's context"
+_VOCABULARY = "token ids are less than the size of the model's vocabulary"
+_WORKERS = "grammars and `logit_bias` are refused unless every worker of the model supports them"
 _MESSAGES = (
-    "a message has content, calls (an assistant's) or thinking; a tool's names its call; calls' arguments are JSON"
+    "a message has content, calls or reasoning, the latter two only an assistant's; a message of role tool names the"
+    " call that it answers; the arguments of calls are JSON"
 )
 _TOOLS = (
-    "tools have different names, schemas of objects and at most 64 KiB and 64 levels, 512 KiB together; the model's"
-    " template takes tools"
+    "tools have different names; their schemas are of objects, with at most 64 KiB and 64 levels each and 512 KiB"
+    " together; the model's template supports tools"
 )
-_HELD = (
-    "an answer is held to one thing: `response_format`, exactly one of `structured_outputs`, or calls; beside"
-    " tools, to `response_format` only where calls are written as Hermes does; its schema, expression or grammar"
-    " compiles within bounds"
+_CONSTRAINT = (
+    "one constraint applies to an answer: `response_format`, exactly one member of `structured_outputs`, or calls;"
+    " together with tools, `response_format` is allowed only for models that write calls as Hermes does; a schema,"
+    " expression or grammar compiles within the server's limits"
 )
-_AROUND = "`echo` is not beside `logprobs`; `suffix` is beside texts, and of a model that has marks for it"
-_ITEMS = "calls have different ids, and JSON as arguments; a call's one output comes behind it"
-_PREVIOUS = "`previous_response_id` is a response of the same key that is still kept; 4 MiB with this input"
+_ECHO = "`echo` excludes `logprobs`; `suffix` needs prompts that are texts, and a model that can fill in the middle"
+_ITEMS = "calls have different ids, and JSON as arguments; each output comes after its call, and is the only one"
+_PREVIOUS = (
+    "`previous_response_id` is a response of the same key that is still stored; its conversation and this input have at"
+    " most 4 MiB"
+)
 _INCLUDE = (
-    "`include` has no other word than `message.output_text.logprobs`, which needs text alone: no tools, no thinking;"
+    "`include` accepts only `message.output_text.logprobs`, which excludes tools and models that reason;"
     " `top_logprobs` needs it"
 )
 _INPUTS = (
-    "an input is not empty and fits into the context; a list is of token ids, which are one input, or of at most"
-    " 2,048 inputs; 1 Mi tokens together"
+    "an input is not empty and fits into the context; a list holds token ids, which are one input, or at most 2,048"
+    " inputs; all inputs have at most 1 Mi tokens together"
 )
-_DIMENSIONS = "`dimensions` are at most the model's; some workers compute no embeddings"
-_PROMPT = "a prompt is not empty; a list is of token ids, which are one prompt, or of prompts"
-_WORDS = "`chat_template_kwargs` are names that the model's template reads"
+_DIMENSIONS = "`dimensions` is at most the model's; some workers compute no embeddings"
+_PROMPT = "a prompt is not empty; a list holds token ids, which are one prompt, or prompts"
+_TEMPLATE_KWARGS = "`chat_template_kwargs` are variables that the model's template reads"
 _STREAM = "`stream_options` needs `stream`; padding (`include_obfuscation`) is not built"
 
 DESCRIPTIONS: Mapping[Operation, OperationDescription] = {
@@ -75,46 +80,72 @@ DESCRIPTIONS: Mapping[Operation, OperationDescription] = {
         ChatAnswer,
         (ChatChunk,),
         rules=(
-            *(_MODEL, _MESSAGES, _TOOLS, _HELD, _WORDS, _STREAM, _CONTEXT, _VOCABULARY, _WORKERS, _DEADLINE),
-            "`top_logprobs` needs `logprobs`; `max_tokens` and `max_completion_tokens` agree",
+            *(
+                _MODEL,
+                _MESSAGES,
+                _TOOLS,
+                _CONSTRAINT,
+                _TEMPLATE_KWARGS,
+                _STREAM,
+                _CONTEXT,
+                _VOCABULARY,
+                _WORKERS,
+                _DEADLINE,
+            ),
+            "`top_logprobs` needs `logprobs`; `max_tokens` and `max_completion_tokens` are equal if both are given",
         ),
     ),
     "completions": OperationDescription(
-        "Go on with a text",
+        "Continue a text",
         CompletionRequest,
         CompletionAnswer,
         (CompletionChunk,),
-        rules=(_MODEL, _PROMPT, _AROUND, _HELD, _STREAM, _CONTEXT, _VOCABULARY, _WORKERS, _DEADLINE),
+        rules=(_MODEL, _PROMPT, _ECHO, _CONSTRAINT, _STREAM, _CONTEXT, _VOCABULARY, _WORKERS, _DEADLINE),
     ),
     "responses": OperationDescription(
-        "Answer a conversation that is kept",
+        "Answer a conversation, and store it",
         ResponseRequest,
         Response,
         get_args(ResponseEvent),
         INPUT_ITEMS,
         rules=(
-            *(_MODEL, _ITEMS, _PREVIOUS, _INCLUDE, _TOOLS, _HELD, _WORDS, _STREAM, _CONTEXT, _VOCABULARY, _WORKERS),
+            *(
+                _MODEL,
+                _ITEMS,
+                _PREVIOUS,
+                _INCLUDE,
+                _TOOLS,
+                _CONSTRAINT,
+                _TEMPLATE_KWARGS,
+                _STREAM,
+                _CONTEXT,
+                _VOCABULARY,
+                _WORKERS,
+            ),
             _DEADLINE,
         ),
     ),
     "embeddings": OperationDescription(
-        "What texts mean, as vectors",
+        "Return texts as vectors of their meaning",
         EmbeddingRequest,
         EmbeddingAnswer,
         rules=(_MODEL, _INPUTS, _DIMENSIONS, _VOCABULARY, _DEADLINE),
     ),
     "tokenize": OperationDescription(
-        "The tokens of a prompt or of messages",
+        "Return the tokens of a prompt or of messages",
         TokenizeRequest,
         Tokenized,
         rules=(
-            *(_MODEL, _MESSAGES, _TOOLS, _WORDS),
-            "either `prompt` or `messages`",
-            "`add_generation_prompt`, `tools` and `chat_template_kwargs` only beside messages",
+            *(_MODEL, _MESSAGES, _TOOLS, _TEMPLATE_KWARGS),
+            "either `prompt` or `messages` is given",
+            "`add_generation_prompt`, `tools` and `chat_template_kwargs` are allowed only with messages",
             "at most 1 Mi tokens",
         ),
     ),
     "detokenize": OperationDescription(
-        "The text of tokens", DetokenizeRequest, Detokenized, rules=(_MODEL, _VOCABULARY, "at most 8 Mi characters")
+        "Return the text of tokens",
+        DetokenizeRequest,
+        Detokenized,
+        rules=(_MODEL, _VOCABULARY, "at most 8 Mi characters"),
     ),
 }

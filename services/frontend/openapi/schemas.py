@@ -1,6 +1,6 @@
-"""JSON Schemas of Structs, as the OpenAPI document has them: msgspec's own, less what says nothing. Pure.
+"""JSON Schemas of Structs for the OpenAPI document: those of msgspec, without what carries no information. Pure.
 
-request   fields of type `Unset` are left out: whatever they say asks for nothing, or is refused
+request   fields of type `NotBuilt` are left out, since their values ask for nothing or are refused
 answer    a field with a default is always written, so it is required; one that may be UNSET is not
 """
 
@@ -15,21 +15,21 @@ from msgspec import Struct, UnsetType, inspect
 Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"
 _NOTHING: Schema = {}
-"""What fits no value, as `Unset` has it."""
+"""The schema under `not` that makes a field fit no value, as `NotBuilt` has it."""
 _ANYTHING: Schema = {"description": "Anything; it is not read."}
 
 
 def components(requests: Sequence[type[Struct]], answers: Sequence[type[Struct]]) -> dict[str, Schema]:
-    """By name, of these Structs and all that they hold. No two Structs may have one name; one that is in requests too
-    is told as it is there."""
+    """Return the schemas of these Structs, and of all Structs in them, by name. No two Structs may have the same name.
+    A Struct in both requests and answers is described as in requests."""
     _, found = msgspec.json.schema_components([*requests, *answers], schema_hook=_any, ref_template=_REF)
     asked = set(_structs(requests))
     optional = {one.__name__: _optional(one) for one in _structs(answers) if one not in asked}
-    return {name: _told(schema, optional.get(name)) for name, schema in sorted(found.items())}
+    return {name: _component(schema, optional.get(name)) for name, schema in sorted(found.items())}
 
 
 def ref(struct: type[Struct]) -> Schema:
-    """Where its schema stands."""
+    """Return a reference to the schema of a Struct."""
     return {"$ref": _REF.format(name=struct.__name__)}
 
 
@@ -39,16 +39,16 @@ def _any(type_: type) -> Schema:
     raise NotImplementedError(type_)
 
 
-def _told(schema: Schema, optional: frozenset[str] | None) -> Schema:
-    """`optional`: of an answer, the fields that may be missing; None: of a request."""
-    told: Schema = _plain(schema)
-    if optional is not None and "properties" in told:
-        told["required"] = [name for name in told["properties"] if name not in optional]
-    return told
+def _component(schema: Schema, optional: frozenset[str] | None) -> Schema:
+    """Return a component. `optional`: the fields of an answer that may be missing; None for a request."""
+    component: Schema = _plain(schema)
+    if optional is not None and "properties" in component:
+        component["required"] = [name for name in component["properties"] if name not in optional]
+    return component
 
 
 def _plain(schema: Any) -> Any:
-    """Without names as titles, null as default, and fields that nothing fits; with patterns as ECMA 262 has them."""
+    """Remove titles, null defaults and fields that fit no value; turn patterns into ECMA 262."""
     if isinstance(schema, list):
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):
@@ -60,7 +60,7 @@ def _plain(schema: Any) -> Any:
         elif word == "pattern":
             plain[word] = value.replace(r"\Z", "$")
         elif word == "enum" and len(value) == 1:
-            plain["const"] = value[0]  # generators of clients take an enum of true or false for none of theirs
+            plain["const"] = value[0]  # code generators do not understand an enum of one boolean
         elif word not in ("title", "enum", "default") and not (word == "required" and not value):
             plain[word] = _plain(value)
         elif word == "enum" or (word == "default" and value is not None):
@@ -69,7 +69,7 @@ def _plain(schema: Any) -> Any:
 
 
 def _structs(roots: Iterable[type[Struct]]) -> list[type[Struct]]:
-    """These, and all that they hold."""
+    """Return these Structs and all Structs in them."""
     found: dict[type[Struct], None] = {}
     waiting: list[Any] = list(inspect.multi_type_info(roots))
     while waiting:
@@ -91,7 +91,7 @@ def _structs(roots: Iterable[type[Struct]]) -> list[type[Struct]]:
 
 
 def _optional(struct: type[Struct]) -> frozenset[str]:
-    """The fields that may be UNSET, by their names in JSON."""
+    """Return the fields that may be UNSET, by their names in JSON."""
     hints = get_type_hints(struct)
     names = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
     return frozenset(encoded for name, encoded in names if UnsetType in get_args(hints[name]))

@@ -1,15 +1,15 @@
-"""What clients may ask of a chat, and of a completion alike: typed, with every field that is not built refused by name.
+"""The body of /v1/chat/completions, and the fields that completions share with it.
 
 A field is in one of four classes:
 
     built         does what OpenAI (or vLLM, for its own fields) documents
-    harmless      accepted and without effect, because it asks for nothing of the answer: user, metadata, …
-    not built     accepted only where its value asks for nothing (null, n: 1, an empty list); else refused by name
+    harmless      accepted without effect, because it asks for nothing of the answer: user, metadata, …
+    not built     accepted only if its value asks for nothing (null, false, an empty list); else refused by name
     unknown       refused by name; nothing is ever silently ignored
 
-What a completion has besides is in protocol/completions.py.
+protocol/completions.py has the other fields of completions; protocol/decoding.py refuses what is not built.
 
-`developer` messages are rendered as `system`: the templates of open models do not know the newer word.
+`developer` messages are rendered as `system`, since the templates of open models do not know the newer role.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 MESSAGES_LIMIT = 4096
 PARTS_LIMIT = 4096
-"""Of one message."""
+"""Content parts of one message."""
 STOPS_LIMIT = 16
 STOP_LIMIT_CHARACTERS = 256
 TOP_LOGPROBS_LIMIT = 20
 LOGIT_BIAS_LIMIT = 300
 CHOICES_LIMIT = 128
-"""OpenAI's, for `n`."""
+"""OpenAI's limit for `n`."""
 
 _INT32_MAX = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
@@ -67,7 +67,7 @@ StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_LIMIT)]
 Label = Annotated[str, Meta(max_length=512)]
 CacheName = Annotated[str, Meta(max_length=256)]
-"""Routers and workers take no longer one."""
+"""Routers and workers refuse a longer one."""
 TokenKey = Annotated[str, Meta(max_length=512, extra_json_schema={"pattern": "^(0|[1-9][0-9]{0,9})$"})]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -79,11 +79,11 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
-    """Padding against traffic analysis is not built: only false asks for nothing."""
+    """Padding against traffic analysis is not built, so only false is accepted."""
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -93,22 +93,22 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn."""
+    """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Meta(max_length=PARTS_LIMIT)] | None = None
     name: str | None = None
     tool_calls: Calls | None = None
-    """An assistant's."""
+    """The calls that an assistant's message makes."""
     reasoning_content: str | None = None
-    """An assistant's; what is made of it, if anything, is the template's choice."""
+    """The reasoning of an assistant's message; the chat template decides whether to render it."""
     tool_call_id: Label | None = None
-    """Which call a tool's message answers."""
+    """The id of the call that a tool's message answers."""
     parsed: Unread | UnsetType = UNSET
-    """An assistant's content again, as OpenAI's client leaves it beside it."""
+    """The content in parsed form, which OpenAI's client adds to an assistant's message."""
     provider_specific_fields: Unread | UnsetType = UNSET
-    """What LiteLLM notes of an answer beside it."""
-    # What clients send back of an answer they got, always empty here.
+    """What LiteLLM adds to an assistant's message."""
+    # Fields of an answer that clients send back; our answers leave them empty.
     refusal: Annotated[NotBuilt, Harmless([])] = None
     annotations: Annotated[NotBuilt, Harmless([])] = None
     audio: Annotated[NotBuilt, Harmless([])] = None
@@ -119,10 +119,10 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_L
 
 
 class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of chats and completions (inherited by msgspec into one flat object; no code is shared through it)."""
+    """Fields of both chats and completions. msgspec inherits them into one flat object; no code is shared."""
 
     model: str | None = None
-    """None: the only one that is served."""
+    """The model's name; it may be left out if only one model is served."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
@@ -132,7 +132,7 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     seed: Seed | None = None
     stop: Stops | None = None
     logit_bias: LogitBias | None = None
-    """By token id, in decimal."""
+    """Token id in decimal → bias."""
     max_tokens: TokenCount | None = None
     # vLLM's
     top_k: TopK | None = None
@@ -142,38 +142,38 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     stop_token_ids: StopIds | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    """OpenAI has it for chats only."""
+    """OpenAI has this for chats only."""
     cache_salt: CacheName | None = None
-    """Prompts share cached blocks only with prompts of the same salt."""
+    """Prompts share cached blocks only with prompts that have the same salt."""
     # our own
     deadline_s: Seconds | None = None
-    """How long the request may take; the server has a limit."""
+    """Seconds that the request may take; the server has a limit."""
     n: Choices | None = None
-    """How many answers."""
+    """Number of answers."""
     # harmless
     user: Label | None = None
 
 
 class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     prompt_cache_key: CacheName | None = None
-    """Requests of one key prefer one worker."""
+    """Requests with the same key prefer the same worker."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: the answer ends with its first call."""
+    """False: the answer ends after its first call."""
     chat_template_kwargs: TemplateKwargs | None = None
-    """vLLM's: names that the chat template reads, as `enable_thinking`."""
+    """vLLM's field: variables of the chat template, such as `enable_thinking`."""
     reasoning_effort: Effort | None = None
     thinking_token_budget: ThinkingBudget | None = None
-    """vLLM's."""
+    """vLLM's field: tokens of reasoning at most."""
     service_tier: ServiceTier | None = None
-    """There is one, whichever is asked for; the answer says that it was the default."""
+    """There is only one tier, whichever is requested; the answer names `default`."""
     # harmless
     metadata: Metadata | None = None
     safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
@@ -195,14 +195,14 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    """Raises InvalidRequest, naming the field."""
+    """Decode and check the body of a chat. Raises InvalidRequest, naming the field."""
     request = decode_body(_CHAT, body)
     check_chat(request)
     return request
 
 
 def check_chat(request: ChatRequest) -> None:
-    """What its types do not say. Raises InvalidRequest, naming the field."""
+    """Check what the types of a chat do not. Raises InvalidRequest, naming the field."""
     check_common(request)
     for at, message in enumerate(request.messages):
         check_message(message, f"messages[{at}]")
@@ -212,25 +212,26 @@ def check_chat(request: ChatRequest) -> None:
 
 
 def check_message(message: ChatMessage, where: str) -> None:
-    """Raises InvalidRequest."""
+    """Check what the type of a message does not; `where` is its place in the body. Raises InvalidRequest."""
     check_not_built(message, f"{where}.")
     for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, field) and message.role != role:
-            raise InvalidRequest(f"{where}.{field}: only a message of role {role} has it", param=f"{where}.{field}")
+            raise InvalidRequest(f"{where}.{field}: only role {role} may have it", param=f"{where}.{field}")
     if message.role == "tool" and not message.tool_call_id:
-        raise InvalidRequest("a tool's message that names no call", param=f"{where}.tool_call_id")
+        where = f"{where}.tool_call_id"
+        raise InvalidRequest(f"{where}: a message of role tool must name the call that it answers", param=where)
     if message.content is None and not message.tool_calls and not message.reasoning_content:
-        raise InvalidRequest("a message without content", param=f"{where}.content")
+        raise InvalidRequest(f"{where}.content: the message has no content", param=f"{where}.content")
 
 
 def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as templates read them. Raises InvalidRequest."""
+    """Return the messages in the form that chat templates read. Raises InvalidRequest."""
     called: dict[str, str] = {}
     rendered: list[dict[str, Any]] = []
     for at, message in enumerate(messages):
         rendered.append(_turn(message, f"messages[{at}]"))
         called |= {call.id: call.function.name for call in message.tool_calls or ()}
-        # Some templates want the name of the tool, which OpenAI's messages have not.
+        # Some templates need the name of the tool, which OpenAI's messages do not carry.
         if message.tool_call_id in called:
             rendered[-1].setdefault("name", called[message.tool_call_id])
     return rendered
@@ -252,19 +253,20 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools as templates read them; with `tool_choice` none the model is told of none."""
+    """Return the tools in the form that chat templates read; none with `tool_choice: "none"`."""
     return [] if request.tool_choice == "none" else tools_as_rendered(request.tools or ())
 
 
 def stop_strings(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
-    """The stop strings."""
+    """Return the stop strings of a request."""
     given = request.stop
     return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, str]:
-    """How many tokens the client allows, None where it does not say, and the field that says it. Raises
-    InvalidRequest."""
+    """Return how many tokens the client allows (None: it does not say), and the field that says it.
+
+    Raises InvalidRequest if two fields contradict each other."""
     if not isinstance(request, ChatRequest) or request.max_completion_tokens is None:
         return request.max_tokens, "max_tokens"
     if request.max_tokens not in (None, request.max_completion_tokens):
@@ -273,7 +275,8 @@ def token_limit(request: ChatRequest | CompletionRequest) -> tuple[int | None, s
 
 
 def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
-    """As in `Sampling.logprobs`."""
+    """Return how many likeliest tokens to report with each token, as in `Sampling.logprobs`; -1: no
+    log-probabilities."""
     if isinstance(request, ChatRequest):
         return (request.top_logprobs or 0) if request.logprobs else -1
     return -1 if request.logprobs is None else request.logprobs
@@ -282,7 +285,7 @@ def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
 def sampling_of(
     request: ChatRequest | CompletionRequest, max_tokens: int, drawn_seed: int, grammar: str = ""
 ) -> Sampling:
-    """`drawn_seed` is used where the client gave none; `grammar` is what the answer is held to."""
+    """Return the sampling parameters of a request. `drawn_seed` is used if the client gave no seed."""
     return Sampling(
         max_tokens=max_tokens,
         temperature=_or(request.temperature, 1.0),
@@ -309,7 +312,7 @@ def _or(given: N | None, default: N) -> N:
 
 
 def check_common(request: ChatRequest | CompletionRequest) -> None:
-    """Raises InvalidRequest."""
+    """Check the fields that chats and completions share. Raises InvalidRequest, naming the field."""
     check_not_built(request)
     for token in request.logit_bias or ():
         if not _TOKEN_ID.fullmatch(token):

@@ -1,6 +1,6 @@
-"""What clients may ask of /v1/completions, beyond what a chat has too; fields are classed as chat.py says. Pure.
+"""The body of /v1/completions: its fields beyond those that chats have too. Pure.
 
-"prompt": "text" | ["text", …] | [1, 2, …] | [[1, 2, …], …]      texts and lists of token ids may be mixed
+"prompt": "text" | ["text", …] | [1, 2, …] | [[1, 2, …], …]      prompts as text and as token ids may be mixed
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from services.frontend.protocol.decoding import Harmless, NotBuilt, decode_body
 from shared.errors import InvalidRequest
 
 DEFAULT_TOKENS = 16
-"""OpenAI's, where no `max_tokens` is given."""
+"""OpenAI's default for `max_tokens`."""
 
 PROMPTS_LIMIT = 2048
-"""OpenAI's; `limits.choices` may be less."""
+"""OpenAI's limit of prompts in one request; `limits.choices` may be lower."""
 
 Prompt = str | Sequence[int]
-"""A text, or token ids."""
+"""One prompt, as a text or as token ids."""
 
 
 class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
-    """One, as a text or as token ids, or a list of such ones."""
+    """A prompt, as a text or as token ids, or a list of prompts."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
-    """Each answer begins with its prompt."""
+    """Whether each answer begins with its prompt."""
     suffix: str | None = None
-    """The answer is what stands between the prompt and this; empty: as if there were none."""
+    """The text that follows the answer, so that the answer fills the gap between prompt and suffix. Empty: no
+    suffix."""
     # not built
     best_of: Annotated[NotBuilt, Harmless(1)] = None
     """1 asks for nothing, since the only answer is the best one."""
@@ -43,22 +44,22 @@ _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """Raises InvalidRequest, naming the field."""
+    """Decode and check the body of a completion. Raises InvalidRequest, naming the field."""
     request = decode_body(_COMPLETION, body)
     check_common(request)
     if request.best_of is not None and request.n not in (None, 1):
         raise InvalidRequest("best_of: must not be less than n", param="best_of")
     if request.echo and request.logprobs is not None:
-        wrong = "echo: not beside logprobs, as there are none of a prompt"
+        wrong = "echo: cannot be combined with logprobs, since prompts have none"
         raise InvalidRequest(wrong, param="echo", code="unsupported_parameter")
     prompts = prompts_of(request)
     if request.suffix and not all(isinstance(prompt, str) for _, prompt in prompts):
-        raise InvalidRequest("suffix: only beside prompts that are texts", param="suffix")
+        raise InvalidRequest("suffix: the prompt must be a text, not token ids", param="suffix")
     return request
 
 
 def prompts_of(request: CompletionRequest) -> list[tuple[str, Prompt]]:
-    """The prompts, each with the name of its place in the body. Raises InvalidRequest."""
+    """Return the prompts, each with the name of its place in the body. Raises InvalidRequest."""
     given = request.prompt
     if isinstance(given, str):
         return [("prompt", given)]
@@ -66,10 +67,11 @@ def prompts_of(request: CompletionRequest) -> list[tuple[str, Prompt]]:
     if len(tokens) == len(given):
         return [("prompt", tokens)]
     if len(given) > PROMPTS_LIMIT:
-        raise InvalidRequest(f"prompt: {len(given)} prompts, more than {PROMPTS_LIMIT}", param="prompt")
+        raise InvalidRequest(f"prompt: {len(given)} prompts are more than the limit of {PROMPTS_LIMIT}", param="prompt")
     prompts: list[tuple[str, Prompt]] = []
     for at, one in enumerate(given):
         if isinstance(one, int):
-            raise InvalidRequest("a token id beside prompts", param=f"prompt[{at}]")
+            wrong = f"prompt[{at}]: a token id in a list of prompts; put the ids of one prompt in a list of their own"
+            raise InvalidRequest(wrong, param=f"prompt[{at}]")
         prompts.append((f"prompt[{at}]" if len(given) > 1 else "prompt", one))
     return prompts

@@ -1,4 +1,4 @@
-"""The body of /v1/embeddings and its answer, typed; fields are classed as protocol/chat.py says. Pure."""
+"""The body of /v1/embeddings and its answer. Pure."""
 
 from __future__ import annotations
 
@@ -12,77 +12,78 @@ from services.frontend.protocol.decoding import decode_body
 from shared.errors import InvalidRequest
 
 INPUTS_LIMIT = 2048
-"""OpenAI's."""
+"""OpenAI's limit of inputs in one request."""
 TOKENS_LIMIT = 1 << 20
-"""Of all inputs together."""
+"""Tokens of all inputs together."""
 NUMBERS_LIMIT = 1 << 22
-"""Of all vectors together: 16 MiB, 22 as base64 and some 85 in decimal."""
+"""Numbers of all vectors together: 16 MiB, 22 MiB as base64 and some 85 MiB in decimal."""
 
 Input = str | list[int]
-"""A text, or token ids."""
+"""One input, as a text or as token ids."""
 
 
 class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/embeddings."""
+    """The body of POST /v1/embeddings."""
 
     input: str | list[TokenId | str | list[TokenId]]
-    """A text or token ids, or a list of either."""
+    """An input, as a text or as token ids, or a list of inputs."""
     model: str | None = None
-    """None: the only one that is served."""
+    """The model's name; it may be left out if only one model is served."""
     encoding_format: Literal["float", "base64"] | None = None
-    """base64: of little-endian float32. None: float."""
+    """The form of vectors: decimal numbers (the default), or base64 of little-endian float32."""
     dimensions: TokenCount | None = None
-    """The leading ones that are left, scaled to length 1 again; at most the model's. None: all."""
+    """How many leading numbers of each vector to keep, scaled to length 1 again. The default is all that the model
+    has."""
     # our own
     pooling: Literal["mean", "last"] | None = None
-    """Of which positions; None: what the model is meant for."""
+    """Which positions make the vector: their mean, or the last. The default is what the model was trained for."""
     cache_salt: CacheName | None = None
-    """vLLM's: inputs share cached blocks only with prompts of the same salt."""
+    """vLLM's field: inputs share cached blocks only with prompts that have the same salt."""
     deadline_s: Seconds | None = None
-    """How long the request may take; the server has a limit."""
+    """Seconds that the request may take; the server has a limit."""
     # harmless
     user: Label | None = None
 
 
 class Embedding(Struct, frozen=True, kw_only=True):
-    """One input's."""
+    """The vector of one input."""
 
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
-    """Of length 1; a text where base64 was asked for."""
+    """A vector of length 1; a text if base64 was requested."""
 
 
 class EmbeddingUsage(Struct, frozen=True):
-    """Tokens counted, of all inputs."""
+    """Tokens of all inputs together."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingAnswer(Struct, frozen=True, kw_only=True):
-    """In the order of the inputs."""
+    """The answer of /v1/embeddings, with vectors in the order of the inputs."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
     id: str
-    """Ours, as other answers have one."""
+    """An addition to OpenAI's fields, since other answers have an id too."""
 
 
 _EMBEDDINGS = msgspec.json.Decoder(EmbeddingRequest)
 
 
 def decode_embeddings(body: bytes) -> EmbeddingRequest:
-    """Raises InvalidRequest, naming the field."""
+    """Decode and check the body of an embeddings request. Raises InvalidRequest, naming the field."""
     request = decode_body(_EMBEDDINGS, body)
     inputs_of(request)
     return request
 
 
 def inputs_of(request: EmbeddingRequest) -> dict[str, Input]:
-    """Each by the name of its field. Raises InvalidRequest."""
+    """Return the inputs by the name of their place in the body. Raises InvalidRequest."""
     given = request.input
     inputs: dict[str, Input] = {}
     ids = [one for one in given if isinstance(one, int)]
@@ -91,11 +92,11 @@ def inputs_of(request: EmbeddingRequest) -> dict[str, Input]:
     elif len(ids) == len(given):
         inputs["input"] = ids
     elif len(given) > INPUTS_LIMIT:
-        raise InvalidRequest(f"input: {len(given)} inputs, more than {INPUTS_LIMIT}", param="input")
+        raise InvalidRequest(f"input: {len(given)} inputs are more than the limit of {INPUTS_LIMIT}", param="input")
     else:
         for at, one in enumerate(given):
             if isinstance(one, int):
-                wrong = "input: a list of token ids, of texts, or of lists of token ids; not mixed"
+                wrong = "input: a list must hold token ids, or texts and lists of token ids; not both"
                 raise InvalidRequest(wrong, param=f"input[{at}]")
             inputs[f"input[{at}]"] = one
     for name, one in inputs.items():

@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from shared.errors import (
 
 
 class Error(Struct, frozen=True):
-    """OpenAI's."""
+    """OpenAI's error object."""
 
     message: str
     type: str
     param: str | None
-    """The field that is wrong, or the header."""
+    """The field or header that is wrong."""
     code: str | None
 
 
 class ErrorBody(Struct, frozen=True):
-    """All that a failure says."""
+    """The body of a failure."""
 
     error: Error
 
 
 class Failure(Struct, frozen=True):
-    """What a client gets instead of an answer."""
+    """The HTTP response that a client gets in place of an answer."""
 
     status: int
     payload: bytes
-    """JSON."""
+    """The body, as JSON."""
     retry_after_s: int | None = None
-    """Whole seconds, at least one; None: trying again would not change it."""
+    """Seconds until a retry makes sense, at least 1. None: a retry would not change the result."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers beside the content type."""
-        headers = _EXPLAINED.get(self.status, {})
+        """The HTTP headers, except the content type."""
+        headers = _REQUIRED_HEADERS.get(self.status, {})
         return dict(headers) if self.retry_after_s is None else {**headers, "Retry-After": str(self.retry_after_s)}
 
 
-_EXPLAINED: Mapping[int, Mapping[str, str]] = {
+_REQUIRED_HEADERS: Mapping[int, Mapping[str, str]] = {
     401: {"WWW-Authenticate": "Bearer"},
     415: {"Accept-Encoding": "identity"},
 }
-"""The header that RFC 9110 wants with a status."""
+"""The header that RFC 9110 requires with a status."""
 
 
 def failure(status: int, message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Failure:
-    """`kind` is OpenAI's `type`."""
+    """Make a failure; `kind` is OpenAI's `type`."""
     return Failure(status, msgspec.json.encode(ErrorBody(Error(message, kind, param, code))))
 
 
 def failure_of(error: HeadraceError) -> Failure:
-    """How an error looks to a client."""
+    """Turn an error into the failure that a client gets."""
     text = str(error)
     match error:
         case InvalidRequest():

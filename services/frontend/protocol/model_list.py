@@ -1,4 +1,4 @@
-"""What /v1/models and /v1/models/{name} answer: OpenAI's, and vLLM's length of the context. Pure."""
+"""The answers of /v1/models and /v1/models/{name}: OpenAI's fields, and vLLM's `max_model_len`. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class ModelEntry(Struct, frozen=True):
 
     id: str
     created: int
-    """When this process began, in seconds of Unix time."""
+    """Unix time in seconds when this process started."""
     max_model_len: int
-    """In tokens."""
+    """Length of the context in tokens."""
     object: Literal["model"] = "model"
     owned_by: Literal["headrace"] = "headrace"
 
 
 class ModelList(Struct, frozen=True):
-    """All of them."""
+    """The models that are served."""
 
     data: list[ModelEntry]
     object: Literal["list"] = "list"

@@ -1,4 +1,4 @@
-"""The operations that clients may ask for, and their HTTP paths. Pure."""
+"""The operations of the API and their HTTP paths. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, get_args
 Operation = Literal[
     "chat", "completions", "embeddings", "responses", "retrieve_response", "delete_response", "tokenize", "detokenize"
 ]
-"""What a body asks for. Over NATS it is the last word of the subject."""
+"""An operation of the API. Over NATS it is the last token of the subject."""
 PATHS: dict[Operation, str] = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
@@ -16,8 +16,8 @@ PATHS: dict[Operation, str] = {
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
-"""Where it is asked over HTTP, with POST."""
+"""The HTTP path of each operation with a body; the method is POST."""
 STORED_PATH = "/v1/responses/{response_id}"
 STORED_METHODS: dict[Operation, str] = {"retrieve_response": "GET", "delete_response": "DELETE"}
-"""What is asked there, and with which method: what the path and the query say is the body that it has over NATS."""
+"""The HTTP method of each operation at STORED_PATH. Its path and query hold what its body has over NATS."""
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)

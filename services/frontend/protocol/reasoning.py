@@ -1,7 +1,7 @@
-"""What a request says of thinking: how long it may be, or how hard to try. Pure.
+"""The fields of a request about reasoning: how long it may be, or how much effort to make. Pure.
 
-thinking_token_budget   so many tokens, then the engine is held to the end of thinking (structured/grammar.py)
-reasoning_effort        as the chat template has it; none: a template's own way, else a budget of nothing
+thinking_token_budget   tokens of reasoning; then a grammar forces the end of reasoning (structured/grammar.py)
+reasoning_effort        passed to the chat template; `none` uses the template's switch or, without one, a budget of 0
 """
 
 from __future__ import annotations
@@ -14,51 +14,53 @@ from msgspec import Meta, Struct
 from shared.errors import InvalidRequest
 
 ThinkingBudget = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-"""Tokens."""
+"""Tokens of reasoning at most."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-"""OpenAI's."""
+"""OpenAI's values of `reasoning_effort`."""
 _UNSUPPORTED = "unsupported_parameter"
 
 
 class ReasoningPlan(Struct, frozen=True):
-    """What becomes of it."""
+    """What a request's reasoning fields come to."""
 
     template_kwargs: Mapping[str, Any]
-    """The chat template's."""
+    """Variables for the chat template."""
     budget: int | None = None
-    """Tokens of thinking; None: as many as there are."""
+    """Tokens of reasoning at most; None: no limit."""
     param: str = "thinking_token_budget"
-    """The field that says so."""
+    """The field that set the budget, for errors."""
 
 
 DEFAULT_REASONING = ReasoningPlan({})
 
 
 def plan_reasoning(
-    effort: Effort | None, budget: int | None, words: Mapping[str, Any], *, reads: Collection[str], thinks: bool
+    effort: Effort | None, budget: int | None, kwargs: Mapping[str, Any], *, reads: Collection[str], reasons: bool
 ) -> ReasoningPlan:
-    """`words`: those that the request gives itself; `reads`: those that the template reads; `thinks`: the model is
-    known to. Raises InvalidRequest, naming the field."""
-    if budget is not None and not thinks:
-        wrong = "thinking_token_budget: the model is not known to think: its template does not show it, and no"
+    """Combine the reasoning fields of a request. `kwargs` are its own template variables; `reads` are those that the
+    chat template reads; `reasons` says whether the model is known to reason. Raises InvalidRequest, naming the field.
+    """
+    if budget is not None and not reasons:
+        wrong = "thinking_token_budget: the model is not known to reason: its chat template does not show it, and no"
         raise InvalidRequest(f"{wrong} `reasoning_parser` is set", param="thinking_token_budget", code=_UNSUPPORTED)
     if effort is None:
-        return ReasoningPlan(words, budget)
-    word: tuple[str, Any] | None = None
+        return ReasoningPlan(kwargs, budget)
+    variable: tuple[str, Any] | None = None
     if "reasoning_effort" in reads:
-        word = ("reasoning_effort", effort)
+        variable = ("reasoning_effort", effort)
     elif effort == "none" and "enable_thinking" in reads:
-        word = ("enable_thinking", False)
-    if word is not None:
-        if words.get(word[0], word[1]) != word[1]:
-            wrong = f"reasoning_effort: chat_template_kwargs.{word[0]} says something else"
+        variable = ("enable_thinking", False)
+    if variable is not None:
+        name, value = variable
+        if kwargs.get(name, value) != value:
+            wrong = f"reasoning_effort: chat_template_kwargs.{name} contradicts it"
             raise InvalidRequest(wrong, param="reasoning_effort")
-        return ReasoningPlan({**words, word[0]: word[1]}, budget)
+        return ReasoningPlan({**kwargs, name: value}, budget)
     if effort != "none":
-        wrong = f"reasoning_effort: the chat template has no place for {effort!r}"
-        wrong += "; thinking_token_budget takes a number" if thinks else ", and the model is not known to think"
+        wrong = f"reasoning_effort: the chat template does not support {effort!r}"
+        wrong += "; set thinking_token_budget instead" if reasons else ", and the model is not known to reason"
         raise InvalidRequest(wrong, param="reasoning_effort", code=_UNSUPPORTED)
     if budget:
-        wrong = "reasoning_effort: thinking_token_budget says something else"
+        wrong = "reasoning_effort: thinking_token_budget contradicts it"
         raise InvalidRequest(wrong, param="reasoning_effort")
-    return ReasoningPlan(words, 0 if thinks else None, "reasoning_effort")
+    return ReasoningPlan(kwargs, 0 if reasons else None, "reasoning_effort")

@@ -1,4 +1,4 @@
-"""What clients of /v1/responses get: the response, and the events of a streamed one. Values alone. Pure.
+"""The response of /v1/responses, and the events of a streamed one. Pure.
 
 created, in_progress
 output_item.added ─▶ content_part.added ─▶ ….delta … ─▶ ….done ─▶ content_part.done ─▶ output_item.done    each item
@@ -17,21 +17,21 @@ from services.frontend.protocol.responses_request import ChosenFunction, Decoded
 
 
 class InputTokensDetails(PromptTokensDetails, frozen=True):
-    """A chat's (inherited by msgspec), and what OpenAI has besides."""
+    """Details of the input's tokens: those of a chat, inherited by msgspec, and one more of OpenAI's."""
 
     cache_write_tokens: Literal[0] = 0
-    """OpenAI charges for them; here nobody counts them."""
+    """Tokens written to a cache. OpenAI charges for them; they are not counted here."""
 
 
 class OutputTokensDetails(Struct, frozen=True):
-    """OpenAI's."""
+    """Details of the output's tokens."""
 
     reasoning_tokens: int
-    """Up to the last one that thinking came from."""
+    """Tokens up to the last one that reasoning came from."""
 
 
 class ResponseUsage(Struct, frozen=True):
-    """Tokens counted."""
+    """Token counts of one response."""
 
     input_tokens: int
     output_tokens: int
@@ -41,7 +41,7 @@ class ResponseUsage(Struct, frozen=True):
 
     @staticmethod
     def of(usage: Usage, reasoning_tokens: int) -> ResponseUsage:
-        """The same counts as a chat's."""
+        """Make the counts from those of a chat."""
         cached = usage.prompt_tokens_details
         return ResponseUsage(
             usage.prompt_tokens,
@@ -53,27 +53,27 @@ class ResponseUsage(Struct, frozen=True):
 
 
 class ResponseError(Struct, frozen=True):
-    """Why a response failed that had begun."""
+    """The reason why a response failed after it had begun."""
 
     code: Literal["server_error", "rate_limit_exceeded"]
     message: str
 
 
 class IncompleteDetails(Struct, frozen=True):
-    """Why it ended early."""
+    """The reason why a response ended early."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ReasoningSetting(Struct, frozen=True):
-    """As asked for."""
+    """The reasoning options of the request."""
 
     effort: str | None
     summary: None = None
 
 
 class Response(Struct, frozen=True, kw_only=True):
-    """The response, as far as it is."""
+    """A response, complete or in progress."""
 
     id: str
     object: Literal["response"] = "response"
@@ -85,7 +85,7 @@ class Response(Struct, frozen=True, kw_only=True):
     model: str
     output: list[OutputItem] = []
     usage: ResponseUsage | None = None
-    # as asked for
+    # copied from the request
     background: Literal[False] = False
     instructions: str | None
     max_output_tokens: int | None
@@ -109,7 +109,7 @@ class Response(Struct, frozen=True, kw_only=True):
 
 
 def new_response(asked: DecodedRequest, response_id: str, created_at: int, model: str) -> Response:
-    """A response of which nothing is there yet. `created_at` is the wall clock, seconds since 1970."""
+    """Make the response to a request, without output. `created_at` is Unix time in seconds."""
     request = asked.request
     form = None if request.text is None else request.text.format
     return Response(
@@ -137,7 +137,7 @@ def new_response(asked: DecodedRequest, response_id: str, created_at: int, model
 
 
 class ResponseDeleted(Struct, frozen=True, kw_only=True):
-    """What DELETE answers."""
+    """The answer of DELETE."""
 
     id: str
     object: Literal["response"] = "response"
@@ -155,14 +155,14 @@ class ResponseCreated(Struct, frozen=True, tag_field="type", tag="response.creat
 
 
 class ResponseInProgress(Struct, frozen=True, tag_field="type", tag="response.in_progress"):
-    """The second one."""
+    """The second event."""
 
     response: Response
     sequence_number: int
 
 
 class ItemAdded(Struct, frozen=True, tag_field="type", tag="response.output_item.added"):
-    """An item begins, empty."""
+    """An item begins; it is empty."""
 
     item: OutputItem
     output_index: int
@@ -170,7 +170,7 @@ class ItemAdded(Struct, frozen=True, tag_field="type", tag="response.output_item
 
 
 class PartAdded(Struct, frozen=True, tag_field="type", tag="response.content_part.added"):
-    """The one part of a message, or of thinking, begins, empty."""
+    """The only part of a message or of reasoning begins; it is empty."""
 
     item_id: str
     output_index: int
@@ -180,7 +180,7 @@ class PartAdded(Struct, frozen=True, tag_field="type", tag="response.content_par
 
 
 class TextDelta(Struct, frozen=True, tag_field="type", tag="response.output_text.delta"):
-    """More of a message."""
+    """The next text of a message."""
 
     item_id: str
     output_index: int
@@ -191,7 +191,7 @@ class TextDelta(Struct, frozen=True, tag_field="type", tag="response.output_text
 
 
 class ThoughtDelta(Struct, frozen=True, tag_field="type", tag="response.reasoning_text.delta"):
-    """More thinking."""
+    """The next text of reasoning."""
 
     item_id: str
     output_index: int
@@ -201,7 +201,7 @@ class ThoughtDelta(Struct, frozen=True, tag_field="type", tag="response.reasonin
 
 
 class ArgumentsDelta(Struct, frozen=True, tag_field="type", tag="response.function_call_arguments.delta"):
-    """More of a call's arguments."""
+    """The next text of a call's arguments."""
 
     item_id: str
     output_index: int
@@ -210,7 +210,7 @@ class ArgumentsDelta(Struct, frozen=True, tag_field="type", tag="response.functi
 
 
 class TextDone(Struct, frozen=True, tag_field="type", tag="response.output_text.done"):
-    """All of a message."""
+    """The whole text of a message."""
 
     item_id: str
     output_index: int
@@ -221,7 +221,7 @@ class TextDone(Struct, frozen=True, tag_field="type", tag="response.output_text.
 
 
 class ThoughtDone(Struct, frozen=True, tag_field="type", tag="response.reasoning_text.done"):
-    """All of the thinking."""
+    """The whole text of reasoning."""
 
     item_id: str
     output_index: int
@@ -231,7 +231,7 @@ class ThoughtDone(Struct, frozen=True, tag_field="type", tag="response.reasoning
 
 
 class ArgumentsDone(Struct, frozen=True, tag_field="type", tag="response.function_call_arguments.done"):
-    """All of a call's arguments."""
+    """The complete arguments of a call."""
 
     item_id: str
     output_index: int
@@ -241,7 +241,7 @@ class ArgumentsDone(Struct, frozen=True, tag_field="type", tag="response.functio
 
 
 class PartDone(Struct, frozen=True, tag_field="type", tag="response.content_part.done"):
-    """The part is complete."""
+    """A part is complete."""
 
     item_id: str
     output_index: int
@@ -251,7 +251,7 @@ class PartDone(Struct, frozen=True, tag_field="type", tag="response.content_part
 
 
 class ItemDone(Struct, frozen=True, tag_field="type", tag="response.output_item.done"):
-    """The item is complete."""
+    """An item is complete."""
 
     item: OutputItem
     output_index: int
@@ -259,21 +259,21 @@ class ItemDone(Struct, frozen=True, tag_field="type", tag="response.output_item.
 
 
 class ResponseCompleted(Struct, frozen=True, tag_field="type", tag="response.completed"):
-    """The last event."""
+    """The last event of a response that is complete."""
 
     response: Response
     sequence_number: int
 
 
 class ResponseIncomplete(Struct, frozen=True, tag_field="type", tag="response.incomplete"):
-    """The last event of one that was cut off."""
+    """The last event of a response that was cut off."""
 
     response: Response
     sequence_number: int
 
 
 class ResponseFailed(Struct, frozen=True, tag_field="type", tag="response.failed"):
-    """The last event of one that failed after it had begun."""
+    """The last event of a response that failed after it had begun."""
 
     response: Response
     sequence_number: int

@@ -1,10 +1,10 @@
-"""What a conversation of /v1/responses consists of, item after item, and the messages that templates read. Pure.
+"""The items of a conversation of /v1/responses, and the chat messages that they become. Pure.
 
-    items of the input ─▶ decode_items ─▶ messages_of ─▶ chat messages: what the assistant says at once is one of them
+    items of the input ─▶ decode_items ─▶ messages_of ─▶ chat messages; each turn of the assistant becomes one message
     items of an answer ─────────────────────────┘
 
-An item without `type` is a message: OpenAI's easy form. What clients send back of an answer they got (ids, status,
-annotations) is not looked at where it asks for nothing.
+An item without `type` is a message: OpenAI's easy form. Fields of an answer that clients send back (ids, status,
+annotations) are ignored if they ask for nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.frontend.protocol.tools import TOOLS_LIMIT, Call, CalledFunction, 
 from shared.errors import InvalidRequest
 
 ITEMS_LIMIT = 4096
-"""Of one input."""
+"""Items of one input."""
 
 CallId = Annotated[str, Meta(min_length=1, max_length=128)]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -32,23 +32,23 @@ _EMPTY = Harmless([], "")
 
 
 class InputText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
-    """One part of a message."""
+    """A text in a message."""
 
     text: str
 
 
 class PastText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
-    """One part of what the assistant said, as it comes back."""
+    """A text in an assistant's message that the client sends back."""
 
     text: str
     annotations: Unread | UnsetType = UNSET
     logprobs: Unread | UnsetType = UNSET
     parsed: Unread | UnsetType = UNSET
-    """The text again, as OpenAI's client leaves it beside it."""
+    """The text in parsed form, which OpenAI's client adds."""
 
 
 class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """A turn of the user, of the assistant, or instructions."""
+    """A message of the user or the assistant, or instructions."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[InputText | PastText], Meta(max_length=PARTS_LIMIT)]
@@ -65,17 +65,17 @@ class PastCall(Struct, frozen=True, forbid_unknown_fields=True):
     call_id: CallId
     name: ToolName
     arguments: str
-    """A JSON object, or nothing."""
+    """A JSON object as a text, or an empty text."""
     id: str | None = None
     status: Status | None = None
     parsed_arguments: Unread | UnsetType = UNSET
-    """The same, as OpenAI's client leaves it beside them."""
+    """The arguments in parsed form, which OpenAI's client adds."""
     namespace: Annotated[NotBuilt, _EMPTY] = None
     caller: Annotated[NotBuilt, _EMPTY] = None
 
 
 class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tool answered."""
+    """The output of a tool's call."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -83,19 +83,19 @@ class CallOutput(Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     status: Status | None = None
     name: ToolName | None = None
-    """Of the tool; templates that want it are told the call's, where this says none."""
+    """The tool's name; without it, chat templates that need one get the name in the call."""
     namespace: Annotated[NotBuilt, _EMPTY] = None
     caller: Annotated[NotBuilt, _EMPTY] = None
 
 
 class ThoughtText(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
-    """Thinking, in the clear."""
+    """A text of reasoning, not encrypted."""
 
     text: str
 
 
 class PastThought(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the assistant thought; what is made of it, if anything, is the template's choice."""
+    """Reasoning of the assistant that the client sends back; the chat template decides whether to render it."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -111,7 +111,7 @@ AnyInputItem = Annotated[
     msgspec.Raw,
     Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{one.__name__}"} for one in INPUT_ITEMS]}),
 ]
-"""One of them that is not decoded yet: which it is, its `type` says, and none is a message."""
+"""An item that is not decoded yet. Its `type` says which it is; without one it is a message."""
 
 
 class _Kind(Struct, frozen=True):
@@ -129,7 +129,7 @@ _DECODERS: dict[str | None, msgspec.json.Decoder[InputItem]] = {
 
 
 def decode_items(given: str | Sequence[msgspec.Raw]) -> list[InputItem]:
-    """The items of `input`; a text is a message of the user. Raises InvalidRequest, naming the field."""
+    """Decode the items of `input`; a text is a message of the user. Raises InvalidRequest, naming the field."""
     if isinstance(given, str):
         return [InputMessage("user", given)]
     return [_decode_item(bytes(raw), f"input[{at}]") for at, raw in enumerate(given)]
@@ -156,7 +156,7 @@ def _decode_item(raw: bytes, where: str) -> InputItem:
 
 
 class OutputText(Struct, frozen=True, tag_field="type", tag="output_text"):
-    """What the assistant says."""
+    """The text of an assistant's message."""
 
     text: str
     annotations: list[None] = []
@@ -164,7 +164,7 @@ class OutputText(Struct, frozen=True, tag_field="type", tag="output_text"):
 
 
 class OutputMessage(Struct, frozen=True, tag_field="type", tag="message"):
-    """A message of the assistant, with one part once it has begun."""
+    """A message of the assistant. It has one part once it has begun, none before."""
 
     id: str
     content: list[OutputText]
@@ -173,7 +173,7 @@ class OutputMessage(Struct, frozen=True, tag_field="type", tag="message"):
 
 
 class OutputThought(Struct, frozen=True, tag_field="type", tag="reasoning"):
-    """What the model thinks before it answers."""
+    """The model's reasoning before its answer."""
 
     id: str
     content: list[ThoughtText]
@@ -199,7 +199,8 @@ OutputItem = OutputThought | OutputMessage | OutputCall
 
 
 def messages_of(items: Iterable[InputItem | OutputItem]) -> list[ChatMessage]:
-    """In order; what the assistant thought, said and called without anybody between is one message."""
+    """Turn items into chat messages, in order. Neighbouring reasoning, text and calls of the assistant are one
+    message."""
     messages: list[ChatMessage] = []
     thoughts, said, calls = list[str](), None, list[Call]()
 
@@ -239,13 +240,15 @@ def _text(content: str | Sequence[InputText | PastText | OutputText]) -> str:
 
 
 def check_calls(before: Iterable[ChatMessage], items: Sequence[InputItem]) -> None:
-    """Each call has an id of its own, and each output a call before it, and is the only one. Raises InvalidRequest."""
+    """Check that each call has an id of its own, and that each output is the only one of a call before it.
+
+    Raises InvalidRequest."""
     called = {call.id for message in before for call in message.tool_calls or ()}
     answered = {message.tool_call_id for message in before if message.tool_call_id is not None}
     for at, item in enumerate(items):
         if isinstance(item, PastCall):
             if item.call_id in called:
-                raise _wrong_call(at, f"there are two calls {item.call_id!r}")
+                raise _wrong_call(at, f"there are two calls with the id {item.call_id!r}")
             called.add(item.call_id)
         elif isinstance(item, CallOutput):
             if item.call_id not in called:

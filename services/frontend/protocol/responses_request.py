@@ -1,7 +1,7 @@
-"""The body of /v1/responses, typed, and the chat that it asks for; fields are classed as protocol/chat.py says. Pure.
+"""The body of /v1/responses, and the chat request that it becomes. Pure.
 
-body ─▶ decode_response ─▶ (former messages) ─▶ as_chat ─▶ a ChatRequest, computed and checked as any other
-                                                    └── InvalidRequest ─▶ renamed: as this body names its fields
+body ─▶ decode_response ─▶ (former messages) ─▶ as_chat ─▶ a ChatRequest, checked and computed like any other
+                                                    └── InvalidRequest ─▶ with_response_names: this body's field names
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class ResponseTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of `tools`: a function, without chat's second level. The others, that OpenAI itself runs, are not built."""
+    """One of `tools`: a function, without the second level that chats have. Tools that OpenAI itself runs are not
+    built."""
 
     type: Literal["function"]
     name: ToolName
@@ -76,28 +77,29 @@ class ResponseTool(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChosenFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """Exactly this one is called."""
+    """The one function that must be called."""
 
     type: Literal["function"]
     name: ToolName
 
 
 class SchemaFormat(JsonSchema, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """JSON that holds to a schema; chat's fields (inherited by msgspec), without its second level."""
+    """JSON that follows a schema. It has the fields of a chat's schema, inherited by msgspec, without the second
+    level."""
 
 
 class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the answer's text looks like."""
+    """The form of the answer's text."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
     verbosity: NotBuilt = None
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a model thinks."""
+    """The options of reasoning."""
 
     effort: Effort | None = None
-    """As chat's `reasoning_effort`."""
+    """The effort, as in a chat's `reasoning_effort`."""
     summary: NotBuilt = None
     generate_summary: NotBuilt = None
     context: NotBuilt = None
@@ -105,17 +107,17 @@ class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/responses."""
+    """The body of POST /v1/responses."""
 
     input: str | Annotated[list[AnyInputItem], Meta(min_length=1, max_length=ITEMS_LIMIT)]
-    """A text, or items: protocol/responses_items.py has them."""
+    """A text, or a list of items."""
     model: str | None = None
-    """None: the only one that is served."""
+    """The model's name; it may be left out if only one model is served."""
     instructions: str | None = None
-    """Of this response alone: those of a previous one are not carried over."""
+    """Instructions for this response alone; those of a previous response are not carried over."""
     previous_response_id: ResponseId | None = None
     store: bool | None = None
-    """False: the response is not kept, and cannot be continued by its id."""
+    """False: the response is not stored, and cannot be continued by its id."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: TokenCount | None = None
@@ -129,9 +131,9 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     prompt_cache_key: CacheName | None = None
-    """Requests of one key prefer one worker."""
+    """Requests with the same key prefer the same worker."""
     service_tier: ServiceTier | None = None
-    """There is one, whichever is asked for."""
+    """There is only one tier, whichever is requested."""
     # vLLM's
     seed: Seed | None = None
     top_k: TopK | None = None
@@ -153,7 +155,7 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     user: Label | None = None
     safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
     max_tool_calls: TokenCount | None = None
-    """Of tools that OpenAI itself runs: there are none."""
+    """A limit for tools that OpenAI itself runs. There are none, so it has no effect."""
     # not built
     background: Annotated[NotBuilt, Harmless(False)] = None
     truncation: Annotated[NotBuilt, Harmless("disabled")] = None
@@ -171,19 +173,19 @@ _RESPONSE = msgspec.json.Decoder(ResponseRequest)
 
 
 class DecodedRequest(Struct, frozen=True):
-    """A body that was found good, and its input's items."""
+    """A body that has been checked, and the items of its input."""
 
     request: ResponseRequest
     items: list[InputItem]
 
     @property
     def is_stored(self) -> bool:
-        """Whether the response is to be kept."""
+        """Whether the response is to be stored."""
         return self.request.store is not False
 
 
 def decode_response(body: bytes) -> DecodedRequest:
-    """Raises InvalidRequest, naming the field."""
+    """Decode and check the body of a response request. Raises InvalidRequest, naming the field."""
     request = decode_body(_RESPONSE, body)
     check_not_built(request)
     if request.text is not None:
@@ -197,13 +199,15 @@ def decode_response(body: bytes) -> DecodedRequest:
     if request.top_logprobs and not request.include:
         raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
     if request.include and request.tools and request.tool_choice != "none":
-        wrong = f"include: {LOGPROBS!r} is not supported beside tools that may be called"
+        wrong = f"include: {LOGPROBS!r} is not supported together with tools that may be called"
         raise InvalidRequest(wrong, param="include", code="unsupported_value")
     return DecodedRequest(request, decode_items(request.input))
 
 
 def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage]) -> ChatRequest:
-    """The same as a chat, behind the messages of `before`. Raises InvalidRequest, with this body's names."""
+    """Return the request as a chat that continues the messages of `before`.
+
+    Raises InvalidRequest, naming fields as this body does."""
     request = asked.request
     check_calls(before, asked.items)
     conversation = [*before, *messages_of(asked.items)]
@@ -274,7 +278,7 @@ _RENAMED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def with_response_names(wrong: InvalidRequest) -> InvalidRequest:
-    """What was found wrong of a chat, by the names of the body that it was made from."""
+    """Turn an error about a chat into one that names fields as the body of /v1/responses does."""
     param = wrong.param or ""
     for pattern, name in _RENAMED:
         if pattern.search(param):
@@ -284,14 +288,14 @@ def with_response_names(wrong: InvalidRequest) -> InvalidRequest:
     return wrong
 
 
-# --- of a response that is kept
+# --- stored responses
 
 
 _FALSE = Harmless(False, 0, "false")
 
 
 class StoredResponseRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """GET and DELETE /v1/responses/{id}; over NATS this is the body."""
+    """The parameters of GET and DELETE /v1/responses/{id}; over NATS this is the body."""
 
     response_id: ResponseId
     # not built
@@ -301,11 +305,11 @@ class StoredResponseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     stream: Annotated[NotBuilt, _FALSE] = None
 
 
-_KEPT = msgspec.json.Decoder(StoredResponseRequest)
+_STORED = msgspec.json.Decoder(StoredResponseRequest)
 
 
 def decode_stored(body: bytes) -> str:
-    """The response's id. Raises InvalidRequest, naming the field."""
-    request = decode_body(_KEPT, body)
+    """Decode a request for a stored response; return the response's id. Raises InvalidRequest, naming the field."""
+    request = decode_body(_STORED, body)
     check_not_built(request)
     return request.response_id

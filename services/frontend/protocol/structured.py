@@ -1,4 +1,5 @@
-"""What a request says its answer must look like: each field is a piece of the grammar that grammar.py makes. Pure."""
+"""The fields of a request that constrain its answer; each becomes a grammar (structured/grammar.py joins them).
+Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +14,18 @@ from services.frontend.tool_parsers.lark import OPTIONS, quote
 from shared.errors import InvalidRequest
 
 UNSUPPORTED = "unsupported_parameter"
+"""The code of an error about a combination that is not supported."""
 TEXT_LIMIT_CHARACTERS = 16 << 10
-"""Of a regular expression or a grammar."""
+"""Characters of a regular expression, a choice or a grammar."""
 CHOICES_LIMIT = 1000
 GRAMMAR_LIMIT_CHARACTERS = 160 << 10
-"""Of all that is sent to a worker."""
+"""Characters of the whole grammar that is sent to a worker."""
 
 Text = Annotated[str, Meta(max_length=TEXT_LIMIT_CHARACTERS)]
 
 
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's; the answer holds to it, `strict` or not."""
+    """OpenAI's field; the answer follows the schema, `strict` or not."""
 
     name: ToolName
     schema: dict[str, Any]
@@ -32,15 +34,15 @@ class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Anything."""
+    """A text without constraints."""
 
 
 class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """A JSON object of any content."""
 
 
 class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """JSON that holds to a schema."""
+    """JSON that follows a schema."""
 
     json_schema: JsonSchema
 
@@ -49,26 +51,26 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's; exactly one of them."""
+    """vLLM's field, of which exactly one member is set."""
 
     json: dict[str, Any] | str | None = None
-    """A schema, or one as text."""
+    """A JSON Schema, as an object or as a text."""
     regex: Text | None = None
-    """For all of the answer; in the syntax of Rust's regex crate."""
+    """A regular expression for the whole answer, in the syntax of Rust's regex crate."""
     choice: Annotated[list[Text], Meta(min_length=1, max_length=CHOICES_LIMIT)] | None = None
     grammar: Text | None = None
-    """In llguidance's Lark dialect; it begins with `start`."""
+    """A grammar in llguidance's dialect of Lark, whose first rule is `start`."""
     json_object: Literal[True] | None = None
 
 
 class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the request's tools."""
+    """The name of one of the request's tools."""
 
     name: ToolName
 
 
 class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """Exactly this one is called."""
+    """The one tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -78,30 +80,31 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ConstraintPart(Struct, frozen=True):
-    """What one field brings to a form of several."""
+    """The grammar that one field contributes to a constraint from several fields."""
 
     piece: dict[str, Any]
-    """A grammar for it alone."""
+    """The grammar of this field alone."""
     param: str
+    """The field that it comes from."""
 
 
 class Constraint(Struct, frozen=True):
-    """What one field holds an answer to."""
+    """A constraint on an answer, with the field that it comes from."""
 
     grammar: dict[str, Any]
-    """One grammar."""
+    """The grammar that the answer must follow."""
     param: str
-    """The field that says so."""
+    """The field that it comes from."""
     spelled: dict[str, Any] | None = None
-    """The same with its marks spelled out, where it names any by their ids."""
+    """The grammar with its marks spelled out as text, if it names any by token id."""
     content: dict[str, Any] | None = None
-    """A grammar that the piece names as `content`."""
+    """A grammar that `grammar` refers to as `content`."""
     parts: Sequence[ConstraintPart] = ()
-    """What it is made of, where that comes from several fields."""
+    """The grammars that it is made of, if they come from several fields."""
 
 
 def response_format_constraint(asked: ResponseFormat | None) -> Constraint | None:
-    """None: anything. Raises InvalidRequest."""
+    """Return the constraint of `response_format`; None if any text is allowed. Raises InvalidRequest."""
     match asked:
         case None | TextFormat():
             return None
@@ -113,13 +116,13 @@ def response_format_constraint(asked: ResponseFormat | None) -> Constraint | Non
 
 
 def structured_outputs_constraint(asked: StructuredOutputs | None) -> Constraint | None:
-    """None: anything. Raises InvalidRequest."""
+    """Return the constraint of `structured_outputs`; None if it is not set. Raises InvalidRequest."""
     if asked is None:
         return None
     named = [field for field in asked.__struct_fields__ if getattr(asked, field) is not None]
     if len(named) != 1:
         fields = ", ".join(asked.__struct_fields__)
-        raise InvalidRequest(f"structured_outputs: exactly one of {fields}", param="structured_outputs")
+        raise InvalidRequest(f"structured_outputs: set exactly one of {fields}", param="structured_outputs")
     where = f"structured_outputs.{named[0]}"
     if asked.json is not None:
         schema = decoded_object(asked.json, where) if isinstance(asked.json, str) else asked.json
@@ -136,17 +139,17 @@ def structured_outputs_constraint(asked: StructuredOutputs | None) -> Constraint
 def _schema(schema: dict[str, Any], where: str) -> dict[str, Any]:
     check_size(schema, where)
     if "x-guidance" in schema:
-        raise InvalidRequest(f"{where}.x-guidance: not a word of JSON Schema", param=f"{where}.x-guidance")
+        raise InvalidRequest(f"{where}.x-guidance: not a keyword of JSON Schema", param=f"{where}.x-guidance")
     return json_grammar(schema)
 
 
 def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:
-    """A grammar of JSON that holds to a schema."""
+    """Return the grammar of JSON that follows a schema."""
     return {"json_schema": {**schema, "x-guidance": OPTIONS}}
 
 
 def _within_slashes(regex: str) -> str:
-    """As the Lark dialect has it: slashes are escaped, and lines end nowhere."""
+    """Return a regular expression as it stands between slashes in Lark: with slashes and line ends escaped."""
     return re.sub(r"\\(.)|[/\n]", _escaped, regex, flags=re.DOTALL)
 
 

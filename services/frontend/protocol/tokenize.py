@@ -1,6 +1,6 @@
-"""The bodies of vLLM's /tokenize and /detokenize, and their answers, typed; fields are classed as chat.py says. Pure.
+"""The bodies of vLLM's /tokenize and /detokenize, and their answers. Pure.
 
-A prompt and messages are one Struct, so that a field of the one beside the other is refused by name.
+One Struct has the fields for a prompt and for messages, so that a field of one with the other is refused by name.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from services.frontend.protocol.tools import Tools, check_tools
 from shared.errors import InvalidRequest
 
 TOKENS_LIMIT = 1 << 20
-"""Of one request, either way."""
+"""Tokens of one request, in either direction."""
 
 
 _EMPTY = Harmless(False, 0, {})
 
 
 class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /tokenize: a prompt, or messages."""
+    """The body of POST /tokenize: a prompt or messages."""
 
     model: str | None = None
-    """None: the only one that is served."""
+    """The model's name; it may be left out if only one model is served."""
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """Those that the tokenizer puts around a text. None: around a prompt; a chat template writes them itself."""
+    """Whether the tokenizer adds its special tokens. By default it does for a prompt; a chat template writes them
+    itself."""
     return_token_strs: bool | None = None
-    # beside messages
+    # only with messages
     add_generation_prompt: bool | None = None
-    """False: the template is told not to end where an answer begins."""
+    """False: the rendered text does not end with the beginning of an answer."""
     tools: Tools | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     # not built
@@ -45,28 +46,28 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Meta(max_length=TOKENS_LIMIT)]
 
 
-_OF_MESSAGES = ("add_generation_prompt", "tools", "chat_template_kwargs")
+_ONLY_WITH_MESSAGES = ("add_generation_prompt", "tools", "chat_template_kwargs")
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
-    """Raises InvalidRequest, naming the field."""
+    """Decode and check the body of /tokenize. Raises InvalidRequest, naming the field."""
     request = decode_body(_TOKENIZE, body)
     check_not_built(request)
     if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("prompt: either this or messages", param="prompt")
+        raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
     if request.messages is None:
-        for field in _OF_MESSAGES:
+        for field in _ONLY_WITH_MESSAGES:
             if getattr(request, field) is not None:
-                raise InvalidRequest(f"{field}: only beside messages", param=field)
+                raise InvalidRequest(f"{field}: only allowed with messages", param=field)
     for at, message in enumerate(request.messages or ()):
         check_message(message, f"messages[{at}]")
     check_tools(request.tools or ())
@@ -74,7 +75,7 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
 
 
 def decode_detokenize(body: bytes) -> DetokenizeRequest:
-    """Raises InvalidRequest, naming the field."""
+    """Decode the body of /detokenize. Raises InvalidRequest, naming the field."""
     return decode_body(_DETOKENIZE, body)
 
 
@@ -85,16 +86,16 @@ TokenTexts = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "array", "it
 
 
 class Tokenized(Struct, frozen=True):
-    """What /tokenize answers."""
+    """The answer of /tokenize."""
 
     count: int
     max_model_len: int
     tokens: TokenIds
     token_strs: TokenTexts | None
-    """As the vocabulary has them; null where they were not asked for, and for an id that has no token."""
+    """The tokens as the vocabulary spells them, null for an id without a token; null if they were not requested."""
 
 
 class Detokenized(Struct, frozen=True):
-    """What /detokenize answers."""
+    """The answer of /detokenize."""
 
     prompt: str

@@ -1,4 +1,4 @@
-"""What a request says of tools: those it offers, the calls in its messages, and their form in chat templates. Pure."""
+"""Tools in a request: those it offers, the calls in its messages, and the form of both in chat templates. Pure."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from shared.errors import InvalidRequest
 
 TOOLS_LIMIT = 128
-"""OpenAI's."""
+"""OpenAI's limit of tools in one request."""
 DESCRIPTION_LIMIT_CHARACTERS = 16 << 10
 SCHEMA_LIMIT_BYTES = 64 << 10
-"""Of one tool's parameters, as JSON."""
+"""Bytes of the JSON Schema of one tool's parameters."""
 TOOLS_LIMIT_BYTES = 512 << 10
-"""Of all tools."""
+"""Bytes of all tools together, as JSON."""
 SCHEMA_DEPTH_LIMIT = 64
 
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
-"""OpenAI's."""
+"""A name as OpenAI allows it."""
 
 
 class Function(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model may call."""
+    """A function that the model may call."""
 
     name: ToolName
     description: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)] | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON Schema of an object; None: it has none."""
+    """A JSON Schema of an object; None: the function has no parameters."""
     strict: bool | None = None
-    """Arguments hold to the schema; they do so anyway where `tool_choice` forces a call."""
+    """Whether arguments must follow the schema. They always do if `tool_choice` forces a call."""
 
 
 class Tool(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of `tools`; custom ones are not built."""
+    """One of `tools`; custom tools are not built."""
 
     type: Literal["function"]
     function: Function
 
 
 Unread = Annotated[msgspec.Raw, Meta(extra_json_schema={"description": "Anything; it is not read."})]
-"""What clients leave beside a field: kept as its bytes, since 4 MiB of it would be a million objects."""
+"""A field that clients add and that is not read. It stays undecoded, since 4 MiB of it could be a million objects."""
 
 Tools = Annotated[list[Tool], Meta(max_length=TOOLS_LIMIT)]
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the model called."""
+    """The function that the model called, with its arguments."""
 
     name: ToolName
     arguments: str
-    """A JSON object, or nothing."""
+    """A JSON object as a text, or an empty text."""
     parsed_arguments: Unread | UnsetType = UNSET
-    """The same, as OpenAI's client leaves it beside them."""
+    """The arguments in parsed form, which OpenAI's client adds."""
 
 
 class Call(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -64,44 +64,44 @@ class Call(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     type: Literal["function"]
     function: CalledFunction
     index: int | None = None
-    """Its place, as clients leave it that put a message together from chunks."""
+    """The call's place in the message; clients that assemble a message from chunks leave it there."""
 
 
 Calls = Annotated[list[Call], Meta(max_length=TOOLS_LIMIT)]
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequest, naming the field."""
+    """Check the names and the sizes of tools. Raises InvalidRequest, naming the field."""
     names: set[str] = set()
     left = TOOLS_LIMIT_BYTES
     for at, tool in enumerate(tools):
         where, function = f"tools[{at}].function", tool.function
         if function.name in names:
-            raise InvalidRequest(f"{where}.name: there are two tools {function.name!r}", param=f"{where}.name")
+            raise InvalidRequest(f"{where}.name: there are two tools named {function.name!r}", param=f"{where}.name")
         names.add(function.name)
         _check_schema(function.parameters or {}, f"{where}.parameters")
         left -= len(msgspec.json.encode(tool))
         if left < 0:
-            raise InvalidRequest(f"tools: longer than {TOOLS_LIMIT_BYTES} bytes", param="tools")
+            raise InvalidRequest(f"tools: longer than {TOOLS_LIMIT_BYTES} bytes together", param="tools")
 
 
 def _check_schema(schema: dict[str, Any], where: str) -> None:
-    """What it says of each parameter is between its author and the model."""
+    """Check a schema's type and size. What it says of each parameter is not checked."""
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(f"{where}.type: not 'object'", param=f"{where}.type")
+        raise InvalidRequest(f"{where}.type: must be 'object'", param=f"{where}.type")
     check_size(schema, where)
 
 
 def check_size(schema: dict[str, Any], where: str) -> None:
-    """Raises InvalidRequest where it is too deep or too long."""
-    if len(msgspec.json.encode(schema)) > SCHEMA_LIMIT_BYTES:  # first: to look for its depth takes long where it is
+    """Check the size of a JSON Schema. Raises InvalidRequest if it is too long or nested too deeply."""
+    if len(msgspec.json.encode(schema)) > SCHEMA_LIMIT_BYTES:  # first: a long one takes time to measure
         raise InvalidRequest(f"{where}: longer than {SCHEMA_LIMIT_BYTES} bytes", param=where)
     if _depth(schema) > SCHEMA_DEPTH_LIMIT:
         raise InvalidRequest(f"{where}: nested deeper than {SCHEMA_DEPTH_LIMIT} levels", param=where)
 
 
 def _depth(schema: dict[str, Any]) -> int:
-    """As far as it matters."""
+    """Return the depth of nesting, at most SCHEMA_DEPTH_LIMIT + 1."""
     level: list[Any] = [schema]
     for depth in range(SCHEMA_DEPTH_LIMIT + 1):
         if not level:
@@ -112,7 +112,7 @@ def _depth(schema: dict[str, Any]) -> int:
 
 
 def tools_as_rendered(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """As templates read them, keys in OpenAI's order."""
+    """Return tools in the form that chat templates read, with keys in OpenAI's order."""
     return [{"type": "function", "function": _function(tool.function)} for tool in tools]
 
 
@@ -123,7 +123,7 @@ def _function(function: Function) -> dict[str, Any]:
 
 
 def calls_as_rendered(calls: Sequence[Call], where: str) -> list[dict[str, Any]]:
-    """As templates read them: with arguments as an object. Raises InvalidRequest where they are none."""
+    """Return calls in the form that chat templates read: with their arguments as an object. Raises InvalidRequest."""
     return [
         {
             "id": call.id,
@@ -138,7 +138,7 @@ def calls_as_rendered(calls: Sequence[Call], where: str) -> list[dict[str, Any]]
 
 
 def decoded_object(written: str, where: str) -> dict[str, Any]:
-    """Of JSON that a field has as a text. Raises InvalidRequest."""
+    """Decode a JSON object that a field holds as a text. Raises InvalidRequest."""
     try:
         return msgspec.json.decode(written, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as wrong:  # a ValidationError is one too

@@ -244,7 +244,7 @@ def _thought(request: ChatRequest, model: Model) -> ReasoningPlan:
         request.thinking_token_budget,
         request.chat_template_kwargs or {},
         reads=() if template is None else template.reads,
-        thinks=model.thinks,
+        reasons=model.thinks,
     )
 
 

@@ -1,8 +1,8 @@
-"""Which grammars engines could be held to: each is compiled once, before anything of its request is queued.
+"""Checks that grammars compile, each once, before any part of its request is queued.
 
-check ─▶ known ─▶ fine, or InvalidRequest
-   └───▶ in line ─▶ structured/compiler_process.py ─▶ its verdict is known from now on
-                          └── it ended: the grammar takes too much, and the next one gets a new process
+check ─▶ verdict known ─▶ accepted, or InvalidRequest
+   └───▶ wait in line ─▶ structured/compiler_process.py ─▶ verdict known
+                          └── it ended: the grammar takes too much; the next grammar gets a new process
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from services.frontend.structured.compiler_process import CPU_LIMIT_S, MEMORY_LI
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 
 VERDICTS_LIMIT = 4096
-"""Verdicts kept, the latest used."""
+"""Verdicts that are remembered; the least recently used one is dropped."""
 WAITING_LIMIT = 64
-"""Requests that wait for one; further ones are refused."""
+"""Requests that may wait for a verdict; further ones are refused."""
 VERDICT_LIMIT_CHARACTERS = 300
-"""Of a verdict; the library's may hold all of the grammar."""
+"""Characters of a verdict; the library's messages may repeat the whole grammar."""
 SLOW_PARTS_LIMIT = 4
-"""Of a grammar that takes too much, so many are compiled alone: each may take as much. Where another thing is wrong,
-all parts before it took less together."""
-_TOO_MUCH = f"compiling it takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
+"""Parts of a grammar that takes too much that are compiled alone to find the one at fault; each may take as much again.
+For other errors all parts are compiled, since the parts before the wrong one took less together."""
+_TOO_MUCH = f"compiling its grammar takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
 
 
 class GrammarCompiler:
-    """Of a frontend. The process starts when it is first needed."""
+    """Compiles the grammars of one frontend in a process that starts when it is first needed."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        """Digest of a grammar → what is wrong with it, empty where nothing is."""
-        self._line = asyncio.Lock()
+        """Digest of a grammar → what is wrong with it; empty if nothing is."""
+        self._lock = asyncio.Lock()
         self._waiting = 0
         self._process: Process | None = None
 
     async def check(self, grammar: str, param: str, parts: Sequence[ConstraintPart] = ()) -> None:
-        """`param` names the field that it came from; where it is no good, so does the first of its `parts` that is no
-        good alone. Raises InvalidRequest, and Overloaded or Unavailable where it cannot be said now."""
+        """Check a grammar. `param` is the field that it comes from; an error names the first of its `parts` that does
+        not compile alone. Raises InvalidRequest; Overloaded or Unavailable if it cannot be checked now."""
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self._known:
             if self._waiting >= WAITING_LIMIT:
-                raise Overloaded(f"{WAITING_LIMIT} grammars wait to be compiled")
+                raise Overloaded(f"{WAITING_LIMIT} grammars already wait to be compiled")
             self._waiting += 1
             try:
-                async with self._line:
+                async with self._lock:
                     if digest not in self._known:
                         self._known[digest] = (await self._compiled(grammar))[:VERDICT_LIMIT_CHARACTERS]
             finally:
@@ -66,7 +66,7 @@ class GrammarCompiler:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
     async def aclose(self) -> None:
-        """The process has ended when this returns."""
+        """End the process and wait until it has ended."""
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
@@ -74,13 +74,14 @@ class GrammarCompiler:
             await process.wait()
 
     async def _compiled(self, grammar: str) -> str:
-        """What is wrong with it. The caller's cancellation ends the process: nobody would read its answer."""
+        """Return what is wrong with a grammar. Cancelling the call ends the process, so that no answer is left
+        unread."""
         if self._process is None or self._process.returncode is not None:
             program = (sys.executable, "-m", "services.frontend.structured.compiler_process")
             try:
                 self._process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
             except OSError as wrong:  # no memory, or no files left
-                raise Unavailable(f"no process to compile a grammar in: {wrong.strerror}") from None
+                raise Unavailable(f"cannot start a process to compile the grammar: {wrong.strerror}") from None
         process, answer = self._process, b""
         assert process.stdin is not None
         assert process.stdout is not None

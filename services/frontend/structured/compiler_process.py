@@ -1,7 +1,7 @@
-"""Compiles grammars for a frontend: `python -m services.frontend.structured.compiler_process`, one a line as JSON.
+"""Compiles grammars for a frontend, one per line as JSON: `python -m services.frontend.structured.compiler_process`.
 
-The answer is a line, too: why the grammar is no good, or an empty text. One that takes more than CPU_LIMIT_S or
-MEMORY_LIMIT_BYTES ends the process; some ten lines of schema can, in spite of all of the library's own limits.
+Each answer is a line too: why the grammar does not compile, or an empty text. A grammar that takes more than
+CPU_LIMIT_S or MEMORY_LIMIT_BYTES ends the process. Ten lines of schema can do that, despite the library's own limits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 CPU_LIMIT_S = 0.5
 MEMORY_LIMIT_BYTES = 512 << 20
-"""Of address space; Python and the library take 150 MB of it."""
+"""Bytes of address space; Python and the library take 150 MB of it."""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=100_000,
@@ -24,13 +24,14 @@ _LIMITS = LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-"""Half of what engines allow (services/worker/native/grammars.py), so that nobody finds out later."""
+"""Half of what engines allow (services/worker/native/grammars.py), so that no accepted grammar fails there."""
 _EOS = 256
 _ERROR_LIMIT_CHARACTERS = 1000
 
 
 class ByteVocabulary:
-    """A vocabulary of all bytes and an end: what compiles does not hang on a model's tokens."""
+    """A vocabulary of all bytes and an end token, since whether a grammar compiles does not depend on a model's
+    tokens."""
 
     eos_token_id = _EOS
     bos_token_id = None
@@ -42,18 +43,18 @@ class ByteVocabulary:
 
 
 def compile_error(tokenizer: LLTokenizer, grammar: str) -> str:
-    """Why nothing can be held to it; empty: it can."""
+    """Return why a grammar does not compile, or an empty text."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if not matcher.is_error():
         return ""
     wrong = matcher.get_error()[:_ERROR_LIMIT_CHARACTERS]
-    return "nothing can ever match it" if wrong.startswith("NoExtension") else wrong
+    return "no text can ever match it" if wrong.startswith("NoExtension") else wrong
 
 
 def main() -> None:
-    """Until the input ends."""
+    """Compile grammars from standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()))

@@ -1,10 +1,10 @@
-"""What an answer is held to, of all that its request says, as one grammar for an engine. Pure.
+"""Joins all that a request demands of its answer into one grammar for the engine. Pure.
 
     response_format, structured_outputs ─┐
-    tool_choice that forces calls       ─┼▶ the answer's piece ─▶ behind thinking, as long as it may be ─▶ text
+    tool_choice that forces calls       ─┼▶ the answer's grammar ─▶ put after reasoning and its budget ─▶ text
     a tool that is strict               ─┘
 
-The text is llguidance's JSON: a list of grammars, the first one begins and may name others.
+The text is llguidance's JSON: a list of grammars, of which the first is the start and may refer to the others.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from shared.errors import InvalidRequest
 
 
 class AnswerGrammar(Struct, frozen=True):
-    """What an answer is held to."""
+    """The grammar that constrains an answer."""
 
     grammar: str
-    """For the engine."""
+    """The grammar for the engine."""
     checked: str
-    """The answer alone, with its marks spelled out: what is compiled first, for a vocabulary that has none. "": there
-    is nothing of the request's in it."""
+    """The grammar of the answer alone, with its marks spelled out as text, since it is checked with a vocabulary that
+    has none. Empty: nothing in the grammar comes from the request."""
     param: str
-    """The field that says so."""
+    """The field that it comes from."""
     parts: Sequence[ConstraintPart] = ()
-    """Of what is checked, where it comes from several fields: one of them may be to blame."""
+    """The grammars in `checked` that come from different fields, to find the one at fault."""
 
 
 def answer_grammar(
@@ -56,19 +56,23 @@ def answer_grammar(
     tokens: lark.Tokens,
     thought: ReasoningPlan = DEFAULT_REASONING,
 ) -> AnswerGrammar | None:
-    """None: to nothing. `tokens`: the model's. Raises InvalidRequest, naming the field."""
-    form = _form(request, plan, tokens)
+    """Return the grammar that constrains an answer, or None. `tokens` are the model's marks.
+
+    Raises InvalidRequest, naming the field."""
+    form = _constraint(request, plan, tokens)
     if form is None and thought.budget is None:
         return None
     param = thought.param if form is None else form.param
     if request.ignore_eos:
-        raise InvalidRequest(f"ignore_eos: {param} says where the answer ends", param="ignore_eos")
+        raise InvalidRequest(
+            f"ignore_eos: cannot be combined with {param}, which decides where the answer ends", param="ignore_eos"
+        )
     named = [] if form is None or form.content is None else [{"name": "content", **form.content}]
     checked = "" if form is None else _text([form.spelled or form.grammar, *named], param)
     if plan.reasoning:
-        grammars = _behind_thinking(form, thought, tokens, begun=plan.reasoning_open)
+        grammars = _after_reasoning(form, thought, tokens, begun=plan.reasoning_open)
     else:
-        assert form is not None, "only models that think have a budget"
+        assert form is not None, "only models that reason have a budget"
         grammars = [form.grammar]
     return AnswerGrammar(_text([*grammars, *named], param), checked, param, () if form is None else form.parts)
 
@@ -77,7 +81,7 @@ def _text(grammars: Sequence[dict[str, Any]], param: str) -> str:
     text = msgspec.json.encode({"grammars": grammars}).decode()
     if len(text) > GRAMMAR_LIMIT_CHARACTERS:
         raise InvalidRequest(
-            f"{param}: a grammar of {len(text)} characters; {GRAMMAR_LIMIT_CHARACTERS} are the limit", param=param
+            f"{param}: its grammar has {len(text)} characters; the limit is {GRAMMAR_LIMIT_CHARACTERS}", param=param
         )
     return text
 
@@ -85,15 +89,15 @@ def _text(grammars: Sequence[dict[str, Any]], param: str) -> str:
 # --- the answer
 
 
-def _form(request: ChatRequest | CompletionRequest, plan: ParsePlan, tokens: lark.Tokens) -> Constraint | None:
-    """One at most. Raises InvalidRequest."""
+def _constraint(request: ChatRequest | CompletionRequest, plan: ParsePlan, tokens: lark.Tokens) -> Constraint | None:
+    """Return the constraint of the answer, without reasoning. Raises InvalidRequest."""
     found = [
         structured_outputs_constraint(request.structured_outputs),
         response_format_constraint(request.response_format),
     ]
     forms = [one for one in found if one is not None]
     if len(forms) > 1:
-        wrong = "structured_outputs: response_format says already what the answer is held to"
+        wrong = "structured_outputs: cannot be combined with response_format, which constrains the answer already"
         raise InvalidRequest(wrong, param="structured_outputs")
     content = forms[0] if forms else None
     if not isinstance(request, ChatRequest) or request.tool_choice == "none":
@@ -101,7 +105,7 @@ def _form(request: ChatRequest | CompletionRequest, plan: ParsePlan, tokens: lar
     if content is None or not (request.tools or _forced(request.tool_choice)):
         return _calls(request, plan.calls, tokens) or content
     if _forced(request.tool_choice) or request.response_format is None or not _json_apart(plan.calls):
-        wrong = f"{content.param}: not beside tools that may be called: tool_choice can be none"
+        wrong = f"{content.param}: cannot be combined with tools that may be called; set tool_choice to none"
         raise InvalidRequest(wrong, param=content.param, code=UNSUPPORTED)
     return _calls(request, plan.calls, tokens, content)
 
@@ -117,7 +121,9 @@ def _forced(choice: ToolChoice | None) -> bool:
 def _calls(
     request: ChatRequest, written: FormatName | None, tokens: lark.Tokens, content: Constraint | None = None
 ) -> Constraint | None:
-    """None, where no tool is strict, none must be called, and any content will do. Raises InvalidRequest."""
+    """Return the constraint of calls; None if no tool is strict, none must be called and any content is allowed.
+
+    Raises InvalidRequest."""
     tools, choice = request.tools or (), request.tool_choice
     forced = _forced(choice)
     if not forced and content is None and not any(tool.function.strict for tool in tools):
@@ -125,9 +131,9 @@ def _calls(
     named = choice.function.name if isinstance(choice, NamedTool) else None
     callable_ = [tool for tool in tools if named in (None, tool.function.name)]
     if not callable_:
-        wrong = "there are no tools" if named is None else f"there is no tool {named!r}"
+        wrong = "there are no tools to call" if named is None else f"there is no tool named {named!r}"
         raise InvalidRequest(f"tool_choice: {wrong}", param="tool_choice")
-    assert written is not None, "else the request is refused for its tools"
+    assert written is not None, "a request with tools for such a model has been refused"
     how: lark.AnswerKind = "any" if content is None else "or"
     if forced:
         how = "one" if named is not None or request.parallel_tool_calls is False else "some"
@@ -147,7 +153,7 @@ def _calls(
 
 
 def _arguments(tool: Tool, *, forced: bool) -> dict[str, Any] | None:
-    """What a call's are held to: to the schema where it must come, or is strict."""
+    """Return the schema that a call's arguments must follow: the tool's if the call is forced or the tool is strict."""
     parameters = tool.function.parameters
     if not forced and not tool.function.strict:
         return None
@@ -157,20 +163,21 @@ def _arguments(tool: Tool, *, forced: bool) -> dict[str, Any] | None:
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-# --- what comes before it
+# --- the reasoning before it
 
 _BYTES = r"(?s-u:[\x00-\xfe]*)"
-"""Any: a budget may end between two bytes of a character. No token of its own: they begin with 0xFF."""
+"""Any bytes, since a budget may end within a character; no special tokens, which begin with 0xFF."""
 
 
-def _behind_thinking(
+def _after_reasoning(
     form: Constraint | None, thought: ReasoningPlan, tokens: lark.Tokens, *, begun: bool
 ) -> list[dict[str, Any]]:
-    """`form` None: anything may follow; `begun`: the prompt ends within thinking. Raises InvalidRequest."""
+    """Return grammars for reasoning and the answer after it. `form` None: any answer; `begun`: the prompt ends within
+    reasoning. Raises InvalidRequest."""
     named = [] if form is None else [{"name": "answer", **form.grammar}]
     if not {reasoning.OPEN, reasoning.CLOSE} <= tokens.keys():
         if thought.budget is not None:
-            wrong = f"{thought.param}: the model ends its thinking with several tokens, which cannot be forced"
+            wrong = f"{thought.param}: this model ends its reasoning with several tokens, which cannot be forced"
             raise InvalidRequest(wrong, param=thought.param, code=UNSUPPORTED)
         start = "thought white @answer" if begun else '("<think>" thought white)? @answer'
         rules = [f"start: {start}", "thought[lazy]: /(.|\\n)*<\\/think>/", _WHITE]  # lazy: up to the first tag
@@ -181,7 +188,7 @@ def _behind_thinking(
     thinks += closing if thought.budget == 0 else f"thought {closing}"
     if form is not None:
         start = f"{thinks} white @answer" if begun else f"({thinks} white)? @answer"
-    else:  # thinking that begins later would not be seen
+    else:  # reasoning that begins later would not be limited
         start = f"{thinks} <[*]>*" if begun else f"{thinks} <[*]>* | <[^{tokens[reasoning.OPEN]}]>*"
     rules = [
         '%llguidance {"allow_invalid_utf8": true}',

@@ -35,7 +35,7 @@ def test_it_becomes_the_templates_words_or_a_budget(
     thinks: bool,
     becomes: ReasoningPlan,
 ) -> None:
-    assert plan_reasoning(effort, budget, words, reads=reads, thinks=thinks) == becomes
+    assert plan_reasoning(effort, budget, words, reads=reads, reasons=thinks) == becomes
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,13 @@ def test_what_cannot_be_done_and_what_contradicts_itself_is_refused_by_name(
     effort: Effort | None, budget: int | None, words: dict[str, Any], reads: frozenset[str], thinks: bool, param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        plan_reasoning(effort, budget, words, reads=reads, thinks=thinks)
+        plan_reasoning(effort, budget, words, reads=reads, reasons=thinks)
     assert refused.value.param == param
 
 
-@pytest.mark.parametrize(("thinks", "said"), [(True, "takes a number$"), (False, "is not known to think$")])
+@pytest.mark.parametrize(
+    ("thinks", "said"), [(True, "set thinking_token_budget instead$"), (False, "is not known to reason$")]
+)
 def test_who_asks_for_an_effort_is_told_what_else_there_is(thinks: bool, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        plan_reasoning("high", None, {}, reads=NOTHING, thinks=thinks)
+        plan_reasoning("high", None, {}, reads=NOTHING, reasons=thinks)

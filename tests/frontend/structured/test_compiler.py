@@ -147,7 +147,7 @@ async def test_calls_are_forced_in_the_models_own_format(directory: Path, tmp_pa
         await client.chat.completions.create(**ask, tool_choice=named)
         assert [fits(w, grammar_of(w), text) for text in (CALL, time, f"{time}\n{time}")] == [False, True, False]
         other: Any = {"type": "function", "function": {"name": "other"}}
-        with pytest.raises(openai.BadRequestError, match="there is no tool 'other'"):
+        with pytest.raises(openai.BadRequestError, match="there is no tool named 'other'"):
             await client.chat.completions.create(**ask, tool_choice=other)
         strict: Any = [{"type": "function", "function": {"name": "p", "strict": True, "parameters": PERSON}}]
         await client.chat.completions.create(**{**ask, "tools": strict}, tool_choice="required")
