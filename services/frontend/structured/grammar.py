@@ -142,7 +142,7 @@ def _calls(
     try:
         rules, spelled = (FORMATS[written].rules(calls, marks, how) for marks in (tokens, {}))
     except lark.UnsupportedSchema as wrong_:
-        param = f"{places[wrong_.tool]}.{wrong_.word}"
+        param = f"{places[wrong_.tool]}.{wrong_.place}"
         raise InvalidRequest(f"{param}: {wrong_}", param=param, code=UNSUPPORTED) from None
     pieces = [{"lark_grammar": "\n".join(one)} for one in (rules, spelled)]
     parts = [] if content is None else [ConstraintPart(content.grammar, content.param)]

@@ -1,1 +1,1 @@
-"""Calls of tools, and thinking, in what a model writes: one file a format, one table of them (formats.py). Pure."""
+"""Parses tool calls and reasoning in a model's text: one module per format, and a table of them (formats.py). Pure."""

@@ -1,6 +1,6 @@
-"""A call as a JSON object, {"name": …, "arguments": {…}}, its keys in either order. Pure.
+"""Parses a call written as a JSON object, {"name": …, "arguments": {…}}, with its keys in either order. Pure.
 
-Models write more into it ("type", "id"), which is passed over.
+Other keys that models write ("type", "id") are ignored.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 
 def call_object(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """Arguments go out as they come, once the name is known; where they come first, they wait for it. Llama's word for
-    them is "parameters". Raises Malformed."""
+    """Read one call. Arguments are passed on as they come once the name is known; if they come first, they wait for it.
+    Llama calls them "parameters". Raises Malformed."""
     name = ""
     waiting: list[str] = []
     complete = False
@@ -38,7 +38,7 @@ def call_object(reader: TextReader, result: ParseResult) -> Reading[None]:
             yield from json_text.value(reader, result.add_arguments if name else waiting.append)
             complete = bool(name)
         else:
-            yield from json_text.value(reader, _pass_over)
+            yield from json_text.value(reader, _ignore)
         yield from reader.read_white()
         if not (yield from reader.optional(",")):
             break
@@ -48,5 +48,5 @@ def call_object(reader: TextReader, result: ParseResult) -> Reading[None]:
     result.end_call()
 
 
-def _pass_over(_text: str) -> None:
-    """Of keys that say nothing about the call."""
+def _ignore(_text: str) -> None:
+    """Drop the value of a key that does not describe the call."""

@@ -1,4 +1,4 @@
-"""The formats that calls of tools are written in, and how a chat template shows which one its model writes. Pure."""
+"""The formats of tool calls, and how a chat template shows which one its model writes. Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ReasoningName = Literal["think"]
 
 
 class ToolCallFormat(Struct, frozen=True):
-    """How one family of models writes calls."""
+    """The format in which one family of models writes tool calls."""
 
     parse: Callable[[TextReader, ParseResult], Reading[None]]
-    """What reads an answer."""
+    """Reads an answer."""
     rules: Callable[[Sequence[lark.CallableTool], lark.Tokens, lark.AnswerKind], list[str]]
-    """What an answer is held to, as rules of Lark. Raises lark.Unwritable."""
+    """Returns the Lark rules that an answer must follow. Raises lark.UnsupportedSchema."""
     template_pattern: re.Pattern[str]
-    """Found in the source of a chat template that asks for this format."""
+    """Matches in the source of a chat template that asks for this format."""
     marks: tuple[str, ...]
-    """What the grammar reads that may be a special token of the model, and then is part of no text otherwise."""
+    """Texts of the format that may be special tokens of the model; then they are never part of ordinary text."""
     id_prefix: str = "call_"
     id_digits: int = 24
     json_is_never_a_call: bool = False
-    """No JSON can be read as a call or begins like one: an answer may be held to the one or the other (`or`)."""
+    """Whether no JSON text can be taken for a call, so that an answer may be constrained to either (`or`)."""
 
 
 FORMATS: Mapping[FormatName, ToolCallFormat] = {
@@ -47,7 +47,7 @@ FORMATS: Mapping[FormatName, ToolCallFormat] = {
         re.compile(r'\{\\?"name\\?": function name, \\?"parameters'),
         llama3_json.MARKS,
     ),
-    # Its templates raise an error on ids that are not nine letters or digits.
+    # Mistral's templates raise an error on ids that are not nine letters or digits.
     "mistral": ToolCallFormat(
         mistral.parse, mistral.rules, re.compile(r"\[TOOL_CALLS\]"), mistral.MARKS, id_prefix="", id_digits=9
     ),
@@ -56,11 +56,12 @@ FORMATS: Mapping[FormatName, ToolCallFormat] = {
 
 
 def detect_format(template: str) -> FormatName | None:
-    """None: it does not show, or shows two."""
+    """Return the format that a chat template asks for; None if it shows none, or several."""
     shown: list[FormatName] = [name for name, one in FORMATS.items() if one.template_pattern.search(template)]
     return shown[0] if len(shown) == 1 else None
 
 
 def detect_reasoning(template: str) -> ReasoningName | None:
-    """Whether the model thinks aloud: its template cuts thinking out of former turns, or opens it."""
+    """Return the format of reasoning, or None. The chat template of a model that reasons removes reasoning from former
+    turns, or opens it."""
     return "think" if reasoning.CLOSE in template or reasoning.OPEN in template else None

@@ -1,4 +1,4 @@
-"""Hermes 2 and later, Qwen 2.5, Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>, again and again. Pure."""
+"""Calls of Hermes 2 and later, Qwen 2.5 and Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>… Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OPEN, _CLOSE = MARKS
 
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """A model that ends its turn without the closing tag has made its call all the same."""
+    """Read text and calls. A call counts even if the model ends its turn without the closing tag."""
     while (yield from reader.read_until(_OPEN, result.add_text)):
         if (yield from result.attempt_call(_call)):
             yield from reader.read_white()
@@ -29,7 +29,7 @@ def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
-    """A grammar's, that an answer is held to."""
+    """Return the Lark rules that an answer must follow."""
     start = {"one": "tagged", "some": "calls", "any": "(upto body)* TEXT", "or": "calls | @content"}[how]
     return [
         f"start: {start}",

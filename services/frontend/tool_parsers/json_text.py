@@ -1,4 +1,4 @@
-"""JSON (RFC 8259) as a grammar: passes a value's text on as it comes, as far as it is JSON. Pure."""
+"""Reads JSON (RFC 8259) and passes its text on as it comes, as far as it is valid. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from services.frontend.tool_parsers.reader import RUN_LIMIT_CHARACTERS, Malforme
 
 DEPTH_LIMIT = 64
 SCALAR_LIMIT_CHARACTERS = 512
-"""Of a number."""
+"""Characters of a number at most."""
 KEY_LIMIT_CHARACTERS = 512
-"""Of a text that is looked at, as it is written."""
+"""Characters at most, as written, of a text whose value is needed."""
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
@@ -25,7 +25,7 @@ Out = Callable[[str], None]
 
 
 def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
-    """Any value, without the white space around it. Raises Malformed behind what was passed on."""
+    """Read any value, without the white space around it. Raises Malformed after the valid part has been passed on."""
     first = yield from reader.peek()
     if first == '"':
         yield from text(reader, out)
@@ -41,7 +41,7 @@ def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
 
 
 def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[None]:
-    """Of an object or a list."""
+    """Read an object or a list."""
     if depth == DEPTH_LIMIT:
         raise Malformed("malformed")
     out(reader.read())
@@ -62,7 +62,7 @@ def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[No
 
 
 def _mark(reader: TextReader, out: Out, mark: str) -> Reading[None]:
-    """One character and the white space around it."""
+    """Read one character and the white space around it."""
     yield from reader.read_white(out)
     yield from reader.expect(mark)
     out(mark)
@@ -70,7 +70,7 @@ def _mark(reader: TextReader, out: Out, mark: str) -> Reading[None]:
 
 
 def text(reader: TextReader, out: Out, limit_characters: int = sys.maxsize) -> Reading[None]:
-    """A text with its quotes. Raises Malformed behind what was passed on."""
+    """Read a text with its quotes. Raises Malformed after the valid part has been passed on."""
     yield from reader.expect('"')
     out('"')
     left = limit_characters
@@ -103,7 +103,7 @@ def _escape(reader: TextReader) -> Reading[str]:
 
 
 def short_text(reader: TextReader) -> Reading[str]:
-    """What a text says. Raises Malformed where it is long."""
+    """Read a short text and return its value. Raises Malformed if it is too long."""
     written: list[str] = []
     yield from text(reader, written.append, KEY_LIMIT_CHARACTERS)
     try:

@@ -1,7 +1,7 @@
-"""What the grammars that engines are held to are made of, in llguidance's dialect of Lark. Pure.
+"""Building blocks of the grammars that constrain answers, in llguidance's dialect of Lark. Pure.
 
-A mark (<tool_call>, [TOOL_CALLS], </think>) that is a token of the model's tokenizer is named by its id: to llguidance
-no text can hold it, and one that is spelled out of its letters is not what the model has learned.
+A mark (<tool_call>, [TOOL_CALLS], </think>) that is a token of the model is named by its id. To llguidance no text can
+contain such a token, and a mark spelled out in letters is not what the model has learned.
 """
 
 from __future__ import annotations
@@ -14,57 +14,59 @@ from typing import Any, Literal
 from msgspec import Struct
 
 Tokens = Mapping[str, int]
-"""Marks that are tokens of their own → their ids."""
+"""Marks that are tokens of the model → their ids."""
 AnswerKind = Literal["one", "some", "any", "or"]
-"""What an answer is held to: one call; one or several; any text, and any calls in it; calls, or else the grammar that
-is named `content`."""
+"""What an answer must be: `one` call; `some` calls, at least one; `any` text with any calls; calls `or` the grammar
+named `content`."""
 PLACE_LIMIT_CHARACTERS = 100
+"""Characters of a place in a schema that an error repeats at most."""
 WHITE = "[ \\t\\r\\n]*"
 OPTIONS = {"whitespace_pattern": "[ ]?"}
-"""Between JSON's tokens: more would let a weak model go on with white space to its limit."""
+"""White space between JSON tokens. If more were allowed, a weak model could fill its whole answer with it."""
 
 
 class CallableTool(Struct, frozen=True):
-    """A tool as its calls are held to it."""
+    """A tool and the constraint on its calls."""
 
     name: str
     arguments: dict[str, Any] | None
-    """A JSON Schema of an object; None: any object will do."""
+    """A JSON Schema of an object; None: any object is allowed."""
 
 
 class UnsupportedSchema(Exception):
-    """No call of the tool can be held to in its format."""
+    """The schema of a tool cannot be expressed in the format of its calls."""
 
-    def __init__(self, tool: str, word: str, why: str) -> None:
-        """`word`: a place in its arguments' schema, of which no more is told than TOLD_CHARACTERS."""
+    def __init__(self, tool: str, place: str, why: str) -> None:
+        """`place` is the place in the schema of the arguments; it is cut to PLACE_LIMIT_CHARACTERS."""
         super().__init__(why)
-        self.tool, self.word = tool, word[:PLACE_LIMIT_CHARACTERS]
+        self.tool, self.place = tool, place[:PLACE_LIMIT_CHARACTERS]
 
 
 def quote(text: str) -> str:
-    """As a literal."""
+    """Return a text as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """JSON that holds to a schema."""
+    """Return the Lark expression for JSON that follows a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS})}"
 
 
 def mark_symbol(written: str, tokens: Tokens) -> str:
-    """As a token, or as a literal."""
+    """Return a mark as a token, or as a literal if it is none."""
     return f"<[{tokens[written]}]>" if written in tokens else quote(written)
 
 
 def text_pattern(*, without: str = "", not_first: str = "") -> str:
-    """A terminal's definition: any text without a mark, that does not begin with what a regular expression says."""
-    held_back = [f"(?s:.*){_literal(without)}(?s:.*)"] if without else []
-    held_back += [f"{not_first}(?s:.*)"] if not_first else []
-    return " & ~".join(f"/{one}/" for one in ("(?s:.*)", *held_back))
+    """Return the definition of a terminal: any text without the mark `without` that does not begin with a match of the
+    regular expression `not_first`."""
+    excluded = [f"(?s:.*){_literal(without)}(?s:.*)"] if without else []
+    excluded += [f"{not_first}(?s:.*)"] if not_first else []
+    return " & ~".join(f"/{one}/" for one in ("(?s:.*)", *excluded))
 
 
 def upto(written: str, tokens: Tokens, *, not_first: str = "") -> list[str]:
-    """Rules: TEXT without the mark, and `upto` with one, at its end."""
+    """Return two rules: TEXT is text without the mark, and `upto` is text that ends with the mark."""
     rules = [f"TEXT: {text_pattern(without=written, not_first=not_first)}"]
     if written in tokens:
         return [*rules, f"upto: TEXT {mark_symbol(written, tokens)}"]
@@ -73,7 +75,7 @@ def upto(written: str, tokens: Tokens, *, not_first: str = "") -> list[str]:
 
 
 def json_calls(calls: Sequence[CallableTool], key: str) -> list[str]:
-    """Rules: `call` is any of the calls, as a JSON object with its name first and its arguments as `key`."""
+    """Return rules in which `call` is a call as a JSON object, with its name first and its arguments under `key`."""
     rules = [either("call", len(calls))]
     for at, call in enumerate(calls):
         opening = quote(f'{{"name": {json.dumps(call.name)}, "{key}": ')
@@ -82,10 +84,10 @@ def json_calls(calls: Sequence[CallableTool], key: str) -> list[str]:
 
 
 def either(rule: str, count: int) -> str:
-    """The rule that is any one of so many numbered ones."""
+    """Return a rule that matches any one of `count` numbered rules."""
     return f"{rule}: " + " | ".join(f"{rule}_{at}" for at in range(count))
 
 
 def _literal(written: str) -> str:
-    """A text within a regular expression."""
+    """Escape a text for use in a regular expression."""
     return re.escape(written).replace("/", "\\/")

@@ -1,6 +1,6 @@
-"""Llama 3.1 to 3.3: the whole answer is {"name": …, "parameters": {…}}; several with `;` between them. Pure.
+"""Calls of Llama 3.1 to 3.3: the whole answer is {"name": …, "parameters": {…}}, several with `;` between them. Pure.
 
-`<|python_tag|>` may stand before it, then behind other text too.
+`<|python_tag|>` may come before the first; then other text may come before that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TAG = MARKS[0]
 
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """An answer that is JSON, and no call, is text; it is kept back until that shows."""
+    """Read text and calls. JSON that is no call is text, held back until that is certain."""
     yield from reader.read_white(result.add_text)
     if (yield from reader.peek()) == "{":
         yield from _calls(reader, result)
@@ -41,7 +41,7 @@ def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
-    """A grammar's, that an answer is held to. What begins like an object is a call."""
+    """Return the Lark rules that an answer must follow. Text that begins like an object is a call."""
     tag = f"({lark.mark_symbol(_TAG, tokens)})? " if _TAG in tokens else ""
     start = {"one": f"{tag}call", "some": f"{tag}calls", "any": "calls | TEXT | upto calls"}[how]
     return [

@@ -1,6 +1,6 @@
-"""Mistral's. Its marks are special tokens. Pure.
+"""Calls of Mistral's models, whose marks are special tokens. Pure.
 
-to v7      [TOOL_CALLS] [{"name": …, "arguments": {…}}, …]
+up to v7   [TOOL_CALLS] [{"name": …, "arguments": {…}}, …]
 from v11   [TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]…      also with [CALL_ID]id before [ARGS], or without [ARGS]
 """
 
@@ -21,7 +21,7 @@ _NAME_LIMIT_CHARACTERS = 64
 
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """Calls may come behind text."""
+    """Read text and calls; calls may come after text."""
     while (yield from reader.read_until(_CALLS, result.add_text)):
         further = yield from result.attempt_call(_first)
         while further:  # in a list
@@ -62,7 +62,7 @@ def _named(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
-    """A grammar's, that an answer is held to: the model chooses between the two ways, where it has a token for the
+    """Return the Lark rules that an answer must follow. The model may use either form if it has a token for the
     second."""
     further = "" if how == "one" else '(", " call)*'
     ways, named = [f'(" ")? "[" call {further} "]"'], list[str]()

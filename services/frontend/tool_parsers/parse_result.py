@@ -1,12 +1,12 @@
-"""What was found in a model's text so far: thinking, content, calls. Pure.
+"""Collects what has been parsed of a model's text so far: reasoning, content and calls. Pure.
 
-A call goes through, seen from the grammar that reads it:
+The states of a call, as its parser drives them:
 
-    attempt ── begin(name) ──▶ arguments … ── end ──▶ complete
-       │                          └── Malformed ──▶ broken, unfinished: what has gone out stays, the rest is content
-       └── Malformed ──▶ its text is content: nothing of it has gone out
+    attempt_call ── begin_call(name) ──▶ add_arguments … ── end_call ──▶ complete
+       │                                    └── Malformed ──▶ broken or unfinished: the rest is content
+       └── Malformed ──▶ its text is content; nothing was sent as a call
 
-White space before the first content is kept back, and dropped where a call comes instead.
+White space before the first content is held back, and dropped if a call comes.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from msgspec.structs import replace
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
 WHITE_LIMIT_CHARACTERS = 64
-"""White space kept back at most; what is longer is meant."""
+"""Characters of white space held back at most; longer white space is content."""
 
 
 class CallPiece(Struct, frozen=True):
-    """What a call grew by."""
+    """The next piece of a call."""
 
     index: int
-    """Which call of the answer, from 0."""
+    """The number of the call in the answer, from 0."""
     arguments: str
-    """The next characters of a JSON object."""
+    """The next characters of the arguments, which are a JSON object."""
     id: str = ""
     name: str = ""
-    """Both in a call's first piece only."""
+    """The tool's name. Only the first piece of a call has id and name."""
     content_before: int = 0
-    """In the first piece: how many characters of content came before the call."""
+    """Characters of content before the call; only in its first piece."""
 
 
 class CallLimitReached(Exception):
-    """The answer has as many calls as it may."""
+    """The answer has as many calls as it may have."""
 
 
 class ParseResult:
-    """Filled by a grammar, emptied by `take`."""
+    """The parsed text; a parser adds to it, and `drain` empties it."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class ParseResult:
         count: Callable[[str], None] = lambda _outcome: None,
         parallel: bool = True,
     ) -> None:
-        """`names` are the tools that there are; `count` is told how each attempt at a call ended: complete, unfinished
-        (the text ended), broken, or as text: malformed, unknown_tool, too_long. Not `parallel`: Enough is raised by
-        the end of the first call."""
+        """`names` are the tools of the request. `count` is called with the outcome of each attempt to parse a call:
+        complete, unfinished (the text ended), broken; or, if it is text, malformed, unknown_tool, too_long. Without
+        `parallel`, the end of the first call raises CallLimitReached."""
         self.reader = TextReader()
-        """What grammars read."""
+        """The text that parsers read."""
         self.calls_begun = 0
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         self.content_characters = self.reasoning_characters = 0
-        """Found so far."""
+        """Characters found so far of content and of reasoning."""
         self._names = names
         self._draw_id = draw_id
         self._count = count
@@ -68,25 +68,25 @@ class ParseResult:
         self._open = False
         """Whether a call has begun and not ended."""
         self._white = ""
-        self._muted = False
-        """What else is read is left out."""
-        self._bare = True
-        """Whether there was no content yet."""
+        self._discarding = False
+        """Whether further content and reasoning are dropped."""
+        self._no_content = True
+        """Whether there was no content so far."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._pieces: list[CallPiece] = []
 
-    # --- what grammars say
+    # --- called by parsers
 
     def add_text(self, text: str) -> None:
-        """Content."""
-        if self._muted:
+        """Add content to the answer."""
+        if self._discarding:
             return
-        if self._bare and text:
+        if self._no_content and text:
             text = self._white + text
-            self._bare = text.isspace() and len(text) <= WHITE_LIMIT_CHARACTERS
-            self._white = text if self._bare else ""
-            if self._bare:
+            self._no_content = text.isspace() and len(text) <= WHITE_LIMIT_CHARACTERS
+            self._white = text if self._no_content else ""
+            if self._no_content:
                 return
         self._add_content(text)
 
@@ -95,65 +95,65 @@ class ParseResult:
         self.content_characters += len(text)
 
     def add_reasoning(self, text: str) -> None:
-        """Thinking."""
-        if self._muted:
+        """Add reasoning to the answer."""
+        if self._discarding:
             return
         self._reasoning.append(text)
         self.reasoning_characters += len(text)
 
     def attempt_call(self, call: Callable[[TextReader, ParseResult], Reading[None]]) -> Reading[bool]:
-        """Reads one call; or text, up to where it turned out to be none. Whether it was a call."""
-        source = self.reader
-        source.mark()
+        """Read one call and return True; or, if it is none, add what was read of it as content and return False."""
+        reader = self.reader
+        reader.mark()
         try:
-            yield from call(source, self)
+            yield from call(reader, self)
         except Malformed as why:
-            unfinished = source.at_end and str(why) == "malformed"
+            unfinished = reader.at_end and str(why) == "malformed"
             self._count("unfinished" if unfinished else "broken" if self._open else str(why))
             self._open = False
-            self.add_text(source.take_marked())
+            self.add_text(reader.take_marked())
             return False
         return True
 
     def check_tool_name(self, name: str) -> None:
-        """Raises Malformed where there is no tool of that name."""
+        """Check that there is such a tool. Raises Malformed."""
         if name not in self._names:
             raise Malformed("unknown_tool")
 
     def begin_call(self, name: str) -> None:
-        """It is a call, of a tool that is `known`; its arguments follow."""
+        """Begin a call of a tool whose name has been checked; its arguments follow."""
         self._white, self._open = "", True
         self._pieces.append(CallPiece(self.calls_begun, "", self._draw_id(), name, self.content_characters))
         self.calls_begun += 1
         self.reader.mark()
 
     def add_arguments(self, text: str) -> None:
-        """The next characters of its arguments."""
+        """Add characters to the arguments of the current call."""
         self.reader.mark()
         self._pieces.append(CallPiece(self.calls_begun - 1, text))
 
     def end_call(self) -> None:
-        """Its arguments are complete. May raise Enough."""
+        """End the current call, whose arguments are complete. Raises CallLimitReached if no other may follow."""
         self.reader.release()
         self._open = False
         self._count("complete")
         if not self._parallel:
             raise CallLimitReached
 
-    # --- what becomes of it
+    # --- called by the output
 
     def discard_rest(self) -> None:
-        """What else is read, and white space that is kept back, is no content and no thinking."""
-        self._muted, self._white = True, ""
+        """Drop all further content and reasoning, and the white space that is held back."""
+        self._discarding, self._white = True, ""
 
     def finish(self) -> None:
-        """The text has ended: white space that is still kept back is content."""
+        """End the text: white space that is still held back becomes content."""
         if self._white:
             self._add_content(self._white)
             self._white = ""
 
     def drain(self) -> tuple[str, str, tuple[CallPiece, ...]]:
-        """What is new: content, reasoning, pieces of calls."""
+        """Remove and return what is new: content, reasoning, pieces of calls."""
         new = "".join(self._content), "".join(self._reasoning), join_pieces(self._pieces)
         self._content.clear()
         self._reasoning.clear()
@@ -161,14 +161,14 @@ class ParseResult:
         return new
 
     def validate(self) -> None:
-        """Asserts the invariants."""
-        assert self._bare or not self._white
+        """Assert every invariant."""
+        assert self._no_content or not self._white
         assert len(self._white) <= WHITE_LIMIT_CHARACTERS
         assert not self._open or self.calls_begun
 
 
 def join_pieces(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
-    """Neighbours of one call as one piece."""
+    """Join neighbouring pieces of the same call."""
     if len(pieces) < 2:
         return tuple(pieces)
     return tuple(_joined(list(same)) for _, same in groupby(pieces, lambda piece: piece.index))

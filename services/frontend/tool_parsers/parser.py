@@ -1,4 +1,4 @@
-"""One answer's text, taken apart as it grows: thinking, then content and calls. Pure."""
+"""Parses the text of one answer as it grows: reasoning, then content and calls. Pure."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from services.frontend.tool_parsers.reader import Reading, TextReader
 
 
 class ParsePlan(Struct, frozen=True):
-    """What may be in an answer beside content."""
+    """What an answer may have in addition to content."""
 
     calls: FormatName | None = None
-    """None: none."""
+    """The format of calls; None: the answer has no calls."""
     reasoning: bool = False
     reasoning_open: bool = False
-    """Whether the prompt ends within thinking."""
+    """Whether the prompt ends within reasoning."""
 
 
 class AnswerParser:
-    """Grows by `push` until it is finished, or has enough; `found` is to be emptied after each."""
+    """Takes text by `push` until it is finished or at its call limit. `result` is to be drained after each."""
 
     def __init__(self, plan: ParsePlan, result: ParseResult) -> None:
         self.result = result
         self.at_call_limit = False
-        """The answer ends here."""
+        """Whether the answer has all the calls that it may have, and so ends here."""
         self._reader = result.reader
         self._marks = (*(FORMATS[plan.calls].marks if plan.calls else ()), *(reasoning.MARKS if plan.reasoning else ()))
         self._reading = _answer(plan, result.reader, result)
         self._go_on()
 
     def push(self, text: str) -> None:
-        """More text."""
+        """Parse more text."""
         assert not self.at_call_limit
         self._reader.feed(text)
         self._go_on()
 
     def finish(self, *, short: bool = False) -> None:
-        """There is no more. `short`: it was cut, so a mark or a call that has only begun is left out."""
+        """End the text. `short`: the answer was cut, so a mark or a call that has only begun is dropped."""
         assert not self.at_call_limit
         if short and self._is_partial(self._reader.unconsumed):
             self.result.discard_rest()
@@ -48,7 +48,7 @@ class AnswerParser:
         self.result.finish()
 
     def _is_partial(self, kept_back: str) -> bool:
-        """Whether that is a piece of what is no text. A single character may be a user's, before any call."""
+        """Tell whether the end of the text is part of a mark or a call. One character before any call may be text."""
         if self.result.calls_begun:
             return True
         return len(kept_back) > 1 and any(
@@ -62,7 +62,7 @@ class AnswerParser:
             self.at_call_limit = True
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert every invariant."""
         self._reader.validate()
         self.result.validate()
 

@@ -1,7 +1,7 @@
-"""Python's literals as a grammar that passes them on as JSON. Pure.
+"""Reads Python literals and passes them on as JSON. Pure.
 
-Texts in either quotes, numbers as JSON has them, True, False, None (and JSON's words for them), lists, and dicts whose
-keys are texts.
+These are texts in either quotes, numbers as in JSON, True, False and None (and JSON's words for them), lists, and dicts
+whose keys are texts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Out = Callable[[str], None]
 
 
 def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
-    """Any literal, without the white space around it. Raises Malformed behind what was passed on."""
+    """Read any literal, without the white space around it. Raises Malformed after the valid part has been passed on."""
     first = yield from reader.peek()
     if first in _PLAIN:
         yield from _text(reader, out)
@@ -40,7 +40,7 @@ def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
 
 
 def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[None]:
-    """Of a list or a dict; a comma may come behind the last."""
+    """Read a list or a dict; a comma may come after the last member."""
     if depth == DEPTH_LIMIT:
         raise Malformed("malformed")
     out(reader.read())
@@ -84,7 +84,7 @@ def _text(reader: TextReader, out: Out) -> Reading[None]:
 
 
 def _escape(reader: TextReader) -> Reading[str]:
-    """As JSON writes it; an escape that Python does not know stands for itself."""
+    """Read an escape; return it as JSON writes it. An escape that Python does not know stands for itself."""
     reader.read()
     kind = yield from reader.peek()
     reader.read()
@@ -99,7 +99,7 @@ def _escape(reader: TextReader) -> Reading[str]:
         raise Malformed("malformed")
     if code > 0xFFFF:
         return chr(code)
-    return f"\\u{code:04x}"  # perhaps half a surrogate pair, which only JSON's own escape can say
+    return f"\\u{code:04x}"  # perhaps half a surrogate pair, which only a JSON escape can express
 
 
 def _quoted(text: str) -> str:

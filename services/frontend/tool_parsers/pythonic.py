@@ -1,7 +1,7 @@
-"""Llama 4, Llama 3.2, ToolACE, OLMo 3: the answer begins with a Python list of calls, [f(a=1, b="x"), g()]. Pure.
+"""Calls of Llama 4, Llama 3.2, ToolACE and OLMo 3: the answer begins with a Python list, [f(a=1, b="x"), g()]. Pure.
 
-Values are literals; they go out as JSON, character by character. Llama 4 may put <|python_start|> before the list and
-<|python_end|> behind it.
+Values are literals, passed on as JSON, character by character. Llama 4 may write <|python_start|> before the list and
+<|python_end|> after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEYWORD_LIMIT_CHARACTERS = 256
 
 
 def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """What does not begin with a list is text."""
+    """Read calls, then text. An answer that does not begin with a list is text."""
     yield from reader.read_white(result.add_text)
     if (yield from reader.peek()) in ("[", "<"):
         further = yield from result.attempt_call(_first)
@@ -51,7 +51,7 @@ def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 
 def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
-    """Only keyword arguments have a name to go by."""
+    """Read one call; only keyword arguments are accepted, since positional ones have no name."""
     name = yield from reader.read_word(_NAME, _NAME_LIMIT_CHARACTERS)
     result.check_tool_name(name)
     yield from reader.read_white()
@@ -76,7 +76,7 @@ def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 
 def _keyword(reader: TextReader) -> Reading[str]:
-    """With its `=`; "" where the arguments end instead."""
+    """Read a keyword and its `=`; "" if the arguments end."""
     keyword = yield from reader.read_word(_KEYWORD, _KEYWORD_LIMIT_CHARACTERS)
     if not keyword:
         if (yield from reader.peek()) != ")":
@@ -91,21 +91,21 @@ def _keyword(reader: TextReader) -> Reading[str]:
 _ANNOTATIONS = frozenset({"$schema", "title", "description", "default", "examples", "deprecated"})
 _DEFINITIONS = ("$defs", "definitions")
 _WORDS = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS, *_ANNOTATIONS}
-"""Of an arguments' schema."""
+"""Keywords that the schema of arguments may have."""
 
 
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
-    """A grammar's, that an answer is held to. What begins like a list is one of calls. Raises lark.Unwritable.
+    """Return the Lark rules that an answer must follow. Text that begins like a list is one of calls.
 
-    Arguments come in the schema's order, and none beside those that it names. Their values are JSON, which this format
-    is read as too, but for a boolean, which models write as Python has it.
+    Arguments come in the order of the schema, and it must name all of them. Their values are JSON, which the parser
+    also accepts, except for booleans, which models write as Python does. Raises lark.UnsupportedSchema.
     """
-    before, behind = (f"({lark.mark_symbol(one, tokens)})? " if one in tokens else "" for one in MARKS)
+    before, after = (f"({lark.mark_symbol(one, tokens)})? " if one in tokens else "" for one in MARKS)
     further = "" if how == "one" else '(", " call)*'
     first = f"({'|'.join(re.escape(one) for one in ('[', _START))})"
     return [
         "start: calls | TEXT" if how == "any" else "start: calls",
-        f'calls: {before}"[" call {further} "]" {behind}',
+        f'calls: {before}"[" call {further} "]" {after}',
         f"TEXT: {lark.text_pattern(not_first=lark.WHITE + first)}",
         lark.either("call", len(calls)),
         *(rule for at, call in enumerate(calls) for rule in _call_rules(f"call_{at}", call)),
@@ -113,7 +113,7 @@ def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.Ans
 
 
 def _call_rules(rule: str, call: lark.CallableTool) -> list[str]:
-    """Each argument's rule ends with what may follow it."""
+    """Return the rules of one call; the rule of each argument ends with what may follow it."""
     opening = lark.quote(call.name + "(")
     if call.arguments is None:
         value = lark.json_value({})
@@ -137,19 +137,19 @@ def _call_rules(rule: str, call: lark.CallableTool) -> list[str]:
 
 
 def _arguments(tool: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Their schemas by keyword, and those that are required. Raises lark.Unwritable."""
+    """Return the schemas of arguments by keyword, and the required keywords. Raises lark.UnsupportedSchema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     for word in sorted(schema.keys() - _WORDS):
-        raise lark.UnsupportedSchema(tool, word, "cannot be held to where calls are written as Python")
+        raise lark.UnsupportedSchema(tool, word, "this keyword is not supported for models that write calls as Python")
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise lark.UnsupportedSchema(tool, "properties", "not an object, or `required` is not a list")
+        raise lark.UnsupportedSchema(tool, "properties", "must be an object, and `required` a list")
     for keyword, one in properties.items():
         if not isinstance(one, dict) or not keyword.isidentifier() or len(keyword) > _KEYWORD_LIMIT_CHARACTERS:
             raise lark.UnsupportedSchema(
-                tool, f"properties.{keyword}", "not a schema, or its name no keyword of Python's"
+                tool, f"properties.{keyword}", "must be a schema, and its name a Python identifier"
             )
     if not all(isinstance(keyword, str) and keyword in properties for keyword in required):
-        raise lark.UnsupportedSchema(tool, "required", "not all of it are properties")
+        raise lark.UnsupportedSchema(tool, "required", "every name in it must be one of `properties`")
     return properties, required
 
 

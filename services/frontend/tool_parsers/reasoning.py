@@ -1,4 +1,4 @@
-"""Thinking before an answer: <think>…</think> (DeepSeek R1, Qwen 3, QwQ). Pure."""
+"""Reads reasoning before an answer: <think>…</think> (DeepSeek R1, Qwen 3, QwQ). Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ OPEN, CLOSE = MARKS
 
 
 def open_in(prompt: str) -> bool:
-    """Whether a prompt ends within thinking: some templates open it for the model."""
+    """Tell whether a prompt ends within reasoning, as some chat templates open it for the model."""
     return prompt[-64:].rstrip().endswith(OPEN)
 
 
 def read_reasoning(reader: TextReader, result: ParseResult, *, inside: bool) -> Reading[None]:
-    """Up to where the answer begins. `inside`: as `begun`; a model may open it once more all the same.
+    """Read up to where the answer begins. `inside`: the prompt ends within reasoning; a model may still open it again.
 
-    White space behind either tag belongs to neither text. Thinking that never ends is all there is.
+    White space after either tag belongs to neither text. If reasoning never ends, there is no answer.
     """
     yield from reader.read_white(None if inside else result.add_text)
     if not (yield from reader.optional(OPEN)) and not inside:

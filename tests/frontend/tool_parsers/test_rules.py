@@ -139,4 +139,4 @@ def test_pythons_arguments_come_in_order_and_those_that_are_not_required_may_be_
 def test_what_cannot_be_written_as_python_is_named(schema: dict[str, Any], word: str) -> None:
     with pytest.raises(lark.UnsupportedSchema) as refused:
         pythonic_rules([lark.CallableTool("f", schema)], {}, "some")
-    assert (refused.value.tool, refused.value.word) == ("f", word)
+    assert (refused.value.tool, refused.value.place) == ("f", word)
