@@ -1,4 +1,4 @@
-"""Keys at both doors of the whole frontend: who is let in, with how much, and what others notice of it."""
+"""API keys over HTTP and NATS in a whole frontend: which requests are accepted, how many, and the effect on others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 class KeysFile:
-    """What `access.keys_file` names: alice, with limits, and bob, without."""
+    """The file of `access.keys_file`: alice, with limits, and bob, without."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "keys.toml"
@@ -63,7 +63,7 @@ async def ask_nats(
     headers: Mapping[str, str] | None = None,
     bus: MemoryBus | None = None,
 ) -> tuple[Any, Mapping[str, str]]:
-    """The last message: its payload and its headers."""
+    """Return the payload and the headers of the last message."""
     subject = subjects.client(NAMESPACE, operation)
     payload = json.dumps(body).encode()
     stream = (bus or MemoryBus(w.broker)).stream(subject, payload, idle_timeout_s=DEADLINE_S, headers=headers)
@@ -107,7 +107,7 @@ async def test_without_a_good_key_it_is_401_in_openais_shape_at_every_path_and_b
         assert w.router.asked.all == []
 
 
-async def test_what_a_client_expects_is_looked_at_behind_its_key(directory: Path, keys: KeysFile) -> None:
+async def test_the_expect_header_is_checked_after_the_key(directory: Path, keys: KeysFile) -> None:
     async with world(directory, access=keys.write()) as w, clients(w) as (_, http):
         for headers, status in (({}, 401), (bearer(ALICE), 417)):
             expecting = {**headers, "Expect": "wonders"}
@@ -147,7 +147,7 @@ async def test_the_official_client_raises_what_it_raises_for_openais_own_refusal
             assert 55 < int(refusal.value.response.headers["Retry-After"]) <= 60
 
 
-async def test_without_a_keys_file_nobody_is_asked_and_any_key_will_do(directory: Path) -> None:
+async def test_without_a_keys_file_no_key_is_needed_and_any_key_is_accepted(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (_, http):
         w.say("fine")
         for headers in ({}, bearer("whatever"), {HEADER: "nonsense"}):
@@ -168,7 +168,7 @@ async def test_a_balancer_needs_no_key_and_learns_nothing_but_whether_all_is_wel
             assert response.status == 404, "they are at [observe]: they tell of other keys"
 
 
-async def test_ten_thousand_wrong_keys_leave_nothing_behind(
+async def test_ten_thousand_wrong_keys_leave_no_state(
     directory: Path, keys: KeysFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -262,7 +262,7 @@ async def stale(w: World, value: int) -> None:
     await w.until("/health", lambda _: w.metric("headrace_stale_files", file="keys") == value)
 
 
-async def test_a_keys_file_that_names_nobody_is_told_and_refuses_everybody(
+async def test_an_empty_keys_file_is_logged_and_refuses_every_request(
     directory: Path, keys: KeysFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys.path.write_text("")
@@ -287,7 +287,7 @@ async def test_a_keys_file_that_cannot_be_read_ends_the_start(
 
 
 FILLED = 100_000 / 60 * 30
-"""By time alone, within half a minute."""
+"""Tokens that a limit of 100,000 per minute regains in half a minute, by time alone."""
 
 
 async def test_what_is_left_is_in_the_headers_of_every_answer_at_both_doors(directory: Path, keys: KeysFile) -> None:
@@ -434,7 +434,7 @@ async def test_a_request_that_no_worker_took_costs_its_key_no_tokens(directory: 
             assert w.metric("headrace_key_tokens_total", key="alice", kind="prompt") == 0
 
 
-async def test_who_gives_little_time_pays_for_the_prompt_that_was_computed_in_it(
+async def test_a_request_with_a_short_deadline_pays_for_the_prompt_that_was_computed(
     directory: Path, keys: KeysFile
 ) -> None:
     async with world(directory, access=keys.write(tokens_per_minute=1000)) as w, clients(w) as (_, http):

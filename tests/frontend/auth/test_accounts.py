@@ -26,7 +26,7 @@ def accounts(**keys: KeyEntry) -> Accounts:
     return made
 
 
-def test_a_key_without_limits_is_let_in_as_often_as_it_comes_and_told_of_none() -> None:
+def test_a_key_without_limits_is_never_refused_and_has_no_headers() -> None:
     free = account()
     for _ in range(1000):
         free.begin_request(0.0)
@@ -159,7 +159,7 @@ def test_a_wrong_key_is_401_and_is_not_repeated(given: str) -> None:
     assert str(refusal.value) == "Incorrect API key provided."
 
 
-def test_a_file_read_again_keeps_what_was_spent_and_lets_in_no_more_whom_it_does_not_name() -> None:
+def test_a_reloaded_file_keeps_what_was_used_and_removes_keys_that_it_does_not_name() -> None:
     both = accounts(alice=entry("secret", requests_per_minute=10), bob=entry("other"))
     alice = both.authenticate("Bearer secret")
     for _ in range(4):
@@ -177,8 +177,8 @@ def test_a_file_read_again_keeps_what_was_spent_and_lets_in_no_more_whom_it_does
 
 
 class AccountMachine(RuleBasedStateMachine):
-    """Requests of one key at every stage, and a file that changes; tokens are had as fast as the limit says, but for
-    what is owed."""
+    """Drives requests of one key through every stage while its file changes. Tokens are granted as fast as the limit
+    allows, except for those that are owed."""
 
     def __init__(self) -> None:
         super().__init__()

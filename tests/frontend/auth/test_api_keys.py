@@ -28,7 +28,7 @@ def test_the_file_is_toml_or_json_and_says_the_same_in_both() -> None:
     assert read_keys(json.dumps(said | {"bob": {"sha256": OTHER}}).encode()) == entries
 
 
-def test_an_empty_file_names_nobody() -> None:
+def test_an_empty_file_has_no_keys() -> None:
     assert read_keys(b"") == read_keys(b"{}") == {}
 
 

@@ -19,7 +19,7 @@ LIMIT_BYTES = 100
 
 
 class Followers:
-    """What was made of a file of numbers."""
+    """The values that were parsed from a file of numbers."""
 
     def __init__(self, *files: Path) -> None:
         self.used: Seen[int] = Seen()
@@ -60,7 +60,7 @@ async def until(followers: Followers, *, stale: bool) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_a_file_that_changes_is_in_force_however_it_is_changed(
+async def test_a_file_that_changes_is_reloaded_however_it_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
@@ -103,7 +103,7 @@ async def test_two_files_are_one_thing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["broken", "gone", "a directory", "huge"])
-async def test_a_file_that_cannot_be_read_leaves_what_was_in_force_and_is_told_until_it_can(
+async def test_a_file_that_cannot_be_read_keeps_the_former_value_in_use_and_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     file = tmp_path / "file"
@@ -130,7 +130,7 @@ async def test_a_file_that_cannot_be_read_leaves_what_was_in_force_and_is_told_u
     assert error.startswith("the former contents stay in use: numbers: ")
 
 
-async def test_a_file_that_is_again_what_it_was_is_told_too(
+async def test_a_file_that_is_again_what_it_was_is_logged_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

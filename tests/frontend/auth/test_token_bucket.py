@@ -16,7 +16,7 @@ def test_a_bucket_is_full_at_first_and_a_minute_after_it_was_emptied() -> None:
     assert bucket.level(160.0) == bucket.level(1e6) == 60
 
 
-def test_who_waits_as_long_as_he_was_told_has_it() -> None:
+def test_waiting_for_wait_s_is_enough() -> None:
     bucket = TokenBucket(7, 0.0)
     bucket.spend(7, 0.0)
     wait_s = bucket.wait_s(1, 0.0)
@@ -25,7 +25,7 @@ def test_who_waits_as_long_as_he_was_told_has_it() -> None:
     assert bucket.wait_s(1, wait_s) == 0
 
 
-def test_more_than_a_minute_brings_is_had_when_it_is_full_and_owed_then() -> None:
+def test_more_than_a_minute_brings_is_granted_when_the_bucket_is_full_and_owed_then() -> None:
     bucket = TokenBucket(100, 0.0)
     assert bucket.wait_s(250, 0.0) == 0
     bucket.spend(250, 0.0)
@@ -58,7 +58,7 @@ def test_under_another_limit_what_was_spent_stays_spent() -> None:
     st.integers(1, 1000),
     st.lists(st.tuples(st.floats(0, 90), st.integers(1, 1500)), max_size=60),
 )
-def test_in_no_time_more_is_had_than_it_held_and_what_came_meanwhile_but_for_one_that_was_too_large(
+def test_no_period_grants_more_than_the_level_and_the_refill_except_for_one_large_amount(
     per_minute: int, asked: list[tuple[float, int]]
 ) -> None:
     bucket, now, had, largest = TokenBucket(per_minute, 0.0), 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""services/frontend/openapi_*.py: the document says what is served, what may be asked, and what is answered.
+"""The OpenAPI document describes the paths, the requests and the answers that there are.
 
 tests/clients/test_openapi.py asks a real frontend everything that the document allows, and what it does not.
 """
@@ -144,7 +144,7 @@ async def test_what_is_streamed_fits_and_has_nothing_more(directory: Path, usage
                 assert misfit(json.loads(one.removeprefix("data: ")), event, DOCUMENT, closed=True) is None
 
 
-async def test_where_keys_are_asked_for_the_document_is_behind_one_and_says_so(directory: Path, tmp_path: Path) -> None:
+async def test_if_keys_are_required_the_document_needs_one_and_describes_that(directory: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text("")
     access = AccessConfig(keys_file=str(keys))

@@ -1,4 +1,4 @@
-"""What is accepted, and as what; every refusal is in `bad_bodies.py`."""
+"""Bodies of chats that are accepted, and what they become; every refusal is in `bad_bodies.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_defaults_are_openais() -> None:
     assert chats.token_limit(chat()) == (None, "max_tokens")
 
 
-def test_what_clients_leave_beside_a_message_is_not_decoded() -> None:
+def test_what_clients_add_to_a_message_is_not_decoded() -> None:
     left = {"parsed": [[]] * 3, "provider_specific_fields": {"a": {}}}
     [message] = chat(messages=[{"role": "assistant", "content": "x", **left}]).messages
     assert isinstance(message.parsed, msgspec.Raw)
@@ -146,7 +146,7 @@ JSON = st.recursive(
 
 
 RELATED = {"stream_options": "stream", "top_logprobs": "logprobs", "max_tokens": "max_completion_tokens"}
-"""What may be named instead, because the two contradict each other."""
+"""The field that an error may name instead, because the two contradict each other."""
 
 
 @given(st.sampled_from(chats.ChatRequest.__struct_fields__), JSON)

@@ -73,14 +73,14 @@ def test_a_chunk_has_what_is_new_and_nothing_else() -> None:
     )
 
 
-def test_log_probabilities_stand_beside_whatever_came() -> None:
+def test_log_probabilities_come_with_any_kind_of_delta() -> None:
     entry = Entry(b"{", -0.5, (), 0)
     told = choice(shape(parsed=True, with_logprobs=True).delta_chunk(Delta("", (entry,), reasoning="hm")))
     assert told["delta"] == {"reasoning_content": "hm"}
     assert [one["token"] for one in told["logprobs"]["content"]] == ["{"]
 
 
-def test_a_whole_message_has_calls_and_thinking_only_where_there_are_some() -> None:
+def test_a_whole_message_has_calls_and_reasoning_only_if_there_are_any() -> None:
     usage = usage_of(1, 1, 0)
     message = choice(shape(parsed=True).full_body([FinishedChoice(0, BOTH, "tool_calls")], usage))["message"]
     assert (message["content"], message["reasoning_content"]) == ("so", "hm")

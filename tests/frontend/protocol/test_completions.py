@@ -1,4 +1,4 @@
-"""What is accepted of a completion, and as what; every refusal is in `bad_bodies.py`."""
+"""Bodies of completions that are accepted, and what they become; every refusal is in `bad_bodies.py`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def test_every_field_is_read_or_refused() -> None:
-    """A field that is neither would be silently ignored; those that chats have too are in test_openai.py."""
+    """A field that is neither would be silently ignored; those that chats have too are in test_chat.py."""
     own = {*CompletionRequest.__struct_fields__} - {*chat.CommonFields.__struct_fields__}
     assert own == {"prompt", "logprobs", "echo", "suffix", "best_of"}
 
 
-def test_the_best_of_one_is_it() -> None:
+def test_best_of_one_is_accepted() -> None:
     assert completion(best_of=1).n is None
     assert completion(best_of=1, n=1).n == 1
 

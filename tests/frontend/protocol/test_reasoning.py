@@ -27,7 +27,7 @@ NOTHING: frozenset[str] = frozenset()
         ("xhigh", None, {}, GPT_OSS, False, ReasoningPlan({"reasoning_effort": "xhigh"})),
     ],
 )
-def test_it_becomes_the_templates_words_or_a_budget(
+def test_an_effort_becomes_template_variables_or_a_budget(
     effort: Effort | None,
     budget: int | None,
     words: dict[str, Any],
@@ -60,6 +60,6 @@ def test_what_cannot_be_done_and_what_contradicts_itself_is_refused_by_name(
 @pytest.mark.parametrize(
     ("thinks", "said"), [(True, "set thinking_token_budget instead$"), (False, "is not known to reason$")]
 )
-def test_who_asks_for_an_effort_is_told_what_else_there_is(thinks: bool, said: str) -> None:
+def test_an_unsupported_effort_is_refused_and_the_error_names_the_alternative(thinks: bool, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         plan_reasoning("high", None, {}, reads=NOTHING, reasons=thinks)

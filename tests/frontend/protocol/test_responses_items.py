@@ -1,4 +1,4 @@
-"""Items of a conversation, as the messages that templates read; every refusal is in `bad_bodies.py`."""
+"""Items of a conversation become the messages that templates read; every refusal is in `bad_bodies.py`."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_what_the_assistant_does_at_once_is_one_message() -> None:
     assert found[2].tool_call_id == "a"
 
 
-def test_a_message_behind_a_call_is_another_one_and_so_is_thinking_behind_a_message() -> None:
+def test_a_message_after_a_call_is_another_one_and_so_is_reasoning_after_a_message() -> None:
     found = messages_of(items(call("a"), SAID, THOUGHT, THOUGHT))
     assert [(one.content, one.reasoning_content, bool(one.tool_calls)) for one in found] == [
         *((None, None, True), ("I look.", None, False), (None, "hmhm", False)),
     ]
 
 
-def test_parts_are_one_text_and_what_comes_back_of_an_answer_is_not_looked_at() -> None:
+def test_parts_are_joined_and_fields_of_an_answer_that_come_back_are_ignored() -> None:
     texts: list[dict[str, Any]] = [
         {"type": "output_text", "text": text, "annotations": [], "logprobs": [], "parsed": None} for text in "ab"
     ]

@@ -1,4 +1,4 @@
-"""A response's body becomes the chat that says the same; every refusal is in `bad_bodies.py`."""
+"""The body of a response request becomes an equivalent chat; every refusal is in `bad_bodies.py`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_response_asks_for_what_a_chat_does(response: dict[str, Any], same: di
     assert bool(chat_of(**response).logprobs) == bool(chat(**same).logprobs)
 
 
-def test_what_both_have_by_one_name_goes_as_it_is() -> None:
+def test_fields_with_the_same_name_are_copied() -> None:
     both = {
         "seed": 5,
         "top_k": 3,
@@ -126,6 +126,6 @@ def test_a_conversation_has_no_more_messages_than_a_chat() -> None:
         ("temperature", "temperature"),
     ],
 )
-def test_what_chat_finds_wrong_has_the_name_that_it_has_here(param: str, here: str) -> None:
+def test_errors_about_the_chat_name_fields_of_the_response_request(param: str, here: str) -> None:
     found = with_response_names(InvalidRequest(f"{param}: is wrong", param=param, code="c", status=413))
     assert (found.param, str(found), found.code, found.status) == (here, f"{here}: is wrong", "c", 413)

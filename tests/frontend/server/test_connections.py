@@ -15,7 +15,7 @@ def connections(*opened: str) -> Connections[str]:
     return made
 
 
-def test_one_that_asks_nothing_is_closed_after_its_time() -> None:
+def test_an_idle_connection_is_closed_after_its_time() -> None:
     those = connections("a", "b")
     assert list(those.pop_overdue(59.9)) == []
     assert list(those.pop_overdue(60.0)) == [("a", "idle")]
@@ -23,7 +23,7 @@ def test_one_that_asks_nothing_is_closed_after_its_time() -> None:
     assert those.idle == ["b"]
 
 
-def test_one_that_begins_a_head_has_less_time_and_more_bytes_do_not_lengthen_it() -> None:
+def test_a_begun_header_has_less_time_and_more_bytes_do_not_lengthen_it() -> None:
     those = connections("a", "b")
     those.bytes_received("a", 50.0)
     those.bytes_received("a", 54.0)
@@ -31,7 +31,7 @@ def test_one_that_begins_a_head_has_less_time_and_more_bytes_do_not_lengthen_it(
     assert list(those.pop_overdue(55.0)) == [("a", "header")]
 
 
-def test_one_with_a_request_is_left_alone_and_idle_from_its_answer_on() -> None:
+def test_a_busy_connection_is_left_alone_and_idle_after_its_answer() -> None:
     those = connections("a")
     those.bytes_received("a", 1.0)
     those.request_began("a")
@@ -51,11 +51,11 @@ def test_at_the_limit_the_longest_idle_makes_room() -> None:
     assert not those.full
 
 
-def test_below_the_limit_nobody_need_go() -> None:
+def test_below_the_limit_no_connection_is_closed() -> None:
     assert connections("a", "b").to_evict(1000.0) is None
 
 
-def test_who_has_just_become_idle_is_spared_and_who_begins_to_ask_too() -> None:
+def test_a_connection_that_has_just_become_idle_or_has_begun_a_request_is_not_evicted() -> None:
     those = connections("a", "b", "c", "d")
     for one in "bcd":
         those.request_began(one)
@@ -68,7 +68,7 @@ def test_who_has_just_become_idle_is_spared_and_who_begins_to_ask_too() -> None:
     assert those.full
 
 
-def test_what_is_told_of_one_that_is_gone_changes_nothing() -> None:
+def test_reports_about_a_removed_connection_change_nothing() -> None:
     those = connections("a")
     those.request_began("a")
     those.remove("a")
@@ -80,7 +80,7 @@ def test_what_is_told_of_one_that_is_gone_changes_nothing() -> None:
 
 
 class ConnectionsMachine(RuleBasedStateMachine):
-    """Everything that may befall a few connections, in any order."""
+    """Drives a few connections through all events, in any order."""
 
     def __init__(self) -> None:
         super().__init__()

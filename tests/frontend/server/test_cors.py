@@ -16,7 +16,7 @@ def asking(**headers: str) -> dict[str, str]:
     return {"Origin": PAGE, "Access-Control-Request-Method": "POST", **named}
 
 
-def test_where_no_origin_is_set_nothing_is_said() -> None:
+def test_without_origins_there_are_no_headers() -> None:
     off = Cors(())
     assert off.answer_headers(PAGE) == {}
     assert not off.is_preflight("OPTIONS", asking())
@@ -35,7 +35,7 @@ def test_any_page_may_where_a_star_is_set() -> None:
     assert Cors(("*",)).answer_headers("https://whoever.example")["Access-Control-Allow-Origin"] == "*"
 
 
-def test_a_preflight_is_told_which_methods_and_the_headers_that_it_asked_for() -> None:
+def test_a_preflight_is_answered_with_the_methods_and_the_requested_headers() -> None:
     some = Cors((PAGE,))
     headers = asking(Access_Control_Request_Headers="authorization,content-type,x-stainless-lang")
     assert some.is_preflight("OPTIONS", headers)
@@ -67,7 +67,7 @@ def test_a_preflight_that_asks_for_what_is_not_allowed_is_refused(headers: dict[
     assert refusal.status == 403
 
 
-def test_a_question_that_is_none_of_a_browsers_is_no_preflight() -> None:
+def test_other_requests_with_options_are_no_preflight() -> None:
     some = Cors((PAGE,))
     assert not some.is_preflight("POST", asking())
     assert not some.is_preflight("OPTIONS", {"Origin": PAGE})

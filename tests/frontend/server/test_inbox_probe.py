@@ -20,7 +20,7 @@ INBOX = "_INBOX.client"
 
 
 class Client:
-    """Listens, and keeps what comes."""
+    """Listens at an inbox and keeps the messages."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.bus = MemoryBus(broker)
@@ -43,7 +43,7 @@ class Client:
 
 
 class Asking:
-    """Inboxes that ask, and their metric."""
+    """Make inboxes that are probed, and their metrics."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.bus = MemoryBus(broker)
@@ -85,7 +85,7 @@ async def talk(one: Asking) -> None:
             await asyncio.sleep(0)
 
 
-async def test_whoever_waits_for_an_answer_and_goes_is_noticed_without_one() -> None:
+async def test_a_client_that_leaves_while_it_waits_is_noticed_before_its_answer() -> None:
     broker = MemoryBroker()
     client = Client(broker)
     await client.listen()
@@ -100,7 +100,7 @@ async def test_whoever_waits_for_an_answer_and_goes_is_noticed_without_one() -> 
         assert not one.inboxes._watched
 
 
-async def test_what_flows_asks_by_itself_and_nothing_else_is_sent() -> None:
+async def test_messages_of_an_answer_are_the_probes_and_nothing_else_is_sent() -> None:
     broker = MemoryBroker()
     client = Client(broker)
     await client.listen()
@@ -115,7 +115,7 @@ async def test_what_flows_asks_by_itself_and_nothing_else_is_sent() -> None:
         assert client.heard[0].headers == JSON_HEADER
 
 
-async def test_who_has_no_message_that_says_nothing_is_not_asked() -> None:
+async def test_an_inbox_without_a_keepalive_is_not_probed() -> None:
     broker = MemoryBroker()
     client = Client(broker)
     await client.listen()
@@ -127,7 +127,7 @@ async def test_who_has_no_message_that_says_nothing_is_not_asked() -> None:
         assert one.noticed == 0
 
 
-async def test_an_answer_that_comes_too_late_ends_nobody() -> None:
+async def test_a_late_no_responders_answer_ends_no_request() -> None:
     broker = MemoryBroker()
     one = Asking(broker)
     async with one.inboxes.watch(INBOX) as inbox:
@@ -136,7 +136,7 @@ async def test_an_answer_that_comes_too_late_ends_nobody() -> None:
     assert one.noticed == 0
 
 
-async def test_while_nats_is_away_nobody_is_asked_and_nobody_taken_for_gone() -> None:
+async def test_while_nats_is_unavailable_no_inbox_is_probed_and_no_client_counts_as_gone() -> None:
     broker = MemoryBroker()
     client = Client(broker)
     await client.listen()
@@ -151,7 +151,7 @@ async def test_while_nats_is_away_nobody_is_asked_and_nobody_taken_for_gone() ->
         await client.hears(2)
 
 
-async def test_an_answer_that_nats_was_away_in_the_middle_of_does_not_go_on_and_one_not_begun_does() -> None:
+async def test_an_answer_interrupted_by_an_outage_of_nats_does_not_go_on_and_one_not_begun_does() -> None:
     broker = MemoryBroker()
     one = Asking(broker)
     async with one.inboxes.watch(INBOX) as begun, one.inboxes.watch(INBOX) as waiting:
@@ -166,7 +166,7 @@ async def test_an_answer_that_nats_was_away_in_the_middle_of_does_not_go_on_and_
         await waiting.send(b"more", {LAST_HEADER: "true"})
 
 
-async def test_a_last_message_that_nats_may_not_have_is_told() -> None:
+async def test_a_last_message_that_nats_may_not_have_raises_an_error() -> None:
     broker = MemoryBroker()
     one = Asking(broker)
     publish = one.bus.publish
@@ -201,8 +201,8 @@ async def test_nothing_comes_after_the_last_message_however_long_nats_takes_to_c
     assert await client.hears(2) == [b"whole", b"of another answer"]
 
 
-async def test_a_client_found_gone_again_while_its_block_still_ends_is_gone_once() -> None:
-    """What comes out of `gone` would end the connection to NATS."""
+async def test_a_client_found_gone_again_while_its_block_unwinds_is_gone_once() -> None:
+    """An exception from the `gone` callback would end the connection to NATS."""
     broker = MemoryBroker()
     wrong: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: wrong.append(told))

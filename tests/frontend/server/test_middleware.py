@@ -1,4 +1,4 @@
-"""What every answer at the HTTP door says, and what browsers are told."""
+"""Headers of every HTTP answer, and the answers to browsers' preflights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PREFLIGHT = {
 }
 
 
-async def test_no_answer_is_kept_or_guessed_at_or_tells_what_server_this_is(directory: Path) -> None:
+async def test_every_answer_says_no_store_and_nosniff_and_names_no_server(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (_, http):
         w.say("x")
         for method, path, body in (
@@ -48,7 +48,7 @@ async def test_no_answer_is_kept_or_guessed_at_or_tells_what_server_this_is(dire
         b"GET / HTTP/1.1\r\nAuthorization: Bearer hr-secret\x01\r\n\r\n",
     ],
 )
-async def test_who_speaks_no_http_is_told_so_in_openais_shape_and_not_by_whom_nor_what_he_sent(
+async def test_a_client_that_speaks_no_http_gets_an_openai_error_that_repeats_nothing_it_sent(
     directory: Path, sent: bytes
 ) -> None:
     async with world(directory) as w, asyncio.timeout(DEADLINE_S):

@@ -110,7 +110,7 @@ async def test_a_request_without_a_reply_subject_is_counted_and_costs_nothing(di
         assert len(w.router.asked.all) == 1
 
 
-async def test_a_reply_subject_that_nats_would_not_take_costs_nobody_else_anything(directory: Path) -> None:
+async def test_a_reply_subject_that_nats_would_not_accept_affects_no_other_request(directory: Path) -> None:
     async with world(directory) as w:
         w.say("next")
         client = MemoryBus(w.broker)
@@ -175,7 +175,7 @@ async def test_requests_that_wait_to_be_read_are_bounded_and_those_beyond_get_42
         assert answer["choices"][0]["message"]["content"] == "next"
 
 
-async def test_requests_whose_clients_cannot_be_asked_whether_they_listen_have_a_bound_of_their_own(
+async def test_requests_whose_clients_cannot_be_probed_have_a_bound_of_their_own(
     directory: Path,
 ) -> None:
     async with world(directory, limits=LimitsConfig(drain_s=0.0, unasked=2)) as w:
@@ -221,7 +221,7 @@ async def test_a_client_that_vanishes_cancels_its_stream(directory: Path) -> Non
 
 
 async def vanishing(w: World, payload: bytes, headers: Mapping[str, str] | None = None) -> MemoryBus:
-    """A client that asked and listens; `lose` is its end."""
+    """A client that has sent a request and listens; `lose` ends it."""
     client = MemoryBus(w.broker)
 
     async def ignore(_: Message) -> None:
@@ -252,7 +252,7 @@ async def test_a_client_that_vanishes_before_the_first_token_cancels_too(
         assert w.metric("headrace_unnoticed_disconnect_seconds_count") == 1
 
 
-async def test_a_client_that_vanishes_while_its_request_is_routed_leaves_nothing_behind(directory: Path) -> None:
+async def test_a_client_that_vanishes_while_its_request_is_routed_leaves_no_state(directory: Path) -> None:
     async with world(directory) as w:
         w.router.answer = lambda _: None
         client = await vanishing(w, body(stream=True))
@@ -300,7 +300,7 @@ async def test_a_plain_request_gets_its_answer_as_the_first_message(directory: P
         assert headers[LAST_HEADER] == "true"
 
 
-async def test_a_frontend_that_ends_finishes_what_runs_and_tells_the_rest_that_it_ended(directory: Path) -> None:
+async def test_a_frontend_that_shuts_down_finishes_what_runs_and_fails_the_rest(directory: Path) -> None:
     for finishes in (True, False):
         limits = LimitsConfig(drain_s=DEADLINE_S if finishes else 0.0)
         async with asyncio.TaskGroup() as tasks:
@@ -326,7 +326,7 @@ async def finish_once_draining(w: World, worker: ScriptedWorker, generate: Gener
     await worker.send(generate, 0, w.ids("late"), "length")
 
 
-async def test_a_failure_while_nats_is_away_is_told_when_it_is_back(directory: Path) -> None:
+async def test_a_failure_during_an_outage_of_nats_is_sent_afterwards(directory: Path) -> None:
     async with world(directory, limits=LimitsConfig(drain_s=0.0, deadline_s=0.5)) as w:
         w.workers[0].output = None
         asking = asyncio.create_task(ask(w, "chat", body()))
@@ -339,7 +339,7 @@ async def test_a_failure_while_nats_is_away_is_told_when_it_is_back(directory: P
         assert headers[LAST_HEADER] == "true"
 
 
-async def test_a_failure_told_on_a_dead_connection_is_told_again_when_there_is_a_new_one(directory: Path) -> None:
+async def test_a_failure_sent_on_a_dead_connection_is_sent_again_on_a_new_one(directory: Path) -> None:
     async with world(directory, limits=LimitsConfig(drain_s=0.0, deadline_s=0.5)) as w:
         w.workers[0].output = None
         asking = asyncio.create_task(ask(w, "chat", body()))

@@ -1,4 +1,4 @@
-"""Rude clients and ends, on real sockets and uvloop, as the process has it."""
+"""Ill-behaved clients and shutdowns, on real sockets and uvloop, as in the real process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ P = ParamSpec("P")
 
 
 def on_uvloop(test: Callable[P, Coroutine[None, None, None]]) -> Callable[P, None]:
-    """What is accepted, and when a socket is closed, differs from asyncio's own loop."""
+    """Run on uvloop: accepting connections and closing sockets differ from asyncio's own loop."""
 
     @wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -59,7 +59,7 @@ def open_files() -> int:
 
 
 class Served:
-    """A port with an application that answers, now or when told to."""
+    """A port with an application that answers at once or when the test lets it."""
 
     def __init__(self, config: HttpConfig) -> None:
         self.config = config
@@ -108,7 +108,7 @@ class Served:
         return self.registry.get_sample_value("headrace_closed_connections_total", {"reason": reason}) or 0.0
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Turns of the loop until it holds."""
+        """Let the loop run until the condition holds."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 if holds():
@@ -128,7 +128,7 @@ async def served(**settings: Any) -> AsyncIterator[Served]:
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """(head, body)."""
+    """Return the head and the body of the next answer."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
         int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
@@ -150,7 +150,7 @@ async def test_a_port_that_is_taken_is_a_config_error_unless_it_is_shared() -> N
 
 
 @on_uvloop
-async def test_half_a_head_is_answered_408_however_slowly_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_a_header_is_answered_408_however_slowly_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port, "SWEEP_S", 0.02)
     async with served(header_s=0.2) as one:
         reader, writer = await one.connect()
@@ -229,7 +229,7 @@ async def test_a_request_that_takes_longer_than_connections_may_be_idle_is_answe
 
 
 @on_uvloop
-async def test_ten_thousand_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ten_thousand_idle_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_module, "EVICTABLE_AFTER_S", 0.0)
     limit, crowd = 300, 10_000
     async with served(connections=limit) as one:
@@ -296,7 +296,8 @@ async def test_pipelined_requests_are_answered_in_turn() -> None:
 
 @on_uvloop
 async def test_a_compressed_body_is_never_decompressed() -> None:
-    """aiohttp would do so in the event loop, for a refused request too: a few MB of it stop the loop for seconds."""
+    """aiohttp would decompress in the event loop, even for a refused request; a few MB would stop the loop for
+    seconds."""
     async with served() as one:
         for encoding, body in (("gzip", gzip.compress(bytes(1 << 20))), ("deflate", zlib.compress(bytes(1 << 20)))):
             reader, writer = await one.connect()
@@ -346,7 +347,7 @@ async def test_a_trailer_that_comes_after_its_answer_began_is_the_connections_la
 @pytest.mark.parametrize("end", [b"0\r\n\r\n", b"0\r\n", b""])
 @on_uvloop
 async def test_a_request_in_chunks_without_trailers_keeps_its_connection(end: bytes) -> None:
-    """Wherever its last chunk is cut."""
+    """This holds wherever the last chunk is cut."""
     async with served() as one:
         reader, writer = await one.connect()
         last = b"0\r\n\r\n"
@@ -370,7 +371,7 @@ PIECES = (
 @given(pieces=lists(sampled_from(PIECES), max_size=8))
 @settings(max_examples=300)
 def test_a_whole_request_that_ends_in_its_last_chunk_has_no_trailer(pieces: list[bytes]) -> None:
-    """What `_Connection` relies on: aiohttp's parser then has nothing left for the next request."""
+    """`_HttpConnection` relies on this: aiohttp's parser then has nothing left for the next request."""
     with asyncio.Runner() as runner:
         runner.run(_parse(CHUNKED + b"".join(pieces) + b"0\r\n\r\n"))
 
@@ -435,7 +436,7 @@ async def test_a_drained_port_answers_what_was_connected_and_says_that_it_closes
 
 
 @on_uvloop
-async def test_a_stream_that_began_before_the_last_call_takes_its_connection_with_it(
+async def test_a_stream_that_began_before_the_drain_closes_its_connection_at_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(port, "DRAIN_S", 0.05)
@@ -450,7 +451,7 @@ async def test_a_stream_that_began_before_the_last_call_takes_its_connection_wit
 
 
 @on_uvloop
-async def test_who_asks_nothing_at_last_call_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_a_request_is_closed_after_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port, "DRAIN_S", 0.05)
     async with served() as one:
         reader, writer = await one.connect()
@@ -461,7 +462,7 @@ async def test_who_asks_nothing_at_last_call_is_closed(monkeypatch: pytest.Monke
 
 
 @on_uvloop
-async def test_who_waits_to_be_accepted_when_the_port_closes_is_served() -> None:
+async def test_a_connection_that_waits_to_be_accepted_when_the_port_closes_is_served() -> None:
     async with served() as one:
         waiting = []
         for _ in range(50):  # blocking calls: the loop cannot accept meanwhile

@@ -145,7 +145,7 @@ async def test_a_request_keeps_its_clients_name_and_two_of_one_name_do_not_clash
 
 
 @pytest.mark.parametrize("given", ["a" * 65, "a b", "grüße", 'x"y', ""])
-async def test_an_unfit_name_is_passed_over(directory: Path, given: str) -> None:
+async def test_an_unusable_request_id_is_ignored(directory: Path, given: str) -> None:
     async with world(directory) as w, clients(w) as (_, http):
         w.say("x")
         body = {"model": MODEL, "prompt": "x"}
@@ -168,7 +168,7 @@ async def test_errors_name_their_request_too(directory: Path) -> None:
                 assert len(response.headers["X-Request-Id"]) == 32
 
 
-async def test_who_speaks_no_http_is_told_so_and_fills_no_log(
+async def test_a_client_that_speaks_no_http_gets_an_error_and_fills_no_log(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with world(directory) as w:

@@ -1,4 +1,4 @@
-"""Streamed bodies as they are on the wire, and clients that do not read them."""
+"""Streamed bodies on the wire, and clients that do not read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.servers import free_port
 BODY = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "max_tokens": CONTEXT - 100}).encode()
 MANY = CONTEXT - 200
 LARGE = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": CONTEXT - 100, "logprobs": 5}
-"""Log-probabilities make several megabytes of MANY tokens."""
+"""A request whose log-probabilities for MANY tokens are several megabytes."""
 
 
 def post(body: bytes, version: str = "1.1", path: str = "completions") -> bytes:
@@ -55,7 +55,7 @@ async def head(reader: asyncio.StreamReader) -> str:
 
 
 async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Of the body, up to its end."""
+    """Yield the chunks of the body up to its end."""
     while size := int(await reader.readuntil(b"\r\n"), 16):
         yield await reader.readexactly(size)
         assert await reader.readexactly(2) == b"\r\n"
@@ -63,7 +63,7 @@ async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def texts(events: bytes) -> list[str]:
-    """Of a whole completion's events."""
+    """Return the text of each event of a completion."""
     *shown, done, rest = events.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in shown]
@@ -172,7 +172,7 @@ async def test_a_large_last_event_is_cut_like_any_other_and_none_says_done(direc
 
 
 def stream_much(w: World) -> str:
-    """The workers answer with much; what."""
+    """Make the workers answer with a long text; return it."""
     tokens = w.ids("the water finds the wheel ")
     output = (tokens * MANY)[:MANY]
     for worker in w.workers:
@@ -183,7 +183,7 @@ def stream_much(w: World) -> str:
 
 
 async def others_are_served(w: World) -> str:
-    """The answer to another client, once the workers have sent the much."""
+    """Return the answer to another client once the workers have sent the long text."""
     await w.workers[0].generates.at_least(1)
     w.say("others")
     async with connected(w) as (reader, writer):
@@ -194,7 +194,7 @@ async def others_are_served(w: World) -> str:
 
 @pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
 def test_no_chunk_waits_for_the_clients_acknowledgement(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """Nagle's algorithm would hold chunks back for 40 ms; and the kernel takes no more than it can send."""
+    """Nagle's algorithm would hold chunks back for 40 ms. The kernel accepts no more than it can send."""
     options = {}
 
     async def answer(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""TLS on real sockets, on asyncio's loop and on uvloop, as the process has it."""
+"""TLS on real sockets, on asyncio's loop and on uvloop, as in the real process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.frontend.peers import MODEL, clients, world
 from tests.servers import free_port
 
 CERTIFICATES = Path(__file__).parents[1] / "certificates"
-"""Of localhost, signed by themselves, for these tests alone."""
+"""Self-signed certificates of localhost and their keys, for these tests only."""
 DEADLINE_S = 60.0
 GET = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
 LARGE_BYTES = 32 << 20
@@ -60,7 +60,7 @@ def trusting(*names: str) -> ssl.SSLContext:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Turns of the loop until it holds."""
+    """Let the loop run until the condition holds."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             if holds():
@@ -110,7 +110,7 @@ class Served:
         return await asyncio.open_connection("127.0.0.1", self.config.port)
 
     async def asked(self, context: ssl.SSLContext) -> bytes:
-        """The answer's last line."""
+        """Return the last line of the answer."""
         reader, writer = await self.connect(context)
         writer.write(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         answer = await reader.read()
@@ -239,7 +239,9 @@ def test_a_new_certificate_is_every_new_connections_and_one_that_is_broken_chang
 
 
 @both_loops
-def test_who_shakes_no_hands_is_counted_and_makes_room(pair: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_handshake_is_counted_and_makes_room(
+    pair: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         async with served(settings(pair, connections=2)) as one:
             silent = [await one.plainly() for _ in range(2)]
@@ -261,7 +263,7 @@ def test_who_shakes_no_hands_is_counted_and_makes_room(pair: Path, loop: Loop, m
 
 
 @both_loops
-def test_who_shakes_no_hands_goes_after_the_time_of_a_head(pair: Path, loop: Loop) -> None:
+def test_a_connection_without_a_handshake_is_closed_after_the_header_timeout(pair: Path, loop: Loop) -> None:
     async def test() -> None:
         async with served(settings(pair, header_s=0.05)) as one:
             reader, writer = await one.plainly()
@@ -275,7 +277,7 @@ def test_who_shakes_no_hands_goes_after_the_time_of_a_head(pair: Path, loop: Loo
 
 
 @both_loops
-def test_rubbish_and_clients_that_break_off_harm_nobody(pair: Path, loop: Loop) -> None:
+def test_rubbish_and_clients_that_disconnect_affect_no_other_client(pair: Path, loop: Loop) -> None:
     async def test() -> None:
         async with served(settings(pair)) as one:
             for sent in (GET, b"", b"\x16\x03\x01", b"\x16\x03\x01\x00\x05hello", bytes(5000)):
@@ -329,7 +331,7 @@ def test_a_client_that_does_not_read_its_stream_is_ended_and_little_was_kept_for
 
 
 @both_loops
-def test_who_shakes_hands_at_last_call_is_served(pair: Path, loop: Loop) -> None:
+def test_a_handshake_during_the_drain_is_served(pair: Path, loop: Loop) -> None:
     async def test() -> None:
         async with served(settings(pair)) as one:
             asking = asyncio.create_task(one.asked(trusting("one")))
@@ -340,7 +342,7 @@ def test_who_shakes_hands_at_last_call_is_served(pair: Path, loop: Loop) -> None
     on(loop, test())
 
 
-async def test_the_whole_frontend_speaks_it_and_the_official_client_streams(
+async def test_the_whole_frontend_speaks_tls_and_the_official_client_streams(
     directory: Path, pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATES / "one.pem"))
@@ -364,7 +366,7 @@ async def test_the_whole_frontend_speaks_it_and_the_official_client_streams(
         ("one.pem", "one.pem", "not a certificate and its key"),
     ],
 )
-def test_what_is_no_certificate_and_its_key_is_told(cert: str, key: str, said: str) -> None:
+def test_files_that_are_no_certificate_and_key_are_refused_with_a_reason(cert: str, key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         tls_context(CERTIFICATES / cert, CERTIFICATES / key)
 

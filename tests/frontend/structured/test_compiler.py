@@ -52,19 +52,19 @@ def lark(text: str) -> str:
 
 
 def grammar_of(w: World) -> str:
-    """What the latest attempt is held to."""
+    """Return the grammar of the latest attempt."""
     return next(worker.generates.all[-1].sampling.grammar for worker in w.workers if worker.generates.all)
 
 
 def fits(w: World, grammar: str, text: str) -> bool:
-    """Whether an answer that is held to the grammar can be this one."""
+    """Tell whether the grammar allows this answer."""
     tokenizer = LLTokenizer((w.directory / "tokenizer.json").read_text(), eos_token=[2])
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     tokens = w.ids(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-async def test_what_a_request_asks_for_is_what_its_attempt_is_held_to(directory: Path) -> None:
+async def test_what_a_request_demands_is_the_grammar_of_its_attempt(directory: Path) -> None:
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"response_format": schema(PERSON)}, '{"name": "Ada", "age": 36}', '{"name": "Ada"}'),
         ({"response_format": {"type": "json_object"}}, '{"a": [1, null]}', "[1]"),
@@ -95,7 +95,7 @@ async def test_the_official_client_parses_what_it_asked_for(directory: Path) -> 
         assert answer.choices[0].finish_reason == "stop"
 
 
-async def test_what_cannot_be_held_to_is_refused_by_name_before_anything_is_asked_of_anybody(directory: Path) -> None:
+async def test_an_unsupported_grammar_is_refused_by_name_before_any_router_or_worker_is_asked(directory: Path) -> None:
     async with world(directory, grammars=True) as w, clients(w) as (client, _):
         for what, hostile in HOSTILE.items():
             with pytest.raises(openai.BadRequestError) as refused:
@@ -118,7 +118,7 @@ async def test_what_cannot_be_held_to_is_refused_by_name_before_anything_is_aske
         await client.chat.completions.create(model=MODEL, messages=HELLO, response_format={"type": "json_object"})
 
 
-async def test_a_worker_that_would_pass_over_a_grammar_is_not_asked(directory: Path) -> None:
+async def test_a_worker_that_would_ignore_a_grammar_is_not_asked(directory: Path) -> None:
     async with world(directory, grammars=True, announced=False) as w, clients(w) as (client, _):
         await w.announce_router()
         await w.announce_worker("w2", grammars=True)
@@ -154,7 +154,7 @@ async def test_calls_are_forced_in_the_models_own_format(directory: Path, tmp_pa
         assert not fits(w, grammar_of(w), '<tool_call>\n{"name": "p", "arguments": {}}\n</tool_call>')
 
 
-async def test_the_official_clients_strict_tools_are_held_to_where_the_model_chooses(
+async def test_the_official_clients_strict_tools_constrain_calls_that_the_model_chooses_to_make(
     directory: Path, tmp_path: Path
 ) -> None:
     class Weather(pydantic.BaseModel):
@@ -208,7 +208,7 @@ async def test_of_several_schemas_the_one_that_is_no_good_is_named(directory: Pa
         assert w.router.asked.all == []
 
 
-async def test_thinking_ends_with_the_models_own_token(tmp_path: Path) -> None:
+async def test_reasoning_ends_with_the_models_own_token(tmp_path: Path) -> None:
     tags = ("<think>", "</think>")
     directory = write_tiny_model(tmp_path / "thinking", marks=tags)
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}{# </think> #}{{ enable_thinking }}")
@@ -226,7 +226,7 @@ async def test_thinking_ends_with_the_models_own_token(tmp_path: Path) -> None:
         assert list(unpack_tokens(latest.tokens)) == w.ids("helloFalse")
 
 
-async def test_a_budget_is_for_models_that_think_and_workers_that_can_be_held(tmp_path: Path) -> None:
+async def test_a_budget_needs_a_model_that_reasons_and_workers_that_support_grammars(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "thinking", marks=("<think>", "</think>"))
     budget: dict[str, Any] = {"model": MODEL, "messages": HELLO, "extra_body": {"thinking_token_budget": 1}}
     for template, grammars in (("{{ messages[0].content }}", True), ("{{ messages[0].content }}<think>", False)):
@@ -238,7 +238,7 @@ async def test_a_budget_is_for_models_that_think_and_workers_that_can_be_held(tm
             assert w.router.asked.all == []
 
 
-async def test_a_model_may_think_before_it_is_held(directory: Path, tmp_path: Path) -> None:
+async def test_a_model_may_reason_before_its_answer_is_constrained(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "thinking")
     (tmp_path / "thinking" / "chat_template.jinja").write_text("{{ messages[0].content }}{# </think> #}")
     ask: dict[str, Any] = {"model": MODEL, "response_format": {"type": "json_object"}}
@@ -267,7 +267,7 @@ async def test_a_process_that_has_ended_is_started_again() -> None:
     grammars.validate()
 
 
-async def test_without_a_process_nothing_is_said_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_process_there_is_no_verdict_and_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/nowhere/python")
@@ -295,7 +295,9 @@ async def test_verdicts_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) 
         await grammars.aclose()
 
 
-async def test_the_line_is_bounded_and_who_leaves_it_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_requests_are_bounded_and_one_that_is_cancelled_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(grammars_module, "WAITING_LIMIT", 2)
     grammars = GrammarCompiler()
     try:

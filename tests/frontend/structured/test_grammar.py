@@ -66,7 +66,7 @@ def test_forced_calls_are_in_the_models_own_format(name: FormatName, tokens: dic
 
 @pytest.mark.parametrize("tokens", [{}, TOKENS], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_strict_tools_call_holds_to_its_schema_where_the_model_chooses(
+def test_a_strict_tools_call_follows_its_schema_even_if_the_model_chooses_to_call(
     name: FormatName, tokens: dict[str, int]
 ) -> None:
     found = some(answer_grammar(request(tools=[tool("a", strict=True), tool("b")]), ParsePlan(name), tokens))
@@ -78,7 +78,7 @@ def test_a_strict_tools_call_holds_to_its_schema_where_the_model_chooses(
     assert answer_grammar(request(tools=[tool("a", strict=False)]), ParsePlan(name), tokens) is None
 
 
-def test_thinking_of_a_budget_ends_with_its_last_token_and_then_anything_follows() -> None:
+def test_reasoning_with_a_budget_ends_with_its_last_token_and_then_anything_follows() -> None:
     for begun, opening in ((False, "<think>"), (True, "")):
         found = budgeted(4, begun)
         for thought in ("", "a", "abcd", "a\nü"):
@@ -113,7 +113,7 @@ def test_a_budget_of_nothing_leaves_the_tags_alone() -> None:
     assert fits(budgeted(0, True), "</think>Yes.", TOKENS)
 
 
-def test_a_model_that_does_not_begin_with_thinking_may_not_begin_later() -> None:
+def test_a_model_that_does_not_begin_with_reasoning_may_not_begin_it_later() -> None:
     found = budgeted(5)
     assert fits(found, "Hello. </think>[TOOL_CALLS]", TOKENS)
     assert not follows(found, "Hello.<think>", TOKENS)
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_begin_with_thinking_may_not_begin_later() -> None
     assert at_once.consume_token(EOS)
 
 
-def test_what_an_answer_is_held_to_begins_behind_thinking() -> None:
+def test_the_constraint_on_an_answer_begins_after_reasoning() -> None:
     for tokens in (TOKENS, {}):
         found = some(answer_grammar(request(**OBJECT), ParsePlan(reasoning=True), tokens))
         fitting = ("{}", "<think>\nhm</think>\n\n{}", "<think>hm</think>no", "hm</think>{}")
@@ -140,7 +140,7 @@ def test_what_an_answer_is_held_to_begins_behind_thinking() -> None:
     assert fits(some(forced), f"<think>hm</think>\n\n{call}", TOKENS)
 
 
-def test_a_form_beside_tools_is_the_contents_where_no_content_can_look_like_a_call() -> None:
+def test_with_tools_a_response_format_constrains_the_content_if_no_content_can_look_like_a_call() -> None:
     a, b = (CALLS["hermes"].replace("NAME", called) for called in "ab")
     asked = request(tools=[tool("a", strict=True), tool("b")], **OBJECT)
     for plan in (ParsePlan("hermes"), ParsePlan("hermes", True)):
@@ -155,7 +155,7 @@ def test_a_form_beside_tools_is_the_contents_where_no_content_can_look_like_a_ca
     )
 
 
-def test_what_is_checked_first_has_no_token_and_no_thinking() -> None:
+def test_the_checked_grammar_has_no_token_and_no_reasoning() -> None:
     found = answer_grammar(
         request(tools=[tool("a", strict=True)]), ParsePlan("mistral", True), TOKENS, ReasoningPlan({}, 2)
     )
@@ -192,7 +192,7 @@ def test_what_is_checked_first_has_no_token_and_no_thinking() -> None:
         ({"ignore_eos": True}, ParsePlan(reasoning=True), TOKENS, "ignore_eos"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_an_impossible_combination_is_refused_by_name(
     fields: dict[str, Any], plan: ParsePlan, tokens: dict[str, int], param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:

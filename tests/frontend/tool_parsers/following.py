@@ -1,4 +1,4 @@
-"""Grammars followed token by token, over a vocabulary of bytes and of the marks that are tokens of their own."""
+"""Follows grammars token by token, over a vocabulary of all bytes and of the marks that are tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = {mark: EOS + 1 + at for at, mark in enumerate(MARKS)}
 
 
 class Vocabulary:
-    """As llguidance reads it."""
+    """Return a grammar as llguidance reads it."""
 
     eos_token_id = EOS
     bos_token_id = None
@@ -32,7 +32,7 @@ TOKENIZER = LLTokenizer(TokenizerWrapper(Vocabulary()))
 
 
 def ids(written: str, tokens: lark.Tokens) -> list[int]:
-    """Of a text; marks that are tokens as such."""
+    """Return the tokens of a text; marks that are tokens become one each."""
     for mark, token in tokens.items():
         before, found, behind = written.partition(mark)
         if found:
@@ -41,7 +41,7 @@ def ids(written: str, tokens: lark.Tokens) -> list[int]:
 
 
 def follows(held: str, written: str, tokens: lark.Tokens) -> LLMatcher | None:
-    """Behind that text; None: no answer that is held to it begins so."""
+    """Return the matcher after that text; None if no answer may begin with it."""
     matcher = LLMatcher(TOKENIZER, held, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     wanted = ids(written, tokens)
@@ -49,20 +49,19 @@ def follows(held: str, written: str, tokens: lark.Tokens) -> LLMatcher | None:
 
 
 def fits(held: str, written: str, tokens: lark.Tokens) -> bool:
-    """Whether an answer that is held to it can be this one."""
+    """Tell whether the grammar allows this answer."""
     matcher = follows(held, written, tokens)
     return matcher is not None and matcher.is_accepting()
 
 
 def allowed(matcher: LLMatcher) -> list[int]:
-    """Tokens that may come next."""
+    """Return the tokens that may come next."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return [int(token) for token in np.flatnonzero(np.unpackbits(bits, bitorder="little"))]
 
 
 def walk(held: str, seed: int, begun: str, tokens: lark.Tokens) -> str:
-    """An answer that begins so, its tokens drawn from those that are allowed; it ends where it may, half of the
-    time."""
+    """Draw an answer that begins with a text from the allowed tokens. Where it may end, it does so half of the time."""
     drawn = random.Random(seed)
     matcher = LLMatcher(TOKENIZER, held, log_level=0)
     output = ids(begun, tokens)

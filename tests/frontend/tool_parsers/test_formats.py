@@ -30,7 +30,7 @@ def test_a_template_shows_the_format_that_its_model_writes(template: str, name: 
     assert detect_format(template) == name
 
 
-def test_a_template_shows_whether_its_model_thinks() -> None:
+def test_a_template_shows_whether_its_model_reasons() -> None:
     assert detect_reasoning("{% set content = content.split('</think>')[-1] %}") == "think"
     assert detect_reasoning("{{ messages }}") is None
 

@@ -63,7 +63,7 @@ PIECES = st.lists(
 
 
 def spell(name: FormatName, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """As a model would write them."""
+    """Return calls as a model would write them."""
     plain = json.dumps
     match name:
         case "hermes":
@@ -120,7 +120,7 @@ def test_arguments_that_wait_for_their_name_are_bounded(size: int) -> None:
         assert answer.content == ("" if waited else written)
 
 
-def test_arguments_behind_their_name_may_be_long_and_are_not_kept() -> None:
+def test_arguments_after_their_name_may_be_long_and_are_not_kept() -> None:
     arguments = '{"a": "' + "x" * (3 * MARKED_LIMIT_CHARACTERS) + '"}'
     written = '<tool_call>{"name": "weather", "arguments": ' + arguments + "}</tool_call>"
     assert read(ParsePlan("hermes"), [written]).calls == [("weather", arguments)]
@@ -189,7 +189,7 @@ def test_what_may_be_a_users_text_stays_where_an_answer_is_cut_short(
     assert every_cut(plan, written, short=True).content == content
 
 
-def test_thinking_that_is_cut_short_ends_without_a_piece_of_its_tag() -> None:
+def test_reasoning_that_is_cut_short_ends_without_a_piece_of_its_tag() -> None:
     plan = ParsePlan("hermes", reasoning=True)
     assert every_cut(plan, "<thi", short=True) == Answer()
     assert every_cut(plan, "<think>\nhm </thi", short=True) == Answer("", "hm ")

@@ -34,13 +34,13 @@ OUTSIDE, INSIDE = ParsePlan(reasoning=True), ParsePlan(reasoning=True, reasoning
         ),
     ],
 )
-def test_thinking_is_told_from_the_answer_wherever_the_text_is_cut(
+def test_reasoning_is_separated_from_the_answer_wherever_the_text_is_cut(
     plan: ParsePlan, written: str, answer: Answer
 ) -> None:
     assert every_cut(plan, written) == answer
 
 
-def test_a_prompt_shows_whether_it_ends_within_thinking() -> None:
+def test_a_prompt_shows_whether_it_ends_within_reasoning() -> None:
     assert open_in("<|assistant|><think>\n")
     assert not open_in("<|assistant|><think>\n\n</think>\n\n")
     assert not open_in("think")

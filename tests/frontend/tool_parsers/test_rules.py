@@ -1,4 +1,4 @@
-"""What the grammars of calls admit is what the parsers read: random walks through random tools' grammars."""
+"""Parsers read what the grammars of calls admit: random walks through grammars of random tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEGUN: Mapping[FormatName, str] = {
     "mistral": "Well.[TOOL_CALLS]",
     "pythonic": "[",
 }
-"""A text that a call begins behind, or with."""
+"""Texts after which, or with which, a call begins."""
 
 
 def grammar(
@@ -50,7 +50,7 @@ def grammar(
     max_examples=150,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
-def test_whatever_a_grammar_admits_is_read_as_calls_that_hold_to_their_schemas(
+def test_whatever_a_grammar_admits_is_parsed_as_calls_that_follow_their_schemas(
     name: FormatName, tools: dict[str, dict[str, Any]], with_tokens: bool, how: lark.AnswerKind, seed: int
 ) -> None:
     tokens = {mark: TOKENS[mark] for mark in FORMATS[name].marks} if with_tokens else {}

@@ -1,4 +1,4 @@
-"""What models write when they call tools, and what it says; and how tests read it in pieces."""
+"""Texts of models that call tools, with their meaning, and a reader that cuts them into pieces."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NAMES = frozenset({"weather", "get_time", "run-sql"})
 
 
 class Answer(Struct):
-    """What an answer's pieces add up to."""
+    """The content, reasoning and calls of a whole answer."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = []
-    """Name and arguments."""
+    """The name and the arguments of each call."""
     outcomes: list[str] = []
 
 
 class Transcript(Struct, frozen=True):
-    """A model's text, and what is in it."""
+    """A model's text and its meaning."""
 
     format: FormatName
     text: str
@@ -33,7 +33,7 @@ class Transcript(Struct, frozen=True):
 
 
 def read(plan: ParsePlan, pieces: Iterable[str], *, parallel: bool = True, short: bool = False) -> Answer:
-    """Checks on the way that pieces of calls are as OpenAI's clients expect them."""
+    """Parse pieces of text; check that pieces of calls are as OpenAI's clients expect them."""
     answer, taken = Answer(), list[CallPiece]()
     numbers = iter(range(1000))
     found = ParseResult(NAMES, lambda: f"id{next(numbers)}", count=answer.outcomes.append, parallel=parallel)
@@ -64,14 +64,14 @@ def read(plan: ParsePlan, pieces: Iterable[str], *, parallel: bool = True, short
 
 
 def bytewise(content: bytes, *cuts: int) -> Iterator[str]:
-    """The text of `content`, which comes cut at these bytes."""
+    """Return the text of `content`, cut at these bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start, end in zip((0, *cuts), (*cuts, len(content)), strict=True):
         yield decoder.decode(content[start:end])
 
 
 def every_cut(plan: ParsePlan, text: str, *, short: bool = False) -> Answer:
-    """What it says; the same wherever it is cut in two, and byte by byte."""
+    """Return the meaning of a text; check that it is the same wherever the text is cut in two, and byte by byte."""
     whole = read(plan, [text], short=short)
     content = text.encode()
     for cut in range(len(content) + 1):
@@ -81,10 +81,10 @@ def every_cut(plan: ParsePlan, text: str, *, short: bool = False) -> Answer:
 
 
 def one(name: str, arguments: str, content: str = "") -> Answer:
-    """One complete call."""
+    """Return an answer with one complete call."""
     return Answer(content, "", [(name, arguments)], ["complete"])
 
 
 def text(content: str, *outcomes: str) -> Answer:
-    """No call."""
+    """Return an answer without calls."""
     return Answer(content, "", [], list(outcomes))
