@@ -418,7 +418,7 @@ async def test_a_drained_port_answers_what_was_connected_and_says_that_it_closes
         waiting, waiting_writer = await one.connect()
         waiting_writer.write(GET.replace(b"hello", b"wait"))
         await one.asked.wait()
-        last_call = asyncio.create_task(one.port.drain())
+        drain = asyncio.create_task(one.port.drain())
         await asyncio.sleep(0)
         with pytest.raises(ConnectionRefusedError):
             await one.connect()
@@ -429,7 +429,7 @@ async def test_a_drained_port_answers_what_was_connected_and_says_that_it_closes
         one.release.set()
         head, body = await answer(waiting)
         assert (b"Connection: close" in head, body) == (True, b"waited")
-        await last_call
+        await drain
         assert len(one.port.connections) == 0
         keeping_writer.close()
         waiting_writer.close()
