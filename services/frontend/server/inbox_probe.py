@@ -1,7 +1,7 @@
 """Notices NATS clients that no longer listen at their inboxes.
 
     watch(inbox) ──▶ every PROBE_S a message probes the inbox: one of the answer or, if none is due, a keepalive
-                 ──▶ nats-server answers "no responders" ──▶ ClientGone is raised from whatever the block awaits
+                 ──▶ nats-server answers "no responders" ──▶ NoListener is raised from whatever the block awaits
 
 So a client that leaves is noticed within two PROBE_S, whether its request is queued, in prefill or in decode.
 """
@@ -23,7 +23,7 @@ PROBES_PER_TURN = 64
 """Probes sent in one turn of the event loop, so that 4,096 waiting clients do not stop the streams of others."""
 
 
-class ClientGone(Exception):
+class NoListener(Exception):
     """No client listens at the inbox any longer."""
 
 
@@ -95,7 +95,7 @@ class ClientInboxes:
 
     @asynccontextmanager
     async def watch(self, subject: str) -> AsyncIterator[ClientInbox]:
-        """Probe the inbox while the block runs; raise ClientGone from the block as soon as no client listens."""
+        """Probe the inbox while the block runs; raise NoListener from the block as soon as no client listens."""
         end = asyncio.timeout(None)
         inbox = ClientInbox(self._bus, subject, end)
         self._watched[inbox] = None
@@ -110,7 +110,7 @@ class ClientInboxes:
             if not end.expired():
                 raise
             self._metrics.unnoticed.observe(unnoticed_s)
-            raise ClientGone from None
+            raise NoListener from None
         finally:
             del self._watched[inbox]
 

@@ -32,7 +32,7 @@ from services.frontend.protocol.errors import failure_of
 from services.frontend.protocol.operations import OPERATIONS, Operation
 from services.frontend.requests import deadline
 from services.frontend.requests.service import Frontend
-from services.frontend.server.inbox_probe import ClientGone, ClientInbox, ClientInboxes
+from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoListener
 from services.frontend.server.middleware import REQUEST_ID_HEADER
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.dispatch import Exchange
@@ -197,7 +197,7 @@ class NatsApi:
         try:
             async with self._inboxes.watch(message.reply) as inbox:
                 status = await self._answer(operation, request, inbox)
-        except ClientGone:
+        except NoListener:
             self._metrics.disconnected.inc()
         except BusDown as why:
             self._limited_log.warn(_LOST, f"{message.subject}: {why}")
