@@ -346,6 +346,6 @@ def _response(reason: str, wrong: Failure) -> bytes:
 
 _HEADER_TIMEOUT = _response(
     "Request Timeout",
-    failure(408, "the request's headers did not arrive in time", "invalid_request_error", code="request_timeout"),
+    failure(408, "the headers of the request did not arrive in time", "invalid_request_error", code="request_timeout"),
 )
 _FULL = _response("Service Unavailable", failure_of(Unavailable("this frontend has reached its limit of connections")))
