@@ -31,7 +31,7 @@ from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import load_policy
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import Exchange
-from services.worker.limits import Limits
+from services.worker.limits import SchedulerLimits
 from services.worker.messages import EngineOrder, KvbmAsk, KvbmUp, Stepped, Submit
 from services.worker.runner import Drawn, Work
 from services.worker.scheduler.scheduler import Scheduler
@@ -186,7 +186,7 @@ class Fleet:
     def join(self, step_s: StepTime) -> str:
         """A worker comes, with an empty cache; its name."""
         name = f"worker{next(self._names):03}"
-        limits = Limits(
+        limits = SchedulerLimits(
             model=MODEL,
             context_length=_UNBOUNDED,
             eos_token_ids=frozenset(),
@@ -213,7 +213,7 @@ class Fleet:
         mover = SimulatedMover(blocks.layout.kv.block_bytes, COPY_BYTES_PER_S, lambda: self.clock.now_s)
         place = PoolPlace(name, blocks.table)
         return Exchange(
-            *(scheduler, mover, place, blocks.layout),
+            *(scheduler.kv_cache, mover, place, blocks.layout),
             worker=name,
             timeout_s=ANSWER_LIMIT_S,
             most_blocks=BLOCKS_IN_FLIGHT,

@@ -1,40 +1,44 @@
-"""What a scheduler serves, and its bounds. Pure."""
+"""The bounds of a scheduler, and what it serves. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Offload = Literal["filled", "evicted", "off"]
-"""Which blocks the kvbm is offered; `kv_offloading` says when."""
+from services.worker.config import Offload
 
 MAX_STEP_TOKENS = 8192
-"""That a step computes at most, whatever the time: runners have room for as many."""
+"""Most tokens that one step computes, whatever the time: runners have room for as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What is served, and the bounds of a scheduler."""
+class SchedulerLimits:
+    """The model that a scheduler serves, and the scheduler's bounds."""
 
     model: str
     context_length: int
-    """Tokens a sequence may have, prompt and output together."""
+    """Most tokens of a sequence, prompt and output together."""
     eos_token_ids: frozenset[int]
     block_size: int
+    """Tokens of a block."""
     capacity_blocks: int
+    """Blocks of the device."""
     max_running: int = 64
+    """Most sequences in a step."""
     max_waiting: int = 512
+    """Most attempts in the queue."""
     max_waiting_tokens: int = 1 << 20
-    """Uncomputed tokens in the queue; one attempt alone may be longer."""
+    """Most uncomputed tokens in the queue; one attempt alone may be longer."""
     step_s: float = 0.25
+    """Seconds that a step which prefills should take at most."""
     max_step_tokens: int = MAX_STEP_TOKENS
+    """Most tokens of a step."""
     first_tokens_per_s: float = 256.0
-    """The prefill speed before one was measured."""
+    """Prefill speed, in tokens a second, that is assumed before one was measured."""
     offload: Offload = "filled"
-    """What the kvbm is offered: each block once it is full; those that would leave the device next; nothing."""
+    """Which blocks the kvbm is offered: each as soon as it is full, only those that are evicted next, or none."""
     offers_limit: int = 1024
-    """Blocks that wait to be offered; beyond, the oldest is left out."""
+    """Most blocks that wait to be offered; where there are more, the oldest is left out."""
     look_ahead: int = 8
-    """Waiting attempts, from the head of the queue, that may wait for blocks of the kvbm."""
+    """Most waiting attempts, from the head of the queue, that may wait for blocks of the kvbm."""
     wait_s: float = 0.0
-    """How long at most; 0: as long as computing them would take."""
+    """Most seconds that such an attempt waits; 0: as long as computing the blocks would take."""

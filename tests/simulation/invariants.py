@@ -145,7 +145,7 @@ def _picture(router: str, name: str, model: ModelRouter, scheduler: Scheduler) -
     if more or less:
         yield f"{router} has {len(more)} blocks of {name} too many and {len(less)} too few, of {len(truth)}"
         return
-    if chains.digest(0) != scheduler.digest:
+    if chains.digest(0) != scheduler.kv_cache.digest:
         yield f"{router} has another digest of {name}"
     indexed = model.index.blocks_of(chains.slot)
     found = sum(model.index.find([sequence]).get((name, 0), Overlap()).device for sequence in told.values() if sequence)
@@ -158,7 +158,7 @@ def held(scheduler: Scheduler) -> dict[int, int | None]:
     """Engine hash → sequence hash of everything a worker's prefix cache holds. None: a block before it has left, while
     it was held for a copy; it leaves next."""
     sequences: dict[ContentKey, int | None] = {}
-    for content in scheduler.snapshot():
+    for content in scheduler.kv_cache.snapshot():
         seed = seed_of(content.lora, content.salt)
         above = None if content.parent is None else sequences.get(content.parent)
         known = content.parent is None or above is not None

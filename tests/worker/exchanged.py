@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.scheduler.kv_onboarding import Wanted
+from services.worker.scheduler.kv_onboarding import FetchRequest
 from shared.blocks import Content
 from shared.hashing import ContentKey
 from tests.worker.scheduled import Engine
@@ -21,7 +21,7 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 class Fetching:
     """One of `wanted`, and what became of it."""
 
-    wanted: Wanted
+    wanted: FetchRequest
     unwanted: bool = False
     given: int = 0
     """Slots so far."""
@@ -44,19 +44,19 @@ class Kvbm:
         self.loaded_blocks = 0
 
     def up(self) -> None:
-        self.engine.scheduler.exchanging(True)
+        self.engine.scheduler.kv_cache.set_connected(True)
 
     def down(self) -> None:
-        self.engine.scheduler.exchanging(False)
+        self.engine.scheduler.kv_cache.set_connected(False)
 
-    def turn(self) -> list[Wanted]:
+    def turn(self) -> list[FetchRequest]:
         """Hears what is wanted and what is not any more; returns the former."""
-        wanted = self.engine.scheduler.wanted()
+        wanted, abandoned = self.engine.scheduler.kv_cache.fetch_changes()
         for one in wanted:
             assert one.number not in self.fetches, "asked for again before it was settled"
             assert one.keys
             self.fetches[one.number] = Fetching(one)
-        for number in self.engine.scheduler.unwanted():
+        for number in abandoned:
             assert not self.fetches[number].unwanted, "told twice"
             self.fetches[number].unwanted = True
         return wanted
@@ -66,7 +66,7 @@ class Kvbm:
         fetch = self.fetches[number]
         keys = fetch.wanted.keys[fetch.given : fetch.given + count]
         there = next((index for index, key in enumerate(keys) if key not in self.kept), len(keys))
-        slots = self.engine.scheduler.make_room(number, fetch.given, there)
+        slots = self.engine.scheduler.kv_cache.begin_load(number, fetch.given, there)
         assert len(slots) <= there
         assert not (slots and fetch.unwanted)
         for slot, key in zip(slots, keys, strict=False):
@@ -81,11 +81,11 @@ class Kvbm:
         if good:
             self.memory[slot] = self.kept[key]
             self.loaded_blocks += 1
-        self.engine.scheduler.loaded(number, index, slot, good, key in self.on_disk)
+        self.engine.scheduler.kv_cache.end_load(number, index, slot, good, key in self.on_disk)
 
     def settle(self, number: int, took_s: float = 0.0) -> None:
         assert not self.fetches.pop(number).loading
-        self.engine.scheduler.settled(number, took_s)
+        self.engine.scheduler.kv_cache.end_fetch(number, took_s)
 
     def know_nothing(self) -> None:
         """Whoever waits is told that nothing is kept."""
@@ -102,9 +102,9 @@ class Kvbm:
 
     def take_offers(self, most: int = 64) -> list[Content]:
         """Begins to copy what is offered; returns it."""
-        offers = self.engine.scheduler.offers(most)
+        offers = self.engine.scheduler.kv_cache.offers(most)
         assert len(offers) <= most
-        slots = self.engine.scheduler.hold([content.key for content in offers])
+        slots = self.engine.scheduler.kv_cache.pin([content.key for content in offers])
         for content, slot in zip(offers, slots, strict=True):
             if slot is not None:
                 self.saving.append((slot, content.key, self.memory[slot].copy()))
@@ -116,7 +116,7 @@ class Kvbm:
         for slot, key, bytes_then in ended:
             assert (self.memory[slot] == bytes_then).all(), "written while it was copied"
             self.kept[key] = bytes_then
-        self.engine.scheduler.let_go([slot for slot, _, _ in ended])
+        self.engine.scheduler.kv_cache.unpin([slot for slot, _, _ in ended])
 
     def save(self) -> None:
         """Takes all that is offered."""

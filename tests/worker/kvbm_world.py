@@ -9,10 +9,11 @@ from pathlib import Path
 from random import Random
 
 from services.kvbm.tickets.results import TicketLimits
+from services.worker.config import Offload
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import Exchange
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.limits import Limits, Offload
+from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
     CancelAttempt,
     Exchanged,
@@ -51,7 +52,7 @@ class Engine:
         self.hand = None if world.threads else HandMover(self.runner.memory, lambda: world.now_s)
         mover = self.hand or self.runner.mover(lambda: world.now_s)
         self.attachment = PoolAttachment(world.directory, name)
-        limits = Limits(
+        limits = SchedulerLimits(
             model="model",
             context_length=CONTEXT_LENGTH,
             eos_token_ids=frozenset((EOS,)),
@@ -63,7 +64,7 @@ class Engine:
         )
         self.scheduler = Scheduler(limits)
         self.exchange = Exchange(
-            self.scheduler,
+            self.scheduler.kv_cache,
             mover,
             self.attachment,
             STORE,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.worker.limits import Limits, Offload
+from services.worker.config import Offload
+from services.worker.limits import SchedulerLimits
 from services.worker.messages import Submit
 from services.worker.runner import Work
 from services.worker.scheduler.outcome import Outcome
@@ -38,7 +39,7 @@ class Engine:
     ) -> None:
         self.runner = FakeRunner(block_size=block_size, capacity_blocks=capacity_blocks, context_length=context_length)
         self.scheduler = Scheduler(
-            Limits(
+            SchedulerLimits(
                 model="model",
                 context_length=context_length,
                 eos_token_ids=frozenset((EOS,)),
@@ -118,7 +119,7 @@ class Engine:
 
     def check(self) -> None:
         self.scheduler.validate()
-        snapshot = to_snapshot(self.scheduler.snapshot())
+        snapshot = to_snapshot(self.scheduler.kv_cache.snapshot())
         assert {block.hash for block in snapshot} == self.cached
         digest = 0
         seen: set[int] = set()
@@ -127,7 +128,7 @@ class Engine:
             orphan = self.copies and block.parent not in self.cached
             assert block.parent is None or block.parent in seen or orphan, "a child before its parent"
             seen.add(block.hash)
-        assert digest == self.scheduler.digest
+        assert digest == self.scheduler.kv_cache.digest
 
     def run(self) -> None:
         for _ in range(10_000):

@@ -18,7 +18,7 @@ from typing import assert_never
 
 from services.worker.config import EngineConfig
 from services.worker.kv_connector.connector import Attachment, Exchange
-from services.worker.limits import Limits
+from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
     KV_EVENTS,
     PARTS,
@@ -67,7 +67,7 @@ class EngineCore:
         self._begun_s = 0.0
         self._told_s = float("-inf")
         self._held = Outcome()
-        self._digest = scheduler.digest
+        self._digest = scheduler.kv_cache.digest
         """As of the last step: what has happened to blocks since is told with the next one."""
         self._held_steps = 0
         self._held_tokens = 0
@@ -78,7 +78,7 @@ class EngineCore:
         config: EngineConfig, facts: Ready, mover: Mover | None = None, attachment: Attachment | None = None
     ) -> EngineCore:
         """With the bounds that the settings give; with mover and attachment it exchanges blocks with a kvbm."""
-        limits = Limits(
+        limits = SchedulerLimits(
             model=config.model_name,
             context_length=facts.context_length,
             eos_token_ids=frozenset(facts.eos_token_ids),
@@ -94,7 +94,7 @@ class EngineCore:
         if mover is None or attachment is None:
             return EngineCore(scheduler, facts.block_size)
         exchange = Exchange(
-            scheduler,
+            scheduler.kv_cache,
             mover,
             attachment,
             StoreLayout(model=config.model_name, weights=facts.weights, kv=facts.kv_layout),
@@ -124,7 +124,7 @@ class EngineCore:
                 self._scheduler.cancel(request, attempt)
             case TakeSnapshot(ticket):
                 told = self._tell_all()
-                blocks = to_snapshot(self._scheduler.snapshot())
+                blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
                 return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
             case KvbmUp() | KvbmDown() | KvbmReply():
                 if self._exchange is not None:
@@ -167,7 +167,7 @@ class EngineCore:
     def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> list[Stepped]:
         """The step was computed: one entry of `drawn` per work. Returns what to tell."""
         outcome = self._scheduler.advance(drawn, elapsed_s)
-        self._digest = self._scheduler.digest
+        self._digest = self._scheduler.kv_cache.digest
         self._progress += 1
         self._held_steps += 1
         self._held_tokens += self._step_tokens
@@ -186,12 +186,12 @@ class EngineCore:
 
     def _tell_all(self) -> list[Stepped]:
         """All that has happened: since the last step attempts may have ended, and blocks left for those that load."""
-        outcome = self._scheduler.untold()
+        outcome = self._scheduler.drain()
         if outcome.parts or outcome.events:
             self._held.add(outcome)
             self._held_steps += 1
             self._progress += 1
-            self._digest = self._scheduler.digest
+            self._digest = self._scheduler.kv_cache.digest
         return self._tell()
 
     def _tell(self) -> list[Stepped]:

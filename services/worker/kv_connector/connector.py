@@ -28,7 +28,7 @@ from services.worker.kv_connector.stats import Tally
 from services.worker.kv_connector.stores import Stores
 from services.worker.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from services.worker.mover import Copied, Mover, Slots
-from services.worker.scheduler.scheduler import Scheduler
+from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from shared.errors import ProtocolError
 from shared.kvbm_messages import (
     ABORT,
@@ -76,7 +76,7 @@ class Exchange:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        kv_cache: KVCacheManager,
         mover: Mover,
         attachment: Attachment,
         layout: StoreLayout,
@@ -89,14 +89,14 @@ class Exchange:
         """`worker`: its instance id; `timeout_s`: for each answer; `most_blocks`: as `Stores` has it; `checks`: blocks
         go to the kvbm with a checksum, and are looked at when they come."""
         self.mover = mover
-        self._scheduler = scheduler
+        self._kv_cache = kv_cache
         self._attachment = attachment
         self._layout = layout
         self._worker = worker
         self._timeout_s = timeout_s
         batches = count(1)
-        self._stores = Stores(scheduler, mover, batches, self._ask, most_blocks, checks=checks)
-        self._fetches = Fetches(scheduler, mover, batches, self._ask, checks=checks)
+        self._stores = Stores(kv_cache, mover, batches, self._ask, most_blocks, checks=checks)
+        self._fetches = Fetches(kv_cache, mover, batches, self._ask, checks=checks)
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
         self._kvbm = ""
         """The one that is up; empty: none is."""
@@ -217,7 +217,7 @@ class Exchange:
         self._most_discards = attached.blocks_per_request if attached.takes_discards else 0
         self._stores.open(self._owner, attached.slots, attached.blocks_per_request)
         self._fetches.open(self._owner, attached.slots, attached.blocks_per_request)
-        self._scheduler.exchanging(True)
+        self._kv_cache.set_connected(True)
         self._tell(KvbmLink(self._kvbm, attached.layout))
 
     def _lose(self, reason: str, now_s: float) -> None:
@@ -225,7 +225,7 @@ class Exchange:
         if self._state == "attached":
             self._late = frozenset(self._stores.close())
             self._fetches.close()
-            self._scheduler.exchanging(False)
+            self._kv_cache.set_connected(False)
             if now_s - self._attached_s >= BACK_OFF_MOST_S:
                 self._delay_s = BACK_OFF_FIRST_S
         self._awaited.clear()
@@ -235,7 +235,7 @@ class Exchange:
         self._tell(KvbmLink(kvbm="", reason=reason[:REASON_CHARS]))
 
     def _discard(self) -> None:
-        keys = self._scheduler.discards()
+        keys = self._kv_cache.new_discards()
         if keys and self._most_discards:
             self._tally.discarded(len(keys))
             for first in range(0, len(keys), self._most_discards):

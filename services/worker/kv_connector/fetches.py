@@ -22,8 +22,8 @@ from msgspec import Struct
 
 from services.worker.kv_connector.link import Ask, LinkLost, unpack_checksums, unpack_generations, unpack_slots
 from services.worker.mover import Copied, Copy, Mover
-from services.worker.scheduler.kv_onboarding import Wanted
-from services.worker.scheduler.scheduler import Scheduler
+from services.worker.scheduler.kv_cache_manager import KVCacheManager
+from services.worker.scheduler.kv_onboarding import FetchRequest
 from shared.kvbm_messages import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
 
 FETCHES = 8
@@ -37,7 +37,7 @@ MOST_ASKED = 64
 
 
 class _Fetch(Struct, eq=False):
-    wanted: Wanted
+    wanted: FetchRequest
     asked_s: float
     round_trip_s: float = 0.0
     """To the first answer, or until it was clear that none would come; 0: neither yet."""
@@ -66,11 +66,11 @@ class Fetches:
     """Between `open` and `close` there is a kvbm to ask; copies may end later."""
 
     def __init__(
-        self, scheduler: Scheduler, mover: Mover, batches: Iterator[int], ask: Ask, *, checks: bool = False
+        self, kv_cache: KVCacheManager, mover: Mover, batches: Iterator[int], ask: Ask, *, checks: bool = False
     ) -> None:
         """`batches` names the mover's; `checks`: checksums are compared, where there are any."""
         self._checks = checks
-        self._scheduler = scheduler
+        self._kv_cache = kv_cache
         self._mover = mover
         self._batches = batches
         self._ask = ask
@@ -78,7 +78,7 @@ class Fetches:
         self._pool_slots = 0
         self._most_blocks = 0
         """Of one Fetch; 0: closed."""
-        self._queue: deque[Wanted] = deque()
+        self._queue: deque[FetchRequest] = deque()
         """No longer than the scheduler looks ahead."""
         self._fetches: dict[int, _Fetch] = {}
         """Those that are not settled, by `Wanted.number`."""
@@ -101,7 +101,7 @@ class Fetches:
         self._most_blocks = 0
         self._asked.clear()
         while self._queue:
-            self._scheduler.settled(self._queue.popleft().number, 0.0)
+            self._kv_cache.end_fetch(self._queue.popleft().number, 0.0)
         for fetch in list(self._fetches.values()):
             fetch.ticket = 0
             self._stop(fetch)
@@ -113,8 +113,9 @@ class Fetches:
 
     def turn(self, now_s: float) -> None:
         """Asks for what sequences wait for, and stops what nobody waits for."""
-        self._queue.extend(self._scheduler.wanted())
-        for number in self._scheduler.unwanted():
+        requested, abandoned = self._kv_cache.fetch_changes()
+        self._queue.extend(requested)
+        for number in abandoned:
             fetch = self._fetches.get(number)
             if fetch is not None:
                 self._stop(fetch)
@@ -130,7 +131,7 @@ class Fetches:
         for wanted in list(self._queue):
             if wanted.number == number:
                 self._queue.remove(wanted)
-                self._scheduler.settled(number, 0.0)
+                self._kv_cache.end_fetch(number, 0.0)
 
     def fetched(self, number: int, reply: Fetched | KvbmRefused | None, last: bool, now_s: float) -> None:
         """An answer to a Fetch; None: there is none. Raises LinkLost."""
@@ -164,7 +165,7 @@ class Fetches:
             return
         for at in range(0, count, BATCH_BLOCKS):  # the first copies begin before there is room for the last
             end = min(at + BATCH_BLOCKS, count)
-            device_slots = self._scheduler.make_room(fetch.wanted.number, first + at, end - at)
+            device_slots = self._kv_cache.begin_load(fetch.wanted.number, first + at, end - at)
             if device_slots:
                 batch = next(self._batches)
                 self._loads[batch] = _Load(fetch, first + at, device_slots, reply.disk)
@@ -184,9 +185,9 @@ class Fetches:
         """A batch has ended."""
         load = self._loads.pop(copied.batch)
         fetch = load.fetch
-        self._scheduler.discard([fetch.wanted.keys[load.first + place] for place in copied.damaged])
+        self._kv_cache.discard([fetch.wanted.keys[load.first + place] for place in copied.damaged])
         for index, (slot, good) in enumerate(zip(load.device_slots, copied.good, strict=True), load.first):
-            self._scheduler.loaded(fetch.wanted.number, index, slot, good, load.disk)
+            self._kv_cache.end_load(fetch.wanted.number, index, slot, good, load.disk)
         fetch.batches -= 1
         if fetch.open and not all(copied.good):
             self._stop(fetch)  # what follows a block that is not there is of no use
@@ -207,7 +208,7 @@ class Fetches:
             return
         fetch.settled = True
         del self._fetches[fetch.wanted.number]
-        self._scheduler.settled(fetch.wanted.number, fetch.round_trip_s)
+        self._kv_cache.end_fetch(fetch.wanted.number, fetch.round_trip_s)
         if fetch.ticket:
             self._release(fetch.ticket)
             fetch.ticket = 0

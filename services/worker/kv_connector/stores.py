@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from services.worker.kv_connector.link import Ask, LinkLost, unpack_slots
 from services.worker.mover import Copied, Copy, Mover
-from services.worker.scheduler.scheduler import Scheduler
+from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from shared.blocks import Content
 from shared.hashing import pack_hashes, pack_tokens
 from shared.kvbm_messages import ABORT, COMMIT, STORE, Abort, Commit, Granted, KvbmRefused, Settled, Store, StoreBlock
@@ -52,7 +52,7 @@ class Stores:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        kv_cache: KVCacheManager,
         mover: Mover,
         batches: Iterator[int],
         ask: Ask,
@@ -64,7 +64,7 @@ class Stores:
         checksums are made."""
         self._checks = checks
         assert most_blocks > 0
-        self._scheduler = scheduler
+        self._kv_cache = kv_cache
         self._mover = mover
         self._batches = batches
         self._ask = ask
@@ -131,7 +131,7 @@ class Stores:
                 return
             self._send_s = now_s + COLLECT_S
         if len(self._collected) < most:
-            self._collected += self._scheduler.offers(most - len(self._collected))
+            self._collected += self._kv_cache.offers(most - len(self._collected))
         if self._collected and (len(self._collected) >= most or now_s >= self._send_s):
             self._send(now_s)
 
@@ -151,7 +151,7 @@ class Stores:
         indices = set(granted)
         if not len(granted) == len(indices) == len(pool_slots) or not indices <= set(range(len(asked.blocks))):
             raise LinkLost(f"{len(pool_slots)} slots were granted for {granted} of {len(asked.blocks)} blocks")
-        held = self._scheduler.hold([asked.blocks[index].key for index in granted])
+        held = self._kv_cache.pin([asked.blocks[index].key for index in granted])
         pairs = [(pool, device) for pool, device in zip(pool_slots, held, strict=True) if device is not None]
         if not pairs:
             self._abort(reply.ticket)
@@ -175,7 +175,7 @@ class Stores:
     def ended(self, copied: Copied, now_s: float) -> None:
         """A batch has ended."""
         save = self._saves.pop(copied.batch)
-        self._scheduler.let_go(save.device_slots)
+        self._kv_cache.unpin(save.device_slots)
         self._under_way -= len(save.device_slots)
         if copied.failed or not self._batch_blocks:
             return  # its ticket ends with the next attach: a GPU that is lost may still write, and its slots be others'

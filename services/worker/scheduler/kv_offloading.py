@@ -1,11 +1,11 @@
-"""Offloading: which blocks of the device the kvbm is offered, and which are held while they are copied. Pure.
+"""Offloading: which blocks of the device the kvbm is offered, and which ones are pinned while they are copied. Pure.
 
-    filled     stored ──▶ queue (the oldest goes, where it is full) ──▶ offered, if still there
-    evicted    cached, and among the next to leave ──▶ offered, once
-    off        nothing
+    filled     a block is stored ──▶ queue (where it is full, the oldest block is dropped) ──▶ offered, if still cached
+    evicted    a block is cached, and among the next to be evicted ──▶ offered, once
+    off        nothing is offered
 
-Blocks that came from the kvbm are not offered to it. An offer holds nothing: what was granted is held by `hold`,
-copied, and let go; what was evicted in between is not copied.
+Blocks that came from the kvbm are not offered to it. An offer holds nothing. When the kvbm grants slots for offered
+blocks, those that are still cached are pinned, copied and unpinned; the others are not copied.
 """
 
 from __future__ import annotations
@@ -14,69 +14,73 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from math import ceil
 
-from services.worker.limits import Offload
+from services.worker.config import Offload
 from shared.blocks import BlockPool, Content
 from shared.hashing import ContentKey
 
 HORIZON_SHARE = 1 / 8
 HORIZON_BLOCKS = 256
-"""Blocks are offered when they would leave with so many allocations more, or this share of the device: half a second's
-worth of prefilling 8,192 tokens a second."""
+"""A block is offered when it would be evicted within this number of allocations, or within `HORIZON_SHARE` of the
+device if that is less. 256 blocks are half a second's worth of prefilling 8,192 tokens a second."""
 
 
 class Offloading:
-    """See the module."""
+    """Offers of one engine's blocks to its kvbm."""
 
     def __init__(self, pool: BlockPool, offload: Offload, limit_blocks: int) -> None:
+        """`limit_blocks` bounds the queue of blocks that wait to be offered."""
         self._pool = pool
         self._offload = offload
         self._horizon_blocks = min(HORIZON_BLOCKS, ceil(HORIZON_SHARE * pool.capacity))
-        self._on = False
+        self._enabled = False
         self._limit_blocks = limit_blocks
         self._queue: deque[Content] = deque(maxlen=limit_blocks)
-        self._offered: list[ContentKey | None] = [None] * pool.capacity
-        """Slot → the key under which what it holds was offered, or came."""
-        self._looked = (-1, -1)
-        """The pool's churn when nothing was left to offer."""
-        self._held: Counter[int] = Counter()
-        """Slot → copies that read it."""
+        self._remote: list[ContentKey | None] = [None] * pool.capacity
+        """Slot → the key under which its content was offered to the kvbm, or came from it."""
+        self._exhausted = (-1, -1)
+        """The pool's (evictions, free blocks) when nothing was left to offer."""
+        self._pins: Counter[int] = Counter()
+        """Slot → number of copies that read it."""
         self.queues = False
-        """Whether `stored` is to be told."""
+        """Whether the caller must `enqueue` each block that was computed."""
         self.offered_blocks = 0
+        """Blocks offered since the start."""
         self.dropped_blocks = 0
-        """Left out because too many waited."""
+        """Blocks dropped from a full queue since the start."""
 
-    def turn(self, on: bool) -> None:
-        """Whether a kvbm is there. A new one is offered what was stored last: it may have forgotten everything."""
-        self._on = on
-        self.queues = on and self._offload == "filled"
+    def set_enabled(self, enabled: bool) -> None:
+        """A kvbm is there, or no longer. A new kvbm is offered the blocks that were stored last, since it may know
+        nothing of those offered to the kvbm before it."""
+        self._enabled = enabled
+        self.queues = enabled and self._offload == "filled"
         self._queue.clear()
-        self._offered = [None] * self._pool.capacity
-        self._looked = (-1, -1)
+        self._remote = [None] * self._pool.capacity
+        self._exhausted = (-1, -1)
         if self.queues:
             self._queue.extend(self._pool.newest(self._limit_blocks))
 
-    def stored(self, content: Content) -> None:
-        """A block was computed."""
+    def enqueue(self, content: Content) -> None:
+        """A block was computed; it waits to be offered."""
         self.dropped_blocks += len(self._queue) == self._queue.maxlen
         self._queue.append(content)
 
-    def came(self, content: Content) -> None:
-        """A block was loaded from the kvbm."""
+    def mark_remote(self, content: Content) -> None:
+        """A block was loaded from the kvbm, so that it need not be offered."""
         slot = self._pool.find(content.key)
         assert slot is not None
-        self._offered[slot] = content.key
+        self._remote[slot] = content.key
 
     def offers(self, most: int) -> list[Content]:
-        """At most so many blocks, parents first."""
-        if not self._on or self._offload == "off":
+        """Return at most `most` blocks to offer, parents first."""
+        if not self._enabled or self._offload == "off":
             return []
-        offers = self._of_queue(most) if self._offload == "filled" else self._of_leaving(most)
+        offers = self._queued(most) if self._offload == "filled" else self._next_evicted(most)
         self.offered_blocks += len(offers)
         return offers
 
-    def hold(self, keys: Sequence[ContentKey], reserve: int) -> list[int | None]:
-        """Their slots, held for copies; None: evicted, or there would be fewer than `reserve` blocks to allocate."""
+    def pin(self, keys: Sequence[ContentKey], reserve: int) -> list[int | None]:
+        """Return the slots of these blocks, held for copies. None: the block was evicted, or with it fewer than
+        `reserve` blocks would be left to allocate."""
         slots: list[int | None] = []
         for key in keys:
             slot = self._pool.find(key)
@@ -84,20 +88,20 @@ class Offloading:
                 slot = None
             if slot is not None:
                 self._pool.hold_for_copy(slot)
-                self._held[slot] += 1
+                self._pins[slot] += 1
             slots.append(slot)
         return slots
 
-    def let_go(self, slots: Sequence[int]) -> None:
-        """Their copies have ended."""
+    def unpin(self, slots: Sequence[int]) -> None:
+        """The copies that read these slots have ended."""
         for slot in slots:
-            assert self._held[slot] > 0, f"no copy holds slot {slot}"
-            self._held[slot] -= 1
-            if not self._held[slot]:
-                del self._held[slot]
+            assert self._pins[slot] > 0, f"no copy holds slot {slot}"
+            self._pins[slot] -= 1
+            if not self._pins[slot]:
+                del self._pins[slot]
         self._pool.release_copies(slots)
 
-    def _of_queue(self, most: int) -> list[Content]:
+    def _queued(self, most: int) -> list[Content]:
         offers: list[Content] = []
         while self._queue and len(offers) < most:
             content = self._queue.popleft()
@@ -105,32 +109,32 @@ class Offloading:
                 offers.append(content)
         return offers
 
-    def _of_leaving(self, most: int) -> list[Content]:
+    def _next_evicted(self, most: int) -> list[Content]:
         churn = self._pool.evictions, self._pool.free
-        if churn == self._looked:
+        if churn == self._exhausted:
             return []
         offers: list[Content] = []
         for slot in self._pool.next_evicted(self._horizon_blocks):
             content = self._pool.content(slot)
             assert content is not None
-            if self._offered[slot] != content.key:
+            if self._remote[slot] != content.key:
                 if len(offers) == most:
                     break
-                self._offered[slot] = content.key
+                self._remote[slot] = content.key
                 offers.append(content)
         else:
-            self._looked = churn
-        offers.reverse()  # children leave before their parents
+            self._exhausted = churn
+        offers.reverse()  # children are evicted before their parents
         return offers
 
-    def holds(self) -> list[int]:
-        """Slots that copies read; for `validate`."""
-        return list(self._held)
+    def pinned(self) -> list[int]:
+        """Return the slots that copies read."""
+        return list(self._pins)
 
     def validate(self) -> None:
-        """Raises AssertionError where it contradicts itself."""
-        assert self.queues == (self._on and self._offload == "filled")
+        """Raise AssertionError where the state contradicts itself."""
+        assert self.queues == (self._enabled and self._offload == "filled")
         assert self.queues or not self._queue
-        for slot, copies in self._held.items():
+        for slot, copies in self._pins.items():
             assert copies > 0
             assert self._pool.state(slot) == "held"

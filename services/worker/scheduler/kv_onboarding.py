@@ -1,19 +1,20 @@
-"""Onboarding: which waiting sequences wait for blocks that the kvbm may hold, and what they hold for it. Pure.
+"""Onboarding: which waiting sequences wait for blocks that the kvbm may have, and which device blocks are held for
+them. Pure.
 
-                   look                 wanted                  settled
-    waiting ──────────────────▶ noted ─────────▶ asked ───────────────────────▶ waiting, admitted like any other
-       ▲      worth asking        │                │ waited long enough, ended, its room is needed, kvbm is gone:
-       └──────────────────────────┤                ▼ told by `unwanted`; the sequence is not held back any more
-         nothing is missing, or as below          left ───── settled ─────────▶ forgotten
+                 consider              new_fetches                end_fetch
+    waiting ─────────────────▶ queued ─────────────▶ fetching ──────────────▶ waiting, admitted like any other
+       ▲     worth a fetch        │                      │ waited long enough, ended, its room is needed, kvbm is gone:
+       └──────────────────────────┤                      ▼ `abandoned_fetches` reports it; the sequence is free to go on
+         nothing is missing, or as on the right      abandoned ──── end_fetch ──▶ forgotten
 
-Who is noted or asked is passed over at admission, so that others compute meanwhile, and waits no longer than computing
-what is missing would take (or `wait_s`). A sequence that misses the same block as one that has asked stays
-noted until that one is settled: what is loaded for one is there for both.
+The scheduler passes over sequences that are `queued` or `fetching`, so that others can run. They wait no longer than
+computing the missing blocks would take (or `wait_s`). A sequence that misses a block which another one is fetching
+stays queued until that fetch has ended: a loaded block serves both.
 
-A loaded block is simply in the prefix cache. From the first `make_room` until it is settled, or leaves, a sequence
-holds the prefix it builds on and all that loads behind it, so that nothing is evicted under it. Copies end in any
-order, but blocks enter the cache in the order of the chain: a block is never there without its parent, and behind a bad
-copy nothing is used.
+A loaded block is simply in the prefix cache. From the first `begin_load` until its fetch ends or is abandoned, a
+sequence holds the prefix that it builds on and all blocks that load after it, so that none of them is evicted. Copies
+end in any order, but blocks enter the cache in the order of the chain: a block is never cached before its parent, and
+no block after a bad copy is used.
 """
 
 from __future__ import annotations
@@ -29,156 +30,161 @@ from shared.blocks import BlockPool, Evicted, Stored
 from shared.hashing import ContentKey
 
 _SLOWER = 1 / 4
-"""How far a worse measurement moves the belief of what asking costs; a better one is believed at once."""
+"""Weight of a round trip that took longer than the estimate. A shorter one replaces the estimate at once."""
 _FORGETS = 1 - 1 / 64
-"""What is left of that belief with each sequence that was not worth asking for, so that it is tried again."""
+"""Factor on the estimate for each sequence that was not worth a fetch, so that the kvbm is tried again some time."""
 
 
-class Wanted(Struct, frozen=True):
-    """These blocks are missing on the device; whoever asked waits for them."""
+class FetchRequest(Struct, frozen=True):
+    """Blocks that are missing on the device, and that a sequence waits for."""
 
     number: int
-    """Names what follows: make_room, loaded, settled. Always ends with one `settled`."""
+    """Names the fetch in `begin_load`, `end_load` and `end_fetch`. Each fetch ends with exactly one `end_fetch`."""
     keys: list[ContentKey]
-    """In order, behind the blocks that are there."""
+    """Content keys in the order of the chain, from the first missing block on."""
 
 
 @dataclass(slots=True, eq=False)
-class Fetch:
-    """One sequence's blocks.
+class SequenceFetch:
+    """The blocks that one sequence waits for.
 
-    blocks | there when asked | slots given by make_room             | not yet asked room for, or none was there
-           0                first          first + landed      first + len(slots)         first + count
-                                  in the pool ─┘  loading, or `early` ─┘
+    blocks | cached when it was asked | slots given by begin_load    | not yet asked for, or there was no room
+           0                      first           first + landed    first + len(slots)          first + count
+                                  in the prefix cache ─┘  loading, or `early` ─┘
     """
 
     sequence: Sequence
-    noted_s: float
+    began_s: float
     until_s: float
-    """Waits no longer."""
-    behind: Fetch | None = None
-    """While it is noted: the one that has asked for a block that it misses, too."""
-    state: Literal["noted", "asked", "left"] = "noted"
+    """When the sequence gives up."""
+    after: SequenceFetch | None = None
+    """While it is queued: the fetch under way that brings a block which is missing here, too."""
+    state: Literal["queued", "fetching", "abandoned"] = "queued"
     first: int = 0
     count: int = 0
     slots: list[int] = field(default_factory=list)
     landed: int = 0
     early: dict[int, tuple[bool, bool]] = field(default_factory=dict)
-    """Copies that ended before one in front of them: index → good, from disk."""
+    """Copies that ended before one in front of them: index → (good, from disk)."""
     broken: bool = False
-    """A copy was bad, or the chain in front has gone: what follows is not used."""
+    """A copy was bad, or the chain in front was evicted: no block that follows is used."""
     held: list[int] = field(default_factory=list)
-    """What the sequence holds: blocks 0 … first + len(slots) - 1, or nothing."""
+    """Slots that the sequence holds: those of blocks 0 … first + len(slots) - 1, or none."""
 
 
 class Onboarding:
-    """See the module. `reserve`: blocks that are left to the running sequences."""
+    """Fetches of one engine's waiting sequences."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, look_ahead: int, wait_s: float) -> None:
+        """`look_ahead` bounds the fetches, `wait_s` how long each waits; 0: as long as computing would take."""
         self._pool = pool
         self._block_size = block_size
         self._look_ahead = look_ahead
         self._wait_s = wait_s
-        self.on = False
+        self.enabled = False
         """Whether there is a kvbm to ask."""
-        self._fetches: dict[int, Fetch] = {}
-        """By `Sequence.arrival`, in the order they were noted."""
-        self._unwanted: set[int] = set()
-        """Those that have left, and are neither told of nor settled."""
+        self._fetches: dict[int, SequenceFetch] = {}
+        """`Sequence.arrival` → fetch, in the order they were queued."""
+        self._abandoned: set[int] = set()
+        """Abandoned fetches that were not reported yet and have not ended."""
         self._cost_s = 0.0
-        """What asking costs, at least, as it was lately."""
+        """Estimate of how long a fetch takes at least, from recent ones."""
         self.late = 0
-        """Sequences that waited in vain, or not long enough."""
+        """Sequences that gave up, since the start."""
 
     # --- the queue
 
-    def turn(self, on: bool) -> None:
-        """Off: nobody waits any more. On: it answers in time now, whatever asking cost before."""
-        self.on = on
-        if on:
+    def set_enabled(self, enabled: bool) -> None:
+        """A kvbm is there, or no longer. With a new one the estimate of what a fetch costs begins again; without one no
+        sequence waits any longer."""
+        self.enabled = enabled
+        if enabled:
             self._cost_s = 0.0
         else:
             for fetch in list(self._fetches.values()):
-                self._leave(fetch)
+                self._abandon(fetch)
 
-    def look(self, waiting: Seq[Sequence], tokens_per_s: float, now_s: float) -> None:
-        """Note the first of these that may find more with the kvbm; each is looked at once a wait."""
+    def consider(self, waiting: Seq[Sequence], tokens_per_s: float, now_s: float) -> None:
+        """Queue the first of these sequences for which a fetch is worth its time. Each is considered once a wait."""
         for sequence in waiting[: self._look_ahead]:
             if len(self._fetches) == self._look_ahead:
                 return
             if not sequence.looked_up and sequence.arrival not in self._fetches:
                 sequence.looked_up = True
-                self._note(sequence, tokens_per_s, now_s)
+                self._enqueue(sequence, tokens_per_s, now_s)
 
-    def room_for(self, sequence: Sequence) -> int:
-        """If it is to be passed over: the blocks that it will need beyond those it holds, at least one; else 0."""
+    def blocks_reserved(self, sequence: Sequence) -> int:
+        """Return 0 unless the sequence waits for the kvbm. Else return how many blocks it will need beyond those it
+        holds, at least one: the scheduler passes over it and keeps that room."""
         fetch = self._fetches.get(sequence.arrival)
-        return 0 if fetch is None or fetch.state == "left" else sequence.blocks_needed - len(fetch.held)
+        return 0 if fetch is None or fetch.state == "abandoned" else sequence.blocks_needed - len(fetch.held)
 
     def give_up(self, now_s: float) -> None:
-        """Those that have waited long enough leave."""
+        """Abandon the fetches of sequences that have waited long enough."""
         for fetch in self._waiting():
             if fetch.until_s <= now_s:
                 self.late += 1
-                self._cost(2 * (fetch.until_s - fetch.noted_s))  # at least this; how much more is not known
-                self._leave(fetch)
+                self._learn_cost(2 * (fetch.until_s - fetch.began_s))  # at least this; how much more is not known
+                self._abandon(fetch)
 
-    def leave(self, sequence: Sequence) -> None:
-        """It has ended."""
+    def abandon(self, sequence: Sequence) -> None:
+        """The sequence has ended, so its fetch, if it has one, is of no use."""
         fetch = self._fetches.get(sequence.arrival)
         if fetch is not None:
-            self._leave(fetch)
+            self._abandon(fetch)
 
-    def give_back(self) -> bool:
-        """The last of those that hold blocks leaves, since a running sequence needs them; False: there is none."""
+    def reclaim(self) -> bool:
+        """Abandon the last fetch that holds blocks, since a running sequence needs them. Return False where no fetch
+        holds any."""
         for fetch in reversed(self._fetches.values()):
             if fetch.held:
-                self._leave(fetch)
+                self._abandon(fetch)
                 return True
         return False
 
     @property
     def until_s(self) -> float:
-        """When the next one gives up."""
+        """When the next sequence gives up; infinite if none waits."""
         return min((fetch.until_s for fetch in self._waiting()), default=float("inf"))
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for blocks."""
+        """How many sequences wait for blocks."""
         return len(self._waiting())
 
     # --- the fetches
 
-    def wanted(self) -> list[Wanted]:
-        """Those noted whose missing blocks nobody has asked for yet."""
-        wanted: list[Wanted] = []
-        for fetch in [fetch for fetch in self._fetches.values() if fetch.state == "noted"]:
-            if fetch.behind is not None and fetch.behind.state == "asked":
-                continue  # seven long prompts that were looked up in each step cost it 2 ms
+    def new_fetches(self) -> list[FetchRequest]:
+        """Return what to fetch for queued sequences, unless a fetch under way brings the block that they miss."""
+        requests: list[FetchRequest] = []
+        for fetch in [fetch for fetch in self._fetches.values() if fetch.state == "queued"]:
+            if fetch.after is not None and fetch.after.state == "fetching":
+                continue  # without this, seven long prompts, looked up in each step, cost the step 2 ms
             keys = fetch.sequence.reusable_keys
             first = self._pool.longest_prefix(keys)
             if first == len(keys):
-                self._leave(fetch)
+                self._abandon(fetch)
                 continue
-            fetch.behind = self._asked(first, keys[first])
-            if fetch.behind is None:
-                fetch.state, fetch.first, fetch.count = "asked", first, len(keys) - first
-                wanted.append(Wanted(fetch.sequence.arrival, keys[first:]))
-        return wanted
+            fetch.after = self._fetching(first, keys[first])
+            if fetch.after is None:
+                fetch.state, fetch.first, fetch.count = "fetching", first, len(keys) - first
+                requests.append(FetchRequest(fetch.sequence.arrival, keys[first:]))
+        return requests
 
-    def unwanted(self) -> list[int]:
-        """Those asked that left since the last call and are not settled."""
-        unwanted = sorted(self._unwanted)
-        self._unwanted.clear()
-        return unwanted
+    def abandoned_fetches(self) -> list[int]:
+        """Return the numbers of fetches that were abandoned since the last call and have not ended."""
+        abandoned = sorted(self._abandoned)
+        self._abandoned.clear()
+        return abandoned
 
-    def make_room(self, number: int, first: int, count: int, reserve: int) -> tuple[list[int], list[Evicted]]:
-        """Loading slots for blocks first … of those wanted, at most `count`."""
+    def begin_load(self, number: int, first: int, count: int, reserve: int) -> tuple[list[int], list[Evicted]]:
+        """Return at most `count` loading slots for blocks first … of the request, and the blocks that were evicted for
+        them. `reserve` blocks stay available."""
         fetch = self._fetches[number]
-        if fetch.state == "left" or first != len(fetch.slots):
+        if fetch.state == "abandoned" or first != len(fetch.slots):
             return [], []
         if not fetch.held and not self._hold_prefix(fetch, reserve):
-            self._leave(fetch)
+            self._abandon(fetch)
             return [], []
         count = min(count, fetch.count - first, self._pool.available - reserve)
         slots, evicted = self._pool.begin_load(max(count, 0))
@@ -186,8 +192,8 @@ class Onboarding:
         fetch.held += slots
         return slots, evicted
 
-    def loaded(self, number: int, index: int, slot: int, good: bool, disk: bool) -> list[Stored]:
-        """The copy into this slot has ended."""
+    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool) -> list[Stored]:
+        """The copy into this slot has ended. Return the blocks that entered the cache."""
         fetch = self._fetches[number]
         assert fetch.slots[index] == slot, f"block {index} of {number} loads into slot {fetch.slots[index]}, not {slot}"
         assert fetch.landed <= index, f"block {index} of {number} was loaded before"
@@ -198,54 +204,55 @@ class Onboarding:
             stored += self._land(fetch, *ended)
         return stored
 
-    def settled(self, number: int, took_s: float) -> None:
-        """Nothing more comes; `took_s`: a round trip, or 0."""
+    def end_fetch(self, number: int, round_trip_s: float) -> None:
+        """Nothing more comes; `round_trip_s` is 0 where it is not known."""
         fetch = self._fetches.pop(number)
-        self._unwanted.discard(number)
-        assert fetch.state != "noted", f"{number} is settled before it was wanted"
-        assert fetch.landed == len(fetch.slots), f"{number} is settled with {len(fetch.early)} blocks loading"
-        if fetch.state == "asked" and took_s > 0:
-            self._cost(took_s)
-        fetch.state = "left"
+        self._abandoned.discard(number)
+        assert fetch.state != "queued", f"fetch {number} ends before it began"
+        assert fetch.landed == len(fetch.slots), f"fetch {number} ends with {len(fetch.early)} blocks loading"
+        if fetch.state == "fetching" and round_trip_s > 0:
+            self._learn_cost(round_trip_s)
+        fetch.state = "abandoned"
         self._release(fetch)
 
     # --- inside
 
-    def _waiting(self) -> list[Fetch]:
-        return [fetch for fetch in self._fetches.values() if fetch.state != "left"]
+    def _waiting(self) -> list[SequenceFetch]:
+        return [fetch for fetch in self._fetches.values() if fetch.state != "abandoned"]
 
-    def _note(self, sequence: Sequence, tokens_per_s: float, now_s: float) -> None:
+    def _enqueue(self, sequence: Sequence, tokens_per_s: float, now_s: float) -> None:
         keys = sequence.reusable_keys
         missing_s = (len(keys) - self._pool.longest_prefix(keys)) * self._block_size / tokens_per_s
         if missing_s > self._cost_s:
-            self._fetches[sequence.arrival] = Fetch(sequence, now_s, now_s + (self._wait_s or missing_s))
+            self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, now_s + (self._wait_s or missing_s))
         elif missing_s:
             self._cost_s *= _FORGETS
 
-    def _asked(self, index: int, key: ContentKey) -> Fetch | None:
-        """Whose block this is that is on its way. A key names its whole chain, so it has the same index in each."""
+    def _fetching(self, index: int, key: ContentKey) -> SequenceFetch | None:
+        """Return the fetch under way that brings this block. A key names its whole chain, so it has the same index in
+        each sequence."""
         for fetch in self._fetches.values():
             if (
-                fetch.state == "asked"
+                fetch.state == "fetching"
                 and fetch.first <= index < fetch.first + fetch.count
                 and fetch.sequence.keys[index] == key
             ):
                 return fetch
         return None
 
-    def _cost(self, took_s: float) -> None:
+    def _learn_cost(self, took_s: float) -> None:
         weight = 1.0 if took_s < self._cost_s else _SLOWER
         self._cost_s += weight * (took_s - self._cost_s)
 
-    def _hold_prefix(self, fetch: Fetch, reserve: int) -> bool:
+    def _hold_prefix(self, fetch: SequenceFetch, reserve: int) -> bool:
         keys = fetch.sequence.keys[: fetch.first]
         if self._pool.longest_prefix(keys) < fetch.first:
             return False
         fetch.held = self._pool.acquire_prefix(keys)
         return self._pool.available > reserve
 
-    def _land(self, fetch: Fetch, good: bool, disk: bool) -> list[Stored]:
-        """The next block of the chain."""
+    def _land(self, fetch: SequenceFetch, good: bool, disk: bool) -> list[Stored]:
+        """Take up the next block of the chain."""
         index = fetch.first + fetch.landed
         content = fetch.sequence.content(index)
         fetch.broken |= not good or not (content.parent is None or content.parent in self._pool)
@@ -257,36 +264,36 @@ class Onboarding:
         fetch.landed += 1
         return stored
 
-    def _leave(self, fetch: Fetch) -> None:
-        """It waits no more and holds nothing; what loads for it, loads on."""
-        if fetch.state == "noted":
+    def _abandon(self, fetch: SequenceFetch) -> None:
+        """End the sequence's wait and release what it holds. Copies that load for it go on."""
+        if fetch.state == "queued":
             del self._fetches[fetch.sequence.arrival]
-        elif fetch.state == "asked":
-            fetch.state = "left"
-            self._unwanted.add(fetch.sequence.arrival)
+        elif fetch.state == "fetching":
+            fetch.state = "abandoned"
+            self._abandoned.add(fetch.sequence.arrival)
             self._release(fetch)
 
-    def _release(self, fetch: Fetch) -> None:
+    def _release(self, fetch: SequenceFetch) -> None:
         for slot in reversed(fetch.held):
             self._pool.release(slot)
         fetch.held.clear()
 
-    def holds(self) -> list[list[int]]:
-        """What each sequence holds here, and what loads for those that have left; for `validate`."""
+    def held(self) -> list[list[int]]:
+        """Return the slots that each sequence holds here, and those that still load for abandoned fetches."""
         return [fetch.held or fetch.slots[fetch.landed :] for fetch in self._fetches.values()]
 
     def validate(self) -> None:
-        """Raises AssertionError where it contradicts itself. O(everything)."""
-        assert self.on or not self._waiting(), "somebody waits though no kvbm is there"
-        assert all(self.room_for(fetch.sequence) > 0 for fetch in self._waiting())
+        """Raise AssertionError where the state contradicts itself. O(everything)."""
+        assert self.enabled or not self._waiting(), "a sequence waits though there is no kvbm"
+        assert all(self.blocks_reserved(fetch.sequence) > 0 for fetch in self._waiting())
         assert len(self._fetches) <= self._look_ahead
-        assert all(self._fetches[number].state == "left" for number in self._unwanted)
+        assert all(self._fetches[number].state == "abandoned" for number in self._abandoned)
         for number, fetch in self._fetches.items():
             assert number == fetch.sequence.arrival
             assert 0 <= fetch.landed <= len(fetch.slots) <= fetch.count
             assert all(fetch.landed < index < len(fetch.slots) for index in fetch.early)
             assert not fetch.held or len(fetch.held) == fetch.first + len(fetch.slots)
-            assert not fetch.held or fetch.state == "asked"
-            assert fetch.state == "asked" or fetch.state == "left" or not fetch.slots
+            assert not fetch.held or fetch.state == "fetching"
+            assert fetch.state == "fetching" or fetch.state == "abandoned" or not fetch.slots
             for slot in fetch.slots[fetch.landed :]:
                 assert self._pool.state(slot) == "loading"

@@ -1,41 +1,71 @@
-"""How fast an engine is in the long run: what routers compare engines by. Pure."""
+"""How fast an engine is: `StepBudget` bounds its next step by it, and routers compare engines by their `Throughput`.
+Pure.
+"""
 
 from __future__ import annotations
 
 from math import exp
 
-_MEMORY_S = 60.0
-"""Of prefilling: steps further back hardly count."""
 _LEAST_S = 1e-6
+"""Steps are assumed to take at least these seconds, which keeps a speed finite where the clock did not move."""
+_MEMORY_S = 60.0
+"""Seconds of prefilling after which a step counts only 1/e in the throughput."""
 _RECENT = 1 / 16
-"""Of the latest step, in the moving average of what decodes take."""
+"""Weight of the latest step in the moving average of the time that decodes take."""
 
 
-class Pace:
-    """Tokens over seconds of all steps that prefilled, older ones counting less.
+class StepBudget:
+    """How many tokens one engine step may compute.
 
-    One step's speed says little: long contexts, decodes beside, and short ends of prompts make it differ threefold on
-    one engine. Routers that believed it would send prompts away from where they are cached for nothing.
+    It keeps steps that prefill within `step_s`, so that decodes in the same step, and cancels, wait no longer. A step
+    that used at least half of its budget shows the speed. A slower speed counts at once, a faster one at most twofold a
+    step, so that one odd measurement does not make a step far too long. Steps below half their budget (decodes, ends of
+    prompts) are bound by reading weights, not by tokens: they can only raise the speed.
+    """
+
+    def __init__(self, *, step_s: float, least_tokens: int, most_tokens: int, first_tokens_per_s: float) -> None:
+        self._step_s = step_s
+        self._least_tokens = least_tokens
+        self._most_tokens = most_tokens
+        self.tokens_per_s = first_tokens_per_s
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the next step may compute."""
+        return max(self._least_tokens, min(self._most_tokens, int(self.tokens_per_s * self._step_s)))
+
+    def measured(self, tokens: int, elapsed_s: float) -> None:
+        """A step that prefilled took `elapsed_s` for `tokens`, decodes included."""
+        speed = tokens / max(elapsed_s, _LEAST_S)
+        if speed > self.tokens_per_s or 2 * tokens >= self.tokens:
+            self.tokens_per_s = min(speed, 2 * self.tokens_per_s)
+
+
+class Throughput:
+    """The engine's speed in the long run: tokens over seconds of all steps that prefilled, older ones counting less.
+
+    One step's speed says little: long contexts, decodes in the same step, and short ends of prompts make it differ
+    threefold on one engine. Routers that believed it would send prompts away from where they are cached for nothing.
     """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
         self.step_s = 0.0
-        """What a step that only decodes takes lately; 0 before the first."""
+        """Seconds that a step which only decodes takes lately; 0 before the first."""
 
     @property
     def tokens_per_s(self) -> float:
-        """0 before the first step."""
+        """Tokens a second of steps that prefill; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def measured(self, tokens: int, elapsed_s: float) -> None:
-        """A step that prefilled, decodes included."""
+        """A step that prefilled took `elapsed_s` for `tokens`, decodes included."""
         kept = exp(-elapsed_s / _MEMORY_S)
         self._tokens = self._tokens * kept + tokens
         self._seconds = self._seconds * kept + max(elapsed_s, _LEAST_S)
 
     def decoded(self, elapsed_s: float) -> None:
-        """A step that only decoded."""
+        """A step that only decoded took `elapsed_s`."""
         weight = _RECENT if self.step_s else 1.0
         self.step_s += weight * (elapsed_s - self.step_s)

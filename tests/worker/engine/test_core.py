@@ -6,7 +6,7 @@ from operator import xor
 import pytest
 
 from services.worker.engine.core import MOST_HELD, TOLD_EVERY_S, EngineCore
-from services.worker.limits import Limits
+from services.worker.limits import SchedulerLimits
 from services.worker.messages import CancelAttempt, Snapshot, Stepped, Submit, TakeSnapshot
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
@@ -24,7 +24,7 @@ class Engine:
         self.steps = 0
         self.computed = 0
         self.runner = FakeRunner(block_size=2, capacity_blocks=capacity_blocks, context_length=CONTEXT)
-        limits = Limits(
+        limits = SchedulerLimits(
             model="model",
             context_length=CONTEXT,
             eos_token_ids=frozenset((EOS,)),

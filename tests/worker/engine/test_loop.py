@@ -9,7 +9,7 @@ from services.worker.engine.core import EngineCore
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, Exchange
 from services.worker.kv_connector.pool_attachment import PoolAttachment
-from services.worker.limits import Limits
+from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
     CancelAttempt,
     EngineCommand,
@@ -67,7 +67,7 @@ class Script:
 def run(*lines: Sequence[EngineCommand], runner: FakeRunner | None = None) -> Script:
     runner = runner or FakeRunner(block_size=2, capacity_blocks=16, context_length=32)
     scheduler = Scheduler(
-        Limits(
+        SchedulerLimits(
             model="model",
             context_length=32,
             eos_token_ids=frozenset((0,)),
@@ -149,13 +149,13 @@ class Sleeper:
 def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float | None]:
     """How long the loop of an engine with a kvbm's pool wanted to sleep each time."""
     runner = PoolRunner(16, 32)
-    limits = Limits(
+    limits = SchedulerLimits(
         model="model", context_length=32, eos_token_ids=frozenset((0,)), block_size=BLOCK_SIZE, capacity_blocks=16
     )
     scheduler = Scheduler(limits)
     sleeper = Sleeper(command, sleeps)
     exchange = Exchange(
-        scheduler,
+        scheduler.kv_cache,
         HandMover(runner.memory, lambda: sleeper.now_s),
         PoolAttachment(pool, "w1"),
         StoreLayout(model="model", weights="", kv=LAYOUT),

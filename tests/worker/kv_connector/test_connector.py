@@ -156,7 +156,7 @@ def test_blocks_that_have_come_can_be_found_before_the_last_ones_have(
     for _ in range(2):
         second.hand.go_on(0)  # two halves of the first block
     second.step()
-    assert len(second.scheduler.snapshot()) == 1
+    assert len(second.scheduler.kv_cache.snapshot()) == 1
     assert second.scheduler.load().waiting == 1
     world.settle()
     assert second.host_tokens == REUSABLE_TOKENS
@@ -276,7 +276,7 @@ def test_a_block_that_has_not_its_checksum_is_computed_and_leaves_the_kvbm_befor
         third.submit("and again", PROMPT, 1)
         world.settle()
         assert third.exchanged.damaged_blocks == 0
-        assert damaged in {content.key for content in second.scheduler.snapshot()}
+        assert damaged in {content.key for content in second.scheduler.kv_cache.snapshot()}
 
 
 def test_what_is_stored_without_checksums_is_loaded_by_an_engine_that_compares_them(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from services.worker.config import Dtype
-from services.worker.limits import Limits
+from services.worker.limits import SchedulerLimits
 from services.worker.messages import Loading, Submit
 from services.worker.mover import Copied, Copy, Mover
 from services.worker.native.config import read_config
@@ -25,7 +25,8 @@ from services.worker.native.tensor_file import write_tensors
 from services.worker.native.weights import Checkpoint
 from services.worker.native.weights_digest import weights_digest
 from services.worker.runner import Runner
-from services.worker.scheduler.scheduler import MOST_NOT_FINITE, Scheduler
+from services.worker.scheduler.device_probe import MOST_NOT_FINITE
+from services.worker.scheduler.scheduler import Scheduler
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
 from shared.messages import NOT_FINITE, KvLayout, Part, Sampling
@@ -223,7 +224,7 @@ def test_prompts_that_overflow_end_no_engine_and_weights_that_are_no_numbers_end
         write_tensors(tmp_path / "model.safetensors", checkpoint.shapes, tensors.__getitem__, lambda share: None)
         runner = NativeRunner(directory, capacity_blocks=4)
         facts = runner.facts
-        limits = Limits(
+        limits = SchedulerLimits(
             model="model",
             context_length=facts.context_length,
             eos_token_ids=frozenset(),

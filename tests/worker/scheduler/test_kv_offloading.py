@@ -64,12 +64,12 @@ def test_what_was_evicted_in_the_meantime_is_not_offered_and_not_held() -> None:
     engine.submit("a", PROMPT, max_tokens=1)
     kvbm.know_nothing()
     engine.run()
-    offers = engine.scheduler.offers(1)
+    offers = engine.scheduler.kv_cache.offers(1)
     engine.submit("b", [4, 4, 4, 4, 4, 4, 4], max_tokens=1)
     kvbm.know_nothing()
     engine.run()
-    assert engine.scheduler.hold([offers[0].key]) == [None]
-    assert {content.parent for content in engine.scheduler.offers(64)}.isdisjoint({offers[0].key})
+    assert engine.scheduler.kv_cache.pin([offers[0].key]) == [None]
+    assert {content.parent for content in engine.scheduler.kv_cache.offers(64)}.isdisjoint({offers[0].key})
 
 
 def test_a_kvbm_that_comes_is_offered_what_is_there() -> None:
@@ -105,7 +105,7 @@ def test_blocks_that_would_leave_next_are_offered_once_while_they_are_there() ->
         kvbm.know_nothing()
         kvbm.engine.run()
         assert kvbm.take_offers() == [], "there is room"
-    oldest = kvbm.engine.scheduler.snapshot()[:20]
+    oldest = kvbm.engine.scheduler.kv_cache.snapshot()[:20]
     kvbm.engine.submit("r4", [4, *[1, 2] * 16], sampling=Sampling(max_tokens=1))
     kvbm.know_nothing()
     kvbm.engine.run()
@@ -117,7 +117,7 @@ def test_blocks_that_would_leave_next_are_offered_once_while_they_are_there() ->
     kvbm.engine.submit("r5", [4, *[4, 2] * 8], sampling=Sampling(max_tokens=1))
     kvbm.know_nothing()
     kvbm.engine.run()
-    left = set(oldest) - set(kvbm.engine.scheduler.snapshot())
+    left = set(oldest) - set(kvbm.engine.scheduler.kv_cache.snapshot())
     assert left
     assert {content.key for content in left} <= kvbm.kept.keys(), "they were copied before they left"
     kvbm.end()
@@ -128,12 +128,12 @@ def test_no_block_is_held_whose_room_a_running_sequence_may_need() -> None:
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
     kvbm.engine.run()
     kvbm.up()
-    keys = [content.key for content in kvbm.engine.scheduler.snapshot()]
+    keys = [content.key for content in kvbm.engine.scheduler.kv_cache.snapshot()]
     kvbm.engine.submit("b", [4, 4, 4], sampling=Sampling(max_tokens=6, ignore_eos=True))
     kvbm.know_nothing()
     kvbm.engine.step()
-    *held, refused = kvbm.engine.scheduler.hold(keys)
+    *held, refused = kvbm.engine.scheduler.kv_cache.pin(keys)
     assert refused is None
     assert len(set(held) - {None}) == 2
-    kvbm.engine.scheduler.let_go([slot for slot in held if slot is not None])
+    kvbm.engine.scheduler.kv_cache.unpin([slot for slot in held if slot is not None])
     kvbm.engine.run()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.worker.limits import Offload
+from services.worker.config import Offload
 from shared.blocks import BlockPool
 from shared.hashing import ContentKey
 from shared.messages import NOT_BEGUN, Pooling, Sampling
@@ -166,10 +166,10 @@ def test_blocks_enter_the_cache_in_the_order_of_their_chain() -> None:
     kvbm.land(0, 2)
     kvbm.land(0, 1)
     kvbm.engine.step()
-    assert kvbm.engine.scheduler.snapshot() == []
+    assert kvbm.engine.scheduler.kv_cache.snapshot() == []
     kvbm.land(0, 0)
     kvbm.engine.step()
-    assert len(kvbm.engine.scheduler.snapshot()) == 3
+    assert len(kvbm.engine.scheduler.kv_cache.snapshot()) == 3
 
 
 def test_behind_a_bad_copy_nothing_is_used() -> None:

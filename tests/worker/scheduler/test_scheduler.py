@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.runner import Drawn, Work
-from services.worker.scheduler.scheduler import MOST_NOT_FINITE
+from services.worker.scheduler.device_probe import MOST_NOT_FINITE
 from shared.errors import ModelError
 from shared.hashing import content_keys, pack_tokens, root_key
 from shared.messages import NOT_BEGUN, NOT_FINITE, Pooling, Sampling
@@ -124,7 +124,7 @@ def test_numbers_that_are_not_finite_fail_their_sequence_only_and_it_is_computed
     assert step_with(engine, lambda work: work.history[0] == PROMPT[0]) == 1
     assert len(engine.output("a")) == produced
     assert len(engine.output("b")) == 4
-    cached = {content.key for content in engine.scheduler.snapshot()}
+    cached = {content.key for content in engine.scheduler.kv_cache.snapshot()}
     assert cached.isdisjoint(content_keys(root_key("model"), pack_tokens(PROMPT), 2)), "they have left the cache"
     assert cached, "those of others have not"
     engine.run()
@@ -182,7 +182,7 @@ def test_where_nothing_is_finite_any_more_the_engine_ends() -> None:
     engine = Engine()
     engine.copies = True
     overflow(engine, 0, MOST_NOT_FINITE)
-    with pytest.raises(ModelError, match="16 sequences in a row, and a single token after them"):
+    with pytest.raises(ModelError, match="16 sequences failed in a row, and so did a single token"):
         step_with(engine, lambda _: True)
 
 
@@ -235,14 +235,14 @@ def test_a_probe_waits_for_a_free_block() -> None:
     engine = Engine()
     engine.copies = True
     overflow(engine, 0, MOST_NOT_FINITE)
-    pool = engine.scheduler._pool
+    pool = engine.scheduler.kv_cache._pool
     taken, _ = pool.allocate(pool.available)
     assert engine.scheduler.schedule(engine.now_s) == []
     engine.scheduler.advance([], 0.0)
     assert not engine.scheduler.busy, "it waits without a spin"
     for slot in taken:
         pool.release(slot)
-    engine.scheduler.let_go([])
+    engine.scheduler.kv_cache.unpin([])
     assert engine.scheduler.busy
     assert [work.prompt_tokens for work in engine.step()] == [1]
     assert not engine.scheduler.busy

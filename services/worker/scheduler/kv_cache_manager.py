@@ -1,0 +1,280 @@
+"""KVCacheManager: the device's KV blocks. Sequences hold them, the prefix cache finds them, the kvbm fills and reads
+them. Pure.
+
+    Scheduler ─── admit, grow, reuse_cached, cache_full_blocks, free ──▶ ┌─────────────────────────┐
+                                                                         │ BlockPool               │ ──▶ events:
+    KVConnector ─ fetch_changes, begin_load, end_load, end_fetch ──────▶ │  ├ Onboarding: kvbm → us │     blocks stored
+                  offers, pin, unpin, new_discards ────────────────────▶ │  └ Offloading: us → kvbm │     and evicted
+                                                                         └─────────────────────────┘
+
+For each sequence that holds blocks, one block is kept available, so that the sequence can grow: neither an admission
+nor a copy takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from services.worker.limits import SchedulerLimits
+from services.worker.scheduler.kv_offloading import Offloading
+from services.worker.scheduler.kv_onboarding import FetchRequest, Onboarding
+from services.worker.scheduler.sequence import Sequence
+from shared.blocks import BlockPool, Content, PoolEvent, PoolStatistics
+from shared.hashing import ContentKey
+
+
+class KVCacheManager:
+    """The blocks of one engine.
+
+    The scheduler calls the methods of the first part between steps. The connector may call those of the second part
+    while a step is under way.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._block_size = limits.block_size
+        self._look_ahead = limits.look_ahead
+        self._pool = BlockPool(limits.capacity_blocks)
+        self.onboarding = Onboarding(
+            self._pool, block_size=limits.block_size, look_ahead=limits.look_ahead, wait_s=limits.wait_s
+        )
+        """Which waiting sequences wait for blocks of the kvbm."""
+        self.offloading = Offloading(self._pool, limits.offload, limits.offers_limit)
+        """Which blocks the kvbm is offered."""
+        self._holders = 0
+        """Number of sequences that hold blocks: those that were admitted and not freed."""
+        self._discards: list[ContentKey] = []
+        """Keys of blocks that the connector must report to the kvbm as wrong."""
+        self._events: list[PoolEvent] = []
+        self.changes = 0
+        """Counts the connector's calls that may let a scheduler go on that found nothing to compute."""
+
+    # --- for the scheduler: blocks of sequences
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of the device, all together."""
+        return self._pool.capacity
+
+    def consider(self, waiting: Seq[Sequence], tokens_per_s: float, now_s: float) -> None:
+        """Let the first of these sequences ask the kvbm for blocks, as far as there is room for all of them by
+        `has_room_for`'s measure. Blocks that came earlier would have nowhere to go. A sequence that is left out now is
+        considered when there is room."""
+        if not self.onboarding.enabled:
+            return
+        room, near = self._pool.available - self._holders, 0
+        for sequence in waiting[: self._look_ahead]:
+            # For a sequence that was considered before, assume the most: to look it up in each step would cost more.
+            takes = sequence.blocks_needed if sequence.looked_up else self._blocks_taken(sequence)
+            room -= self.onboarding.blocks_reserved(sequence) or takes
+            if room < 0:
+                break
+            near += 1
+        self.onboarding.consider(waiting[:near], tokens_per_s, now_s)
+
+    def has_room_for(self, sequence: Sequence, reserved: int) -> bool:
+        """Whether a waiting sequence can be admitted and leave `reserved` blocks to others, and to each sequence that
+        holds blocks the one that it may grow into."""
+        return self._blocks_taken(sequence) + reserved + self._holders <= self._pool.available
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give the sequence blocks for all its tokens: cached ones as far as possible, then blank ones."""
+        self._holders += 1
+        self.reuse_cached(sequence)
+        self._allocate(sequence, sequence.blocks_needed - len(sequence.blocks))
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Give the sequence one more blank block, if need be one that is held for a sequence that waits for the kvbm.
+        Return False where there is none."""
+        while not self._pool.available:
+            if not self.onboarding.reclaim():
+                return False
+        self._allocate(sequence, 1)
+        return True
+
+    def reuse_cached(self, sequence: Sequence) -> None:
+        """Replace the blank blocks after the computed ones by those that the prefix cache has by now."""
+        size = self._block_size
+        if sequence.computed != sequence.stored * size:
+            return  # in the middle of a block
+        before = sequence.stored
+        slots = self._pool.acquire_prefix(sequence.reusable_keys[before:])
+        sequence.stored += len(slots)
+        sequence.work.start += len(slots) * size
+        for blank in sequence.blocks[before : sequence.stored]:
+            self._pool.release(blank)
+        sequence.blocks[before : sequence.stored] = slots
+        if not sequence.begun:
+            sequence.count_cached(before)
+
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Put the blocks that have become full into the prefix cache."""
+        for index in range(sequence.stored, sequence.computed // self._block_size):
+            content = sequence.content(index)
+            if sequence.alone:  # a cached block with this key may come from the same fault as the wrong one
+                self._events.extend(self._pool.forget(content.key))
+            slot, events = self._pool.store(sequence.blocks[index], content)
+            sequence.blocks[index] = slot
+            self._events.extend(events)
+            if events and self.offloading.queues:
+                self.offloading.enqueue(events[0].content)
+            sequence.stored += 1
+
+    def free(self, sequence: Sequence) -> None:
+        """Release the sequence's blocks, the last one first, so that leaves are evicted before their parents."""
+        self._holders -= 1
+        for slot in reversed(sequence.blocks):
+            self._pool.release(slot)
+        sequence.blocks.clear()
+        sequence.work.start = sequence.stored = 0
+        if not sequence.begun:
+            sequence.forget_cached()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take the sequence's full blocks out of the prefix cache, here and at the kvbm: they may be wrong."""
+        keys = sequence.keys[: sequence.stored]
+        for key in reversed(keys):
+            self._events.extend(self._pool.forget(key))
+        self.discard(keys)
+
+    def allocate_block(self) -> int | None:
+        """Return a blank block that belongs to no sequence, or None where none is available."""
+        if not self._pool.available:
+            return None
+        [slot], evicted = self._pool.allocate(1)
+        self._events.extend(evicted)
+        return slot
+
+    def free_block(self, slot: int) -> None:
+        """Release a block of `allocate_block`."""
+        self._pool.release(slot)
+
+    def _blocks_taken(self, sequence: Sequence) -> int:
+        """How many of the available blocks the sequence's admission takes."""
+        return sequence.blocks_needed - self._pool.held_prefix(sequence.reusable_keys)
+
+    def _allocate(self, sequence: Sequence, count: int) -> None:
+        slots, evicted = self._pool.allocate(count)
+        sequence.blocks.extend(slots)
+        self._events.extend(evicted)
+
+    # --- for the connector: blocks exchanged with a kvbm
+
+    def set_connected(self, connected: bool) -> None:
+        """A kvbm is there, or no longer. Without one no sequence waits for it: those that did become abandoned fetches,
+        each of which still ends with `end_fetch`, after `end_load` for each block that is loading. Nothing is offered
+        then."""
+        self.onboarding.set_enabled(connected)
+        self.offloading.set_enabled(connected)
+        self._discards.clear()
+        self.changes += 1
+
+    def fetch_changes(self) -> tuple[list[FetchRequest], list[int]]:
+        """Return what to fetch, and the numbers of fetches that no sequence waits for any longer, both new since the
+        last call. Called at the latest after each step was scheduled.
+
+        None of the abandoned fetches has ended. Copies for them that have not begun are not worth making; every slot
+        that `begin_load` gave still needs its `end_load`.
+        """
+        waiting = self.onboarding.waiting
+        new = self.onboarding.new_fetches()
+        if self.onboarding.waiting < waiting:
+            self.changes += 1
+        return new, self.onboarding.abandoned_fetches()
+
+    def begin_load(self, number: int, first: int, count: int) -> list[int]:
+        """Return device slots for blocks first … first + count - 1 of fetch `number`, leading ones only. They are
+        fewer, or none, where there is no room, where the fetch was abandoned, or where a block before them got no
+        slot."""
+        slots, evicted = self.onboarding.begin_load(number, first, count, self._holders)
+        self._events.extend(evicted)
+        self.changes += 1
+        return slots
+
+    def end_load(self, number: int, index: int, slot: int, good: bool, disk: bool) -> None:
+        """The copy of block `index` of fetch `number` into this slot has ended, `good` or not. Called exactly once for
+        each slot of `begin_load`, in any order, also after the attempt has ended."""
+        stored = self.onboarding.end_load(number, index, slot, good, disk)
+        self._events.extend(stored)
+        for event in stored:
+            self.offloading.mark_remote(event.content)
+        self.changes += 1
+
+    def end_fetch(self, number: int, round_trip_s: float) -> None:
+        """Nothing more comes for fetch `number`, and all its loads have ended. Called exactly once for each fetch.
+        `round_trip_s` is the time from the question to the kvbm's first answer, or until no answer was awaited any
+        longer; 0: not known."""
+        self.onboarding.end_fetch(number, round_trip_s)
+        self.changes += 1
+
+    def offers(self, most: int) -> list[Content]:
+        """Return at most `most` blocks that the kvbm may want, parents first. Each block is offered once."""
+        return self.offloading.offers(most)
+
+    def pin(self, keys: Seq[ContentKey]) -> list[int | None]:
+        """Return the device slots with these blocks, each held for a copy until `unpin`. None: the block was evicted,
+        or its room is needed."""
+        return self.offloading.pin(keys, self._holders)
+
+    def unpin(self, slots: Seq[int]) -> None:
+        """The copies that read these slots have ended. Called exactly once for each pin, parents before children."""
+        self.offloading.unpin(slots)
+        self.changes += 1
+
+    def discard(self, keys: Seq[ContentKey]) -> None:
+        """The kvbm may have these blocks, and they are or may be wrong."""
+        if self.onboarding.enabled:
+            self._discards.extend(keys)
+
+    def new_discards(self) -> list[ContentKey]:
+        """Return the keys of blocks that are or may be wrong, new since the last call: the kvbm must no longer hand
+        them out."""
+        discards, self._discards = self._discards, []
+        return discards
+
+    # --- questions
+
+    @property
+    def digest(self) -> int:
+        """XOR of the event hashes of all blocks in the prefix cache."""
+        return self._pool.digest
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `drain_events` would return any."""
+        return bool(self._events)
+
+    def drain_events(self) -> list[PoolEvent]:
+        """Return the blocks that were stored and evicted since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def snapshot(self) -> list[Content]:
+        """Return every block in the prefix cache, parents first."""
+        return self._pool.snapshot()
+
+    def statistics(self) -> PoolStatistics:
+        """Return the numbers of blocks by state, in O(1)."""
+        return self._pool.statistics()
+
+    def validate(self, running: Seq[Sequence], others: Iterable[int]) -> None:
+        """Raise AssertionError where the blocks contradict themselves. O(everything). `running` are the sequences that
+        hold blocks, `others` the slots of `allocate_block`."""
+        self._pool.validate()
+        self.onboarding.validate()
+        self.offloading.validate()
+        assert self._holders == len(running)
+        held = {*others, *self.offloading.pinned()}
+        held.update(*self.onboarding.held())
+        for sequence in running:
+            held.update(sequence.blocks)
+            assert len(sequence.blocks) == len(set(sequence.blocks))
+            assert len(sequence.blocks) * self._block_size >= sequence.computed
+            assert sequence.stored == sequence.computed // self._block_size
+            for index, slot in enumerate(sequence.blocks):
+                content = self._pool.content(slot)
+                known = content is not None or self._pool.is_forgotten(slot)
+                assert known == (index < sequence.stored), f"block {index} of {sequence.name}"
+                assert content is None or content.key == sequence.keys[index]
+        blocks = self._pool.statistics()
+        assert len(held) == blocks.held + blocks.loading, "a held block has no holder"
