@@ -30,7 +30,7 @@ from services.router.index.shared_stores import store_id
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import load_policy
 from services.worker.engine.core import EngineCore
-from services.worker.kv_connector.connector import Exchange
+from services.worker.kv_connector.connector import KVConnector
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import EngineOrder, KvbmAsk, KvbmUp, Stepped, Submit
 from services.worker.runner import Drawn, Work
@@ -196,8 +196,8 @@ class Fleet:
             max_waiting_tokens=_UNBOUNDED,
         )
         scheduler = Scheduler(limits)
-        exchange = None if self.store is None else self._exchange(name, scheduler, self.store)
-        core = EngineCore(scheduler, self.load.block_size, exchange)
+        connector = None if self.store is None else self._connector(name, scheduler, self.store)
+        core = EngineCore(scheduler, self.load.block_size, connector)
         worker = self.workers[name] = Worker(name, core, step_s, core.opening())
         attached_to = ("", "") if self.store is None else (KVBM, self.store.layout.digest)
         self.router.add_card(_card(name, self.load.block_size, self._capacity_blocks, *attached_to), self.clock.now_s)
@@ -209,10 +209,10 @@ class Fleet:
         self.clock.after(REPORT_S * (len(self.workers) % 8) / 8, partial(self._report, worker))
         return name
 
-    def _exchange(self, name: str, scheduler: Scheduler, blocks: BlockStore) -> Exchange:
+    def _connector(self, name: str, scheduler: Scheduler, blocks: BlockStore) -> KVConnector:
         mover = SimulatedMover(blocks.layout.kv.block_bytes, COPY_BYTES_PER_S, lambda: self.clock.now_s)
         place = PoolPlace(name, blocks.table)
-        return Exchange(
+        return KVConnector(
             *(scheduler.kv_cache, mover, place, blocks.layout),
             worker=name,
             timeout_s=ANSWER_LIMIT_S,
@@ -267,11 +267,11 @@ class Fleet:
     def _begin(self, worker: Worker) -> None:
         core = worker.core
         for order in worker.arrived:
-            core.obey(order, self.clock.now_s)
+            core.handle(order, self.clock.now_s)
         worker.arrived.clear()
         told, works = core.begin(self.clock.now_s)
         self._heard_of(worker, told)
-        for said in core.asks(self.clock.now_s):
+        for said in core.step_connector(self.clock.now_s):
             if isinstance(said, KvbmAsk) and self.store is not None:
                 self.store.ask(said, partial(self._order, worker))
         worker.stepping = works is not None

@@ -1,6 +1,6 @@
 """A machine's block store in a fleet's virtual time: kvbm's own decisions, with a model of its disk and its way.
 
-    engine's Exchange ── HOP_S ──▶ Tickets, Tiers ── HOP_S ──▶ engine      what comes from disk later, as it is read
+    engine's KVConnector ── HOP_S ──▶ Tickets, Tiers ── HOP_S ──▶ engine      what comes from disk later, as it is read
                                       │    ▲
                                       ▼    │ a read or a write ends: one after another, each `block_bytes` ÷ rate
                                      the disk

@@ -89,7 +89,7 @@ class Soak:
         router.validate()
         held = 0
         for worker in self.fleet.workers.values():
-            (snapshot,) = worker.core.obey(TakeSnapshot(0), self.fleet.clock.now_s)
+            (snapshot,) = worker.core.handle(TakeSnapshot(0), self.fleet.clock.now_s)
             assert isinstance(snapshot, Snapshot)
             held += len(snapshot.blocks)
         assert router.index.statistics().pairs["device"] == held, "the index is not what the workers hold"

@@ -75,7 +75,7 @@ class Asking:
             self._asked_s[number] = now_s = time.perf_counter()
             tokens = pack_tokens([self._draw.randrange(self._vocabulary) for _ in range(self._input_tokens)])
             asked = Submit(str(number), 1, FRONTEND, tokens, self._input_tokens, self._sampling, LIMIT_S, number=number)
-            self._core.obey(asked, now_s)
+            self._core.handle(asked, now_s)
 
     def hear(self, stepped: Stepped) -> None:
         """What the core tells."""

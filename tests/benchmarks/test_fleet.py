@@ -40,7 +40,7 @@ def check(fleet: Fleet) -> None:
     held = 0
     for worker in fleet.workers.values():
         worker.core.validate()
-        (snapshot,) = worker.core.obey(TakeSnapshot(0), fleet.clock.now_s)
+        (snapshot,) = worker.core.handle(TakeSnapshot(0), fleet.clock.now_s)
         assert isinstance(snapshot, Snapshot)
         held += len(snapshot.blocks)
     assert fleet.router.index.statistics().pairs["device"] == held

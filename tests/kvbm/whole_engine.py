@@ -111,7 +111,7 @@ class Worker:
         """Run one step. Return False if there was nothing to do."""
         engine.world.now_s = self._loop.time()
         while self._inbox:
-            engine.obey(self._inbox.popleft())
+            engine.handle(self._inbox.popleft())
         link = engine.link
         works = engine.step()
         if engine.link is not link:
@@ -127,7 +127,7 @@ class Worker:
         def rests() -> bool:
             works = self._step(engine)
             engine.copy(8)
-            if works or engine.living or not engine.link.kvbm or not engine.exchange.quiet:
+            if works or engine.living or not engine.link.kvbm or not engine.connector.idle:
                 return False
             layout = kvbm.layouts.open.get(engine.link.layout)
             known = None if layout is None else layout.tickets._owners.get(owner)
@@ -144,7 +144,7 @@ class Worker:
 
     def die(self, engine: Engine) -> None:
         """End as the kernel ends a process, in the middle of its copies: the lock is released, its file stays."""
-        engine.exchange.mover.close()
+        engine.connector.mover.close()
         engine.attachment._unmap()
         if engine.attachment._lock is not None:
             engine.attachment._lock.close()

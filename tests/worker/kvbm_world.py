@@ -11,7 +11,7 @@ from random import Random
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.config import Offload
 from services.worker.engine.core import EngineCore
-from services.worker.kv_connector.connector import Exchange
+from services.worker.kv_connector.connector import KVConnector
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
@@ -63,7 +63,7 @@ class Engine:
             offload=world.draw.choice(world.offloads),
         )
         self.scheduler = Scheduler(limits)
-        self.exchange = Exchange(
+        self.connector = KVConnector(
             self.scheduler.kv_cache,
             mover,
             self.attachment,
@@ -71,9 +71,9 @@ class Engine:
             worker=name,
             timeout_s=world.answer_s,
             most_blocks=6,
-            checks=world.checks,
+            checksums=world.checks,
         )
-        self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.exchange)
+        self.core = EngineCore(self.scheduler, BLOCK_SIZE, self.connector)
         self.asks: deque[KvbmAsk] = deque()
         self.replies: dict[int, deque[KvbmReply]] = {}
         """Under way, by number."""
@@ -121,18 +121,18 @@ class Engine:
             time_left_s=10_000.0,
         )
         self.living[request], self.answers[request] = submit, []
-        self.core.obey(submit, self.world.now_s)
+        self.core.handle(submit, self.world.now_s)
 
     def cancel(self, pick: int) -> None:
         if self.living:
-            self.core.obey(CancelAttempt(sorted(self.living)[pick % len(self.living)], 1), self.world.now_s)
+            self.core.handle(CancelAttempt(sorted(self.living)[pick % len(self.living)], 1), self.world.now_s)
 
     def step(self) -> bool:
         """False: there was nothing to do."""
         now_s = self.world.now_s
         told, works = self.core.begin(now_s)
         self.hear(told)
-        for said in self.core.asks(now_s):
+        for said in self.core.step_connector(now_s):
             if isinstance(said, KvbmAsk):
                 self.asks.append(said)
             else:
@@ -146,8 +146,8 @@ class Engine:
             return False
         return True
 
-    def obey(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
-        self.core.obey(command, self.world.now_s)
+    def handle(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
+        self.core.handle(command, self.world.now_s)
         self.core.validate()
 
     # --- its copies
@@ -160,12 +160,12 @@ class Engine:
 
     def copied(self) -> bool:
         """All of them go on to their end; False: there were none."""
-        if self.exchange.quiet:
+        if self.connector.idle:
             return False
         while self.hand is not None and not self.hand.idle:
             self.hand.go_on(0)
         if self.hand is None:
-            assert select.select([self.exchange.mover.fileno()], [], [], LIMIT_S)[0], "no copy ends"
+            assert select.select([self.connector.mover.fileno()], [], [], LIMIT_S)[0], "no copy ends"
         return True
 
     # --- its shell
@@ -214,7 +214,7 @@ class Engine:
     def deliver(self, pick: int) -> None:
         numbers = sorted(number for number, waiting in self.replies.items() if waiting)
         if numbers:
-            self.obey(self.replies[numbers[pick % len(numbers)]].popleft())
+            self.handle(self.replies[numbers[pick % len(numbers)]].popleft())
 
 
 class World:
@@ -271,7 +271,7 @@ class World:
         self.drawer = Drawer(self.directory, name, STORE, BOUNDS, self.disk, self.right)
         self.drawer.damaged = self.damaged
         for engine in self.engines:
-            engine.obey(KvbmUp(name))
+            engine.handle(KvbmUp(name))
 
     def kill_kvbm(self) -> None:
         """What engines have asked of it is not answered; they are told some time, or when the next one comes."""
@@ -280,14 +280,14 @@ class World:
         self.drawer = None
         if self.draw.random() < 0.7:
             for engine in self.engines:
-                engine.obey(KvbmDown("it has gone"))
+                engine.handle(KvbmDown("it has gone"))
 
     def start_engine(self) -> Engine:
         self.names += 1
         engine = Engine(self, f"w{self.names}")
         self.engines.append(engine)
         if self.drawer is not None:
-            engine.obey(KvbmUp(self.drawer.name))
+            engine.handle(KvbmUp(self.drawer.name))
         return engine
 
     def kill_engine(self, engine: Engine) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from services.worker.config import EngineConfig
-from services.worker.kv_connector.connector import Attachment, Exchange
+from services.worker.kv_connector.connector import Attachment, KVConnector
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
     KV_EVENTS,
@@ -56,9 +56,9 @@ MOST_HELD = 512
 class EngineCore:
     """Between `begin` and `finish` a step is under way; commands come outside of it."""
 
-    def __init__(self, scheduler: Scheduler, block_size: int, exchange: Exchange | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, block_size: int, connector: KVConnector | None = None) -> None:
         self._scheduler = scheduler
-        self._exchange = exchange
+        self._connector = connector
         self._block_size = block_size
         self._progress = 0
         self._event_sequence = -1
@@ -93,7 +93,7 @@ class EngineCore:
         scheduler = Scheduler(limits)
         if mover is None or attachment is None:
             return EngineCore(scheduler, facts.block_size)
-        exchange = Exchange(
+        connector = KVConnector(
             scheduler.kv_cache,
             mover,
             attachment,
@@ -101,9 +101,9 @@ class EngineCore:
             worker=config.instance,
             timeout_s=config.kvbm.timeout_s,
             most_blocks=min(config.kvbm.blocks_in_flight, max(1, facts.capacity_blocks // 4)),
-            checks=config.kvbm.checksums,
+            checksums=config.kvbm.checksums,
         )
-        return EngineCore(scheduler, facts.block_size, exchange)
+        return EngineCore(scheduler, facts.block_size, connector)
 
     def opening(self) -> Stepped:
         """The first thing to report, once."""
@@ -115,7 +115,7 @@ class EngineCore:
         """Whether `begin` would give a step now."""
         return self._scheduler.busy
 
-    def obey(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot]:
+    def handle(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot]:
         """Take a command. A snapshot is there at once, and before it what it has beyond what was told."""
         match command:
             case Submit():
@@ -127,8 +127,8 @@ class EngineCore:
                 blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
                 return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
             case KvbmUp() | KvbmDown() | KvbmReply():
-                if self._exchange is not None:
-                    self._exchange.obey(command, now_s)
+                if self._connector is not None:
+                    self._connector.handle(command, now_s)
             case _:
                 assert_never(command)
         return []
@@ -136,8 +136,8 @@ class EngineCore:
     def begin(self, now_s: float) -> tuple[list[Stepped], list[Work] | None]:
         """What to tell first, and what to compute now: empty where there is only something to tell, None where there is
         nothing to do."""
-        if self._exchange is not None:
-            self._exchange.collect(now_s)
+        if self._connector is not None:
+            self._connector.poll_copies(now_s)
         if not self._scheduler.busy:
             due_s = self._scheduler.wait_until_s
             if due_s is None or now_s < due_s:
@@ -148,21 +148,21 @@ class EngineCore:
         decodes = self._step_tokens == len(works)
         return ([] if decodes else self._tell()), works
 
-    def asks(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
+    def step_connector(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """What to say to the kvbm, before the step is computed: it goes on meanwhile. Once after each `begin`; the
         engine may be `busy` then though `begin` gave nothing to do."""
-        return [] if self._exchange is None else self._exchange.turn(now_s)
+        return [] if self._connector is None else self._connector.step(now_s)
 
     @property
     def wait_until_s(self) -> float | None:
         """When there is something to do though no command comes, where the engine is not `busy`."""
-        due_s = [self._scheduler.wait_until_s, None if self._exchange is None else self._exchange.wait_until_s]
+        due_s = [self._scheduler.wait_until_s, None if self._connector is None else self._connector.wait_until_s]
         return min([one_s for one_s in due_s if one_s is not None], default=None)
 
     def close(self) -> None:
         """No copy begins any more, and kvbm's pool is left alone when this returns."""
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._connector is not None:
+            self._connector.close()
 
     def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> list[Stepped]:
         """The step was computed: one entry of `drawn` per work. Returns what to tell."""
@@ -208,7 +208,7 @@ class EngineCore:
 
     def _rest(self) -> list[Stepped]:
         """Nothing is to be done: all that is held, and what was exchanged."""
-        if self._exchange is not None and self._exchange.changed and not self._held_steps:
+        if self._connector is not None and self._connector.stats_changed and not self._held_steps:
             return [self._stepped(Outcome(), [])]
         return self._tell()
 
@@ -229,7 +229,7 @@ class EngineCore:
             steps=steps,
             tokens=tokens,
             elapsed_s=elapsed_s,
-            exchanged=None if self._exchange is None else self._exchange.news(),
+            exchanged=None if self._connector is None else self._connector.new_stats(),
         )
 
     def validate(self) -> None:
@@ -239,5 +239,5 @@ class EngineCore:
         assert not self._held_steps or self._scheduler.busy, "what is held would never be told"
         assert self._held_steps or not self._held.parts
         assert self._event_sequence >= -1
-        if self._exchange is not None:
-            self._exchange.validate()
+        if self._connector is not None:
+            self._connector.validate()

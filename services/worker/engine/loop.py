@@ -36,15 +36,15 @@ class EngineLoop:
     def run(self) -> None:
         """Returns on Shutdown. Whatever the runner raises comes out of here."""
         self._channel.send(self._core.opening())
-        while self._obey():
+        while self._handle_commands():
             self._step()
 
-    def _obey(self) -> bool:
+    def _handle_commands(self) -> bool:
         """Takes the commands that have come; False: the last one was Shutdown."""
         for command in self._channel.receive(self._limit_s()):
             if isinstance(command, Shutdown):
                 return False
-            for answer in self._core.obey(command, self._clock()):
+            for answer in self._core.handle(command, self._clock()):
                 self._channel.send(answer)
         return True
 
@@ -58,7 +58,7 @@ class EngineLoop:
     def _step(self) -> None:
         now_s = self._clock()
         told, works = self._core.begin(now_s)
-        for report in (*told, *self._core.asks(now_s)):
+        for report in (*told, *self._core.step_connector(now_s)):
             self._channel.send(report)
         self._idle = works is None and not self._core.busy
         if works is not None:

@@ -1,5 +1,5 @@
-"""Exchange: an engine's side of its machine's block store: attached to it or not, and what is copied to and from it
-(pure but for the mover and the attachment that it is given). Pure.
+"""KVConnector: an engine's side of its machine's kvbm: whether it is attached, and what is copied to and from the pool.
+It decides alone; the mover and the attachment that it is given act. Pure.
 
                 KvbmUp, or the back-off is over         no copy is under way
     detached ──────────────────────────────▶ quieting ──────────────────────▶ attaching ── Attached ──▶ attached
@@ -7,24 +7,34 @@
        └────────────────────────────────────────┴─────────────────────────────────┴──────────────────────────┘
             KvbmDown; refused; no answer to Attach, Store, Commit or Abort; an answer that makes no sense; a copy failed
 
+There is one cure for all failures: to attach again, which says that nothing of this engine is under way; hence the
+quiet before it. So no request is ever repeated, and a kvbm that was restarted is no special case. The engine serves
+requests all the while: blocks that it does not get, it computes.
+
 Blocks that may be wrong are named to a kvbm that takes a Discard. Nothing waits for its answer: where it is lost, the
-next sequence that such a block fails names it again.
+next sequence that such a block fails names the block again.
 
-One cure for all that goes wrong: to attach anew, which says that nothing of this engine is under way; hence the
-quiet before it. So no request is ever repeated, and a kvbm that was restarted is no case of its own. The engine serves
-all the while: what it does not get, it computes.
-
-Around each step: `collect`, what has ended; the step is scheduled; `turn`, what to ask; the step is computed.
+Around each step: `poll_copies`, which takes up copies that have ended; the step is scheduled; `step`, which asks the
+kvbm; the step is computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 from typing import Literal, Protocol, TypeVar, assert_never
 
+from services.worker.kv_connector.actions import (
+    Action,
+    AskKvbm,
+    CancelBatch,
+    LinkLost,
+    LoadBatch,
+    Operation,
+    SaveBatch,
+)
 from services.worker.kv_connector.fetches import Fetches
-from services.worker.kv_connector.link import LinkLost, Operation
-from services.worker.kv_connector.stats import Tally
+from services.worker.kv_connector.stats import TransferStats
 from services.worker.kv_connector.stores import Stores
 from services.worker.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from services.worker.mover import Copied, Mover, Slots
@@ -49,30 +59,34 @@ from shared.kvbm_messages import (
 from shared.pool.format import PoolUnfit
 
 BACK_OFF_FIRST_S = 0.25
+"""Seconds before the first new try to attach."""
 BACK_OFF_MOST_S = 5.0
-"""A link that lasted as long starts the back-off anew."""
+"""Most seconds before a new try. A link that lasted as long begins the back-off again."""
 REASON_CHARS = 300
-"""Of what ended a link: some of it is the kvbm's own words, and goes to the log."""
+"""Most characters that are kept of why a link ended: the kvbm's own words may be among them, and they are logged."""
+_NEXT: dict[str, str] = {"detached": "quieting", "quieting": "attaching", "attaching": "attached"}
+"""State → the state that follows it when all goes well. From each, `detached` may follow instead."""
 
 
 class Attachment(Protocol):
     """This engine process at the pool; `pool_attachment` has the one of a pool file."""
 
     def hold(self) -> str:
-        """The owner's name, whose lock this process holds. No copy is under way. Raises PoolUnfit."""
+        """Return the owner's name, whose lock this process holds. No copy is under way. Raises PoolUnfit."""
         ...
 
     def map(self, attached: Attached) -> Slots:
-        """The slots that the kvbm has named; nobody uses those of before any more. Raises PoolUnfit."""
+        """Return the slots that the kvbm has named; slots that were mapped before are no longer used. Raises
+        PoolUnfit."""
         ...
 
     def close(self) -> None:
-        """Nothing of the pool is touched any more."""
+        """Leave the pool: it is not touched any longer."""
         ...
 
 
-class Exchange:
-    """See the module."""
+class KVConnector:
+    """One engine's connection to the kvbm of its machine."""
 
     def __init__(
         self,
@@ -84,122 +98,136 @@ class Exchange:
         worker: str,
         timeout_s: float,
         most_blocks: int,
-        checks: bool = False,
+        checksums: bool = False,
     ) -> None:
-        """`worker`: its instance id; `timeout_s`: for each answer; `most_blocks`: as `Stores` has it; `checks`: blocks
-        go to the kvbm with a checksum, and are looked at when they come."""
+        """`worker` is its instance id, `timeout_s` the time for each answer, `most_blocks` the bound of `Stores`. With
+        `checksums` blocks go to the kvbm with a checksum, which is compared when they come back."""
         self.mover = mover
         self._kv_cache = kv_cache
         self._attachment = attachment
         self._layout = layout
         self._worker = worker
         self._timeout_s = timeout_s
-        batches = count(1)
-        self._stores = Stores(kv_cache, mover, batches, self._ask, most_blocks, checks=checks)
-        self._fetches = Fetches(kv_cache, mover, batches, self._ask, checks=checks)
+        self._numbers, batches = count(1), count(1)
+        self._stores = Stores(kv_cache, self._numbers, batches, most_blocks, checksums=checksums)
+        self._fetches = Fetches(kv_cache, self._numbers, batches, checksums=checksums)
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
+        """Changed by `_enter` alone."""
         self._kvbm = ""
-        """The one that is up; empty: none is."""
+        """Instance id of the kvbm that is up; empty: none is."""
         self._owner = ""
+        """Name of the lock that this process holds in the pool's directory."""
         self._mapped = False
         """Whether the mover has slots."""
         self._most_discards = 0
-        """Of one Discard, while attached; 0: the kvbm does not know it."""
+        """Most keys of one Discard, while attached; 0: the kvbm does not know Discard."""
         self._try_s = 0.0
         """While detached: when to attach."""
         self._delay_s = BACK_OFF_FIRST_S
+        """Seconds from the next loss of the link to the next try."""
         self._attached_s = 0.0
-        self._asks = 0
+        """When the link began."""
         self._awaited: dict[int, Operation] = {}
-        """Asked since the link began, or was tried to."""
+        """Number → operation of the requests of this link, or of the try to attach, that are not answered."""
         self._late: frozenset[int] = frozenset()
-        """Stores of the link before: what is still granted to them nobody will write."""
-        self._out: list[KvbmAsk | KvbmLink] = []
+        """Numbers of the last link's Stores that were not answered. Slots that are still granted to them stay
+        unused."""
+        self._messages: list[KvbmAsk | KvbmLink] = []
+        """Messages that the next `step` returns."""
         self._link = KvbmLink(kvbm="")
-        self._tally = Tally()
+        """The link as the shell knows it."""
+        self._stats = TransferStats()
 
-    # --- what the engine does with it
+    # --- what the engine calls
 
-    def obey(self, command: KvbmUp | KvbmDown | KvbmReply, now_s: float) -> None:
-        """Take what the shell has to say."""
+    def handle(self, command: KvbmUp | KvbmDown | KvbmReply, now_s: float) -> None:
+        """Take up a command of the shell."""
         match command:
             case KvbmUp(kvbm):
                 if kvbm != self._kvbm:
                     if self._state != "detached":
-                        self._lose(f"kvbm {kvbm} has come", now_s)
+                        self._detach(f"kvbm {kvbm} has come", now_s)
                     self._kvbm = kvbm
                     self._delay_s, self._try_s = BACK_OFF_FIRST_S, now_s
             case KvbmDown(reason):
                 self._kvbm = ""
-                self._lose(reason, now_s)
+                self._detach(reason, now_s)
             case KvbmReply():
-                self._guarded(command, now_s)
+                self._handle_reply(command, now_s)
             case _:
                 assert_never(command)
 
-    def collect(self, now_s: float) -> None:
-        """The copies that have ended."""
-        if not self.quiet:
+    def poll_copies(self, now_s: float) -> None:
+        """Take up the copies that have ended."""
+        if not self.idle:
             for copied in self.mover.ended():
-                self._copied(copied, now_s)
+                self._handle_copied(copied, now_s)
 
-    def turn(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
-        """What is due; returns what to tell the shell. Called each step: it takes some 2 µs where nothing is."""
+    def step(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
+        """Do what is due; return the messages for the shell. Called each step: it takes some 2 µs while nothing is
+        due."""
         if self._state == "attached":
             self._discard()
-            self._fetches.turn(now_s)
-            self._stores.turn(now_s)
+            self._perform(self._fetches.step(now_s))
+            self._perform(self._stores.step(now_s))
         elif self._state == "detached" and self._kvbm and now_s >= self._try_s:
-            self._state = "quieting"
-        if self._state == "quieting" and self.quiet:
+            self._enter("quieting")
+        if self._state == "quieting" and self.idle:
             self._attach(now_s)
-        out, self._out = self._out, []
-        return out
+        messages, self._messages = self._messages, []
+        return messages
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         """Whether no copy is under way."""
-        return self._stores.quiet and self._fetches.quiet
+        return self._stores.idle and self._fetches.idle
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `turn` will have something to do though nobody says anything; a mover with a descriptor is watched."""
-        due_s = self.mover.ends_s
-        mine_s: float | None = None
+        """When `step` or `poll_copies` will have something to do without any event. None: never, or when the mover's
+        descriptor is readable."""
+        copies_s = self.mover.ends_s
+        own_s: float | None = None
         if self._state == "attached":
-            mine_s = self._stores.wait_until_s
+            own_s = self._stores.wait_until_s
         elif self._state == "detached" and self._kvbm:
-            mine_s = self._try_s
-        return mine_s if due_s is None else due_s if mine_s is None else min(due_s, mine_s)
+            own_s = self._try_s
+        return own_s if copies_s is None else copies_s if own_s is None else min(copies_s, own_s)
 
     @property
-    def changed(self) -> bool:
-        """Whether there is `news`."""
-        return self._tally.changed
+    def stats_changed(self) -> bool:
+        """Whether `new_stats` would return any."""
+        return self._stats.changed
 
-    def news(self) -> Exchanged | None:
-        """What was exchanged, where it is more than was told."""
-        return self._tally.news()
+    def new_stats(self) -> Exchanged | None:
+        """Return what was exchanged since the engine started, or None where that is as it was at the last call."""
+        return self._stats.new_totals()
 
     def close(self) -> None:
-        """No copy begins any more, and the pool is left alone when this returns. Where the mover fails, as its GPU is
-        lost and may still write, the lock goes with the process."""
+        """Begin no further copy. The pool is left alone when this returns. Where the mover fails, since its GPU is lost
+        and may still write, the lock is released only when the process ends."""
         self.mover.close()
         self._attachment.close()
 
     # --- the link
 
+    def _enter(self, state: Literal["detached", "quieting", "attaching", "attached"]) -> None:
+        assert state in ("detached", _NEXT.get(self._state)), f"{self._state} → {state}"
+        self._state = state
+
     def _attach(self, now_s: float) -> None:
+        """quieting → attaching, or detached where the pool cannot be used."""
         try:
             self._owner = self._attachment.hold()
         except PoolUnfit as wrong:
-            self._lose(str(wrong), now_s)
+            self._detach(str(wrong), now_s)
             return
-        self._state = "attaching"
-        self._ask("attach", ATTACH.encode(Attach(self._worker, self._owner, self._layout)))
+        self._enter("attaching")
+        attach = Attach(self._worker, self._owner, self._layout)
+        self._ask(AskKvbm(next(self._numbers), "attach", ATTACH.encode(attach)))
 
-    def _attached(self, attached: Attached, now_s: float) -> None:
-        """Raises LinkLost."""
+    def _finish_attach(self, attached: Attached, now_s: float) -> None:
+        """attaching → attached. Raises LinkLost where the pool is not as it must be."""
         if attached.kvbm != self._kvbm or attached.layout != self._layout.digest or attached.blocks_per_request < 1:
             raise LinkLost(f"kvbm {self._kvbm} answered for {attached.kvbm}, layout {attached.layout}")
         if attached.slot_bytes < self._layout.kv.block_bytes:
@@ -212,106 +240,126 @@ class Exchange:
         except PoolUnfit as wrong:
             raise LinkLost(str(wrong)) from None
         self._mapped = True
-        self._state = "attached"
+        self._enter("attached")
         self._attached_s = now_s
         self._most_discards = attached.blocks_per_request if attached.takes_discards else 0
         self._stores.open(self._owner, attached.slots, attached.blocks_per_request)
         self._fetches.open(self._owner, attached.slots, attached.blocks_per_request)
         self._kv_cache.set_connected(True)
-        self._tell(KvbmLink(self._kvbm, attached.layout))
+        self._report_link(KvbmLink(self._kvbm, attached.layout))
 
-    def _lose(self, reason: str, now_s: float) -> None:
-        """There is no link any more. Attached anew once copies have ended, and some time has passed."""
+    def _detach(self, reason: str, now_s: float) -> None:
+        """Any state → detached. The engine attaches again once the back-off is over and copies have ended."""
         if self._state == "attached":
-            self._late = frozenset(self._stores.close())
-            self._fetches.close()
+            self._late = self._stores.awaited
+            self._perform(self._stores.close())
+            self._perform(self._fetches.close())
             self._kv_cache.set_connected(False)
             if now_s - self._attached_s >= BACK_OFF_MOST_S:
                 self._delay_s = BACK_OFF_FIRST_S
         self._awaited.clear()
-        self._state = "detached"
+        self._enter("detached")
         self._try_s = now_s + self._delay_s
         self._delay_s = min(2 * self._delay_s, BACK_OFF_MOST_S)
-        self._tell(KvbmLink(kvbm="", reason=reason[:REASON_CHARS]))
+        self._report_link(KvbmLink(kvbm="", reason=reason[:REASON_CHARS]))
 
-    def _discard(self) -> None:
-        keys = self._kv_cache.new_discards()
-        if keys and self._most_discards:
-            self._tally.discarded(len(keys))
-            for first in range(0, len(keys), self._most_discards):
-                packed = b"".join(keys[first : first + self._most_discards])
-                self._ask("discard", DISCARD.encode(Discard(self._owner, packed)))
+    def _put_off(self, now_s: float) -> None:
+        """quieting → detached: wait at least the shortest back-off before the next try."""
+        self._enter("detached")
+        self._try_s = max(self._try_s, now_s + BACK_OFF_FIRST_S)
 
-    def _tell(self, link: KvbmLink) -> None:
+    def _report_link(self, link: KvbmLink) -> None:
         if link != self._link:
             self._link = link
-            self._out.append(link)
+            self._messages.append(link)
 
-    # --- questions and answers
+    # --- actions
 
-    def _ask(self, operation: Operation, payload: bytes) -> int:
-        self._asks += 1
-        self._awaited[self._asks] = operation
-        self._out.append(KvbmAsk(self._asks, operation, payload, self._timeout_s))
-        return self._asks
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case AskKvbm():
+                    self._ask(action)
+                case SaveBatch(batch, copies, until_s):
+                    self.mover.save(batch, copies, until_s)
+                case LoadBatch(batch, copies):
+                    self.mover.load(batch, copies)
+                case CancelBatch(batch):
+                    self.mover.cancel(batch)
+                case _:
+                    assert_never(action)
 
-    def _guarded(self, reply: KvbmReply, now_s: float) -> None:
+    def _ask(self, ask: AskKvbm) -> None:
+        self._awaited[ask.number] = ask.operation
+        self._messages.append(KvbmAsk(ask.number, ask.operation, ask.payload, self._timeout_s))
+
+    def _discard(self) -> None:
+        """Name blocks that may be wrong to the kvbm."""
+        keys = self._kv_cache.new_discards()
+        if keys and self._most_discards:
+            self._stats.count_discarded(len(keys))
+            for first in range(0, len(keys), self._most_discards):
+                packed = b"".join(keys[first : first + self._most_discards])
+                self._ask(AskKvbm(next(self._numbers), "discard", DISCARD.encode(Discard(self._owner, packed))))
+
+    # --- answers and copies
+
+    def _handle_reply(self, reply: KvbmReply, now_s: float) -> None:
         operation = self._awaited.get(reply.number)
         try:
             if operation is not None:
                 if reply.last:
                     del self._awaited[reply.number]
-                self._answered(operation, reply, now_s)
+                self._handle_answer(operation, reply, now_s)
             elif reply.number in self._late and not reply.failed:
+                operation = "store"
                 self._late -= {reply.number}
-                self._granted_late(STORE_REPLY.decode(reply.payload))
+                self._abort_late(STORE_REPLY.decode(reply.payload))
         except (LinkLost, ProtocolError) as wrong:
-            self._lose(f"{operation}: {wrong}", now_s)
+            self._detach(f"{operation}: {wrong}", now_s)
 
-    def _answered(self, operation: Operation, reply: KvbmReply, now_s: float) -> None:
+    def _handle_answer(self, operation: Operation, reply: KvbmReply, now_s: float) -> None:
         """Raises LinkLost, ProtocolError."""
         if reply.failed and operation not in ("fetch", "release", "discard"):
             raise LinkLost(reply.failed)
         match operation:
             case "attach":
-                self._attached(_accepted(ATTACH_REPLY.decode(reply.payload)), now_s)
+                self._finish_attach(_accepted(ATTACH_REPLY.decode(reply.payload)), now_s)
             case "store":
-                self._stores.granted(reply.number, _known(STORE_REPLY.decode(reply.payload)))
+                self._perform(self._stores.granted(reply.number, _known(STORE_REPLY.decode(reply.payload))))
             case "commit" | "abort":
-                self._tally.committed(self._stores.settled(reply.number, _known(SETTLED.decode(reply.payload))))
+                self._stats.count_committed(self._stores.settled(reply.number, _known(SETTLED.decode(reply.payload))))
             case "fetch":
                 fetched = None if reply.failed else _known(FETCH_REPLY.decode(reply.payload))
-                self._fetches.fetched(reply.number, fetched, reply.last, now_s)
+                self._perform(self._fetches.fetched(reply.number, fetched, reply.last, now_s))
             case "release" | "discard":
                 if not reply.failed:
                     _known(SETTLED.decode(reply.payload))
             case _:
                 assert_never(operation)
 
-    def _granted_late(self, reply: Granted | KvbmRefused) -> None:
-        """To a Store from before the link was lost, too late for the Attach to have ended it."""
+    def _abort_late(self, reply: Granted | KvbmRefused) -> None:
+        """Give back slots that were granted to a Store of the last link too late for the Attach to have ended it."""
         if isinstance(reply, Granted) and reply.ticket and self._owner:
-            self._ask("abort", ABORT.encode(Abort(self._owner, reply.ticket)))
+            self._ask(AskKvbm(next(self._numbers), "abort", ABORT.encode(Abort(self._owner, reply.ticket))))
 
-    # --- copies
-
-    def _copied(self, copied: Copied, now_s: float) -> None:
+    def _handle_copied(self, copied: Copied, now_s: float) -> None:
         if self._stores.owns(copied.batch):
-            self._tally.saved(copied)
-            self._stores.ended(copied, now_s)
+            self._stats.count_saved(copied)
+            self._perform(self._stores.saved(copied, now_s))
         else:
-            self._tally.loaded(copied)
-            self._fetches.ended(copied)
+            self._stats.count_loaded(copied)
+            self._perform(self._fetches.loaded(copied))
         if copied.failed and self._state == "attached":
-            self._lose(f"copying failed: {copied.failed}", now_s)
-        elif copied.failed:  # a GPU that is lost writes for some ms more, and to attach says that nothing does
-            self._state, self._try_s = "detached", max(self._try_s, now_s + BACK_OFF_FIRST_S)
+            self._detach(f"copying failed: {copied.failed}", now_s)
+        elif copied.failed:  # a lost GPU writes for some ms more, and to attach says that nothing does
+            self._put_off(now_s)
 
     def validate(self) -> None:
-        """Raises AssertionError where the exchange contradicts itself; call it between steps."""
+        """Raise AssertionError where the connector contradicts itself; call it between steps."""
         self._stores.validate()
         self._fetches.validate()
-        assert self._state in ("detached", "quieting") or self._kvbm, "attached to nobody"
+        assert self._state in ("detached", "quieting") or self._kvbm, "attached to no kvbm"
         assert self._state != "attached" or self._mapped
         assert self._state not in ("detached", "quieting") or set(self._awaited.values()) <= {"abort"}
         assert bool(self._link.kvbm) == (self._state == "attached")
@@ -327,7 +375,7 @@ Answer = TypeVar("Answer")
 
 
 def _known(reply: Answer | KvbmRefused) -> Answer | KvbmRefused:
-    """A refusal is an answer, unless the kvbm does not know this engine. Raises LinkLost."""
+    """Return the reply: a refusal is an answer. Raises LinkLost where the kvbm does not know this engine."""
     if isinstance(reply, KvbmRefused) and reply.code == "unknown_owner":
         raise LinkLost(reply.reason)
     return reply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.kv_connector.stats import told_apart
+from services.worker.kv_connector.stats import bounded_name
 from services.worker.messages import EngineLoad, Exchanged, Stepped
 from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram
 
@@ -121,7 +121,7 @@ class KvbmMetrics:
         for path, blocks in now.loaded_by.items():
             self._by_path.labels("load", path).inc(blocks - before.loaded_by.get(path, 0))
         for reason, blocks in now.fallbacks.items():
-            shown = told_apart(reason, self._reasons)
+            shown = bounded_name(reason, self._reasons)
             self._reasons.add(shown)
             self._fallbacks.labels(shown).inc(blocks - before.fallbacks.get(reason, 0))
         self._differing.inc(now.differing_blocks - before.differing_blocks)

@@ -1,4 +1,4 @@
-"""Tally: what an engine has exchanged with kvbm since it started, summed up from batches of copies. Pure."""
+"""TransferStats: what an engine has exchanged with kvbm since it started, summed up from batches of copies. Pure."""
 
 from __future__ import annotations
 
@@ -10,81 +10,81 @@ from services.worker.messages import Exchanged
 from services.worker.mover import Copied
 
 MOST_NAMES = 32
-"""Of ways, or of reasons: what comes after them is counted together."""
+"""Most names of paths, or of reasons; names that come after them are counted together as `OTHER`."""
 OTHER = "other"
 
 
-class Tally:
-    """See the module."""
+class TransferStats:
+    """One engine's sums."""
 
     def __init__(self) -> None:
-        self._exchanged = self._told = Exchanged()
+        self._totals = self._returned = Exchanged()
 
-    def saved(self, copied: Copied) -> None:
-        """A batch to the pool has ended."""
-        now = self._exchanged
+    def count_saved(self, copied: Copied) -> None:
+        """A batch of copies to the pool has ended."""
+        now = self._totals
         self._count(
             copied,
             saved_bytes=now.saved_bytes + copied.moved_bytes,
             save_s=now.save_s + copied.took_s,
-            saved_by=summed(now.saved_by, copied.paths),
+            saved_by=add_counts(now.saved_by, copied.paths),
         )
 
-    def loaded(self, copied: Copied) -> None:
-        """A batch from the pool has ended."""
-        now = self._exchanged
+    def count_loaded(self, copied: Copied) -> None:
+        """A batch of copies from the pool has ended."""
+        now = self._totals
         self._count(
             copied,
             loaded_blocks=now.loaded_blocks + sum(copied.good),
             loaded_bytes=now.loaded_bytes + copied.moved_bytes,
             load_s=now.load_s + copied.took_s,
-            loaded_by=summed(now.loaded_by, copied.paths),
+            loaded_by=add_counts(now.loaded_by, copied.paths),
             differing_blocks=now.differing_blocks + copied.differing,
             damaged_blocks=now.damaged_blocks + len(copied.damaged),
         )
 
-    def committed(self, blocks: int) -> None:
-        """The kvbm has so many more blocks."""
+    def count_committed(self, blocks: int) -> None:
+        """The kvbm has `blocks` more blocks."""
         if blocks:
-            saved_blocks = self._exchanged.saved_blocks + blocks
-            self._exchanged = msgspec.structs.replace(self._exchanged, saved_blocks=saved_blocks)
+            saved_blocks = self._totals.saved_blocks + blocks
+            self._totals = msgspec.structs.replace(self._totals, saved_blocks=saved_blocks)
 
-    def discarded(self, blocks: int) -> None:
-        """So many were named to the kvbm as wrong, perhaps."""
-        discarded_blocks = self._exchanged.discarded_blocks + blocks
-        self._exchanged = msgspec.structs.replace(self._exchanged, discarded_blocks=discarded_blocks)
+    def count_discarded(self, blocks: int) -> None:
+        """The kvbm was asked to discard `blocks` blocks, since they may be wrong."""
+        discarded_blocks = self._totals.discarded_blocks + blocks
+        self._totals = msgspec.structs.replace(self._totals, discarded_blocks=discarded_blocks)
 
     @property
     def changed(self) -> bool:
-        """Whether there is `news`."""
-        return self._exchanged is not self._told
+        """Whether `new_totals` would return any."""
+        return self._totals is not self._returned
 
-    def news(self) -> Exchanged | None:
-        """All sums, where they are more than was told."""
+    def new_totals(self) -> Exchanged | None:
+        """Return all sums, or None where they are as they were at the last call."""
         if not self.changed:
             return None
-        self._told = self._exchanged
-        return self._exchanged
+        self._returned = self._totals
+        return self._totals
 
     def _count(self, copied: Copied, **sums: float | dict[str, int]) -> None:
-        now = self._exchanged
-        self._exchanged = msgspec.structs.replace(
+        now = self._totals
+        self._totals = msgspec.structs.replace(
             now,
             bad_blocks=now.bad_blocks + copied.good.count(False),
-            fallbacks=summed(now.fallbacks, copied.fallbacks),
+            fallbacks=add_counts(now.fallbacks, copied.fallbacks),
             **sums,
         )
 
 
-def summed(sums: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    """Both together, of at most MOST_NAMES names and OTHER."""
+def add_counts(sums: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    """Return the sum of both for each name, of at most MOST_NAMES names and OTHER."""
     total = dict(sums)
     for name, count in more.items():
-        known = told_apart(name, total)
-        total[known] = total.get(known, 0) + count
+        counted = bounded_name(name, total)
+        total[counted] = total.get(counted, 0) + count
     return total
 
 
-def told_apart(name: str, known: Collection[str]) -> str:
-    """What a name counts as, beside those that are known already."""
+def bounded_name(name: str, known: Collection[str]) -> str:
+    """Return the name under which `name` is counted next to the known ones: OTHER where they are MOST_NAMES."""
     return name if name in known or len(known) < MOST_NAMES else OTHER

@@ -54,7 +54,7 @@ class Engine:
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, pooling=pooling),
             time_left_s=time_left_s,
         )
-        assert not self.core.obey(submit, self.now_s)
+        assert not self.core.handle(submit, self.now_s)
 
     def step(self) -> bool:
         """Whether there was something to do."""
@@ -76,7 +76,7 @@ class Engine:
             pass
 
     def snapshot(self) -> Snapshot:
-        *told, taken = self.core.obey(TakeSnapshot(ticket=7), self.now_s)
+        *told, taken = self.core.handle(TakeSnapshot(ticket=7), self.now_s)
         for report in told:
             assert isinstance(report, Stepped)
             self.take(report)
@@ -133,7 +133,7 @@ def test_an_attempt_is_computed_step_by_step_and_every_step_is_numbered() -> Non
 def test_what_is_only_to_be_told_is_a_step_without_work() -> None:
     engine = Engine()
     engine.submit("r", [1, 2, 3])
-    assert not engine.core.obey(CancelAttempt("r", 1), 0.0)
+    assert not engine.core.handle(CancelAttempt("r", 1), 0.0)
     assert engine.step()
     (part,) = engine.told[-1].parts["f"]
     assert part.finish == "cancelled"

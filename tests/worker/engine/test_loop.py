@@ -7,7 +7,7 @@ import pytest
 
 from services.worker.engine.core import EngineCore
 from services.worker.engine.loop import EngineLoop
-from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, Exchange
+from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, KVConnector
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import (
@@ -154,7 +154,7 @@ def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float
     )
     scheduler = Scheduler(limits)
     sleeper = Sleeper(command, sleeps)
-    exchange = Exchange(
+    connector = KVConnector(
         scheduler.kv_cache,
         HandMover(runner.memory, lambda: sleeper.now_s),
         PoolAttachment(pool, "w1"),
@@ -163,7 +163,7 @@ def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float
         timeout_s=1.0,
         most_blocks=64,
     )
-    EngineLoop(sleeper, EngineCore(scheduler, BLOCK_SIZE, exchange), runner, lambda: sleeper.now_s).run()
+    EngineLoop(sleeper, EngineCore(scheduler, BLOCK_SIZE, connector), runner, lambda: sleeper.now_s).run()
     return sleeper.slept_s
 
 

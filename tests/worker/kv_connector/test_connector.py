@@ -203,7 +203,7 @@ def test_a_snapshot_is_what_was_told_though_blocks_have_just_left_for_those_that
     until(world, second, "fetch")
     second.carry("")
     second.deliver(0)
-    told, snapshot = second.core.obey(TakeSnapshot(1), world.now_s)
+    told, snapshot = second.core.handle(TakeSnapshot(1), world.now_s)
     assert isinstance(told, Stepped)
     assert isinstance(snapshot, Snapshot)
     assert [type(event) for event in told.events] == [BlockRemoved]
@@ -395,7 +395,7 @@ def test_what_a_fetch_cost_is_known_though_nothing_came_of_it(world: World, answ
     second.asks.remove(ask)
     world.now_s += 60.0
     refused = wire.FETCH_REPLY.encode(wire.KvbmRefused("bad_request", "not now"))
-    second.obey(KvbmReply(ask.number, b"", failed="late") if answer == "none" else KvbmReply(ask.number, refused))
+    second.handle(KvbmReply(ask.number, b"", failed="late") if answer == "none" else KvbmReply(ask.number, refused))
     world.settle()
     second.submit("once more", [2, 2, *PROMPT], 1)
     while second.step():
@@ -426,8 +426,8 @@ def test_a_grant_that_comes_after_the_link_was_lost_is_aborted(world: World) -> 
     first.submit("r", PROMPT, 1)
     store = until(world, first, "store")
     first.asks.clear()  # it lingers on its way
-    first.obey(KvbmDown("out of sight"))
-    first.obey(KvbmUp(world.drawer.name))
+    first.handle(KvbmDown("out of sight"))
+    first.handle(KvbmUp(world.drawer.name))
     until(world, first, "attach")
     first.carry("")
     first.deliver(0)
@@ -495,8 +495,8 @@ def test_a_copy_that_fails_while_there_is_no_link_puts_off_the_next_one(world: W
     first.deliver(0)
     assert world.drawer is not None
     name = world.drawer.name
-    first.obey(KvbmDown("away"))
-    first.obey(KvbmUp(name))
+    first.handle(KvbmDown("away"))
+    first.handle(KvbmUp(name))
     while first.step():
         pass
     assert first.hand is not None
@@ -610,15 +610,15 @@ def test_an_answer_that_makes_no_sense_ends_the_link_which_begins_anew(
     first, second = world.engines
     if operation == "attach":
         assert world.drawer is not None
-        second.obey(KvbmDown("for a moment"))
-        second.obey(KvbmUp(world.drawer.name))
+        second.handle(KvbmDown("for a moment"))
+        second.handle(KvbmUp(world.drawer.name))
     elif operation == "fetch":
         compute(world, first)
     second.submit("again", PROMPT, 1)
     number = until(world, second, operation).number
     second.carry("")
     reply = second.replies[number].popleft()
-    second.obey(KvbmReply(number, change(reply.payload), last=reply.last))
+    second.handle(KvbmReply(number, change(reply.payload), last=reply.last))
     second.step()
     assert second.link.kvbm == ""
     assert second.link.reason.startswith(f"{operation}: ")
@@ -635,7 +635,7 @@ def test_a_kvbm_that_does_not_answer_is_asked_ever_more_seldom(tmp_path: Path) -
     world.open_kvbm()
     world.kill_kvbm()
     engine = world.start_engine()
-    engine.obey(KvbmUp("k9"))
+    engine.handle(KvbmUp("k9"))
     asked_s: list[float] = []
     while len(asked_s) < 9:
         engine.step()
@@ -650,7 +650,7 @@ def test_a_kvbm_that_does_not_answer_is_asked_ever_more_seldom(tmp_path: Path) -
     gaps_s = [later - earlier for earlier, later in pairwise(asked_s)]
     assert gaps_s == [min(BACK_OFF_FIRST_S * 2**n, BACK_OFF_MOST_S) for n in range(8)]
     assert engine.link.reason == "attach: lost"
-    engine.obey(KvbmDown("gone"))
+    engine.handle(KvbmDown("gone"))
     assert not engine.step()
     assert engine.core.wait_until_s is None
     world.close()
@@ -670,7 +670,7 @@ def test_without_a_kvbm_nothing_is_asked_and_nothing_is_waited_for(tmp_path: Pat
 def test_a_directory_that_is_no_pool_s_is_named(tmp_path: Path) -> None:
     world = World(tmp_path / "nowhere", Random(0))
     engine = world.start_engine()
-    engine.obey(KvbmUp("k1"))
+    engine.handle(KvbmUp("k1"))
     engine.step()
     assert "nowhere" in engine.link.reason
     assert not engine.asks

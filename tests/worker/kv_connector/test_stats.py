@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv_connector.stats import MOST_NAMES, OTHER, Tally, summed
+from services.worker.kv_connector.stats import MOST_NAMES, OTHER, TransferStats, add_counts
 from services.worker.messages import Exchanged
 from services.worker.mover import Copied
 
@@ -11,16 +11,16 @@ COUNTS = st.dictionaries(st.integers(0, 60).map(str), st.integers(1, 9), max_siz
 
 
 def test_batches_of_either_direction_are_summed_up() -> None:
-    tally = Tally()
-    assert tally.news() is None
+    stats = TransferStats()
+    assert stats.new_totals() is None
     saved = Copied(1, [True, True, False], 20, 0.5, paths={"rows": 1, "batch": 1}, fallbacks={"staged: no": 1})
     loaded = Copied(2, [True, False, False], 30, 0.25, paths={"rows": 3}, fallbacks={"staged: no": 2}, differing=1)
     for _ in range(2):
-        tally.saved(saved)
-        tally.committed(2)
-        tally.loaded(loaded)
-    assert tally.changed
-    assert tally.news() == Exchanged(
+        stats.count_saved(saved)
+        stats.count_committed(2)
+        stats.count_loaded(loaded)
+    assert stats.changed
+    assert stats.new_totals() == Exchanged(
         saved_blocks=4,
         loaded_blocks=2,
         bad_blocks=6,
@@ -33,26 +33,26 @@ def test_batches_of_either_direction_are_summed_up() -> None:
         fallbacks={"staged: no": 6},
         differing_blocks=2,
     )
-    assert not tally.changed
-    assert tally.news() is None
+    assert not stats.changed
+    assert stats.new_totals() is None
 
 
 def test_what_changes_nothing_is_no_news() -> None:
-    tally = Tally()
-    tally.committed(0)
-    assert not tally.changed
+    stats = TransferStats()
+    stats.count_committed(0)
+    assert not stats.changed
 
 
 @given(st.lists(COUNTS, max_size=8))
 def test_however_many_names_there_are_all_is_counted_and_few_are_kept(batches: list[dict[str, int]]) -> None:
     sums: dict[str, int] = {}
     for counts in batches:
-        before, sums = sums, summed(sums, counts)
+        before, sums = sums, add_counts(sums, counts)
         assert all(sums[name] >= count for name, count in before.items())
         assert len(sums.keys() - {OTHER}) <= MOST_NAMES
     assert sum(sums.values()) == sum(sum(counts.values()) for counts in batches)
 
 
 def test_names_beyond_the_bound_are_others() -> None:
-    sums = summed({str(name): 1 for name in range(MOST_NAMES)}, {"new": 2, "newer": 3, "0": 1})
+    sums = add_counts({str(name): 1 for name in range(MOST_NAMES)}, {"new": 2, "newer": 3, "0": 1})
     assert (sums[OTHER], sums["0"], len(sums)) == (5, 2, MOST_NAMES + 1)

@@ -1,0 +1,65 @@
+"""What stores and fetches ask the connector to do; and `LinkLost`, which ends the link to a kvbm. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from services.worker.mover import Copy
+from shared.errors import HeadraceError
+from shared.hashing import unpack_tokens
+
+Operation = Literal["attach", "store", "commit", "abort", "fetch", "release", "discard"]
+
+
+class AskKvbm(Struct, frozen=True):
+    """Send a request to the kvbm."""
+
+    number: int
+    """Names the request; its answers carry the same number."""
+    operation: Operation
+    payload: bytes
+    """The request as `shared.kvbm_messages` encodes it."""
+
+
+class SaveBatch(Struct, frozen=True):
+    """Copy blocks from the device to the pool. No copy begins at or after `until_s`."""
+
+    batch: int
+    copies: Sequence[Copy]
+    until_s: float
+
+
+class LoadBatch(Struct, frozen=True):
+    """Copy blocks from the pool to the device."""
+
+    batch: int
+    copies: Sequence[Copy]
+
+
+class CancelBatch(Struct, frozen=True):
+    """Make no copy of the batch that has not begun. The batch still ends."""
+
+    batch: int
+
+
+Action = AskKvbm | SaveBatch | LoadBatch | CancelBatch
+
+
+class LinkLost(HeadraceError):
+    """Engine and kvbm may know different things of each other: what is under way ends, and the engine attaches
+    again."""
+
+
+def unpack_slots(packed: bytes, pool_slots: int) -> list[int]:
+    """Return the slots that the kvbm named, of a pool with `pool_slots` slots. Raises LinkLost where the pool has no
+    such slots, or where one comes twice."""
+    try:
+        slots = unpack_tokens(packed)
+    except ValueError as wrong:
+        raise LinkLost(str(wrong)) from None
+    if len(set(slots)) != len(slots) or max(slots, default=0) >= pool_slots:
+        raise LinkLost(f"the kvbm named slots beyond the pool's {pool_slots}, or one of them twice: {slots}")
+    return slots
