@@ -95,7 +95,7 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
     """Raises ModelError, ConfigError."""
     match config.engine:
         case "echo":
-            from services.worker.simulated.echo import EchoRunner
+            from services.worker.simulated.runner import EchoRunner
 
             return EchoRunner(_facts(config, tell))
         case "simulated":

@@ -1,4 +1,4 @@
-"""What a worker says of the model that its engine serves."""
+"""The model card: what a worker says of the model that it serves, and its entries in discovery."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import hashlib
 from pathlib import Path
 
 from services.worker.messages import Ready
-from services.worker.pooling_file import read_pooling
-from shared import hashing
-from shared.messages import ModelCard
+from services.worker.model_facts import read_pooling
+from shared import hashing, subjects
+from shared.discovery.announcement import Announcement
+from shared.messages import JSON_HEADER, MODEL_CARD, EventSource, ModelCard
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.runtime.lifecycle import Runtime
+
+OPERATIONS = ("generate", "cancel", "resend", "snapshot", "load", "control")
+"""The operations whose subjects a worker's address book names."""
 
 
 def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device: str = "") -> ModelCard:
-    """Of the engine that is ready; `model` is where the tokenizer lies, unless the engine names another directory.
-    Reads some MB. Raises ModelError."""
+    """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
+    directory. Reads some MB. Raises ModelError."""
     path, digest = _tokenizer(Path(facts.path or model))
     return ModelCard(
         model=model_name,
@@ -37,11 +42,55 @@ def card_of(facts: Ready, *, model: str, model_name: str, instance: str, device:
 
 
 def name_of(model: Path) -> str:
-    """A file's name without its suffix; a directory's whole name, for that may have dots in it."""
+    """Return a file's name without its suffix, or a directory's whole name, since that may have dots in it."""
     return model.stem if model.is_file() else model.resolve().name
 
 
 def _tokenizer(directory: Path) -> tuple[Path, str]:
-    """The absolute path, and the SHA-256 (hex) of its tokenizer.json. Raises ModelError."""
+    """Return the directory's absolute path, and the SHA-256 (hex) of its tokenizer.json. Raises ModelError."""
     file = directory.resolve() / "tokenizer.json"
     return file.parent, hashlib.sha256(read_model_file(file, TOKENIZER_LIMIT_BYTES)).hexdigest()
+
+
+class CardAnnouncement:
+    """Keeps a worker's entries in discovery: its address book from the first card on, and the card while it takes
+    requests. They are written as soon as discovery can be reached."""
+
+    def __init__(self, runtime: Runtime, source: EventSource) -> None:
+        self._runtime = runtime
+        self._source = source
+        self._announcement = Announcement(
+            runtime.discovery, self._entries, due=lambda: self.card is not None, shown=self._shown
+        )
+        self.card: ModelCard | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The lease's epoch; 0 before there was a lease."""
+        return self._announcement.epoch
+
+    def show(self, card: ModelCard | None) -> None:
+        """Publish this card, or none while no request would be accepted."""
+        self.card = card
+        self._announcement.change()
+
+    async def run(self) -> None:
+        """Keep the entries as they should be, until cancelled."""
+        await self._announcement.run()
+
+    async def close(self) -> None:
+        """Remove all entries."""
+        await self._announcement.close()
+
+    def _shown(self) -> None:
+        if self.card is not None:
+            self._runtime.vitals.ready()  # routers can choose it; a rolling restart waits for that
+
+    def _entries(self, epoch: int) -> dict[str, bytes]:
+        runtime = self._runtime
+        operations = {name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS}
+        entries = runtime.address(epoch, operations, events=self._source)
+        if self.card is not None:
+            card_key = subjects.model_key(runtime.namespace, self.card.model, runtime.instance)
+            entries[card_key] = MODEL_CARD.encode(self.card, JSON_HEADER)
+        return entries

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.worker.config import WorkerConfig
-from services.worker.model_facts import facts_of
-from services.worker.pooling_file import read_pooling
+from services.worker.model_facts import facts_of, read_pooling
 from shared.errors import ModelError
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 

@@ -1,4 +1,5 @@
-"""What a model's directory says of it, for engines that do no arithmetic."""
+"""What the files in a model's directory say of it: its sizes, for engines that do no arithmetic, and how embeddings are
+pooled."""
 
 from __future__ import annotations
 
@@ -13,14 +14,17 @@ from msgspec import Meta, Struct
 from services.worker.config import Natural, Positive
 from services.worker.messages import Ready
 from shared.errors import ModelError
-from shared.messages import KvLayout
-from shared.model_file import CONFIG_LIMIT_BYTES, read_model_file
+from shared.messages import KvLayout, Pooling
+from shared.model_file import CONFIG_LIMIT_BYTES, read_model_file, read_model_json
 
 _DEFAULT_CAPACITY_BLOCKS = 4096
+_MODULES = frozenset(("Transformer", "Pooling", "Normalize"))
+"""The modules of sentence-transformers that are computed here. Another one, such as Dense, would change the vector."""
+_POOLINGS: dict[str, Pooling] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
 
 class _Config(Struct):
-    """Of config.json what is needed here."""
+    """The fields of config.json that are needed here."""
 
     max_position_embeddings: Positive
     vocab_size: Positive
@@ -28,8 +32,12 @@ class _Config(Struct):
     hidden_size: Natural = 0
 
 
+class _Module(Struct):
+    type: str
+
+
 def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready:
-    """Sizes from the model's config.json; `capacity_blocks` 0: some thousand. Raises ModelError."""
+    """Return the sizes in the model's config.json. A `capacity_blocks` of 0 becomes 4096. Raises ModelError."""
     file = directory / "config.json"
     content = read_model_file(file, CONFIG_LIMIT_BYTES)
     try:
@@ -50,3 +58,20 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
         embedding_size=config.hidden_size,
         weights=hashlib.sha256(b"none computed " + content).hexdigest()[:16],
     )
+
+
+def read_pooling(directory: Path) -> Pooling:
+    """Return how sentence-transformers' files next to a model say that its embeddings are pooled: as the mean where no
+    file says anything; empty where they ask for what is not built here. Raises ModelError.
+
+    modules.json             [{"type": "sentence_transformers.models.Transformer", …}, …Pooling, …Normalize]
+    1_Pooling/config.json    {"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true, …}
+    """
+    modules = read_model_json(directory / "modules.json", list[_Module], missing=b"[]")
+    default = b'{"pooling_mode_mean_tokens": true}'
+    config = read_model_json(directory / "1_Pooling" / "config.json", dict[str, object], missing=default)
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
+    known = all(module.type.rpartition(".")[2] in _MODULES for module in modules)
+    if not known or len(modes) != 1 or config.get("include_prompt") is False:
+        return ""
+    return _POOLINGS.get(modes[0], "")

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import msgspec
 
-from services.worker.announcement import CardAnnouncement
 from services.worker.config import WorkerConfig
 from services.worker.engine.process import EngineClient
 from services.worker.engine.supervisor import EngineHost, StartEngine
@@ -30,7 +29,7 @@ from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
 from services.worker.metrics import Metrics
-from services.worker.model_card import card_of, name_of
+from services.worker.model_card import CardAnnouncement, card_of, name_of
 from services.worker.requests.attempts import Attempts
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender

@@ -82,7 +82,10 @@ def test_a_pool_is_not_larger_than_its_file_system(tmp_path: Path, nats_url: str
 def test_an_engine_without_blocks_does_not_start_with_a_pool(tmp_path: Path, nats_url: str) -> None:
     model = ("--model", str(write_tiny_model(tmp_path / "tiny")), "--engine", "echo")
     told = refusal("worker", nats_url, tmp_path, *model, "--kvbm-pool", str(tmp_path / "pool"))
-    assert told == "headrace-worker: [kvbm] is set, but the echo engine has no KV to exchange"
+    assert told == (
+        "headrace-worker: kvbm.pool is set, but the echo engine has no KV to exchange: "
+        "empty it, or choose another engine"
+    )
 
 
 async def test_a_worker_whose_pool_is_none_serves_and_says_why_it_exchanges_nothing(

@@ -1,4 +1,5 @@
-"""SimulatedRunner: a simulated model in the engine process, which sleeps as long as a step would take."""
+"""Runners without arithmetic, in the engine process: SimulatedRunner sleeps as long as a step would take, EchoRunner
+takes no time."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ import msgspec
 
 from services.worker.config import SimulatedConfig
 from services.worker.messages import Ready
+from services.worker.mover import Mover
 from services.worker.runner import Drawn, Work
 from services.worker.simulated.model import SimulatedModel
 from services.worker.simulated.mover import SimulatedMover
 from services.worker.simulated.timing import Table, Timing
 from shared.errors import ConfigError
+from shared.messages import TokenLogprob
 
 
 class SimulatedRunner:
-    """A Runner."""
+    """A Runner that answers as a SimulatedModel does, in the time that a GPU would take."""
 
     def __init__(self, model: SimulatedModel) -> None:
         self.facts = model.facts
@@ -37,8 +40,33 @@ class SimulatedRunner:
         pass
 
 
+class EchoRunner:
+    """A Runner that repeats the prompt: token i of the prompt is token i of the output, then comes the end of sequence.
+    It makes no embeddings. It is there for tests, and for trying the wiring."""
+
+    def __init__(self, facts: Ready) -> None:
+        self.facts = msgspec.structs.replace(facts, embedding_size=0)
+
+    def step(self, works: Sequence[Work]) -> list[Drawn | None]:
+        return [self._draw(work) if work.draws else None for work in works]
+
+    def mover(self, clock: Callable[[], float]) -> Mover:  # noqa: ARG002 - a Runner's
+        """Raises ConfigError: there is no KV."""
+        raise ConfigError(
+            "kvbm.pool is set, but the echo engine has no KV to exchange: empty it, or choose another engine"
+        )
+
+    def close(self) -> None:
+        pass
+
+    def _draw(self, work: Work) -> Drawn:
+        index = work.draw_index
+        token = work.history[index] if index < work.prompt_tokens else self.facts.eos_token_ids[0]
+        return Drawn(token, TokenLogprob(0.0) if work.sampling.logprobs >= 0 else None)
+
+
 def simulated_model(facts: Ready, config: SimulatedConfig) -> SimulatedModel:
-    """Reads the table of times, if there is one. Raises ConfigError."""
+    """Return the model that the settings describe; reads the table of times, if there is one. Raises ConfigError."""
     table = read_times(config)
     if config.context_length:
         facts = msgspec.structs.replace(facts, context_length=config.context_length)
@@ -46,7 +74,7 @@ def simulated_model(facts: Ready, config: SimulatedConfig) -> SimulatedModel:
 
 
 def read_times(config: SimulatedConfig) -> Table | None:
-    """None: the formula gives them. Raises ConfigError."""
+    """Return the table of measured times, or None where the formula is used. Raises ConfigError."""
     if not config.table:
         return None
     try:
