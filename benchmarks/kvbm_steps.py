@@ -31,7 +31,7 @@ import uvloop
 
 from benchmarks.report import ROOT, Goal, report
 from deploy.local.stack.model import fetch_default
-from services.worker.config import KvbmConfig, WorkerConfig
+from services.worker.config import KVConnectorConfig, WorkerConfig
 from shared.messages import Sampling
 from tests.worker.shell import NAMESPACE, WORKER, Shell, request, running_worker
 from tests.worker.store import attached, saved, store
@@ -108,7 +108,7 @@ async def measure(model: Path, sequences: int, rounds: int) -> list[Row]:
             capacity_blocks=4 * BLOCKS * sequences,
             threads=1,
         )
-        storing = msgspec.structs.replace(plain, kvbm=KvbmConfig(pool=directory))
+        storing = msgspec.structs.replace(plain, kvbm=KVConnectorConfig(pool=directory))
         size_bytes = 256 << 20
         async with (
             running_worker(plain) as without,

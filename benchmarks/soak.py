@@ -34,7 +34,7 @@ from benchmarks.fleet import Fleet
 from benchmarks.loads import Load, read_trace
 from benchmarks.report import Goal, report
 from benchmarks.trace import WORKER_BLOCKS, default_timing
-from services.worker.messages import Snapshot, TakeSnapshot
+from services.worker.messages import Snapshot, TakeEngineSnapshot
 
 WORKERS = 4
 MINUTE_S = 60.0
@@ -89,7 +89,7 @@ class Soak:
         router.validate()
         held = 0
         for worker in self.fleet.workers.values():
-            (snapshot,) = worker.core.handle(TakeSnapshot(0), self.fleet.clock.now_s)
+            (snapshot,) = worker.core.handle(TakeEngineSnapshot(0), self.fleet.clock.now_s)
             assert isinstance(snapshot, Snapshot)
             held += len(snapshot.blocks)
         assert router.index.statistics().pairs["device"] == held, "the index is not what the workers hold"

@@ -80,13 +80,16 @@ class Asking:
     def hear(self, stepped: Stepped) -> None:
         """What the core tells."""
         now_s = time.perf_counter()
-        for number in (*stepped.advanced, *(int(part.request) for part in stepped.notable if part.tokens)):
+        for number in (
+            *stepped.one_token_attempts,
+            *(int(part.request) for part in stepped.boundary_parts if part.tokens),
+        ):
             if number in self._last_s:
                 self.gaps_s.append(now_s - self._last_s[number])
             else:
                 self.first_s.append(now_s - self._asked_s[number])
             self._last_s[number] = now_s
-        for part in stepped.notable:
+        for part in stepped.boundary_parts:
             if part.finish is not None:
                 self.ended += 1
                 self.failed += part.finish != "length"

@@ -1,1 +1,1 @@
-"""An engine, its blocks and its scheduler behind one NATS contract."""
+"""The worker: an engine, its blocks and its scheduler, which NATS subjects make available to frontends."""

@@ -8,11 +8,11 @@ from services.worker.service import serve
 from shared.runtime.lifecycle import Process, run
 
 CLOSING_S = 15.0
-"""Beyond the drain: the engine's end, the last frames, the registration."""
+"""Seconds after the drain for the engine's end, the last frames and the registration."""
 
 
 def main() -> None:
-    """Runs until a signal; ends the process with a status."""
+    """Run until a signal, then end the process with an exit status."""
     run("worker", WorkerConfig, _process, serve, check=check_files)
 
 

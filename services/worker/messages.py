@@ -1,13 +1,14 @@
 """The channel between a worker's shell and its engine.
 
     shell (asyncio: NATS, ZMQ, etcd)                     engine process (a plain loop)
-        Submit, Cancel, TakeSnapshot, Shutdown   ──▶     scheduler, block pool, runner
+        Submit, CancelAttempt,                   ──▶     scheduler, block pool, runner
+        TakeEngineSnapshot, Shutdown
                             ◀──   Ready, Stepped, Snapshot, Failed
         KvbmUp, KvbmDown, KvbmReply              ──▶     the machine's block store, and copies to and from it
                             ◀──   KvbmAsk, KvbmLink
 
 The engine owns the block pool and numbers the KV event batches, so that one process says what is cached. The shell
-answers the network and never touches a block; what engine and kvbm say to each other it carries without a look.
+answers the network and never touches a block; it carries messages between engine and kvbm without decoding them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shared.messages import Codec, KvEvent, KvLayout, Part, Sampling, SnapshotBl
 
 
 class Submit(Struct, frozen=True, tag="submit"):
-    """Take an attempt; it ends with a Part that has a finish reason."""
+    """Compute an attempt; it ends with a Part that has a finish reason."""
 
     request: str
     attempt: int
@@ -36,37 +37,38 @@ class Submit(Struct, frozen=True, tag="submit"):
     salt: str = ""
     priority: int = 0
     number: int = 0
-    """The shell's short name for the attempt, in `Stepped.advanced`."""
+    """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
     wait_left_s: float | None = None
-    """It ends with NOT_BEGUN where it was in no step by then; None: only `time_left_s` bounds its wait."""
+    """Seconds after which the attempt ends with NOT_BEGUN if it was in no step by then; None: only `time_left_s` bounds
+    its wait."""
 
 
 class CancelAttempt(Struct, frozen=True, tag="cancel"):
-    """End it and free its blocks; unknown attempts are ignored."""
+    """End an attempt and free its blocks; unknown attempts are ignored."""
 
     request: str
     attempt: int
 
 
-class TakeSnapshot(Struct, frozen=True, tag="snapshot"):
-    """Answered by Snapshot with the same ticket."""
+class TakeEngineSnapshot(Struct, frozen=True, tag="snapshot"):
+    """Answer with a Snapshot that has the same ticket."""
 
     ticket: int
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
-    """End the process; what runs is not finished first (the shell drains before it says this)."""
+    """End the process. Attempts that run are not finished first: the shell drains before it sends this."""
 
 
 class KvbmUp(Struct, frozen=True, tag="kvbm_up"):
-    """This kvbm serves the pool's directory now: attach."""
+    """A kvbm serves the pool's directory now: attach to it."""
 
     kvbm: str
-    """Its instance id."""
+    """The kvbm's instance id."""
 
 
 class KvbmDown(Struct, frozen=True, tag="kvbm_down"):
-    """It is not there any more. What it held for this engine may be another's soon."""
+    """The kvbm has gone. Slots that it held for this engine may soon belong to another engine."""
 
     reason: str
 
@@ -77,31 +79,31 @@ class KvbmReply(Struct, frozen=True, tag="kvbm_reply"):
     number: int
     payload: bytes
     last: bool = True
-    """No other answer to it follows."""
+    """No other answer to the KvbmAsk follows."""
     failed: str = ""
-    """Why there is no payload: nobody answered in time, or NATS is away. What was asked may have been done."""
+    """Why there is no payload: no answer came in time, or NATS is away. The kvbm may have done what was asked."""
 
 
-EngineOrder = Submit | CancelAttempt | TakeSnapshot | KvbmUp | KvbmDown | KvbmReply
+EngineOrder = Submit | CancelAttempt | TakeEngineSnapshot | KvbmUp | KvbmDown | KvbmReply
 EngineCommand = EngineOrder | Shutdown
 
 # --- engine → shell
 
 PARTS: Codec[list[Part]] = Codec(list[Part], "parts")
-"""A StepFrame's, alone."""
+"""Codec of a StepFrame's parts alone."""
 KV_EVENTS: Codec[list[KvEvent]] = Codec(list[KvEvent], "KV events")
-"""An EventBatch's, alone."""
+"""Codec of an EventBatch's events alone."""
 
 
 class Loading(Struct, frozen=True, tag="loading"):
-    """Progress of a long start: what, and how much of it (0 … 1)."""
+    """Progress of a long start: what is done, and which share of it (0 … 1) is ready."""
 
     what: str
     share: float
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """The engine can take Submits; what it serves."""
+    """The engine accepts Submits; the fields say what it serves."""
 
     context_length: int
     vocab_size: int
@@ -112,17 +114,17 @@ class Ready(Struct, frozen=True, tag="ready"):
     path: str = ""
     """Directory with tokenizer.json and tokenizer_config.json (a GGUF file was converted into it)."""
     grammars: bool = False
-    """Whether output is held to `Sampling.grammar`."""
+    """Whether `Sampling.grammar` constrains output."""
     biases: bool = False
     """Whether `Sampling.logit_bias` is added."""
     embedding_size: int = 0
-    """Floats of an embedding; 0: there are none."""
+    """Number of floats of an embedding; 0: the engine makes none."""
     weights: str = ""
-    """A digest of what is computed with: blocks are exchanged between engines with the same one only."""
+    """A digest of the weights and of how they are computed with. Only engines with the same digest exchange blocks."""
 
 
 class EngineLoad(Struct, frozen=True):
-    """The engine's own account after a step."""
+    """The engine's counts after a step."""
 
     waiting: int = 0
     running: int = 0
@@ -131,90 +133,92 @@ class EngineLoad(Struct, frozen=True):
     cached_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
-    """What a step that only decodes takes, as measured lately; 0: not yet."""
+    """Seconds that a step which only decodes takes, as measured lately; 0: not measured yet."""
     preemptions: int = 0
-    """Since the engine started."""
+    """Preemptions since the engine started."""
     recomputed: int = 0
-    """Sequences computed once more as their numbers were not finite, since the engine started …"""
+    """Sequences that were computed once more since the engine started, since their numbers were not finite."""
     not_finite: int = 0
-    """… and those that ended with an error as they were not finite again."""
+    """Sequences that ended with an error since the engine started, since their numbers were not finite again."""
     onboarding: int = 0
-    """Of `waiting`, those that wait for blocks of the kvbm."""
+    """Attempts among `waiting` that wait for blocks of the kvbm."""
     late_onboardings: int = 0
-    """Those that waited for them in vain, since the engine started."""
+    """Attempts that waited for blocks of the kvbm in vain, since the engine started."""
     offered_blocks: int = 0
-    """Offered to the kvbm, since the engine started …"""
+    """Blocks offered to the kvbm since the engine started."""
     dropped_offers: int = 0
-    """… and left out because too many waited to be offered."""
+    """Blocks left out since the engine started, because too many waited to be offered."""
 
 
 class Exchanged(Struct, frozen=True):
-    """What was exchanged with kvbm since the engine started."""
+    """Counts of blocks exchanged with kvbm since the engine started."""
 
     saved_blocks: int = 0
-    """Copied to the pool and committed."""
+    """Blocks copied to the pool and committed."""
     loaded_blocks: int = 0
-    """Copied from it."""
+    """Blocks copied from the pool."""
     bad_blocks: int = 0
-    """Copies, either way, that were begun or asked for and are worth nothing: cancelled, late, of a slot that became
-    another block's meanwhile, or differing."""
+    """Copies in either direction that are of no use: cancelled, late, differing, or from a slot that became another
+    block's meanwhile."""
     saved_bytes: int = 0
     loaded_bytes: int = 0
     save_s: float = 0.0
-    """Spent copying."""
+    """Seconds spent copying to the pool."""
     load_s: float = 0.0
+    """Seconds spent copying from the pool."""
     saved_by: dict[str, int] = {}
-    """Blocks, by the way their copies took …"""
+    """Path that copies took → blocks copied to the pool."""
     loaded_by: dict[str, int] = {}
+    """Path that copies took → blocks copied from the pool."""
     fallbacks: dict[str, int] = {}
-    """… and those for which a better way failed before, by its name and the reason."""
+    """Name of a better path that failed before, with the reason → blocks copied."""
     differing_blocks: int = 0
-    """Loads that were compared with the pool's slot and were not the same."""
+    """Loads that were compared with the pool's slot and differ from it."""
     damaged_blocks: int = 0
-    """Loads whose slot in the pool had not the checksum that kvbm has of it."""
+    """Loads whose slot in the pool did not have the checksum that kvbm has of it."""
     discarded_blocks: int = 0
-    """Named to the kvbm as blocks that may be wrong."""
+    """Blocks that the kvbm was asked to discard, since they may be wrong."""
 
 
 class Stepped(Struct, frozen=True, tag="stepped"):
-    """What one step made, or some short ones together. `progress` counts steps, also those that only cancelled or
-    expired.
+    """The results of one step, or of some short ones together. `progress` counts steps, also those that only cancelled
+    or expired.
 
-    What goes on to others is encoded where it is made, once, and passed on as it is; what the shell has to know of it
-    comes beside. So a token costs the shell next to nothing: it decodes no part, and touches no attempt but those that
-    begin or end.
+    Data for frontends and routers is encoded once, where it is made, and passed on as it is; the shell gets what it
+    needs in fields of its own. So a token costs the shell almost nothing: it decodes no part, and touches only attempts
+    that begin or end.
     """
 
     progress: int
-    frames: dict[str, bytes]
-    """Frontend → its parts, the encoded ones of a StepFrame."""
-    notable: list[Part]
-    """Those of these parts that are an attempt's first or last."""
-    advanced: list[int]
-    """Numbers of the attempts that each of the other parts brings one token further; once for each part."""
+    encoded_parts: dict[str, bytes]
+    """Frontend → the encoded parts of its StepFrame."""
+    boundary_parts: list[Part]
+    """The parts among them that are an attempt's first or last."""
+    one_token_attempts: list[int]
+    """`Submit.number` of the attempt of each other part, which brings the attempt one token further."""
     event_batch: bytes
     """The encoded events of an EventBatch, with `event_sequence`; empty where there are none."""
     event_sequence: int
-    """Of the last batch so far; -1 before the first."""
+    """Number of the last event batch so far; -1 before the first."""
     digest: int
     load: EngineLoad
     steps: int = 0
-    """That this tells of; 0: the opening."""
+    """Number of steps that this reports; 0: the opening."""
     tokens: int = 0
-    """Computed in them."""
+    """Tokens computed in these steps."""
     elapsed_s: float = 0.0
-    """What the runner took for them, all together."""
+    """Seconds that the runner took for these steps, all together."""
     exchanged: Exchanged | None = None
-    """None: nothing more since it was told last."""
+    """Totals; None: nothing was exchanged since they were reported last."""
 
     @property
     def parts(self) -> dict[str, list[Part]]:
-        """Frontend → its parts, for those who look at them."""
-        return {frontend: PARTS.decode(parts) for frontend, parts in self.frames.items()}
+        """Frontend → its parts, decoded."""
+        return {frontend: PARTS.decode(parts) for frontend, parts in self.encoded_parts.items()}
 
     @property
     def events(self) -> list[KvEvent]:
-        """Of the batch."""
+        """The events of the batch, decoded."""
         return KV_EVENTS.decode(self.event_batch) if self.event_batch else []
 
 
@@ -227,7 +231,7 @@ class Snapshot(Struct, frozen=True, tag="snapshot_taken"):
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """The engine cannot go on (or could not start); it ends after this."""
+    """The engine cannot go on, or could not start; it ends after this."""
 
     reason: str
     model: bool = False
@@ -235,25 +239,25 @@ class Failed(Struct, frozen=True, tag="failed"):
 
 
 class KvbmAsk(Struct, frozen=True, tag="kvbm_ask"):
-    """Put this to the kvbm; each is answered by KvbmReply, the last of which is `last`."""
+    """Send a request to the kvbm. Each KvbmReply is an answer; the last one is marked `last`."""
 
     number: int
     operation: Literal["attach", "store", "commit", "abort", "fetch", "release", "discard"]
     payload: bytes
-    """As `shared.kvbm_messages` encodes it."""
+    """The request as `shared.kvbm_messages` encodes it."""
     timeout_s: float
-    """For each answer."""
+    """Seconds that each answer may take."""
 
 
 class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
-    """Whether blocks are exchanged with a kvbm now; told at each change."""
+    """Whether blocks are exchanged with a kvbm now; sent at each change."""
 
     kvbm: str
-    """Instance id; empty: none."""
+    """Instance id of the kvbm; empty: there is no link."""
     layout: str = ""
-    """The digest there."""
+    """Digest of the layout there."""
     reason: str = ""
-    """Why not."""
+    """Why there is no link."""
 
 
 EngineReport = Loading | Ready | Stepped | Snapshot | Failed | KvbmAsk | KvbmLink

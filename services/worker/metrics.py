@@ -23,7 +23,7 @@ class _Steps:
     capacity_blocks: int = 0
 
 
-class Metrics:
+class WorkerMetrics:
     """One worker's metrics; labels are few and bounded.
 
     What every step changes is summed up here and shown with each load report, every 250 ms: eleven updates a step were
@@ -59,14 +59,14 @@ class Metrics:
         self._lost = 0
         self._since = _Steps()
 
-    def answered(self, reply: GenerateReply, prompt_tokens: int) -> None:
+    def count_reply(self, reply: GenerateReply, prompt_tokens: int) -> None:
         """A Generate was accepted or refused."""
         if isinstance(reply, Refused):
             self._requests.labels(f"refused_{reply.code}").inc()
         else:
             self._prompt.inc(prompt_tokens)
 
-    def part(self, part: Part) -> None:
+    def count_part(self, part: Part) -> None:
         """An attempt begins or ends."""
         self._output.inc(len(part.tokens) // 4)
         if part.finish is not None:
@@ -76,11 +76,11 @@ class Metrics:
             self._cached.labels("host").inc(part.cached_host_tokens)
             self._cached.labels("disk").inc(part.cached_disk_tokens)
 
-    def stepped(self, step: Stepped, capacity_blocks: int) -> None:
+    def count_step(self, step: Stepped, capacity_blocks: int) -> None:
         """The engine made a step, or some short ones, which count with their mean."""
         since = self._since
         since.steps += step.steps
-        since.output_tokens += len(step.advanced)
+        since.output_tokens += len(step.one_token_attempts)
         since.event_batches += bool(step.event_batch)
         if step.tokens:
             since.computed_tokens += step.tokens
@@ -88,10 +88,10 @@ class Metrics:
                 self._step_s.observe(step.elapsed_s / step.steps)
         since.load, since.capacity_blocks = step.load, capacity_blocks
 
-    def frame_sent(self) -> None:
+    def count_frame(self) -> None:
         self._since.frames += 1
 
-    def show(self) -> None:
+    def publish(self) -> None:
         """What the steps since the last time came to."""
         since, self._since = self._since, _Steps()
         self._steps.inc(since.steps)
@@ -111,10 +111,10 @@ class Metrics:
         self._shown = EngineLoad()
 
     def engine_lost(self) -> None:
-        self.show()
+        self.publish()
         self._show(EngineLoad(), 0)
 
-    def frames_lost(self, total: int) -> None:
+    def count_lost_frames(self, total: int) -> None:
         """`total` frames since the start were dropped before they were sent."""
         self._lost_frames.inc(total - self._lost)
         self._lost = total

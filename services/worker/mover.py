@@ -1,10 +1,10 @@
-"""Copies between an engine's own memory and the pool of its machine's kvbm: what is asked of a mover, and told by it.
+"""Mover, which copies blocks between an engine's own memory and the pool of its machine's kvbm.
 
-    save, load ──▶ waiting ──▶ copying, slot by slot ──▶ ended: told once, with what became of each copy
+    save, load ──▶ waiting ──▶ copying, slot by slot ──▶ ended: reported once, with the result of each copy
                       └───────── cancel ─────┴───────────▲
 
-A mover only copies. Which slots, and until when, the engine has from the kvbm; `services.worker.transfer.mover`
-copies, `services.worker.simulated.mover` takes the time that copies would take. Pure.
+A mover only copies. The kvbm tells the engine which slots to use, and until when. `services.worker.transfer.mover`
+copies; `services.worker.simulated.mover` takes the time that copies would take. Pure.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ class Copy(Struct, frozen=True):
     pool_slot: int
     device_slot: int
     generation: int = 0
-    """Of a load: what Fetched said of the pool's slot."""
+    """The generation that Fetched named for the pool's slot; used by loads."""
     checksum: int | None = None
-    """Of a load: what the pool's slot must have, else its bytes are damaged. Of a save: any number, and the mover makes
-    one. None: neither."""
+    """A load compares the pool's slot with this checksum: where they differ, its bytes are damaged. For a save any
+    number asks the mover to make one. None: neither."""
 
 
 class Copied(Struct, frozen=True):
-    """A batch has ended: nothing of it is read or written any more."""
+    """A batch has ended: none of its slots is read or written any longer."""
 
     batch: int
     good: list[bool]
-    """Of each copy: made, and in time; of a load also that its slot was still the same after it."""
+    """For each copy whether it was made, and in time; for a load also whether its slot was still the same
+    afterwards."""
     moved_bytes: int
     took_s: float
-    """From its first copy's begin to its last one's end; 0: none was made."""
+    """Seconds from the begin of its first copy to the end of its last one; 0: none was made."""
     failed: str = ""
-    """What the mover stumbled over; no copy of the batch is good then."""
+    """The error that the mover met; no copy of the batch is good then."""
     paths: dict[str, int] = {}
-    """Blocks that were copied, by the way they took …"""
+    """Path that copies took → blocks copied."""
     fallbacks: dict[str, int] = {}
-    """… and those for which a better way failed before, by its name and the reason."""
+    """Name of a better path that failed before, with the reason → blocks copied."""
     differing: int = 0
-    """Loads that were compared with the pool's slot and found to be other than it: a fault, and none of them good."""
+    """Loads that were compared with the pool's slot and differ from it: a fault. None of them is good."""
     damaged: list[int] = []
-    """Loads, by their place in the batch, whose slot has not the checksum that it must have: none of them is good."""
+    """Places in the batch of loads whose slot does not have the checksum that it must have. None of them is good."""
     checksums: list[int] = []
-    """Of a batch of saves that asked for them, one for each copy that was made, in order."""
+    """For a batch of saves that asked for checksums: one for each copy that was made, in order."""
 
 
 class Slots(Protocol):
@@ -57,16 +58,16 @@ class Slots(Protocol):
 
     @property
     def arena(self) -> Arena:
-        """Where they lie."""
+        """Where the slots lie in the pool's file."""
         ...
 
     @property
     def bytes(self) -> memoryview:
-        """All of them, one behind the other; a simulated pool has none."""
+        """The bytes of all slots, one after the other; a simulated pool has none."""
         ...
 
     def generation(self, slot: int) -> int:
-        """Raises PoolUnfit where there is no such slot."""
+        """Return the slot's generation. Raises PoolUnfit where there is no such slot."""
         ...
 
 
@@ -74,39 +75,40 @@ class Mover(Protocol):
     """Copies batches. Belongs to one thread, the engine's."""
 
     def attach(self, slots: Slots) -> None:
-        """The pool to copy to and from. No copy is under way, and nothing is attached. Raises PoolUnfit where its slots
-        are too small."""
+        """Copy to and from these slots of the pool. No copy is under way, and no slots are attached. Raises PoolUnfit
+        where they are too small."""
         ...
 
     def detach(self) -> None:
-        """The pool is left alone when this returns. No copy is under way."""
+        """Leave the pool alone when this returns. No copy is under way."""
         ...
 
     def save(self, batch: int, copies: Sequence[Copy], until_s: float) -> None:
-        """Device → pool. No copy begins at or after `until_s` by the engine's clock. `batch` names it."""
+        """Copy from the device to the pool. No copy begins at or after `until_s` by the engine's clock. `batch` names
+        the batch."""
         ...
 
     def load(self, batch: int, copies: Sequence[Copy]) -> None:
-        """Pool → device; goes before saves that wait."""
+        """Copy from the pool to the device, before saves that wait."""
         ...
 
     def cancel(self, batch: int) -> None:
-        """Copies that have not begun are not made. The batch still ends; one that has ended or never was is ignored."""
+        """Make no copy of the batch that has not begun. The batch still ends; an unknown or ended batch is ignored."""
         ...
 
     def ended(self) -> list[Copied]:
-        """Those since the last call; each batch exactly once."""
+        """Return the batches that have ended since the last call, each exactly once."""
         ...
 
     def fileno(self) -> int:
-        """Readable when `ended` has something to tell; -1: there is no such thing, `ends_s` says when."""
+        """Return a descriptor that is readable when `ended` would return a batch; -1: there is none, see `ends_s`."""
         ...
 
     @property
     def ends_s(self) -> float | None:
-        """When the next batch ends, by the engine's clock; None: nobody knows, or none is under way."""
+        """When the next batch ends, by the engine's clock; None: not known, or none is under way."""
         ...
 
     def close(self) -> None:
-        """Copies that have not begun are never made, and nothing is told any more."""
+        """Make no further copy, and report none."""
         ...

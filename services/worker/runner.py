@@ -1,4 +1,4 @@
-"""What an engine's loop asks of a runner, which computes steps, whatever the arithmetic: native, simulated, echo."""
+"""Runner, which computes an engine's steps: native, simulated or echo. Work and Drawn are its input and output."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shared.messages import Sampling, TokenLogprob
 
 
 class Work(Struct):
-    """One sequence's share of a step. A sequence has one for life, which the scheduler moves on between steps.
+    """One sequence's share of a step. A sequence has one Work for life, which the scheduler advances between steps.
 
     history   | computed before (blocks hold their KV) | computed now          | later
               0                                        start                   end
     """
 
     sequence: int
-    """Names the sequence while it lives in the engine."""
+    """Number that names the sequence while it lives in the engine."""
     history: Sequence[int]
-    """All token ids that are known, prompt, then output."""
+    """All known token ids: the prompt, then the output."""
     start: int
     end: int
     blocks: Sequence[int]
@@ -31,7 +31,7 @@ class Work(Struct):
     prompt_tokens: int
     """Where in `history` the output begins."""
     kept: object = None
-    """The runner's own, from one step with this sequence to the next; goes with it."""
+    """State that the runner keeps from one step with this sequence to the next."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -40,17 +40,17 @@ class Work(Struct):
 
     @property
     def ends(self) -> bool:
-        """Whether something comes of it now: not in the middle of a chunked prefill."""
+        """Whether this step yields a token or an embedding, as a chunk in the middle of a prefill does not."""
         return self.end == len(self.history)
 
     @property
     def draws(self) -> bool:
-        """Whether that is a token, drawn from the last position's logits, and not an embedding."""
+        """Whether this step yields a token, drawn from the last position's logits, and not an embedding."""
         return self.end == len(self.history) and not self.sampling.pooling
 
     @property
     def draw_index(self) -> int:
-        """Index in the output of the token that will be drawn; with the seed it fixes the random number."""
+        """Index in the output of the token to draw; it fixes the random number together with the seed."""
         return self.end - self.prompt_tokens
 
 
@@ -59,13 +59,13 @@ class Drawn(Struct, frozen=True, gc=False):
 
     token: int
     logprob: TokenLogprob | None = None
-    """Where `sampling.logprobs` ≥ 0."""
+    """The token's log-probability, where `sampling.logprobs` ≥ 0."""
     error: str = ""
-    """Why there is no token after all: the sequence ends with it."""
+    """Why there is no token after all; the sequence ends with this error."""
     embedding: bytes = b""
-    """As in Part; there is no token then."""
+    """The embedding as Part carries it; there is no token then."""
     suspect: bool = False
-    """The error is that numbers were not finite: the blocks that they came of may be wrong, whoever computed them."""
+    """The error is that numbers were not finite. Any block that they were computed from may be wrong."""
 
 
 class Runner(Protocol):
@@ -75,13 +75,14 @@ class Runner(Protocol):
     def facts(self) -> Ready: ...
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry per work, None for those that do not end. Where the numbers of a work are not finite, its entry
-        is `suspect`, and those of the others are as ever. Raises ModelError if the device fails."""
+        """Compute a step. Return one entry per work, None for a work that does not end. Where the numbers of a work are
+        not finite, its entry is `suspect`, and the other entries are not affected. Raises ModelError if the device
+        fails."""
         ...
 
     def mover(self, clock: Callable[[], float]) -> Mover:
-        """What copies between this runner's KV memory and a kvbm's pool; `clock` is the engine's. Called once at most,
-        before the first step, and closed before the runner. Raises ConfigError where the runner has no KV to
+        """Return the mover between this runner's KV memory and a kvbm's pool; `clock` is the engine's. Called at most
+        once, before the first step; closed before the runner. Raises ConfigError where the runner has no KV to
         exchange."""
         ...
 
@@ -89,4 +90,4 @@ class Runner(Protocol):
 
 
 LoadRunner = Callable[[Callable[[Loading], None]], Runner]
-"""Builds a runner inside the engine process, telling its progress. Raises ModelError."""
+"""Builds a runner inside the engine process and reports its progress. Raises ModelError."""

@@ -23,12 +23,12 @@ from pathlib import Path
 import msgspec
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.process import EngineClient
-from services.worker.engine.supervisor import EngineHost, StartEngine
+from services.worker.engine.process import EngineProcess
+from services.worker.engine.supervisor import EngineSupervisor, StartEngine
 from services.worker.kv_connector.client import KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import PARTS, EngineLoad, Loading, Ready, Stepped, Submit
-from services.worker.metrics import Metrics
+from services.worker.metrics import WorkerMetrics
 from services.worker.model_card import CardAnnouncement, card_of, name_of
 from services.worker.requests.attempts import Attempts
 from services.worker.requests.frame_log import FrameLog
@@ -78,18 +78,18 @@ async def serve(runtime: Runtime, config: WorkerConfig) -> None:
 class Worker:
     """One worker process, engine process included. `start_engine`: in simulations the engine runs in this process."""
 
-    def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = EngineClient.start) -> None:
+    def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = EngineProcess.start) -> None:
         self._runtime = runtime
         self._config = config
         self._model_name = config.model_name or name_of(Path(config.model))
-        self._metrics = Metrics(runtime.registry)
+        self._metrics = WorkerMetrics(runtime.registry)
         self._attempts = Attempts(
             model=self._model_name,
             most_living=config.max_running + config.max_waiting,
             most_waiting_tokens=config.max_waiting_tokens,
         )
         self._sender = FrameSender(runtime.bus, runtime.namespace, FrameLog(runtime.instance), self._metrics)
-        self.engine = EngineHost(
+        self.engine = EngineSupervisor(
             config,
             self._model_name,
             runtime.instance,
@@ -99,14 +99,14 @@ class Worker:
             stepped=self._engine_stepped,
             lost=self._engine_lost,
             busy=lambda: len(self._attempts) > 0,
-            exchanged=lambda report: self._kvbm.take(report),
+            exchanged=lambda report: self._kvbm.handle(report),
         )
         self._kvbm_metrics = KvbmMetrics(runtime.registry)
         self._kvbm = KvbmClient(
             runtime,
             config.kvbm.pool,
             self._kvbm_metrics,
-            tell=self.engine.exchange,
+            tell=self.engine.forward_kvbm,
             link_changed=self._kvbm_link_changed,
         )
         self._publisher = runtime.events.open_publisher()
@@ -165,8 +165,8 @@ class Worker:
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_LIMIT_S):
                 await self._sender.flush()
-        self._metrics.show()
-        self._kvbm_metrics.show()
+        self._metrics.publish()
+        self._kvbm_metrics.publish()
         await self._announcement.close()
         if isinstance(failed, BaseException) and not isinstance(failed, asyncio.CancelledError):
             raise failed
@@ -204,7 +204,7 @@ class Worker:
 
     def _kvbm_link_changed(self) -> None:
         if self._announcement.card is not None:
-            shown = self._kvbm.shown
+            shown = self._kvbm.shown_link
             card = msgspec.structs.replace(self._announcement.card, kvbm=shown.kvbm, kvbm_layout=shown.layout)
             self._announcement.show(card)
 
@@ -221,12 +221,12 @@ class Worker:
         if step.event_batch:
             self._publisher.publish(step.event_sequence, encode_batch(self._runtime.wall(), step.event_batch))
         if len(self._attempts):  # else they were ended here, and the engine has not heard it yet
-            self._attempts.advance(step.advanced)
-            for part in step.notable:
-                self._attempts.tell(part)
-            self._send(step.frames, step.notable)
-        self._kvbm_metrics.stepped(step)
-        self._metrics.stepped(step, 0 if self.engine.facts is None else self.engine.facts.capacity_blocks)
+            self._attempts.count_tokens(step.one_token_attempts)
+            for part in step.boundary_parts:
+                self._attempts.record_part(part)
+            self._send(step.encoded_parts, step.boundary_parts)
+        self._kvbm_metrics.count_step(step)
+        self._metrics.count_step(step, 0 if self.engine.facts is None else self.engine.facts.capacity_blocks)
 
     def _engine_lost(self, reason: str) -> None:
         self._progress_before += self._last.progress if self._last is not None else 0
@@ -246,7 +246,7 @@ class Worker:
     def _send(self, frames: Mapping[str, bytes], notable: Iterable[Part]) -> None:
         """To each frontend its encoded parts; `notable` are the first and the last ones of attempts."""
         for part in notable:
-            self._metrics.part(part)
+            self._metrics.count_part(part)
             self._attempts_changed.set()
         for frontend, parts in frames.items():
             self._sender.append(frontend, parts)
@@ -258,14 +258,14 @@ class Worker:
             generate = GENERATE.decode(message.payload, message.headers)
         except ProtocolError as wrong:
             refused = Refused("", 0, "bad_request", str(wrong))
-            self._metrics.answered(refused, 0)
+            self._metrics.count_reply(refused, 0)
             await self._answer(message, GENERATE_REPLY.encode(refused, message.headers))
             return
         reply, number = self._attempts.admit(generate, None if self._announcement.card is None else self.engine.facts)
         if number and not self.engine.submit(_submit(generate, number)):
             self._attempts.forget((generate.request, generate.attempt))
             reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read")
-        self._metrics.answered(reply, generate.prompt_tokens if number else 0)
+        self._metrics.count_reply(reply, generate.prompt_tokens if number else 0)
         await self._answer(message, GENERATE_REPLY.encode(reply, message.headers))
 
     async def _cancel(self, message: Message) -> None:
@@ -279,7 +279,7 @@ class Worker:
     async def _resend(self, message: Message) -> None:
         asked = RESEND_REQUEST.decode(message.payload, message.headers)
         epoch, first, after = self._sender.log.rewind(asked.frontend, asked.first)
-        resent = Resent(epoch, first, after, self._attempts.of(asked.frontend))
+        resent = Resent(epoch, first, after, self._attempts.streams_of(asked.frontend))
         await self._answer(message, RESENT.encode(resent, message.headers))
         self._sender.wake()
 
@@ -316,7 +316,7 @@ class Worker:
     def _directory_changed(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceDown) and change.instance.service == "frontend":
             frontend = change.instance.instance
-            for stream in self._attempts.of(frontend):
+            for stream in self._attempts.streams_of(frontend):
                 self._cancel_attempt(stream.request, stream.attempt)
             self._gone.add(frontend)
         elif isinstance(change, InstanceUp):
@@ -324,7 +324,7 @@ class Worker:
 
     def _forget_the_gone(self) -> None:
         """Not before their attempts have ended: each end makes a frame."""
-        ended = {frontend for frontend in self._gone if not self._attempts.of(frontend)}
+        ended = {frontend for frontend in self._gone if not self._attempts.streams_of(frontend)}
         for frontend in ended:
             self._sender.log.forget(frontend)
         self._gone -= ended
@@ -339,8 +339,8 @@ class Worker:
                 pass  # the next one says it all again
             except PayloadTooLarge as wrong:
                 _log.error("no load report: %s; max_waiting is too high for this payload limit", wrong)
-            self._metrics.show()
-            self._kvbm_metrics.show()
+            self._metrics.publish()
+            self._kvbm_metrics.publish()
             self._forget_the_gone()
             self._sender.wake()
             await asyncio.sleep(REPORT_INTERVAL_S)
@@ -368,7 +368,7 @@ class Worker:
                     digest=0 if last is None else last.digest,
                 )
             ],
-            frames=self._sender.log.last,
+            frames=self._sender.log.last_sequences,
             attempts=self._attempts.names,
         )
 

@@ -6,7 +6,7 @@ from random import Random
 from benchmarks.fleet import Fleet
 from benchmarks.fleet_store import StoreSizes
 from benchmarks.loads import Load, chats, ideal
-from services.worker.messages import Snapshot, TakeSnapshot
+from services.worker.messages import Snapshot, TakeEngineSnapshot
 from services.worker.runner import Work
 
 REQUESTS = 150
@@ -40,7 +40,7 @@ def check(fleet: Fleet) -> None:
     held = 0
     for worker in fleet.workers.values():
         worker.core.validate()
-        (snapshot,) = worker.core.handle(TakeSnapshot(0), fleet.clock.now_s)
+        (snapshot,) = worker.core.handle(TakeEngineSnapshot(0), fleet.clock.now_s)
         assert isinstance(snapshot, Snapshot)
         held += len(snapshot.blocks)
     assert fleet.router.index.statistics().pairs["device"] == held

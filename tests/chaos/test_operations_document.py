@@ -17,7 +17,7 @@ from services.router.config import RouterConfig
 from services.router.metrics import RouterMetrics as RouterMetrics
 from services.worker.config import WorkerConfig
 from services.worker.kv_connector.metrics import KvbmMetrics
-from services.worker.metrics import Metrics as WorkerMetrics
+from services.worker.metrics import WorkerMetrics as WorkerMetrics
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
 from shared.discovery.directory import Directory

@@ -6,14 +6,14 @@ from functools import partial
 
 from services.worker.__main__ import _process
 from services.worker.config import WorkerConfig
-from services.worker.engine.process import EngineClient
+from services.worker.engine.process import EngineProcess
 from services.worker.service import Worker
 from shared.runtime.lifecycle import Runtime, run
 
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:
     """Until `runtime.stopping`."""
-    await Worker(runtime, config, partial(EngineClient.start, module="tests.gpu.breaking_engine")).run()
+    await Worker(runtime, config, partial(EngineProcess.start, module="tests.gpu.breaking_engine")).run()
 
 
 if __name__ == "__main__":

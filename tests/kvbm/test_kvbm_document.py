@@ -18,7 +18,7 @@ from services.kvbm.tickets.errors import RefusalCode
 from services.kvbm.tickets.results import TicketLimits
 from services.kvbm.tiers.host_slots import SlotState
 from services.kvbm.tiers.policies import BUILT_IN, GuardedPolicy, named
-from services.worker.config import KvbmConfig as OfWorker
+from services.worker.config import KVConnectorConfig as OfWorker
 from services.worker.kv_connector import connector
 from shared.hashing import ContentKey
 from tests.kvbm.store_rig import LIMIT_S, NAMESPACE

@@ -71,7 +71,7 @@ def _worker(process: Process) -> Iterator[str]:
 def _link(process: Process, kvbms: Sequence[Process]) -> Iterator[str]:
     """Who is attached to the kvbm."""
     there = kvbms[0].instance if kvbms else ""
-    linked = "" if process.worker is None else process.worker._kvbm.shown.kvbm
+    linked = "" if process.worker is None else process.worker._kvbm.shown_link.kvbm
     if linked != there:
         yield f"{process.instance} is attached to {linked!r}, not to {there!r}"
 

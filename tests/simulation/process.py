@@ -34,7 +34,7 @@ from services.kvbm.tickets.results import TicketLimits
 from services.router.config import IndexConfig, LoadConfig, RouterConfig, SourceConfig
 from services.router.service import Router, router
 from services.worker.config import EngineConfig, SimulatedConfig, WorkerConfig
-from services.worker.config import KvbmConfig as ExchangeConfig
+from services.worker.config import KVConnectorConfig as ExchangeConfig
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.messages import Ready

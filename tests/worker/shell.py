@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.process import EngineClient
+from services.worker.engine.process import EngineProcess
 from services.worker.engine.supervisor import StartEngine
 from services.worker.service import Worker
 from shared import subjects
@@ -163,7 +163,7 @@ def endless(name: str) -> Generate:
 
 @asynccontextmanager
 async def running_worker(
-    config: WorkerConfig, *, bus: Bus | None = None, start_engine: StartEngine = EngineClient.start
+    config: WorkerConfig, *, bus: Bus | None = None, start_engine: StartEngine = EngineProcess.start
 ) -> AsyncIterator[Shell]:
     """A worker that is served on leaving: stopped, drained, its engine ended."""
     broker, store = MemoryBroker(), MemoryStore()

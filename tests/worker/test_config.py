@@ -16,8 +16,8 @@ from shared.errors import ConfigError
 from tests.worker.shell import LIMIT_S, write_model
 
 WRONG = [
-    ("--device cuda --engine echo", "device is cuda; the echo engine computes nothing"),
-    ("--device cuda --engine simulated", "device is cuda; the simulated engine computes nothing"),
+    ("--device cuda --engine echo", "device is cuda, but the echo engine computes nothing: set device = cpu"),
+    ("--device cuda --engine simulated", "device is cuda, but the simulated engine computes nothing: set device = cpu"),
     ("--device cuda --kv-dtype float32", "kv_dtype is float32; on a GPU KV is kept in cuda.dtype, bfloat16"),
     (
         "--device cuda --cuda-dtype float16 --kv-dtype bfloat16",
@@ -34,7 +34,7 @@ WRONG = [
     ("--cuda-gpu -1", "Expected `int` >= 0 - at `$.cuda.gpu`"),
     (
         "--cuda-graph-lower-bound 9 --cuda-graph-upper-bound 8",
-        "graph_lower_bound is 9, above graph_upper_bound, 8; graphs = false captures none - at `$.cuda`",
+        "graph_lower_bound is 9, above graph_upper_bound, 8; to capture no graphs, set graphs = false - at `$.cuda`",
     ),
 ]
 
@@ -75,7 +75,10 @@ def started(*flags: str) -> tuple[int, str]:
 
 def test_a_worker_says_so_in_one_line_and_ends_with_status_2() -> None:
     refused = started("--model", "m", "--device", "cuda", "--engine", "echo")
-    assert refused == (2, "headrace-worker: WorkerConfig: device is cuda; the echo engine computes nothing\n")
+    assert refused == (
+        2,
+        "headrace-worker: WorkerConfig: device is cuda, but the echo engine computes nothing: set device = cpu\n",
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from services.kvbm.tickets.results import TicketLimits
-from services.worker.config import Dtype, EngineConfig, KvbmConfig, SimulatedConfig, WorkerConfig
+from services.worker.config import Dtype, EngineConfig, KVConnectorConfig, SimulatedConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
-from services.worker.engine.process import EngineClient
+from services.worker.engine.process import EngineProcess
 from services.worker.engine_main import _first, _load
 from services.worker.messages import (
     EngineReport,
@@ -57,7 +57,7 @@ def simulated(tmp_path: Path, **times: float | str) -> WorkerConfig:
     return WorkerConfig(model=model, engine="simulated", capacity_blocks=64, simulated=settings)
 
 
-async def ready(engine: EngineClient) -> Ready:
+async def ready(engine: EngineProcess) -> Ready:
     async with asyncio.timeout(LIMIT_S):
         report: EngineReport = Loading("", 0.0)
         while isinstance(report, Loading):
@@ -67,7 +67,7 @@ async def ready(engine: EngineClient) -> Ready:
 
 
 async def answer(
-    engine: EngineClient,
+    engine: EngineProcess,
     prompt: list[int],
     max_tokens: int,
     steps: list[Stepped] | None = None,
@@ -128,7 +128,7 @@ class Store:
         self.drawer.close()
         self.drawer = self._open()
 
-    def answer(self, engine: EngineClient, ask: KvbmAsk) -> None:
+    def answer(self, engine: EngineProcess, ask: KvbmAsk) -> None:
         now_s = asyncio.get_running_loop().time()
         replies, ticket = self.drawer.answer(ask, now_s)
         while self.drawer.reads:
@@ -137,7 +137,7 @@ class Store:
         for index, reply in enumerate(replies, 1):
             engine.send(KvbmReply(ask.number, reply, last=index == len(replies)))
 
-    async def linked(self, engine: EngineClient) -> None:
+    async def linked(self, engine: EngineProcess) -> None:
         engine.send(KvbmUp(self.drawer.name))
         async with asyncio.timeout(LIMIT_S):
             while True:
@@ -149,7 +149,7 @@ class Store:
                     case _:
                         pass
 
-    async def saved(self, engine: EngineClient, blocks: int) -> None:
+    async def saved(self, engine: EngineProcess, blocks: int) -> None:
         """Until the engine has told that so many of its blocks are stored, perhaps while it answered."""
         async with asyncio.timeout(LIMIT_S):
             while self.exchanged.saved_blocks < blocks:
@@ -163,7 +163,7 @@ class Store:
 
 
 async def test_it_gets_ready_answers_and_ends_on_shutdown(tmp_path: Path) -> None:
-    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
+    engine = await EngineProcess.start(echo(tmp_path), "model", "w1")
     facts = await ready(engine)
     assert facts.capacity_blocks == 64
     assert facts.path == str(tmp_path / "model")
@@ -173,7 +173,7 @@ async def test_it_gets_ready_answers_and_ends_on_shutdown(tmp_path: Path) -> Non
 
 
 async def test_a_simulated_engine_takes_its_time_and_says_the_prompt(tmp_path: Path) -> None:
-    engine = await EngineClient.start(simulated(tmp_path, weights_s=0.01, context_length=100), "model", "w1")
+    engine = await EngineProcess.start(simulated(tmp_path, weights_s=0.01, context_length=100), "model", "w1")
     assert (await ready(engine)).context_length == 100
     steps: list[Stepped] = []
     parts = await answer(engine, [5, 6, 7], 4, steps)
@@ -185,7 +185,7 @@ async def test_a_simulated_engine_takes_its_time_and_says_the_prompt(tmp_path: P
 async def test_a_bad_table_of_times_is_named(tmp_path: Path) -> None:
     table = tmp_path / "times.toml"
     table.write_text("decode = []", encoding="utf-8")
-    engine = await EngineClient.start(simulated(tmp_path, table=str(table)), "model", "w1")
+    engine = await EngineProcess.start(simulated(tmp_path, table=str(table)), "model", "w1")
     report = await engine.receive()
     assert isinstance(report, Failed)
     assert report.model
@@ -194,14 +194,14 @@ async def test_a_bad_table_of_times_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_stopped_engine_is_killed_at_the_limit(tmp_path: Path) -> None:
-    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
+    engine = await EngineProcess.start(echo(tmp_path), "model", "w1")
     await ready(engine)
     os.kill(engine.pid, signal.SIGSTOP)
     assert await engine.end(0.05) == -signal.SIGKILL
 
 
 async def test_interrupts_meant_for_the_shell_do_not_end_it(tmp_path: Path) -> None:
-    engine = await EngineClient.start(echo(tmp_path), "model", "w1")
+    engine = await EngineProcess.start(echo(tmp_path), "model", "w1")
     await ready(engine)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(engine.pid, number)
@@ -211,7 +211,7 @@ async def test_interrupts_meant_for_the_shell_do_not_end_it(tmp_path: Path) -> N
 
 async def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
     config = msgspec.structs.replace(echo(tmp_path), model=str(tmp_path))
-    engine = await EngineClient.start(config, "model", "w1")
+    engine = await EngineProcess.start(config, "model", "w1")
     report = await engine.receive()
     assert isinstance(report, Failed)
     assert report.model
@@ -226,9 +226,9 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys, msgspec\n"
         "from services.worker.config import WorkerConfig\n"
-        "from services.worker.engine.process import EngineClient\n"
+        "from services.worker.engine.process import EngineProcess\n"
         "async def main():\n"
-        "    engine = await EngineClient.start(msgspec.json.decode(sys.argv[1], type=WorkerConfig), 'model', 'w1')\n"
+        "    engine = await EngineProcess.start(msgspec.json.decode(sys.argv[1], type=WorkerConfig), 'model', 'w1')\n"
         "    await engine.receive()\n"
         "    print(engine.pid, flush=True)\n"
         "    await asyncio.Event().wait()\n"
@@ -249,7 +249,7 @@ async def test_the_native_engine_repeats_itself_from_its_cache(tmp_path: Path) -
     config = WorkerConfig(
         model=str(model), cache=str(tmp_path / "cache"), engine="native", capacity_blocks=64, threads=1
     )
-    engine = await EngineClient.start(config, "tiny", "w1")
+    engine = await EngineProcess.start(config, "tiny", "w1")
     facts = await ready(engine)
     assert facts.vocab_size == 320
     prompt = [position * 7 % 320 for position in range(100)]
@@ -271,16 +271,16 @@ async def test_a_prompt_that_one_engine_computed_is_loaded_by_another_and_answer
         capacity_blocks=64,
         threads=1,
         kv_dtype=kv_dtype,
-        kvbm=KvbmConfig(pool=str(tmp_path / "pool"), wait_s=LIMIT_S),
+        kvbm=KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=LIMIT_S),
     )
     prompt = [position * 7 % 320 for position in range(100)]
-    first = await EngineClient.start(config, "tiny", "w1")
+    first = await EngineProcess.start(config, "tiny", "w1")
     store = Store(tmp_path / "pool", await ready(first))
     await store.linked(first)
     computed = await answer(first, prompt, 8, store=store)
     await store.saved(first, 6)
     first.kill()
-    second = await EngineClient.start(config, "tiny", "w2")
+    second = await EngineProcess.start(config, "tiny", "w2")
     await ready(second)
     await store.linked(second)
     loaded = await answer(second, prompt, 8, store=store)
@@ -291,7 +291,7 @@ async def test_a_prompt_that_one_engine_computed_is_loaded_by_another_and_answer
     await second.end(LIMIT_S)
 
     store.restart()
-    third = await EngineClient.start(config, "tiny", "w3")
+    third = await EngineProcess.start(config, "tiny", "w3")
     await ready(third)
     await store.linked(third)
     from_disk = await answer(third, prompt, 8, store=store)
@@ -310,7 +310,7 @@ def test_blocks_are_compared_where_the_settings_say_so(
         model=str(write_tiny_model(tmp_path / "tiny")),
         cache=str(tmp_path / "cache"),
         capacity_blocks=8,
-        kvbm=KvbmConfig(verify=verify),
+        kvbm=KVConnectorConfig(verify=verify),
     )
     runner = _load(EngineConfig.of(config, "tiny", "w1", parent_pid=os.getpid()), lambda _progress: None)
     geometry = make_pool(tmp_path / "pool", 1 << 20)
@@ -326,8 +326,8 @@ def test_blocks_are_compared_where_the_settings_say_so(
 
 
 async def test_an_engine_without_kv_to_exchange_says_so(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(echo(tmp_path), kvbm=KvbmConfig(pool=str(tmp_path)))
-    engine = await EngineClient.start(config, "model", "w1")
+    config = msgspec.structs.replace(echo(tmp_path), kvbm=KVConnectorConfig(pool=str(tmp_path)))
+    engine = await EngineProcess.start(config, "model", "w1")
     report = await engine.receive()
     assert isinstance(report, Failed)
     assert report.model

@@ -14,7 +14,7 @@ from deploy.local.stack.block_store import DEFAULTS
 from deploy.local.usage import GPU_MEMORY_SHARE
 from services.worker.config import CopyPath, CudaConfig, WorkerConfig
 from services.worker.kv_connector.metrics import KvbmMetrics
-from services.worker.metrics import Metrics
+from services.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_every_way_of_copying_has_its_row() -> None:
 
 def test_its_metrics_are_ones_that_a_worker_has() -> None:
     registry = CollectorRegistry()
-    Metrics(registry)
+    WorkerMetrics(registry)
     KvbmMetrics(registry)
     there = {f"{family.name}_total" if family.type == "counter" else family.name for family in registry.collect()}
     named = set(re.findall(r"headrace_\w+", TEXT))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.config import KvbmConfig, WorkerConfig
+from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.messages import KvbmAsk, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
@@ -439,7 +439,7 @@ async def test_the_card_tells_of_the_kvbm_and_every_engine_is_told_of_it(config:
     lock = HeldLock.take(pool / LOCK, "1 k1\n")
     entry = INSTANCE.encode(Instance(NAMESPACE, "kvbm", "k1", 1, "here", 1, 0.0, "0"), JSON_HEADER)
     engines = ScriptedEngines()
-    config = msgspec.structs.replace(config, kvbm=KvbmConfig(pool=str(pool)))
+    config = msgspec.structs.replace(config, kvbm=KVConnectorConfig(pool=str(pool)))
     async with running_worker(config, start_engine=engines.start) as shell:
 
         def linked() -> tuple[str, str] | None:

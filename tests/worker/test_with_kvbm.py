@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.config import KvbmConfig, WorkerConfig
+from services.worker.config import KVConnectorConfig, WorkerConfig
 from shared.messages import Part, Sampling
 from shared.pool.format import HEADER_BYTES, parse
 from tests.tiny_model import write_tiny_model
@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> WorkerConfig:
         capacity_blocks=64,
         threads=1,
         drain_s=1.0,
-        kvbm=KvbmConfig(pool=str(tmp_path / "pool"), wait_s=20.0),
+        kvbm=KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=20.0),
     )
 
 

@@ -11,7 +11,7 @@ from services.worker.messages import (
     KvbmReply,
     KvbmUp,
     Submit,
-    TakeSnapshot,
+    TakeEngineSnapshot,
 )
 
 
@@ -27,7 +27,7 @@ class Engine(Protocol):
         """False: the engine does not read, and nothing was sent."""
         ...
 
-    def send(self, command: CancelAttempt | TakeSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None: ...
+    def send(self, command: CancelAttempt | TakeEngineSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None: ...
 
     async def receive(self) -> EngineReport:
         """The next report. Raises PeerGone."""

@@ -33,7 +33,7 @@ from services.worker.messages import (
     Snapshot,
     Stepped,
     Submit,
-    TakeSnapshot,
+    TakeEngineSnapshot,
 )
 from services.worker.mover import Mover
 from services.worker.runner import Drawn, Work
@@ -122,7 +122,7 @@ class EngineCore:
                 self._scheduler.submit(command, now_s)
             case CancelAttempt(request, attempt):
                 self._scheduler.cancel(request, attempt)
-            case TakeSnapshot(ticket):
+            case TakeEngineSnapshot(ticket):
                 told = self._tell_all()
                 blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
                 return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
@@ -172,13 +172,13 @@ class EngineCore:
         self._held_steps += 1
         self._held_tokens += self._step_tokens
         self._held_s += elapsed_s
-        self._held.add(outcome)
+        self._held.extend(outcome)
         now_s = self._begun_s + elapsed_s
         if (
             now_s - self._told_s < TOLD_EVERY_S
-            and not outcome.notable
+            and not outcome.boundary_parts
             and self._scheduler.busy
-            and len(self._held.advanced) < MOST_HELD
+            and len(self._held.one_token_attempts) < MOST_HELD
         ):
             return []
         self._told_s = now_s
@@ -188,7 +188,7 @@ class EngineCore:
         """All that has happened: since the last step attempts may have ended, and blocks left for those that load."""
         outcome = self._scheduler.drain()
         if outcome.parts or outcome.events:
-            self._held.add(outcome)
+            self._held.extend(outcome)
             self._held_steps += 1
             self._progress += 1
             self._digest = self._scheduler.kv_cache.digest
@@ -200,7 +200,7 @@ class EngineCore:
             return []
         held, self._held = self._held, Outcome()
         events = to_kv_events(held.events, self._block_size)
-        first, *others = held.apart(MOST_EMBEDDED_BYTES)
+        first, *others = held.split(MOST_EMBEDDED_BYTES)
         stepped = self._stepped(first, events, self._held_steps, self._held_tokens, self._held_s)
         self._held_steps = self._held_tokens = 0
         self._held_s = 0.0
@@ -219,9 +219,9 @@ class EngineCore:
             self._event_sequence += 1
         return Stepped(
             progress=self._progress,
-            frames={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
-            notable=outcome.notable,
-            advanced=outcome.advanced,
+            encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in outcome.parts.items()},
+            boundary_parts=outcome.boundary_parts,
+            one_token_attempts=outcome.one_token_attempts,
             event_batch=KV_EVENTS.encode(events) if events else b"",
             event_sequence=self._event_sequence,
             digest=self._digest,

@@ -22,7 +22,7 @@ from services.worker.messages import (
     KvbmUp,
     Shutdown,
     Submit,
-    TakeSnapshot,
+    TakeEngineSnapshot,
 )
 from shared.config import environment
 
@@ -31,7 +31,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 @dataclass(frozen=True)
-class EngineClient:
+class EngineProcess:
     """One engine process."""
 
     process: subprocess.Popen[bytes]
@@ -40,14 +40,14 @@ class EngineClient:
     @staticmethod
     async def start(
         config: WorkerConfig, model_name: str, instance: str, *, module: str = ENGINE_MODULE
-    ) -> EngineClient:
+    ) -> EngineProcess:
         """Returns when the process runs, which tells Loading and Ready by itself; `instance` is the worker's id,
         `module` the engine's program."""
         ours, theirs = socket.socketpair()
         with theirs:
             engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
             process = _spawn(module, engine_config, theirs.fileno(), engine_environment(config))
-        return EngineClient(process, await ShellEnd.open(ours))
+        return EngineProcess(process, await ShellEnd.open(ours))
 
     @property
     def pid(self) -> int:
@@ -60,7 +60,7 @@ class EngineClient:
         self.channel.send(command)
         return True
 
-    def send(self, command: CancelAttempt | TakeSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None:
+    def send(self, command: CancelAttempt | TakeEngineSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None:
         """At most one a submitted attempt or a question of either side, so no bound of its own."""
         self.channel.send(command)
 

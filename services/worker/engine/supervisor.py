@@ -33,7 +33,7 @@ from services.worker.messages import (
     Snapshot,
     Stepped,
     Submit,
-    TakeSnapshot,
+    TakeEngineSnapshot,
 )
 from shared.errors import ModelError, ProtocolError, Unavailable
 
@@ -49,7 +49,7 @@ StartEngine = Callable[[WorkerConfig, str, str], Awaitable[Engine]]
 _log = logging.getLogger(__name__)
 
 
-class EngineHost:
+class EngineSupervisor:
     """One engine at a time. The callbacks run in the task of `run`, one after another."""
 
     def __init__(
@@ -117,7 +117,7 @@ class EngineHost:
         if self._engine is not None:
             self._engine.send(CancelAttempt(request, attempt))
 
-    def exchange(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
+    def forward_kvbm(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
         """What its kvbm has to say; nobody hears it while there is no engine."""
         if self._engine is not None and self.facts is not None:
             self._engine.send(command)
@@ -130,7 +130,7 @@ class EngineHost:
         ticket = self._tickets
         self._snapshots[ticket] = asyncio.get_running_loop().create_future()
         try:
-            self._engine.send(TakeSnapshot(ticket))
+            self._engine.send(TakeEngineSnapshot(ticket))
             async with asyncio.timeout(limit_s):
                 return await self._snapshots[ticket]
         except TimeoutError:

@@ -1,1 +1,1 @@
-"""Blocks to and from the machine's kvbm: what is stored, fetched and given back."""
+"""Blocks to and from the machine's kvbm. Imports the scheduler package."""

@@ -1,14 +1,15 @@
-"""Keeps the engine in touch with the machine's block store: finds it, carries what they say, looks at none of it.
+"""KvbmClient: the shell's side of the machine's kvbm. It finds the kvbm, and carries messages between it and the engine
+without decoding them.
 
-    the pool's directory: whose name is in the lock?  ──▶  discovery: is it there?
+    the pool's directory: which name is in the lock?  ──▶  discovery: is that kvbm there?
 
-    none ──it is──▶ up: KvbmUp is said, and again to each engine that starts
+    none ──it is──▶ up: KvbmUp is sent, and again to each engine that starts
       ▲              │
-      └──────────────┘ KvbmDown: it left discovery, or the lock names another
+      └──────────────┘ KvbmDown: it left discovery, or the lock names another one
 
-    KvbmAsk ──▶ a request to that kvbm ──▶ KvbmReply: one, of a fetch several, exactly one of them the last
+    KvbmAsk ──▶ a request to that kvbm ──▶ KvbmReply: one, or several for a fetch; exactly one of them is the last
 
-No trouble with a kvbm is the worker's: it is told in the log, and the engine computes what it does not get.
+No failure of a kvbm stops the worker: it is logged, and the engine computes the blocks that it does not get.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.lifecycle import Runtime
 
 LOOK_INTERVAL_S = 1.0
+"""Seconds between two looks at the lock in the pool's directory."""
 TOLD_AFTER_S = 5.0
-"""What keeps a kvbm from being found is logged when it has lasted so long: what is started first does not matter."""
+"""Seconds that a kvbm must be missing before that is logged, since services may start in any order."""
 LINGER_S = 2.0
-"""A broken link is shown to routers when it has lasted so long: an engine that attaches anew is soon there again."""
+"""Seconds that a link must be broken before routers see it, since an engine that attaches again soon has one."""
 ASKS_LIMIT = 256
-"""Under way at once; an engine has fewer. Beyond, they fail at once."""
+"""Most requests under way at once; an engine has fewer. Further requests fail at once."""
 
 _log = logging.getLogger(__name__)
 
 
 class KvbmClient:
-    """One worker's. With an empty `pool` it finds none, ever."""
+    """One worker's client. With an empty `pool` it never finds a kvbm."""
 
     def __init__(
         self,
@@ -53,32 +55,32 @@ class KvbmClient:
         tell: Callable[[KvbmUp | KvbmDown | KvbmReply], None],
         link_changed: Callable[[], None],
     ) -> None:
-        """`tell` reaches the engine that runs, if one does; `link_changed` hears that `shown` is another."""
+        """`tell` sends a message to the engine, if one runs; `link_changed` is called when `shown_link` has changed."""
         self._runtime = runtime
         self._pool = Path(pool) if pool else None
         self._metrics = metrics
         self._tell = tell
         self._link_changed = link_changed
         self._kvbm = ""
-        """The one that is up."""
+        """Instance id of the kvbm that is up; empty: none is."""
         self._trouble = ""
-        """Why none is."""
+        """Why no kvbm is up."""
         self._trouble_s = 0.0
-        """Since when."""
+        """When that began."""
         self._trouble_told = False
         self._link = KvbmLink(kvbm="")
-        """As the engine told it last."""
+        """The link as the engine reported it last."""
         self._unlinked_s = 0.0
-        """Since when it has no link."""
+        """When the engine lost its link."""
         self._limited_log = RateLimitedLog()
         self._tasks: asyncio.TaskGroup | None = None
         self._asks: set[asyncio.Task[None]] = set()
-        """Of the engine that runs."""
-        self.shown = self._link
-        """The link that the model card tells of."""
+        """Requests of the engine that runs."""
+        self.shown_link = self._link
+        """The link that the model card names."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look for the kvbm, and carry requests to it, until cancelled."""
         if self._pool is None:
             return
         self._runtime.directory.subscribe(self._directory_changed)
@@ -91,12 +93,13 @@ class KvbmClient:
                 self._tasks = None
 
     def engine_ready(self) -> None:
-        """An engine has started, and knows of no kvbm."""
+        """An engine has started: name the kvbm to it."""
         if self._kvbm:
             self._tell(KvbmUp(self._kvbm))
 
     def engine_lost(self) -> None:
-        """Nobody waits for the answers any more; the next engine counts its questions anew."""
+        """The engine was lost: no one awaits the answers to its requests, and the next engine numbers its own from
+        1."""
         for ask in self._asks:
             ask.cancel()
         self._asks.clear()
@@ -105,14 +108,14 @@ class KvbmClient:
             self._metrics.attached.set(0)
         self._show(self._link)
 
-    def take(self, report: KvbmAsk | KvbmLink) -> None:
-        """What the engine has to say."""
+    def handle(self, report: KvbmAsk | KvbmLink) -> None:
+        """Carry a message of the engine: a request to the kvbm, or news of its link."""
         if isinstance(report, KvbmLink):
             self._take_link(report)
         elif self._tasks is None or not self._kvbm:
             self._fail(report, "away", "there is no kvbm")
         elif len(self._asks) >= ASKS_LIMIT:
-            self._fail(report, "too_many", f"{ASKS_LIMIT} questions are under way")
+            self._fail(report, "too_many", f"{ASKS_LIMIT} requests are under way")
         else:
             ask = self._tasks.create_task(self._put(report, self._kvbm))
             self._asks.add(ask)
@@ -128,7 +131,7 @@ class KvbmClient:
         found, trouble = self._find()
         if found != self._kvbm:
             if self._kvbm:
-                self._tell(KvbmDown(trouble or f"kvbm {found} has taken its place"))
+                self._tell(KvbmDown(trouble or f"kvbm {found} has replaced it"))
             if found:
                 _log.info("kvbm %s serves %s", found, self._pool)
                 self._tell(KvbmUp(found))
@@ -143,7 +146,8 @@ class KvbmClient:
             self._show(self._link)
 
     def _find(self) -> tuple[str, str]:
-        """The kvbm that is up, or why none is. A lock that cannot be read for once does not change who is."""
+        """Return the kvbm that is up, or why none is. A lock that cannot be read this time does not change which one
+        is."""
         assert self._pool is not None
         holder = kvbm_of(self._pool) or self._kvbm
         if not holder:
@@ -168,15 +172,15 @@ class KvbmClient:
         else:
             if was.kvbm:
                 self._unlinked_s = asyncio.get_running_loop().time()
-            if link.reason and self._kvbm:  # else it only repeats why there is none
+            if link.reason and self._kvbm:  # without a kvbm the reason only repeats why there is none
                 self._limited_log.warn("no blocks are exchanged", link.reason)
 
     def _show(self, link: KvbmLink) -> None:
-        before, self.shown = self.shown, link
+        before, self.shown_link = self.shown_link, link
         if (before.kvbm, before.layout) != (link.kvbm, link.layout):
             self._link_changed()
 
-    # --- questions
+    # --- requests
 
     async def _put(self, ask: KvbmAsk, kvbm: str) -> None:
         subject = subjects.kvbm(self._runtime.namespace, kvbm, ask.operation)
@@ -190,7 +194,7 @@ class KvbmClient:
         except (Unavailable, ProtocolError) as wrong:
             self._fail(ask, _outcome(wrong), str(wrong))
         else:
-            self._metrics.answered(ask.operation, perf_counter() - began_s)
+            self._metrics.count_answered(ask.operation, perf_counter() - began_s)
 
     async def _fetch(self, ask: KvbmAsk, subject: str) -> None:
         stream = self._runtime.bus.stream(subject, ask.payload, idle_timeout_s=ask.timeout_s)
@@ -200,19 +204,19 @@ class KvbmClient:
                 self._tell(KvbmReply(ask.number, answer.payload, last=last))
 
     def _fail(self, ask: KvbmAsk, outcome: str, why: str) -> None:
-        self._metrics.failed(ask.operation, outcome)
+        self._metrics.count_failed(ask.operation, outcome)
         self._tell(KvbmReply(ask.number, b"", failed=why))
 
 
 def _why_no_name(pool: Path) -> str:
-    """Nothing in the pool's directory names a kvbm."""
+    """Return why nothing in the pool's directory names a kvbm."""
     try:
         check_directory(pool)
     except PoolUnfit as wrong:
         return str(wrong)
     except OSError as wrong:
         return f"{pool}: {wrong.strerror}"
-    return f"no kvbm has run in {pool} yet, or this user may not read who does"
+    return f"no kvbm has run in {pool} yet, or this user may not read the name of the one that does"
 
 
 def _outcome(wrong: Unavailable | ProtocolError) -> str:

@@ -1,4 +1,4 @@
-"""What a worker counts of its exchange with kvbm."""
+"""KvbmMetrics: what a worker counts of its exchange with kvbm."""
 
 from __future__ import annotations
 
@@ -10,55 +10,65 @@ from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram
 
 
 class KvbmMetrics:
-    """One worker's; labels are few and bounded. What its engine counts is shown with each load report."""
+    """One worker's metrics of its kvbm; labels are few and bounded. The engine's counts are published with each load
+    report."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.attached = gauge(registry, "headrace_kvbm_attached", "1 while blocks are exchanged with a kvbm, else 0")
         self._asks = counter(
             registry,
             "headrace_kvbm_asks",
-            "Questions to kvbm by outcome: answered, away (no kvbm, no NATS), late, too_many, failed",
+            "Requests to kvbm by outcome: answered, away (no kvbm, no NATS), late, too_many, failed",
             ["operation", "outcome"],
         )
         self._ask_s = histogram(
             registry,
             "headrace_kvbm_ask_seconds",
-            "Until kvbm's answer, of a fetch its last one",
+            "Seconds until kvbm's answer, or its last answer to a fetch",
             ROUND_TRIP_SECONDS,
             ["operation"],
         )
-        self._onboarding = gauge(registry, "headrace_onboarding_requests", "Attempts that wait for blocks of kvbm")
-        self._late = counter(registry, "headrace_late_onboardings", "Attempts that waited for kvbm's blocks too long")
+        self._onboarding = gauge(registry, "headrace_onboarding_requests", "Attempts that wait for blocks from kvbm")
+        self._late = counter(
+            registry,
+            "headrace_late_onboardings",
+            "Attempts that stopped waiting for blocks from kvbm, because they came too late",
+        )
         self._offers = counter(
             registry,
             "headrace_kvbm_offered_blocks",
-            "Blocks offered to kvbm, and dropped because too many waited to be",
+            "Blocks offered to kvbm, and blocks not offered because too many waited (dropped)",
             ["outcome"],
         )
         self._blocks = counter(
             registry,
             "headrace_kvbm_copied_blocks",
-            "Blocks copied to kvbm's pool and committed (saved), copied from it (loaded), and copies that came to "
-            "nothing (bad)",
+            "Blocks copied to kvbm's pool and committed (saved), copied from it (loaded), and copies that were of no "
+            "use (bad)",
             ["outcome"],
         )
-        self._bytes = counter(registry, "headrace_kvbm_copied_bytes", "Copied to and from kvbm's pool", ["direction"])
-        self._copy_s = counter(registry, "headrace_kvbm_copy_seconds", "Spent copying", ["direction"])
+        self._bytes = counter(
+            registry, "headrace_kvbm_copied_bytes", "Bytes copied to and from kvbm's pool", ["direction"]
+        )
+        self._copy_s = counter(registry, "headrace_kvbm_copy_seconds", "Seconds spent copying", ["direction"])
         self._by_path = counter(
-            registry, "headrace_kvbm_path_blocks", "Blocks copied, by the way they took", ["direction", "path"]
+            registry,
+            "headrace_kvbm_path_blocks",
+            "Blocks copied, by the path that the copies took",
+            ["direction", "path"],
         )
         self._fallbacks = counter(
             registry,
             "headrace_kvbm_copy_fallbacks",
-            "Blocks copied after a better way had failed, by its name and the reason",
+            "Blocks copied after a better path had failed, by its name and the reason",
             ["reason"],
         )
         self._reasons: set[str] = set()
-        """Of all engines, one after the other: each of them bounds its own."""
+        """Labels so far, of all engines one after the other; each engine bounds only its own."""
         self._differing = counter(
             registry,
             "headrace_kvbm_differing_blocks",
-            "Blocks that were loaded and are not what the pool has: a fault, looked for where kvbm.verify is set",
+            "Blocks that were loaded and differ from the pool's: a fault, looked for where kvbm.verify is set",
         )
         self._discarded = counter(
             registry,
@@ -68,35 +78,35 @@ class KvbmMetrics:
         self._damaged = counter(
             registry,
             "headrace_kvbm_damaged_blocks",
-            "Blocks in kvbm's memory that had not their checksum when they were loaded, where kvbm.checksums is set",
+            "Blocks in kvbm's memory that did not match their checksum when loaded, where kvbm.checksums is set",
         )
         self._load = self._shown_load = EngineLoad()
-        """The engine's counts since it started, and those of them that are shown."""
+        """The engine's counts since it started, as they are and as they were published last."""
         self._exchanged = self._shown_exchanged = Exchanged()
 
-    def answered(self, operation: str, took_s: float) -> None:
+    def count_answered(self, operation: str, took_s: float) -> None:
         self._asks.labels(operation, "answered").inc()
         self._ask_s.labels(operation).observe(took_s)
 
-    def failed(self, operation: str, outcome: str) -> None:
-        """A question got no answer, or not its last one."""
+    def count_failed(self, operation: str, outcome: str) -> None:
+        """Count a request that got no answer, or not its last one."""
         self._asks.labels(operation, outcome).inc()
 
-    def stepped(self, step: Stepped) -> None:
-        """The engine made a step."""
+    def count_step(self, step: Stepped) -> None:
+        """Take up the counts of a step."""
         self._load = step.load
         if step.exchanged is not None:
             self._exchanged = step.exchanged
 
     def engine_lost(self) -> None:
-        """The next one counts anew."""
-        self.show()
+        """The engine was lost: the next one counts from 0."""
+        self.publish()
         self._load = self._shown_load = EngineLoad()
         self._exchanged = self._shown_exchanged = Exchanged()
         self._onboarding.set(0)
 
-    def show(self) -> None:
-        """What has come since the last time."""
+    def publish(self) -> None:
+        """Add what was counted since the last call to the metrics."""
         load, before = self._load, self._shown_load
         if load is not before:
             self._onboarding.set(load.onboarding)

@@ -1,8 +1,8 @@
-"""PoolAttachment: an engine process's lock beside the pool of its machine's kvbm, and its mapping of the pool.
+"""PoolAttachment: an engine process's lock next to the pool of its machine's kvbm, and its mapping of the pool.
 
-    hold ──▶ the lock is held ──map──▶ one layout's slots are mapped ──map──▶ the same, or others where they are others
+    hold ──▶ the lock is held ──map──▶ one layout's slots are mapped ──map──▶ the same slots, or others if they changed
 
-The lock says that this process lives and may write; it is held as long as the process lives.
+The lock says that this process lives and may write; the process holds it as long as it lives.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shared.pool.map import ArenaMap, PoolMap
 
 
 class PoolAttachment:
-    """An `exchange.Attachment` to the pool in `directory`, of the worker `instance`."""
+    """A `connector.Attachment` to the pool in `directory`, of the worker `instance`."""
 
     def __init__(self, directory: Path, instance: str, number: int | None = None) -> None:
-        """`number`: an open descriptor that the lock takes the place of; `shared.pool.lock` says why one would."""
+        """`number` is an open descriptor that the lock replaces; `shared.pool.lock` says why one would do that."""
         self._directory = directory
         self._instance = instance
         self._number = number
@@ -29,11 +29,11 @@ class PoolAttachment:
         self._slots: ArenaMap | None = None
 
     def hold(self) -> str:
-        """The name under which this process holds a lock: the same one as long as its file is there. No copy is under
-        way. Raises PoolUnfit."""
+        """Return the name under which this process holds a lock, the same one as long as its file is there. No copy is
+        under way. Raises PoolUnfit."""
         try:
             if self._lock is None or not self._lock.held:
-                # A name of its own each time: what the kvbm knows of the former owner ends with the former lock.
+                # A new name each time: everything that the kvbm keeps for the old owner ends with the old lock.
                 lock = hold_owner(self._directory, f"{self._instance}-{os.urandom(4).hex()}")
                 if self._number is not None:
                     lock.move(self._number)
@@ -45,7 +45,8 @@ class PoolAttachment:
         return self._lock.path.name
 
     def map(self, attached: Attached) -> ArenaMap:
-        """The slots that the kvbm named. Nothing reads or writes those that were mapped before. Raises PoolUnfit."""
+        """Return the slots that the kvbm named. Nothing reads or writes the slots that were mapped before. Raises
+        PoolUnfit."""
         arena = Arena(attached.offset, attached.slot_bytes, attached.slots, attached.generations)
         try:
             if self._pool is None or not self._pool.current:
@@ -54,7 +55,10 @@ class PoolAttachment:
         except OSError as wrong:
             raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
         if self._pool.geometry.file_bytes != attached.pool_bytes:
-            raise PoolUnfit(f"{self._pool.path}: {self._pool.geometry.file_bytes} bytes, not {attached.pool_bytes}")
+            raise PoolUnfit(
+                f"{self._pool.path} has {self._pool.geometry.file_bytes} bytes, "
+                f"not the {attached.pool_bytes} of kvbm's pool"
+            )
         if self._slots is None or self._slots.arena != arena:
             if self._slots is not None:
                 self._slots.close()
@@ -63,7 +67,7 @@ class PoolAttachment:
         return self._slots
 
     def close(self) -> None:
-        """Nothing of the pool is touched any more."""
+        """Unmap the pool and release the lock."""
         self._unmap()
         if self._lock is not None:
             self._lock.close(delete=True)

@@ -87,11 +87,11 @@ class Attempts:
         living.cancelled = True
         return True
 
-    def advance(self, numbers: Iterable[int]) -> None:
+    def count_tokens(self, numbers: Iterable[int]) -> None:
         """Each of these living attempts has one token more. Counted in C: 0.03 µs a token."""
         self._produced.update(numbers)
 
-    def tell(self, part: Part) -> None:
+    def record_part(self, part: Part) -> None:
         """The first or the last part of a living attempt, from the engine."""
         name = (part.request, part.attempt)
         living = self._living[name]
@@ -119,7 +119,7 @@ class Attempts:
         """How many live."""
         return len(self._living)
 
-    def of(self, frontend: str) -> list[StreamState]:
+    def streams_of(self, frontend: str) -> list[StreamState]:
         """How far each of a frontend's living attempts is."""
         return [
             StreamState(*name, produced=self._produced[living.number])

@@ -81,16 +81,16 @@ class FrameLog:
         """Those that frames are kept for."""
         return list(self._rings)
 
-    def unsent(self, frontend: str) -> bytes | None:
+    def next_unsent(self, frontend: str) -> bytes | None:
         """The next frame to publish."""
         ring = self._rings.get(frontend)
         if ring is None or ring.unsent == ring.next:
             return None
         return ring.frames[ring.unsent - ring.oldest]
 
-    def sent(self, frontend: str, frame: bytes) -> None:
+    def mark_sent(self, frontend: str, frame: bytes) -> None:
         """`frame`, as `unsent` gave it, was published; it may have been dropped meanwhile."""
-        if self.unsent(frontend) is frame:
+        if self.next_unsent(frontend) is frame:
             self._rings[frontend].unsent += 1
 
     def rewind(self, frontend: str, first: int) -> tuple[int, int, int]:
@@ -103,7 +103,7 @@ class FrameLog:
         return ring.epoch, ring.unsent, ring.next
 
     @property
-    def last(self) -> dict[str, int]:
+    def last_sequences(self) -> dict[str, int]:
         """Frontend → sequence of the last frame made for it."""
         return {frontend: ring.next - 1 for frontend, ring in self._rings.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.worker.metrics import Metrics
+from services.worker.metrics import WorkerMetrics
 from services.worker.requests.frame_log import FrameLog
 from shared import subjects
 from shared.bus.contract import Bus
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 class FrameSender:
     """A frame that NATS does not take now stays in the log, and goes out at a later `wake`."""
 
-    def __init__(self, bus: Bus, namespace: str, log: FrameLog, metrics: Metrics) -> None:
+    def __init__(self, bus: Bus, namespace: str, log: FrameLog, metrics: WorkerMetrics) -> None:
         self._bus = bus
         self._namespace = namespace
         self._metrics = metrics
@@ -47,16 +47,16 @@ class FrameSender:
     async def flush(self) -> None:
         """Everything that is unsent, unless NATS is away. Not beside `run`."""
         for frontend in self.log.frontends:
-            while (frame := self.log.unsent(frontend)) is not None:
+            while (frame := self.log.next_unsent(frontend)) is not None:
                 try:
                     await self._bus.publish(subjects.stream(self._namespace, frontend), frame)
                 except BusDown:
                     return
                 except PayloadTooLarge as wrong:
                     _log.error("a step frame for %s is lost: %s", frontend, wrong)
-                self.log.sent(frontend, frame)
-                self._metrics.frame_sent()
+                self.log.mark_sent(frontend, frame)
+                self._metrics.count_frame()
                 self._share = (self._share + 1) % FAIR_SHARE
                 if not self._share:
                     await asyncio.sleep(0)
-        self._metrics.frames_lost(self.log.lost)
+        self._metrics.count_lost_frames(self.log.lost)

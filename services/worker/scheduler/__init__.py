@@ -1,1 +1,2 @@
-"""What the next step computes: sequences, the step budget, and the blocks that sequences wait for or offer."""
+"""What the next step computes: the scheduler over sequences and the KV cache manager. Imports no other package of the
+worker."""

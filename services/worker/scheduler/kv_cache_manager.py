@@ -111,7 +111,7 @@ class KVCacheManager:
         """Put the blocks that have become full into the prefix cache."""
         for index in range(sequence.stored, sequence.computed // self._block_size):
             content = sequence.content(index)
-            if sequence.alone:  # a cached block with this key may come from the same fault as the wrong one
+            if sequence.no_reuse:  # a cached block with this key may come from the same fault as the wrong one
                 self._events.extend(self._pool.forget(content.key))
             slot, events = self._pool.store(sequence.blocks[index], content)
             sequence.blocks[index] = slot

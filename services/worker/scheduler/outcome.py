@@ -1,4 +1,4 @@
-"""What a scheduler's steps came to. Pure."""
+"""What happened in a scheduler's steps. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from shared.messages import Part
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened since the last one."""
+    """What happened since the outcome before it."""
 
     parts: defaultdict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
-    """Frontend → parts, in order."""
-    notable: list[Part] = field(default_factory=list)
-    """Those of the parts that are the first or the last of their attempt."""
-    advanced: list[int] = field(default_factory=list)
-    """`Submit.number` of the attempts that the others bring one token further."""
+    """Frontend → its attempts' parts, in order."""
+    boundary_parts: list[Part] = field(default_factory=list)
+    """The parts among them that are the first or the last of their attempt."""
+    one_token_attempts: list[int] = field(default_factory=list)
+    """`Submit.number` of the attempt of each other part, which brings the attempt one token further."""
     events: list[PoolEvent] = field(default_factory=list)
+    """Blocks that were stored and evicted, in order."""
 
-    def apart(self, most_bytes: int) -> list[Outcome]:
-        """The same in several, each with at most so many bytes of embeddings, or with one; all else is in the first."""
-        if sum([len(part.embedding) for part in self.notable]) <= most_bytes:
+    def split(self, most_bytes: int) -> list[Outcome]:
+        """Return several outcomes that are together as this one. Each has at most `most_bytes` of embeddings, or one
+        embedding; everything else is in the first."""
+        if sum([len(part.embedding) for part in self.boundary_parts]) <= most_bytes:
             return [self]
-        first = Outcome(advanced=self.advanced, events=self.events)
+        first = Outcome(one_token_attempts=self.one_token_attempts, events=self.events)
         outcomes, left = [first], most_bytes
         for frontend, parts in self.parts.items():
             for part in parts:
@@ -35,15 +37,15 @@ class Outcome:
                     left = most_bytes
                 left -= size
                 (outcomes[-1] if size else first).parts[frontend].append(part)
-        told = {id(part): outcome for outcome in outcomes for parts in outcome.parts.values() for part in parts}
-        for part in self.notable:
-            told[id(part)].notable.append(part)
+        holders = {id(part): outcome for outcome in outcomes for parts in outcome.parts.values() for part in parts}
+        for part in self.boundary_parts:
+            holders[id(part)].boundary_parts.append(part)
         return outcomes
 
-    def add(self, later: Outcome) -> None:
-        """What happened after this."""
+    def extend(self, later: Outcome) -> None:
+        """Append what happened after this outcome."""
         for frontend, parts in later.parts.items():
             self.parts[frontend].extend(parts)
-        self.notable.extend(later.notable)
-        self.advanced.extend(later.advanced)
+        self.boundary_parts.extend(later.boundary_parts)
+        self.one_token_attempts.extend(later.one_token_attempts)
         self.events.extend(later.events)

@@ -134,7 +134,8 @@ class Scheduler:
     # --- a step
 
     def schedule(self, now_s: float) -> list[Work]:
-        """What to compute now; empty only if no attempt is left, or all of them wait for the kvbm."""
+        """Begin a step: return what to compute. It is empty only if no attempt is left, or all of them wait for the
+        kvbm."""
         assert self._step is None
         self._expire(now_s)
         self._onboarding.give_up(now_s)
@@ -151,8 +152,8 @@ class Scheduler:
         return works
 
     def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
-        """The step was computed: one entry of `drawn` per work. Returns all that happened since the last call. Raises
-        ModelError where nothing that is computed is finite any more."""
+        """End the step: it was computed, with one entry of `drawn` per work. Return all that happened since the last
+        call. Raises ModelError where the device is found to be broken."""
         step, self._step = self._step, None
         assert step is not None
         assert len(drawn) == len(step) + (self._probe.work is not None)
@@ -190,8 +191,8 @@ class Scheduler:
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `schedule` has something to do though no step is due: an attempt's time is over, or somebody has waited
-        long enough for the kvbm. None: never."""
+        """When `schedule` has something to do though no step is due: an attempt's time is over, or a sequence has
+        waited long enough for the kvbm. None: never."""
         until_s = min(self._earliest_end_s, self._onboarding.until_s) if self._living else _NEVER
         return None if until_s == _NEVER else until_s
 
@@ -199,7 +200,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is due: something can be computed, or is still to be told."""
+        """Whether a step is due: something can be computed, or is still to be reported."""
         return bool(
             self._running
             or ((self._waiting or self._probe.due) and not self._stalled)
@@ -303,7 +304,7 @@ class Scheduler:
         return True
 
     def _add_work(self, sequence: Sequence, most: int) -> int:
-        """Put the sequence into the step with at most `most` tokens; returns how many."""
+        """Put the sequence into the step with at most `most` tokens; return how many."""
         assert self._step is not None
         start, size = sequence.computed, self._limits.block_size
         end = min(start + most, len(sequence.tokens))
@@ -332,9 +333,9 @@ class Scheduler:
         """The sequence's numbers were not finite: no sequence uses its blocks any longer, and it begins once more, or
         ends."""
         self.kv_cache.forget(sequence)
-        if not sequence.alone:
+        if not sequence.no_reuse:
             self._recomputed += 1
-            sequence.alone = sequence.looked_up = True
+            sequence.no_reuse = sequence.looked_up = True
             self._stop(sequence)
             self._enqueue(sequence)
             return
@@ -364,9 +365,9 @@ class Scheduler:
         )
         self._outcome.parts[sequence.frontend].append(part)
         if sequence.begun and finish is None:
-            self._outcome.advanced.append(sequence.number)
+            self._outcome.one_token_attempts.append(sequence.number)
             return
-        self._outcome.notable.append(part)
+        self._outcome.boundary_parts.append(part)
         sequence.begun = True
         if finish is not None:
             self._drop(sequence)
@@ -374,7 +375,7 @@ class Scheduler:
     # --- ends
 
     def _unfit(self, sequence: Sequence) -> str:
-        """Why a newcomer is not taken; empty: it is."""
+        """Return why a new sequence cannot be computed; empty: it can."""
         limits, length = self._limits, len(sequence.tokens)
         if not 0 < sequence.submit.prompt_tokens <= length:
             return f"{length} tokens of which {sequence.submit.prompt_tokens} are the prompt"
@@ -403,7 +404,7 @@ class Scheduler:
         self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Out of every list; its blocks are free or cached."""
+        """Remove the sequence from every list; its blocks become free or cached."""
         del self._living[sequence.name]
         if sequence.blocks:
             self._stop(sequence)
@@ -412,14 +413,14 @@ class Scheduler:
             self._onboarding.abandon(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
-        """It runs no more."""
+        """Take the sequence out of the running ones, and free its blocks."""
         self._running.remove(sequence)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self.kv_cache.free(sequence)
 
     def _report_end(self, sequence: Sequence, finish: FinishReason, error: str = "", embedding: bytes = b"") -> None:
-        """The end of an attempt, without a token."""
+        """Report the end of an attempt, without a token."""
         part = Part(
             request=sequence.request,
             attempt=sequence.attempt,
@@ -433,7 +434,7 @@ class Scheduler:
             embedding=embedding,
         )
         self._outcome.parts[sequence.frontend].append(part)
-        self._outcome.notable.append(part)
+        self._outcome.boundary_parts.append(part)
 
     # --- the queue and the blocks
 
@@ -447,7 +448,7 @@ class Scheduler:
         self._waiting_tokens -= sequence.uncomputed
 
     def validate(self) -> None:
-        """Raises AssertionError where the scheduler contradicts itself. O(everything); call it between steps."""
+        """Raise AssertionError where the scheduler contradicts itself. O(everything); call it between steps."""
         self.kv_cache.validate(self._running, self._probe.slots)
         assert sorted(self._waiting, key=_rank) == self._waiting
         assert sorted(self._running, key=_rank) == self._running

@@ -1,4 +1,4 @@
-"""One attempt as the scheduler sees it. Pure."""
+"""Sequence: one attempt as the scheduler sees it. Pure."""
 
 from __future__ import annotations
 
@@ -25,49 +25,50 @@ class Sequence:
     On a continuation the tokens begin with output of earlier attempts. The KV of a drawn token is computed one step
     later, so `uncomputed` is 1 between the steps of a decode.
 
-    What a token needs comes first, and here: between two steps it falls out of the CPU's caches, and then every object
-    more that a token touches costs it 0.1 µs.
+    The fields that each token needs come first, and lie in this object: between two steps they fall out of the CPU's
+    caches, and then each further object that a token touches costs 0.1 µs.
     """
 
     work: Work
-    """What runners see of it, `tokens` and `blocks` included."""
+    """The part that runners see, `tokens` and `blocks` included."""
     tokens: array[int]
     request: str
     attempt: int
     frontend: str
     prompt_tokens: int
     number: int
-    """`Submit.number`."""
+    """The shell's short name for the attempt (`Submit.number`)."""
     stop_tokens: frozenset[int]
-    """Each ends it."""
+    """Token ids each of which ends the sequence."""
     most_tokens: int
-    """It ends with this length."""
+    """Length in tokens, prompt included, at which the sequence ends."""
     submit: Submit
     arrival: int
-    """Order of arrival."""
+    """Number of the attempt in order of arrival."""
     deadline_s: float
     begin_by_s: float
-    """Until when it may wait to be admitted; infinite: its deadline alone ends its wait, or it was admitted."""
+    """When its wait for admission ends; infinite where only its deadline ends the wait, or where it was admitted."""
     block_size: int
     root: ContentKey
     keys: list[ContentKey]
-    """Content keys of the full blocks of the tokens that came, and of those stored since."""
+    """Content keys of the full blocks of the submitted tokens, and of the blocks stored since."""
     blocks: list[int]
     stored: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the cache by the time the first token was drawn."""
     begun: bool = False
-    """A token was drawn in this attempt, so that `cached_tokens` stands."""
+    """A token was drawn in this attempt, so that `cached_tokens` is final."""
     cached_host_tokens: int = 0
-    """Of these, those that were loaded for it from the kvbm's host memory …"""
+    """Tokens among them in blocks that were loaded for it from the kvbm's host memory."""
     cached_disk_tokens: int = 0
-    """… and from its disk."""
+    """Tokens among them in blocks that were loaded for it from the kvbm's disk."""
     loaded: dict[int, bool] = field(default_factory=dict)
-    """Blocks that were loaded for it → whether from disk."""
+    """Index of each block that was loaded for it → whether from disk."""
     looked_up: bool = False
-    """The kvbm was considered, since it began to wait."""
-    alone: bool = False
-    """It uses no block that it did not compute: its numbers were not finite, and some block that it had may be why."""
+    """Whether a fetch from the kvbm was considered since it began to wait."""
+    no_reuse: bool = False
+    """The sequence uses only blocks that it computed itself: its numbers were not finite, which a cached block may have
+    caused."""
 
     @staticmethod
     def of(
@@ -80,7 +81,7 @@ class Sequence:
         eos_token_ids: frozenset[int],
         context_length: int,
     ) -> Sequence:
-        """Hashes the tokens once."""
+        """Return the sequence of a submitted attempt. Hashes its tokens, once."""
         sampling = submit.sampling
         root = root_key(model, submit.lora, submit.salt)
         tokens, blocks = token_array(submit.tokens), list[int]()
@@ -111,17 +112,17 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller goes first: the higher priority, then the earlier arrival."""
+        """Key for sorting: the higher priority first, then the earlier arrival."""
         return -self.submit.priority, self.arrival
 
     @property
     def ends_by_s(self) -> float:
-        """When time ends it, unless it goes on before."""
+        """When it ends unless it was admitted, or ends otherwise, before."""
         return min(self.deadline_s, self.begin_by_s)
 
     @property
     def computed(self) -> int:
-        """Leading tokens whose KV is in the blocks."""
+        """Number of leading tokens whose KV is in the blocks."""
         return self.work.start
 
     @property
@@ -130,40 +131,40 @@ class Sequence:
 
     @property
     def produced(self) -> int:
-        """Length of the request's whole output so far."""
+        """Number of output tokens of the request so far, those of earlier attempts included."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def blocks_needed(self) -> int:
-        """Blocks that cover all tokens."""
+        """Number of blocks that cover all tokens."""
         return -(-len(self.tokens) // self.block_size)
 
     @property
     def reusable_keys(self) -> list[ContentKey]:
-        """Keys of the blocks that may come from the cache: at least the last token is always computed, and for a mean
-        over all positions each of them."""
-        if self.alone or self.work.sampling.pooling == "mean":
+        """Keys of the blocks that may come from the cache. At least the last token is always computed; for a mean over
+        all positions every token is."""
+        if self.no_reuse or self.work.sampling.pooling == "mean":
             return []
         return self.keys[: (len(self.tokens) - 1) // self.block_size]
 
     def count_cached(self, first: int) -> None:
-        """Blocks first … stored - 1 were found in the cache; of a continuation only the prompt's tokens count."""
+        """Count blocks first … stored - 1 as found in the cache. Of a continuation only the prompt's tokens count."""
         size, prompt = self.block_size, self.prompt_tokens
         self.cached_tokens += min(self.stored * size, prompt) - min(first * size, prompt)
         if self.loaded:
             from_disk = list(map(self.loaded.get, range(first, self.stored)))
-            full = max(prompt // size - first, 0)  # of these; the next one has what is left of the prompt, if anything
+            full = max(prompt // size - first, 0)  # blocks in the prompt; the next one has the rest of it, if any
             left = max(prompt - (first + full) * size, 0)
             for blocks, tokens in ((from_disk[:full], size), (from_disk[full : full + 1], left)):
                 self.cached_disk_tokens += tokens * blocks.count(True)
                 self.cached_host_tokens += tokens * blocks.count(False)
 
     def forget_cached(self) -> None:
-        """What was found was given back before the first token."""
+        """Count nothing as found in the cache: the blocks were released before the first token."""
         self.cached_tokens = self.cached_host_tokens = self.cached_disk_tokens = 0
 
     def content(self, index: int) -> Content:
-        """What block `index` holds: a full one, whose key is known or next."""
+        """Return the content of block `index`: a full block, whose key is known or the next one."""
         start = index * self.block_size
         packed = self.submit.tokens[4 * start : 4 * (start + self.block_size)]
         if len(packed) < 4 * self.block_size:  # some of it was drawn here

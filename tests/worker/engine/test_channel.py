@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from services.worker.engine.channel import EngineEnd, PeerGone, ShellEnd
-from services.worker.messages import CancelAttempt, EngineCommand, Failed, Loading, Shutdown, TakeSnapshot
+from services.worker.messages import CancelAttempt, EngineCommand, Failed, Loading, Shutdown, TakeEngineSnapshot
 
 
 async def pair() -> tuple[ShellEnd, EngineEnd]:
@@ -113,5 +113,5 @@ async def test_an_engine_reports_no_faster_than_the_shell_reads() -> None:
         telling = asyncio.ensure_future(asyncio.to_thread(tell))
         assert [await shell.receive() for _ in reports] == reports
         await telling
-        shell.send(TakeSnapshot(1))
-        assert await asyncio.to_thread(engine.receive, None) == [TakeSnapshot(1)]
+        shell.send(TakeEngineSnapshot(1))
+        assert await asyncio.to_thread(engine.receive, None) == [TakeEngineSnapshot(1)]

@@ -7,7 +7,7 @@ import pytest
 
 from services.worker.engine.core import MOST_HELD, TOLD_EVERY_S, EngineCore
 from services.worker.limits import SchedulerLimits
-from services.worker.messages import CancelAttempt, Snapshot, Stepped, Submit, TakeSnapshot
+from services.worker.messages import CancelAttempt, Snapshot, Stepped, Submit, TakeEngineSnapshot
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import AllBlocksCleared, BlockRemoved, BlockStored, Pooling, Sampling
@@ -76,7 +76,7 @@ class Engine:
             pass
 
     def snapshot(self) -> Snapshot:
-        *told, taken = self.core.handle(TakeSnapshot(ticket=7), self.now_s)
+        *told, taken = self.core.handle(TakeEngineSnapshot(ticket=7), self.now_s)
         for report in told:
             assert isinstance(report, Stepped)
             self.take(report)
@@ -171,7 +171,7 @@ def test_short_steps_share_a_report_until_its_time_has_come() -> None:
     engine.submit("r", [1, 2, 3], max_tokens=14)
     engine.run()
     assert [step.steps for step in engine.told] == [0, 1, 4, 4, 4, 1]
-    assert all(len(step.advanced) == 4 for step in engine.told[2:-1])
+    assert all(len(step.one_token_attempts) == 4 for step in engine.told[2:-1])
 
 
 def test_first_and_last_tokens_are_told_at_once() -> None:
@@ -218,9 +218,13 @@ def test_embeddings_of_one_step_are_told_in_reports_of_bounded_size(monkeypatch:
     engine.step()
     told = engine.told[1:]
     assert [[part.request for part in step.parts["f"]] for step in told] == [["text", "r0", "r1"], ["r2", "r3"], ["r4"]]
-    assert [[part.request for part in step.notable] for step in told] == [["text", "r0", "r1"], ["r2", "r3"], ["r4"]]
+    assert [[part.request for part in step.boundary_parts] for step in told] == [
+        ["text", "r0", "r1"],
+        ["r2", "r3"],
+        ["r4"],
+    ]
     assert [(step.steps, bool(step.event_batch)) for step in told] == [(1, True), (0, False), (0, False)]
-    assert all(len(part.embedding) == 4 for step in told for part in step.notable if part.request != "text")
+    assert all(len(part.embedding) == 4 for step in told for part in step.boundary_parts if part.request != "text")
 
 
 def test_what_is_held_is_bounded() -> None:
@@ -228,7 +232,7 @@ def test_what_is_held_is_bounded() -> None:
     for number in range(40):
         engine.submit(f"r{number}", [1 + number % 7, 2, 3], max_tokens=25)
     engine.run()
-    assert max(len(step.advanced) for step in engine.told) in range(MOST_HELD, MOST_HELD + 40)
+    assert max(len(step.one_token_attempts) for step in engine.told) in range(MOST_HELD, MOST_HELD + 40)
 
 
 def test_deadlines_are_read_against_the_time_that_steps_begin() -> None:

@@ -19,7 +19,7 @@ from services.worker.messages import (
     Snapshot,
     Stepped,
     Submit,
-    TakeSnapshot,
+    TakeEngineSnapshot,
 )
 from services.worker.runner import Drawn, Work
 from services.worker.scheduler.scheduler import Scheduler
@@ -101,7 +101,7 @@ def test_the_first_batch_says_that_the_cache_is_empty_and_batches_are_numbered_w
 
 
 def test_a_snapshot_stands_at_the_sequence_it_names() -> None:
-    script = run([submit("r")], [], [TakeSnapshot(7)])
+    script = run([submit("r")], [], [TakeEngineSnapshot(7)])
     at = next(index for index, report in enumerate(script.reports) if isinstance(report, Snapshot))
     taken = script.reports[at]
     assert isinstance(taken, Snapshot)

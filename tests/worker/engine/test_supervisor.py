@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.supervisor import EngineHost
+from services.worker.engine.supervisor import EngineSupervisor
 from services.worker.messages import EngineReport, Failed
 from shared.errors import ModelError
 from tests.worker.scripted_engine import FACTS, ScriptedEngine
@@ -24,7 +24,7 @@ class Engines:
         self.all: list[ScriptedEngine] = []
         self.done = asyncio.Event()
         self._reports = list(reports)
-        self.host = EngineHost(
+        self.host = EngineSupervisor(
             WorkerConfig(model="m"),
             "m",
             "0a",

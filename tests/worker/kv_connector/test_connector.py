@@ -13,7 +13,7 @@ import pytest
 
 from services.worker.kv_connector import fetches
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
-from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeSnapshot
+from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp, Snapshot, Stepped, TakeEngineSnapshot
 from services.worker.mover import Copy
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import Done, HostCopier
@@ -203,7 +203,7 @@ def test_a_snapshot_is_what_was_told_though_blocks_have_just_left_for_those_that
     until(world, second, "fetch")
     second.carry("")
     second.deliver(0)
-    told, snapshot = second.core.handle(TakeSnapshot(1), world.now_s)
+    told, snapshot = second.core.handle(TakeEngineSnapshot(1), world.now_s)
     assert isinstance(told, Stepped)
     assert isinstance(snapshot, Snapshot)
     assert [type(event) for event in told.events] == [BlockRemoved]

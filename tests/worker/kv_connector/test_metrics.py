@@ -19,14 +19,14 @@ def test_what_engines_count_each_from_their_start_adds_up() -> None:
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"headrace_{name}", labels)
 
-    metrics.stepped(stepped(EngineLoad(offered_blocks=5, onboarding=2), Exchanged(saved_blocks=3, save_s=0.5)))
-    metrics.show()
-    metrics.stepped(stepped(EngineLoad(offered_blocks=9, dropped_offers=1, late_onboardings=1)))
+    metrics.count_step(stepped(EngineLoad(offered_blocks=5, onboarding=2), Exchanged(saved_blocks=3, save_s=0.5)))
+    metrics.publish()
+    metrics.count_step(stepped(EngineLoad(offered_blocks=9, dropped_offers=1, late_onboardings=1)))
     metrics.engine_lost()
     assert value("onboarding_requests") == 0
-    metrics.stepped(stepped(EngineLoad(offered_blocks=2, onboarding=1), Exchanged(saved_blocks=1, loaded_blocks=4)))
-    metrics.show()
-    metrics.show()
+    metrics.count_step(stepped(EngineLoad(offered_blocks=2, onboarding=1), Exchanged(saved_blocks=1, loaded_blocks=4)))
+    metrics.publish()
+    metrics.publish()
     assert value("onboarding_requests") == 1
     assert value("late_onboardings_total") == 1
     assert value("kvbm_offered_blocks_total", outcome="offered") == 11
@@ -45,12 +45,12 @@ def test_ways_and_reasons_add_up_over_engines() -> None:
 
     first = Exchanged(saved_by={"rows": 2}, loaded_by={"batch": 3}, fallbacks={"staged: no": 1})
     more = msgspec.structs.replace(first, saved_by={"rows": 5, "batch": 1}, differing_blocks=1)
-    metrics.stepped(stepped(EngineLoad(), first))
-    metrics.show()
-    metrics.stepped(stepped(EngineLoad(), more))
+    metrics.count_step(stepped(EngineLoad(), first))
+    metrics.publish()
+    metrics.count_step(stepped(EngineLoad(), more))
     metrics.engine_lost()
-    metrics.stepped(stepped(EngineLoad(), first))
-    metrics.show()
+    metrics.count_step(stepped(EngineLoad(), first))
+    metrics.publish()
     assert value("path_blocks", direction="save", path="rows") == 7
     assert value("path_blocks", direction="save", path="batch") == 1
     assert value("path_blocks", direction="load", path="batch") == 6
@@ -62,7 +62,9 @@ def test_however_many_reasons_engines_have_few_are_shown_and_all_are_counted() -
     registry = CollectorRegistry()
     metrics = KvbmMetrics(registry)
     for engine in range(5):
-        metrics.stepped(stepped(EngineLoad(), Exchanged(fallbacks={f"{engine}: {reason}": 1 for reason in range(20)})))
+        metrics.count_step(
+            stepped(EngineLoad(), Exchanged(fallbacks={f"{engine}: {reason}": 1 for reason in range(20)}))
+        )
         metrics.engine_lost()
     [family] = [family for family in registry.collect() if family.name == "headrace_kvbm_copy_fallbacks"]
     counts = [sample.value for sample in family.samples if sample.name.endswith("_total")]

@@ -123,7 +123,7 @@ def test_another_file_under_the_same_name_is_mapped_anew(pool: HostPool, attachm
 
 def test_a_pool_of_another_size_than_was_told_is_refused(pool: HostPool, attachment: PoolAttachment) -> None:
     told = msgspec.structs.replace(attached(pool), pool_bytes=2 * POOL_BYTES)
-    with pytest.raises(PoolUnfit, match=f"{POOL_BYTES} bytes, not {2 * POOL_BYTES}"):
+    with pytest.raises(PoolUnfit, match=f"{POOL_BYTES} bytes, not the {2 * POOL_BYTES} of kvbm"):
         attachment.map(told)
 
 

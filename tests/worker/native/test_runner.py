@@ -236,7 +236,7 @@ def test_prompts_that_overflow_end_no_engine_and_weights_that_are_no_numbers_end
             submit = Submit(f"r{number}", 1, "f", pack_tokens(prompt), len(prompt), Sampling(max_tokens=1), 60.0)
             scheduler.submit(submit, 0.0)
             while scheduler.busy:
-                ends += scheduler.advance(runner.step(scheduler.schedule(0.0)), 0.001).notable
+                ends += scheduler.advance(runner.step(scheduler.schedule(0.0)), 0.001).boundary_parts
         runner.close()
         return ends
 

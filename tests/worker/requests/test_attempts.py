@@ -52,7 +52,7 @@ def test_a_repeated_attempt_is_accepted_once_also_after_its_end() -> None:
     account = attempts()
     assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 1)
     assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 0)
-    account.tell(part("r", finish="stop"))
+    account.record_part(part("r", finish="stop"))
     assert account.admit(generate("r"), FACTS) == (Accepted("r", 1), 0)
 
 
@@ -60,7 +60,7 @@ def test_a_living_attempt_is_not_accepted_for_a_second_frontend_that_would_hear_
     account = attempts()
     assert code(account, generate("r", frontend="f")) == "accepted"
     assert code(account, generate("r", frontend="g")) == "bad_request"
-    assert [stream.request for stream in account.of("f")] == ["r"]
+    assert [stream.request for stream in account.streams_of("f")] == ["r"]
 
 
 def test_a_generate_that_its_cancel_overtook_computes_nothing() -> None:
@@ -77,7 +77,7 @@ def test_numbers_are_never_used_twice() -> None:
     account = attempts()
     numbers = [account.admit(generate(request), FACTS)[1] for request in "ab"]
     account.forget(("b", 1))
-    account.tell(part("a", finish="stop"))
+    account.record_part(part("a", finish="stop"))
     numbers += [account.admit(generate(request), FACTS)[1] for request in "cb"]
     assert numbers == [1, 2, 3, 4]
 
@@ -144,7 +144,7 @@ def test_tokens_that_wait_are_bounded_until_their_first_part() -> None:
     account = attempts(most_waiting_tokens=10)
     assert code(account, generate("a", tokens=8)) == "accepted"
     assert code(account, generate("b", tokens=8)) == "overloaded"
-    account.tell(part("a"))
+    account.record_part(part("a"))
     assert code(account, generate("b", tokens=8)) == "accepted"
 
 
@@ -168,7 +168,7 @@ def test_when_the_engine_is_lost_every_attempt_ends_where_it_was() -> None:
     account = attempts()
     account.admit(generate("a", frontend="f"), FACTS)
     account.admit(generate("b", tokens=6, frontend="g"), FACTS)
-    account.tell(part("a"))
+    account.record_part(part("a"))
     ended = account.fail_all("gone")
     assert [(p.request, p.first, p.finish, p.error) for p in ended["f"]] == [("a", 1, "error", "gone")]
     assert [(p.request, p.first) for p in ended["g"]] == [("b", 2)]
@@ -179,12 +179,12 @@ def test_a_frontends_streams_say_how_far_they_are() -> None:
     account = attempts()
     account.admit(generate("a"), FACTS)
     account.admit(generate("b", frontend="g"), FACTS)
-    account.tell(part("a"))
-    assert [(stream.request, stream.produced) for stream in account.of("f")] == [("a", 1)]
-    account.advance([1, 2])
-    account.advance([1])
-    assert [(stream.request, stream.produced) for stream in account.of("f")] == [("a", 3)]
-    assert [(stream.request, stream.produced) for stream in account.of("g")] == [("b", 1)]
+    account.record_part(part("a"))
+    assert [(stream.request, stream.produced) for stream in account.streams_of("f")] == [("a", 1)]
+    account.count_tokens([1, 2])
+    account.count_tokens([1])
+    assert [(stream.request, stream.produced) for stream in account.streams_of("f")] == [("a", 3)]
+    assert [(stream.request, stream.produced) for stream in account.streams_of("g")] == [("b", 1)]
 
 
 class AttemptsMachine(RuleBasedStateMachine):
@@ -209,14 +209,14 @@ class AttemptsMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 6), finish=st.sampled_from([None, "stop", "length"]))
     def tell(self, choice: int, finish: FinishReason | None) -> None:
         name = sorted(self.living)[choice % len(self.living)]
-        self.account.tell(part(name, first=self.living[name], finish=finish))
+        self.account.record_part(part(name, first=self.living[name], finish=finish))
         self.living[name] += 1
         if finish is not None:
             del self.living[name]
 
     @rule()
     def advance(self) -> None:
-        self.account.advance([self.numbers[name] for name in self.living])
+        self.account.count_tokens([self.numbers[name] for name in self.living])
         self.living = {name: produced + 1 for name, produced in self.living.items()}
 
     @rule()
@@ -228,7 +228,7 @@ class AttemptsMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         self.account.validate()
-        assert {stream.request: stream.produced for stream in self.account.of("f")} == self.living
+        assert {stream.request: stream.produced for stream in self.account.streams_of("f")} == self.living
 
 
 TestAttemptsMachine = AttemptsMachine.TestCase

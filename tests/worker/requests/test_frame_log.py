@@ -20,10 +20,10 @@ def _part(number: int) -> Part:
 
 def send(log: FrameLog, frontend: str = "f") -> int | None:
     """The sequence of the frame that was sent."""
-    frame = log.unsent(frontend)
+    frame = log.next_unsent(frontend)
     if frame is None:
         return None
-    log.sent(frontend, frame)
+    log.mark_sent(frontend, frame)
     return STEP_FRAME.decode(frame).sequence
 
 
@@ -32,20 +32,20 @@ def test_frames_are_numbered_by_frontend() -> None:
     for frontend in ("f", "g", "f"):
         log.append(frontend, part())
     assert [send(log, "f"), send(log, "f"), send(log, "f"), send(log, "g")] == [0, 1, None, 0]
-    assert log.last == {"f": 1, "g": 0}
+    assert log.last_sequences == {"f": 1, "g": 0}
 
 
 def test_a_frame_is_a_step_frame_of_the_parts_that_it_was_given() -> None:
     log = FrameLog("w")
     log.append("f", PARTS.encode([_part(3), _part(4)]))
-    frame = log.unsent("f")
+    frame = log.next_unsent("f")
     assert frame == STEP_FRAME.encode(StepFrame("w", 1, 0, [_part(3), _part(4)]))
 
 
 def test_a_frame_that_was_not_sent_comes_first_again() -> None:
     log = FrameLog("w")
     log.append("f", part(1))
-    assert log.unsent("f") == log.unsent("f")
+    assert log.next_unsent("f") == log.next_unsent("f")
     log.append("f", part(2))
     assert [send(log), send(log)] == [0, 1]
 
@@ -103,9 +103,9 @@ def test_the_frontend_that_heard_nothing_for_longest_is_forgotten() -> None:
 
 def numbers(log: FrameLog, frontend: str) -> tuple[int, int]:
     """(epoch, sequence) of the frame that is next."""
-    frame = log.unsent(frontend)
+    frame = log.next_unsent(frontend)
     assert frame is not None
-    log.sent(frontend, frame)
+    log.mark_sent(frontend, frame)
     sent = STEP_FRAME.decode(frame)
     return sent.epoch, sent.sequence
 

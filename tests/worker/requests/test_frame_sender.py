@@ -7,7 +7,7 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from services.worker.messages import PARTS
-from services.worker.metrics import Metrics
+from services.worker.metrics import WorkerMetrics
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FAIR_SHARE, FrameSender
 from shared import subjects
@@ -28,7 +28,7 @@ async def test_a_long_ring_is_sent_again_in_order_with_turns_for_others_between(
 
     await frontend.subscribe(subjects.stream("test", "f"), receive)
     log = FrameLog("w")
-    sender = FrameSender(bus, "test", log, Metrics(CollectorRegistry()))
+    sender = FrameSender(bus, "test", log, WorkerMetrics(CollectorRegistry()))
     for _ in range(FRAMES):
         log.append("f", PARTS.encode([]))
     await sender.flush()

@@ -90,7 +90,7 @@ def test_a_draw_that_failed_ends_its_sequence_with_the_error_and_no_other() -> N
     assert [work.draws for work in works] == [True, False], "a's prompt is 6 of the step's 8 tokens"
     outcome = engine.scheduler.advance([Drawn(0, error="nothing can follow"), None], 0.001)
     engine.scheduler.validate()
-    [failed] = outcome.notable
+    [failed] = outcome.boundary_parts
     assert (failed.request, failed.finish, failed.error, failed.tokens) == ("a", "error", "nothing can follow", b"")
     assert engine.scheduler.load().running == 1
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.kvbm.tickets.results import TicketLimits
-from services.worker.config import KvbmConfig, SimulatedConfig, WorkerConfig
+from services.worker.config import KVConnectorConfig, SimulatedConfig, WorkerConfig
 from services.worker.engine.channel import PeerGone
 from services.worker.messages import (
     CancelAttempt,
@@ -21,7 +21,7 @@ from services.worker.messages import (
     Snapshot,
     Stepped,
     Submit,
-    TakeSnapshot,
+    TakeEngineSnapshot,
 )
 from services.worker.simulated.engine import SimulatedEngine
 from shared.errors import ConfigError
@@ -136,7 +136,7 @@ def test_a_snapshot_is_answered_while_idle(tmp_path: Path) -> None:
         engine = await opened(tmp_path)
         engine.submit(submit("r", list(range(5, 25)), 1))
         await ended(engine)
-        engine.send(TakeSnapshot(3))
+        engine.send(TakeEngineSnapshot(3))
         taken = await engine.receive()
         assert isinstance(taken, Snapshot)
         assert (taken.ticket, taken.event_sequence, len(taken.blocks)) == (3, 1, 1)
@@ -149,7 +149,7 @@ def test_a_snapshot_asked_for_while_requests_run_does_not_wait_for_the_next_step
         engine = await opened(tmp_path)
         engine.submit(submit("r", [5, 6], 9))
         await next_step(engine)
-        engine.send(TakeSnapshot(3))
+        engine.send(TakeEngineSnapshot(3))
         assert isinstance(await engine.receive(), Snapshot)
         assert now_s() == 1.0
         await next_step(engine)
@@ -201,7 +201,7 @@ def test_a_table_that_is_not_there_is_an_error_of_the_settings(tmp_path: Path) -
 def test_engines_exchange_blocks_with_a_kvbm_on_the_same_clock(tmp_path: Path) -> None:
     times = msgspec.structs.replace(TIMES, copy_bytes_per_s=131_072 * 16 * 10.0)  # ten blocks a second
     settings = msgspec.structs.replace(
-        config(tmp_path, times), kvbm=KvbmConfig(pool=str(tmp_path / "pool"), wait_s=60.0), block_size=16
+        config(tmp_path, times), kvbm=KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=60.0), block_size=16
     )
 
     async def answered(engine: SimulatedEngine, drawer: Drawer, name: str) -> Part:
