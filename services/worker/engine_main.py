@@ -1,7 +1,7 @@
 """The engine's process: `python -m services.worker.engine_main CONFIG_JSON SOCKET_FD`.
 
-Started by the shell with an environment that bounds its arithmetic threads before NumPy is imported (hence the imports
-inside functions here). It ends on Shutdown, when the runner fails, and with the shell.
+The shell starts it with an environment that bounds the arithmetic threads before NumPy is imported; hence the imports
+inside functions here. It ends on Shutdown, when the runner fails, and when the shell dies.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from shared.errors import ConfigError, ModelError
 
 _PR_SET_PDEATHSIG = 1
 CPU_CAPACITY_BYTES = 512 << 20
-"""Of KV on a CPU, where no setting says."""
+"""Bytes of KV on a CPU where no setting says so."""
 SWITCH_INTERVAL_S = 1e-4
-"""After which a thread that copies gets the interpreter though the loop goes on: with a core at hand it began 0.22 ms
-after it was told to, and not when the loop was through, as with Python's 5 ms. A step beside copies without a pause
-both ways took 2 to 4 % longer for it on an H200, none on a CPU; 0.02 ms gained nothing more."""
+"""Seconds after which a copying thread gets the interpreter while the loop goes on. With a free core it began 0.22 ms
+after the request, and not only when the loop was through, as with Python's 5 ms. On an H200 a step during incessant
+copies in both directions took 2 to 4 % longer because of it, on a CPU no longer; 0.02 ms gained nothing more."""
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status: 0 after Shutdown or when the shell is gone, 1 after Failed."""
+    """Return the exit status: 0 after Shutdown or when the shell has gone, 1 after Failed."""
     config = msgspec.json.decode(arguments[0], type=EngineConfig)
     _die_with(config.parent_pid)
-    # A signal to the whole process group (Ctrl-C) is the shell's to answer: it drains, then says Shutdown.
+    # The shell answers a signal to the whole process group (Ctrl-C): it drains, then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with closing(EngineEnd(socket.socket(fileno=int(arguments[1])))) as channel, suppress(PeerGone):
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
-    """The engine's life; why it failed, or None after Shutdown. Raises PeerGone."""
+    """Run the engine until it ends. Return why it failed, or None after Shutdown. Raises PeerGone."""
     attachment = None
     if config.kvbm.pool:  # before CUDA opens its files: `shared.pool.lock` says why
         number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -76,7 +76,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
             raise
         except ConfigError as wrong:
             return Failed(reason=str(wrong), model=True)
-        except Exception as wrong:  # noqa: BLE001 - the engine's edge: however a runner fails, the shell hears it
+        except Exception as wrong:  # noqa: BLE001 - the engine's edge: the shell learns of every failure of a runner
             traceback.print_exc()
             first = _first(wrong)
             return Failed(reason=f"{type(first).__name__}: {first}")
@@ -84,7 +84,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
 
 
 def _first(wrong: BaseException) -> BaseException:
-    """What the runner failed of, where ending then failed as well: of a GPU that is lost no copy can be waited for."""
+    """Return the error of the runner where ending it failed as well: no copy of a lost GPU can be awaited."""
     before: BaseException | None = wrong
     while before is not None and not isinstance(before, ModelError):
         before = before.__context__
@@ -92,7 +92,7 @@ def _first(wrong: BaseException) -> BaseException:
 
 
 def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
-    """Raises ModelError, ConfigError."""
+    """Return the runner that the settings name. Raises ModelError, ConfigError."""
     match config.engine:
         case "echo":
             from services.worker.simulated.runner import EchoRunner
@@ -122,7 +122,6 @@ def _load(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
 
 
 def _load_cuda(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
-    """Raises ModelError, ConfigError."""
     try:
         from services.worker.native.cuda.load import load_cuda
     except ImportError as wrong:
@@ -131,7 +130,7 @@ def _load_cuda(config: EngineConfig, tell: Callable[[Loading], None]) -> Runner:
 
 
 def _facts(config: EngineConfig, tell: Callable[[Loading], None]) -> Ready:
-    """Of a model that is not computed. Raises ModelError."""
+    """Return the facts of a model that is not computed. Raises ModelError."""
     source = Path(config.model)
     if not source.is_dir():
         from services.worker.native.prepare import prepare
@@ -141,7 +140,7 @@ def _facts(config: EngineConfig, tell: Callable[[Loading], None]) -> Ready:
 
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
-    """Raises ConfigError, and what the runner raises."""
+    """Run the engine's loop until Shutdown. Raises ConfigError, and what the runner raises."""
     mover = None
     if attachment is not None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)

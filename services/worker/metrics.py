@@ -1,4 +1,4 @@
-"""What a worker counts."""
+"""WorkerMetrics: what a worker counts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class _Steps:
     event_batches: int = 0
     frames: int = 0
     load: EngineLoad | None = None
-    """After the last of them."""
+    """The engine's counts after the last of these steps."""
     capacity_blocks: int = 0
 
 
 class WorkerMetrics:
     """One worker's metrics; labels are few and bounded.
 
-    What every step changes is summed up here and shown with each load report, every 250 ms: eleven updates a step were
-    a quarter of what a step cost the shell.
+    Numbers that every step changes are summed up here and published with each load report, every 250 ms: eleven updates
+    of metrics were a quarter of what a step cost the shell.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -35,14 +35,21 @@ class WorkerMetrics:
         self._waiting = gauge(registry, "headrace_queued_requests", "Attempts waiting")
         self._running = gauge(registry, "headrace_inflight_requests", "Attempts running")
         self._steps = counter(registry, "headrace_engine_steps", "Engine steps")
-        self._step_s = histogram(registry, "headrace_step_seconds", "Time of a step's arithmetic", STEP_SECONDS)
+        self._step_s = histogram(registry, "headrace_step_seconds", "Seconds of a step's arithmetic", STEP_SECONDS)
         self._computed = counter(registry, "headrace_computed_tokens", "Tokens computed")
         self._prompt = counter(registry, "headrace_prompt_tokens", "Prompt tokens of accepted attempts")
         self._cached = counter(
-            registry, "headrace_cached_tokens", "Prompt tokens found in the cache, by where they came from", ["tier"]
+            registry,
+            "headrace_cached_tokens",
+            "Prompt tokens found in the cache, by the tier that they came from",
+            ["tier"],
         )
         self._output = counter(registry, "headrace_output_tokens", "Tokens drawn")
-        self._preemptions = counter(registry, "headrace_preemptions", "Sequences whose blocks were taken")
+        self._preemptions = counter(
+            registry,
+            "headrace_preemptions",
+            "Sequences preempted: their blocks were needed by others, and they waited again",
+        )
         self._not_finite = counter(
             registry,
             "headrace_not_finite_sequences",
@@ -53,21 +60,23 @@ class WorkerMetrics:
         self._events = counter(registry, "headrace_event_batches", "KV event batches published")
         self._frames = counter(registry, "headrace_frames", "Step frames published")
         self._lost_frames = counter(registry, "headrace_lost_frames", "Step frames dropped before they were sent")
-        self._engine_starts = counter(registry, "headrace_engine_starts", "Starts of the engine that got ready")
+        self._engine_starts = counter(
+            registry, "headrace_engine_starts", "Starts of the engine after which it was ready"
+        )
         self._shown = EngineLoad()
-        """What of the engine's counts is shown."""
+        """The engine's counts as they were published last."""
         self._lost = 0
         self._since = _Steps()
 
     def count_reply(self, reply: GenerateReply, prompt_tokens: int) -> None:
-        """A Generate was accepted or refused."""
+        """Count a Generate that was accepted or refused."""
         if isinstance(reply, Refused):
             self._requests.labels(f"refused_{reply.code}").inc()
         else:
             self._prompt.inc(prompt_tokens)
 
     def count_part(self, part: Part) -> None:
-        """An attempt begins or ends."""
+        """Count the first or the last part of an attempt."""
         self._output.inc(len(part.tokens) // 4)
         if part.finish is not None:
             self._requests.labels("not_begun" if part.error.startswith(NOT_BEGUN) else part.finish).inc()
@@ -77,7 +86,7 @@ class WorkerMetrics:
             self._cached.labels("disk").inc(part.cached_disk_tokens)
 
     def count_step(self, step: Stepped, capacity_blocks: int) -> None:
-        """The engine made a step, or some short ones, which count with their mean."""
+        """Count a step, or some short ones, which count with their mean."""
         since = self._since
         since.steps += step.steps
         since.output_tokens += len(step.one_token_attempts)
@@ -92,7 +101,7 @@ class WorkerMetrics:
         self._since.frames += 1
 
     def publish(self) -> None:
-        """What the steps since the last time came to."""
+        """Add what was counted since the last call to the metrics."""
         since, self._since = self._since, _Steps()
         self._steps.inc(since.steps)
         self._output.inc(since.output_tokens)
@@ -115,7 +124,7 @@ class WorkerMetrics:
         self._show(EngineLoad(), 0)
 
     def count_lost_frames(self, total: int) -> None:
-        """`total` frames since the start were dropped before they were sent."""
+        """Count lost frames: `total` since the start were dropped before they were sent."""
         self._lost_frames.inc(total - self._lost)
         self._lost = total
 

@@ -1,4 +1,5 @@
-"""What `--check` of a worker looks at: the files that its engine would read, as far as nothing need be converted."""
+"""Model check: `--check` of a worker reads the files that its engine would read, as far as nothing must be
+converted."""
 
 from __future__ import annotations
 
@@ -11,12 +12,10 @@ from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 
 
 def check_files(config: WorkerConfig) -> None:
-    """Raises ModelError or ConfigError, as the engine's start would."""
+    """Check the model's files. Raises ModelError or ConfigError, as the engine's start would."""
     source = Path(config.model)
     if config.engine == "native" or not source.is_dir():
-        from services.worker.native.prepare import (
-            check_source,
-        )  # here, as it brings NumPy, which the shell has no use for
+        from services.worker.native.prepare import check_source  # here: it imports NumPy, which the shell does not need
 
         check_source(source, Path(config.cache))
     if source.is_dir():
@@ -36,6 +35,6 @@ def _check_directory(source: Path, config: WorkerConfig) -> None:
     content = read_model_file(file, TOKENIZER_LIMIT_BYTES)
     try:
         Tokenizer.from_buffer(content)
-    except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception, and panics, which are none
+    except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception; its panics are no Exception
         raise ModelError(f"{file}: {wrong}") from None
     read_pooling(source)

@@ -1,13 +1,13 @@
-"""The worker's shell: answers the network, and passes on what the engine process makes.
+"""Worker: the shell, which answers the network and passes on the results of the engine process.
 
-    NATS  generate, cancel, resend, snapshot ──▶ Attempts ──▶ EngineHost ──▶ engine process
-    NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀────────────────────┘
+    NATS  generate, cancel, resend, snapshot ──▶ Attempts ──▶ EngineSupervisor ──▶ engine process
+    NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀──────────────────────────┘
     ZMQ   KV events                 ◀────────────────┘
-    NATS  the machine's kvbm ◀──▶ KvbmClient ◀──▶ EngineHost
+    NATS  the machine's kvbm ◀──▶ KvbmClient ◀──▶ EngineSupervisor
 
     starting ──Ready──▶ serving ──stopping──▶ draining ──nothing runs, or drain_s──▶ ended
        ▲                   │
-       └──── engine lost ──┘ running attempts end with an error, the model card goes, the cache counts as empty
+       └──── engine lost ──┘ running attempts end with an error, the model card is removed, the cache counts as empty
 
 The model card is published while the worker takes requests, the address book from the first Ready until the end.
 """
@@ -60,16 +60,20 @@ from shared.messages import (
 from shared.runtime.lifecycle import Runtime, settle_memory
 
 REPORT_INTERVAL_S = 0.25
+"""Seconds between load reports."""
 SNAPSHOT_LIMIT_S = 10.0
+"""Seconds that the engine has for a snapshot."""
 SNAPSHOT_CHUNK_BYTES = 1 << 18
-"""Of msgpack; JSON takes half as much again. Far below any payload limit, and soon encoded."""
+"""Bytes of msgpack in one chunk of a snapshot; JSON takes half as much again. They are far below any payload limit, and
+encoded quickly."""
 FLUSH_LIMIT_S = 2.0
+"""Seconds for sending the last frames."""
 
 _log = logging.getLogger(__name__)
 
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:
-    """Serves until `runtime.stopping`, then drains. Raises ModelError where the model cannot be served."""
+    """Serve until `runtime.stopping`, then drain. Raises ModelError where the model cannot be served."""
     worker = Worker(runtime, config)
     settle_memory()
     await worker.run()
@@ -99,7 +103,7 @@ class Worker:
             stepped=self._engine_stepped,
             lost=self._engine_lost,
             busy=lambda: len(self._attempts) > 0,
-            exchanged=lambda report: self._kvbm.handle(report),
+            kvbm_message=lambda message: self._kvbm.handle(message),
         )
         self._kvbm_metrics = KvbmMetrics(runtime.registry)
         self._kvbm = KvbmClient(
@@ -112,15 +116,15 @@ class Worker:
         self._publisher = runtime.events.open_publisher()
         self._announcement = CardAnnouncement(runtime, self.event_source)
         self._progress_before = 0
-        """Steps of the engines that were lost."""
+        """Steps of all engines that were lost."""
         self._last: Stepped | None = None
         """The latest step of the engine that lives."""
         self._attempts_changed = asyncio.Event()
         self._gone: set[str] = set()
-        """Frontends that have gone, until what is kept for them is forgotten."""
+        """Frontends that have gone, and for which frames are still kept."""
 
     async def run(self) -> None:
-        """See `serve`."""
+        """Serve until `runtime.stopping`, as `serve` says."""
         receivers = {
             "generate": self._generate,
             "cancel": self._cancel,
@@ -136,13 +140,13 @@ class Worker:
         try:
             await self._serve_and_drain()
         finally:
-            # At once: a NATS that is frozen costs each of them seconds.
+            # All at once: each takes seconds where NATS is frozen.
             await asyncio.gather(*(subscription.unsubscribe() for subscription in subscriptions))
             self._publisher.close()
 
     @property
     def event_source(self) -> EventSource:
-        """Where the KV events come from."""
+        """The source of the KV events, for discovery."""
         return msgspec.structs.replace(self._publisher.source, epoch=True, snapshot=True, digest=True)
 
     async def _serve_and_drain(self) -> None:
@@ -172,7 +176,7 @@ class Worker:
             raise failed
 
     async def _drain(self) -> None:
-        """No new attempts; those that run have `drain_s`, then they end with an error."""
+        """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
         self._attempts.draining = True
         self._runtime.vitals.unready("draining")
         self._announcement.show(None)
@@ -185,7 +189,7 @@ class Worker:
             _log.warning("%d attempts did not end in %g s", len(self._attempts), self._config.drain_s)
             self._fail_all(SHUTTING_DOWN)
 
-    # --- what the engine says
+    # --- reports of the engine
 
     def _engine_ready(self, facts: Ready) -> None:
         card = card_of(  # reads some MB, once, while nothing is served
@@ -209,7 +213,7 @@ class Worker:
             self._announcement.show(card)
 
     def _engine_loading(self, loading: Loading) -> None:
-        """Shown at /health as it goes; logged in steps of 10 %."""
+        """Show the progress at /health; log it in steps of 10 %."""
         reason = f"{loading.what}: {10 * int(10 * loading.share)} %"
         if [reason] != self._runtime.vitals.reasons and not self._attempts.draining:
             _log.info("%s", reason)
@@ -220,7 +224,7 @@ class Worker:
         self._runtime.vitals.progress = self._progress_before + step.progress
         if step.event_batch:
             self._publisher.publish(step.event_sequence, encode_batch(self._runtime.wall(), step.event_batch))
-        if len(self._attempts):  # else they were ended here, and the engine has not heard it yet
+        if len(self._attempts):  # else they were ended here, and the engine does not know yet
             self._attempts.count_tokens(step.one_token_attempts)
             for part in step.boundary_parts:
                 self._attempts.record_part(part)
@@ -243,15 +247,15 @@ class Worker:
         frames = {frontend: PARTS.encode(parts) for frontend, parts in failed.items()}
         self._send(frames, [part for parts in failed.values() for part in parts])
 
-    def _send(self, frames: Mapping[str, bytes], notable: Iterable[Part]) -> None:
-        """To each frontend its encoded parts; `notable` are the first and the last ones of attempts."""
-        for part in notable:
+    def _send(self, frames: Mapping[str, bytes], boundary_parts: Iterable[Part]) -> None:
+        """Send each frontend its encoded parts; `boundary_parts` are the first and the last ones of attempts."""
+        for part in boundary_parts:
             self._metrics.count_part(part)
             self._attempts_changed.set()
         for frontend, parts in frames.items():
             self._sender.append(frontend, parts)
 
-    # --- what frontends and routers say; what cannot be read is the subscription's to count: ProtocolError comes out
+    # --- messages of frontends and routers; the subscription counts those that raise ProtocolError
 
     async def _generate(self, message: Message) -> None:
         try:
@@ -264,7 +268,7 @@ class Worker:
         reply, number = self._attempts.admit(generate, None if self._announcement.card is None else self.engine.facts)
         if number and not self.engine.submit(_submit(generate, number)):
             self._attempts.forget((generate.request, generate.attempt))
-            reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read")
+            reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read its commands")
         self._metrics.count_reply(reply, generate.prompt_tokens if number else 0)
         await self._answer(message, GENERATE_REPLY.encode(reply, message.headers))
 
@@ -284,7 +288,8 @@ class Worker:
         self._sender.wake()
 
     async def _snapshot(self, message: Message) -> None:
-        """Silent where there is no snapshot to give: the asker's time-out and the card's absence say so."""
+        """Send a snapshot in chunks, or nothing where there is none: the router's time-out and the missing card say
+        so."""
         asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
         if asked.rank:
             raise ProtocolError(f"a snapshot of rank {asked.rank}: there is rank 0 only")
@@ -302,8 +307,8 @@ class Worker:
                 return  # a snapshot with a hole must not get an end
 
     async def _answer(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
-        """Whether it was sent. One that was not is not kept: who asked will ask again, or has gone. Raises
-        ProtocolError where the question names no subject to answer to."""
+        """Send an answer in the encoding of the request. Return whether it was sent: one that was not is dropped, since
+        the client will ask again, or has gone. Raises ProtocolError where the request names no subject to answer to."""
         if not message.reply:
             raise ProtocolError("no reply subject")
         try:
@@ -323,22 +328,22 @@ class Worker:
             self._gone.discard(change.instance.instance)
 
     def _forget_the_gone(self) -> None:
-        """Not before their attempts have ended: each end makes a frame."""
+        """Drop the frames of frontends that have gone and whose attempts have ended; each end makes a frame."""
         ended = {frontend for frontend in self._gone if not self._attempts.streams_of(frontend)}
         for frontend in ended:
             self._sender.log.forget(frontend)
         self._gone -= ended
 
-    # --- what everyone hears
+    # --- load reports
 
     async def _report_load(self) -> None:
         while True:
             try:
                 await self._runtime.bus.publish(self._subject("load"), LOAD_REPORT.encode(self._load_report()))
             except BusDown:
-                pass  # the next one says it all again
+                pass  # the next report repeats everything
             except PayloadTooLarge as wrong:
-                _log.error("no load report: %s; max_waiting is too high for this payload limit", wrong)
+                _log.error("no load report: %s; lower max_waiting, or raise the payload limit of NATS", wrong)
             self._metrics.publish()
             self._kvbm_metrics.publish()
             self._forget_the_gone()

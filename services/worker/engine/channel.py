@@ -2,8 +2,8 @@
 
     | length u32 little-endian | msgpack |
 
-A socket pair has no name that anybody else could connect to, nothing to remove afterwards, and each end sees at once
-that the other process has died.
+No other process can connect to a socket pair, since it has no name. It leaves nothing to remove, and each end sees at
+once that the other process has died.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPORTS: Codec[EngineReport] = Codec(EngineReport, "engine report")
 _PREFIX_BYTES = 4
 _READ_BYTES = 1 << 18
 _MOST_UNREAD_REPORTS = 16
-"""Beyond, the shell stops reading; the engine's `send` waits then."""
+"""Number of unread reports at which the shell stops reading; the engine's `send` waits then."""
 
 
 class PeerGone(HeadraceError):
@@ -33,7 +33,7 @@ class PeerGone(HeadraceError):
 
 
 class EngineEnd:
-    """The engine's end: blocking, for a plain loop."""
+    """The engine's end of the channel: blocking, for a plain loop."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -43,19 +43,20 @@ class EngineEnd:
         self._buffer = bytearray()
 
     def send(self, report: EngineReport) -> None:
-        """Waits while the shell does not read, so that what is on its way stays bounded. Raises PeerGone."""
+        """Send a report. Waits while the shell does not read, so that the reports under way are bounded. Raises
+        PeerGone."""
         try:
             self._connection.sendall(_frame(REPORTS.encode(report)))
         except OSError as wrong:
             raise PeerGone(f"shell: {wrong}") from wrong
 
     def watch(self, descriptor: int) -> None:
-        """`receive` waits no longer when this is readable."""
+        """Make `receive` return when this descriptor is readable."""
         self._awake.register(descriptor, select.POLLIN)
 
     def receive(self, limit_s: float | None) -> list[EngineCommand]:
-        """All commands that have come. Where there is none, waits for one, but no longer than this (None: without a
-        limit), nor where a watched descriptor is readable; may return without one. Raises PeerGone."""
+        """Return all commands that have come. Where there is none, wait for one up to `limit_s` (None: without a
+        limit), or until a watched descriptor is readable; so there may be none. Raises PeerGone."""
         if limit_s is None or limit_s > 0:
             self._awake.poll(None if limit_s is None else ceil(1000 * limit_s))
         return self._read()
@@ -64,7 +65,7 @@ class EngineEnd:
         self._connection.close()
 
     def _read(self) -> list[EngineCommand]:
-        """What is there already."""
+        """Return the commands that have come already."""
         commands: list[EngineCommand] = []
         while True:
             try:
@@ -80,41 +81,41 @@ class EngineEnd:
 
 
 class ShellEnd(asyncio.Protocol):
-    """The shell's end, on the event loop; made by `open`.
+    """The shell's end of the channel, on the event loop; made by `open`.
 
-    A protocol of its own instead of asyncio's streams: a report costs one call and at most one wake-up.
+    It is an asyncio protocol and not a stream, so that a report costs one call and at most one wake-up.
     """
 
     def __init__(self, unread_bytes: int) -> None:
         self._unread_bytes = unread_bytes
         self._buffer = bytearray()
         self._reports: deque[bytes] = deque()
-        """Whole ones; bounded, because the engine is not read while there are many."""
+        """Complete reports; bounded, because the shell stops reading while there are many."""
         self._dropping = False
         loop = asyncio.get_running_loop()
         self._called: asyncio.Future[None] = loop.create_future()
-        """Done when something has come, or nothing will."""
+        """Done when a report has come, or none will."""
         self._gone: asyncio.Future[None] = loop.create_future()
 
     @staticmethod
     async def open(connection: socket.socket, *, unread_bytes: int = 64 << 20) -> ShellEnd:
-        """`unread_bytes` bounds what waits here while the engine does not read."""
+        """Open the end on this socket. `unread_bytes` is where `full` begins, while the engine does not read."""
         loop = asyncio.get_running_loop()
         _, end = await loop.create_unix_connection(lambda: ShellEnd(unread_bytes), sock=connection)
         return end
 
     def send(self, command: EngineCommand) -> None:
-        """Nothing is sent to an engine that has ended. What waits here is bounded by those who look at `full`."""
+        """Send a command, unless the engine has ended. Callers bound the commands that wait here by checking `full`."""
         if not self._transport.is_closing():
             self._transport.write(_frame(COMMANDS.encode(command)))
 
     @property
     def full(self) -> bool:
-        """Whether the engine has left more unread than it should; new work waits or is refused then."""
+        """Whether the engine has left too much unread; new work waits or is refused then."""
         return self._transport.get_write_buffer_size() > self._unread_bytes
 
     async def receive(self) -> EngineReport:
-        """The next report; one receiver at a time. Raises PeerGone."""
+        """Return the next report; one receiver at a time. Raises PeerGone."""
         while not self._reports:
             if self._gone.done():
                 raise PeerGone("the engine has ended")
@@ -125,7 +126,7 @@ class ShellEnd(asyncio.Protocol):
         return REPORTS.decode(self._reports.popleft())
 
     async def ended(self) -> None:
-        """Reads on and drops it, until the other end is closed."""
+        """Read and drop everything, until the other end is closed."""
         self._dropping = True
         if not self._transport.is_closing():
             self._transport.resume_reading()
@@ -137,7 +138,7 @@ class ShellEnd(asyncio.Protocol):
     # --- what the loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
         if self._dropping:
@@ -156,7 +157,7 @@ class ShellEnd(asyncio.Protocol):
 
 
 def _whole_frames(buffer: bytearray) -> list[bytes]:
-    """Takes them out of the buffer."""
+    """Take the complete frames out of the buffer."""
     frames: list[bytes] = []
     start = 0
     while len(buffer) - start >= _PREFIX_BYTES:

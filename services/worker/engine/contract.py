@@ -1,4 +1,4 @@
-"""An engine as the worker's shell sees it, wherever it runs: in a process of its own, or simulated in this one."""
+"""Engine: an engine as the worker's shell sees it, wherever it runs."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from services.worker.messages import (
 
 
 class Engine(Protocol):
-    """One engine: a process of its own (EngineClient), or simulated in this one (SimulatedEngine)."""
+    """One engine: in a process of its own (EngineProcess), or simulated in this process (SimulatedEngine)."""
 
     @property
     def pid(self) -> int:
-        """Of the process it runs in."""
+        """Id of the process that the engine runs in."""
         ...
 
     def submit(self, command: Submit) -> bool:
-        """False: the engine does not read, and nothing was sent."""
+        """Send an attempt. Return False where the engine does not read, and nothing was sent."""
         ...
 
     def send(self, command: CancelAttempt | TakeEngineSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None: ...
 
     async def receive(self) -> EngineReport:
-        """The next report. Raises PeerGone."""
+        """Return the next report. Raises PeerGone."""
         ...
 
     def kill(self) -> None:
-        """It ends at once; `receive` will say so."""
+        """End the engine at once; `receive` will raise PeerGone."""
         ...
 
     async def end(self, limit_s: float, /) -> int:
-        """Shutdown, and after `limit_s` a kill; returns the exit status."""
+        """Shut the engine down, and kill it after `limit_s`; return the exit status."""
         ...

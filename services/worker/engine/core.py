@@ -1,14 +1,14 @@
 """EngineCore: one engine's life without the channel, the clock and the arithmetic. Pure.
 
-    opening ─▶ ┌─▶ obey a command …  ─▶ begin ── works ──▶ (somebody computes them) ──▶ finish ─┐
-               └──────────────◀──────────┘ None: nothing to do                  ◀────────────────┘
+    opening ─▶ ┌─▶ handle a command … ─▶ begin ── works ──▶ (a runner computes them) ──▶ finish ─┐
+               └──────────────◀───────────┘ None: nothing to do                  ◀────────────────┘
 
-    outcome of a step ─▶ told at once, or held ─▶ told with later ones, or before what may take longer
+    outcome of a step ─▶ reported at once, or pending ─▶ reported with later ones, or before a step that may take longer
 
-What the engine exchanges with its kvbm goes on beside: between `begin` and the step there is `asks`.
+Between `begin` and the computation of the step, `step_connector` lets the KV connector ask the kvbm.
 
-Numbers the steps and the KV event batches. Batch 0 of every engine, its opening, says that its cache is empty.
-The engine process drives it with a runner and a real clock, simulated engines with a model of time.
+The core numbers the steps and the KV event batches. Batch 0 of every engine, its opening, says that its cache is empty.
+The engine process drives the core with a runner and a real clock, simulated engines drive it with a model of time.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from shared.kv_events import to_kv_events, to_snapshot
 from shared.kvbm_messages import StoreLayout
 from shared.messages import AllBlocksCleared, KvEvent
 
-TOLD_EVERY_S = 0.002
-"""Steps that follow one another faster share a report, and so a frame: each costs the shell, NATS and the frontend some
+REPORT_INTERVAL_S = 0.002
+"""Seconds within which steps share a report, and so a frame: each frame costs the shell, NATS and the frontend some
 0.2 ms together, whatever is in it. A step of a large model takes longer than this."""
 MOST_EMBEDDED_BYTES = 256 << 10
-"""Of embeddings in one report, so that no frame nears the least payload limit of a NATS server, 1 MB. One is at most a
-fraction of it."""
-MOST_HELD = 512
-"""Parts that wait for later ones; whatever came so far is then told."""
+"""Most bytes of embeddings in one report, so that no frame nears the least payload limit of a NATS server, 1 MB. One
+embedding is at most a fraction of it."""
+MOST_PENDING = 512
+"""Number of pending parts at which they are reported."""
 
 
 class EngineCore:
@@ -63,21 +63,22 @@ class EngineCore:
         self._progress = 0
         self._event_sequence = -1
         self._step_tokens = 0
-        """Of the step under way."""
+        """Tokens that the step under way computes."""
         self._begun_s = 0.0
-        self._told_s = float("-inf")
-        self._held = Outcome()
+        self._reported_s = float("-inf")
+        self._pending = Outcome()
         self._digest = scheduler.kv_cache.digest
-        """As of the last step: what has happened to blocks since is told with the next one."""
-        self._held_steps = 0
-        self._held_tokens = 0
-        self._held_s = 0.0
+        """Digest of the cache after the last step. Changes since then are reported with the next step."""
+        self._pending_steps = 0
+        self._pending_tokens = 0
+        self._pending_s = 0.0
 
     @staticmethod
     def of(
         config: EngineConfig, facts: Ready, mover: Mover | None = None, attachment: Attachment | None = None
     ) -> EngineCore:
-        """With the bounds that the settings give; with mover and attachment it exchanges blocks with a kvbm."""
+        """Return a core with the bounds that the settings give. With mover and attachment it exchanges blocks with a
+        kvbm."""
         limits = SchedulerLimits(
             model=config.model_name,
             context_length=facts.context_length,
@@ -106,7 +107,7 @@ class EngineCore:
         return EngineCore(scheduler, facts.block_size, connector)
 
     def opening(self) -> Stepped:
-        """The first thing to report, once."""
+        """Return the first report; called once."""
         assert self._event_sequence == -1
         return self._stepped(Outcome(), [AllBlocksCleared()])
 
@@ -116,14 +117,14 @@ class EngineCore:
         return self._scheduler.busy
 
     def handle(self, command: EngineOrder, now_s: float) -> list[Stepped | Snapshot]:
-        """Take a command. A snapshot is there at once, and before it what it has beyond what was told."""
+        """Handle a command; return its answers. A snapshot comes after everything that it contains was reported."""
         match command:
             case Submit():
                 self._scheduler.submit(command, now_s)
             case CancelAttempt(request, attempt):
                 self._scheduler.cancel(request, attempt)
             case TakeEngineSnapshot(ticket):
-                told = self._tell_all()
+                told = self._report_all()
                 blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
                 return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
             case KvbmUp() | KvbmDown() | KvbmReply():
@@ -134,83 +135,83 @@ class EngineCore:
         return []
 
     def begin(self, now_s: float) -> tuple[list[Stepped], list[Work] | None]:
-        """What to tell first, and what to compute now: empty where there is only something to tell, None where there is
-        nothing to do."""
+        """Begin a step. Return what to report first, and what to compute now: empty where there is only something to
+        report, None where there is nothing to do."""
         if self._connector is not None:
             self._connector.poll_copies(now_s)
         if not self._scheduler.busy:
             due_s = self._scheduler.wait_until_s
             if due_s is None or now_s < due_s:
-                return self._rest(), None
+                return self._report_idle(), None
         works = self._scheduler.schedule(now_s)
         self._begun_s = now_s
         self._step_tokens = sum([work.end - work.start for work in works])
         decodes = self._step_tokens == len(works)
-        return ([] if decodes else self._tell()), works
+        return ([] if decodes else self._report_pending()), works
 
     def step_connector(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
-        """What to say to the kvbm, before the step is computed: it goes on meanwhile. Once after each `begin`; the
-        engine may be `busy` then though `begin` gave nothing to do."""
+        """Return the messages for the kvbm, so that it works while the step is computed. Called once after each
+        `begin`; the engine may be `busy` afterwards though `begin` gave nothing to do."""
         return [] if self._connector is None else self._connector.step(now_s)
 
     @property
     def wait_until_s(self) -> float | None:
-        """When there is something to do though no command comes, where the engine is not `busy`."""
+        """When there is something to do without a command, where the engine is not `busy`; None: never."""
         due_s = [self._scheduler.wait_until_s, None if self._connector is None else self._connector.wait_until_s]
         return min([one_s for one_s in due_s if one_s is not None], default=None)
 
     def close(self) -> None:
-        """No copy begins any more, and kvbm's pool is left alone when this returns."""
+        """Begin no further copy, and leave kvbm's pool alone when this returns."""
         if self._connector is not None:
             self._connector.close()
 
     def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> list[Stepped]:
-        """The step was computed: one entry of `drawn` per work. Returns what to tell."""
+        """End the step: it was computed, with one entry of `drawn` per work. Return what to report."""
         outcome = self._scheduler.advance(drawn, elapsed_s)
         self._digest = self._scheduler.kv_cache.digest
         self._progress += 1
-        self._held_steps += 1
-        self._held_tokens += self._step_tokens
-        self._held_s += elapsed_s
-        self._held.extend(outcome)
+        self._pending_steps += 1
+        self._pending_tokens += self._step_tokens
+        self._pending_s += elapsed_s
+        self._pending.extend(outcome)
         now_s = self._begun_s + elapsed_s
         if (
-            now_s - self._told_s < TOLD_EVERY_S
+            now_s - self._reported_s < REPORT_INTERVAL_S
             and not outcome.boundary_parts
             and self._scheduler.busy
-            and len(self._held.one_token_attempts) < MOST_HELD
+            and len(self._pending.one_token_attempts) < MOST_PENDING
         ):
             return []
-        self._told_s = now_s
-        return self._tell()
+        self._reported_s = now_s
+        return self._report_pending()
 
-    def _tell_all(self) -> list[Stepped]:
-        """All that has happened: since the last step attempts may have ended, and blocks left for those that load."""
+    def _report_all(self) -> list[Stepped]:
+        """Report everything, also attempts that have ended since the last step, and blocks evicted since for loads."""
         outcome = self._scheduler.drain()
         if outcome.parts or outcome.events:
-            self._held.extend(outcome)
-            self._held_steps += 1
+            self._pending.extend(outcome)
+            self._pending_steps += 1
             self._progress += 1
             self._digest = self._scheduler.kv_cache.digest
-        return self._tell()
+        return self._report_pending()
 
-    def _tell(self) -> list[Stepped]:
-        """All that is held, in one report, or several where it would be too large."""
-        if not self._held_steps:
+    def _report_pending(self) -> list[Stepped]:
+        """Report all pending outcomes, in one report, or in several where it would be too large."""
+        if not self._pending_steps:
             return []
-        held, self._held = self._held, Outcome()
-        events = to_kv_events(held.events, self._block_size)
-        first, *others = held.split(MOST_EMBEDDED_BYTES)
-        stepped = self._stepped(first, events, self._held_steps, self._held_tokens, self._held_s)
-        self._held_steps = self._held_tokens = 0
-        self._held_s = 0.0
+        pending, self._pending = self._pending, Outcome()
+        events = to_kv_events(pending.events, self._block_size)
+        first, *others = pending.split(MOST_EMBEDDED_BYTES)
+        stepped = self._stepped(first, events, self._pending_steps, self._pending_tokens, self._pending_s)
+        self._pending_steps = self._pending_tokens = 0
+        self._pending_s = 0.0
         return [stepped, *(self._stepped(other, []) for other in others)]
 
-    def _rest(self) -> list[Stepped]:
-        """Nothing is to be done: all that is held, and what was exchanged."""
-        if self._connector is not None and self._connector.stats_changed and not self._held_steps:
+    def _report_idle(self) -> list[Stepped]:
+        """Report all pending outcomes, and new totals of the connector, since there is no step to do."""
+        if self._connector is not None and self._connector.stats_changed and not self._pending_steps:
             return [self._stepped(Outcome(), [])]
-        return self._tell()
+        return self._report_pending()
 
     def _stepped(
         self, outcome: Outcome, events: list[KvEvent], steps: int = 0, tokens: int = 0, elapsed_s: float = 0.0
@@ -233,11 +234,11 @@ class EngineCore:
         )
 
     def validate(self) -> None:
-        """Raises AssertionError where the engine contradicts itself. O(everything); call it between steps."""
+        """Raise AssertionError where the engine contradicts itself. O(everything); call it between steps."""
         self._scheduler.validate()
-        assert self._progress >= self._held_steps >= 0
-        assert not self._held_steps or self._scheduler.busy, "what is held would never be told"
-        assert self._held_steps or not self._held.parts
+        assert self._progress >= self._pending_steps >= 0
+        assert not self._pending_steps or self._scheduler.busy, "pending outcomes would never be reported"
+        assert self._pending_steps or not self._pending.parts
         assert self._event_sequence >= -1
         if self._connector is not None:
             self._connector.validate()

@@ -1,5 +1,5 @@
-"""The engine's loop: commands in, one step, reports out. It sleeps while there is nothing to do: until a command comes,
-a copy ends, or it is time."""
+"""EngineLoop: commands in, one step, reports out. It sleeps while there is nothing to do: until a command comes, a copy
+ends, or a time has come."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from services.worker.runner import Runner
 
 
 class Channel(Protocol):
-    """What the loop needs of its end of the channel."""
+    """The engine's end of the channel, as the loop needs it."""
 
     def send(self, report: EngineReport) -> None: ...
 
     def receive(self, limit_s: float | None) -> Sequence[EngineCommand]:
-        """All commands that have come. Where there is none, waits for one, but no longer than this, and not where a
-        copy ends; None: without a limit."""
+        """Return all commands that have come. Where there is none, wait for one up to `limit_s` (None: without a
+        limit), or until a copy ends."""
         ...
 
 
@@ -31,16 +31,16 @@ class EngineLoop:
         self._runner = runner
         self._clock = clock
         self._idle = False
-        """There was nothing to do the last time."""
+        """There was nothing to do in the last round."""
 
     def run(self) -> None:
-        """Returns on Shutdown. Whatever the runner raises comes out of here."""
+        """Run until Shutdown. Raises what the runner raises."""
         self._channel.send(self._core.opening())
         while self._handle_commands():
             self._step()
 
     def _handle_commands(self) -> bool:
-        """Takes the commands that have come; False: the last one was Shutdown."""
+        """Handle the commands that have come. Return False where Shutdown was among them."""
         for command in self._channel.receive(self._limit_s()):
             if isinstance(command, Shutdown):
                 return False
@@ -49,7 +49,7 @@ class EngineLoop:
         return True
 
     def _limit_s(self) -> float | None:
-        """How long to wait for commands."""
+        """Return how long to wait for commands."""
         if not self._idle:
             return 0.0
         until_s = self._core.wait_until_s

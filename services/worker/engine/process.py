@@ -1,4 +1,4 @@
-"""The shell's side of the engine process: start it, talk to it, end it."""
+"""EngineProcess: the shell's side of the engine process, which it starts, talks to, and ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """One engine process."""
+    """One engine process and the channel to it."""
 
     process: subprocess.Popen[bytes]
     channel: ShellEnd
@@ -41,8 +41,8 @@ class EngineProcess:
     async def start(
         config: WorkerConfig, model_name: str, instance: str, *, module: str = ENGINE_MODULE
     ) -> EngineProcess:
-        """Returns when the process runs, which tells Loading and Ready by itself; `instance` is the worker's id,
-        `module` the engine's program."""
+        """Return when the process runs; it reports Loading and Ready by itself. `instance` is the worker's id, `module`
+        the engine's program."""
         ours, theirs = socket.socketpair()
         with theirs:
             engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
@@ -54,26 +54,28 @@ class EngineProcess:
         return self.process.pid
 
     def submit(self, command: Submit) -> bool:
-        """False: the engine does not read, and nothing was sent."""
+        """Send an attempt. Return False where the engine does not read, and nothing was sent."""
         if self.channel.full:
             return False
         self.channel.send(command)
         return True
 
     def send(self, command: CancelAttempt | TakeEngineSnapshot | KvbmUp | KvbmDown | KvbmReply) -> None:
-        """At most one a submitted attempt or a question of either side, so no bound of its own."""
+        """Send a command. There is at most one for each submitted attempt and each request of either side, so that they
+        need no bound."""
         self.channel.send(command)
 
     async def receive(self) -> EngineReport:
-        """The next report. Raises PeerGone."""
+        """Return the next report. Raises PeerGone."""
         return await self.channel.receive()
 
     def kill(self) -> None:
-        """It ends at once; `receive` will say so."""
+        """End the process at once; `receive` will raise PeerGone."""
         self.process.kill()
 
     async def end(self, limit_s: float) -> int:
-        """Shutdown, and after `limit_s` SIGKILL; returns the exit status. What it reports meanwhile is dropped."""
+        """Send Shutdown, and after `limit_s` SIGKILL; return the exit status. Reports that come meanwhile are
+        dropped."""
         self.channel.send(Shutdown())
         try:
             async with asyncio.timeout(limit_s):
@@ -86,9 +88,10 @@ class EngineProcess:
 
 
 def _spawn(module: str, config: EngineConfig, channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-    """By vfork and exec, which runs no fork handlers: gRPC's do not survive a fork beside its threads, nor does CUDA.
+    """Start the process by vfork and exec, which runs no fork handlers: gRPC's do not survive a fork while its threads
+    run, nor does CUDA.
 
-    From the main thread, since the kernel's death signal follows the thread that spawned.
+    Called from the main thread, since the kernel's death signal follows the thread that spawned.
     """
     command = [
         sys.executable,
@@ -101,9 +104,9 @@ def _spawn(module: str, config: EngineConfig, channel: int, environ: dict[str, s
 
 
 def engine_environment(config: WorkerConfig) -> dict[str, str]:
-    """Ours, with the number of arithmetic threads, which BLAS reads when it is loaded, and where CuPy keeps compiled
-    kernels, unless that is said: in a container its own choice, the home directory, cannot be written to. Secrets stay
-    here."""
+    """Return the engine's environment: the shell's without its settings and secrets. Added are the number of arithmetic
+    threads, which BLAS reads when it is loaded, and where CuPy keeps compiled kernels, unless that is set: its own
+    choice, the home directory, cannot be written to in a container."""
     count = str(config.threads or os.cpu_count() or 1)
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
     kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}

@@ -1,13 +1,13 @@
-"""Keeps one engine going: starts it, follows its reports, starts it again.
+"""EngineSupervisor: keeps one engine going. It starts the engine, follows its reports, and starts it again.
 
                  Ready
     starting ──────────▶ serving          `epoch` counts the starts; `facts` are there while it serves
        ▲                    │
        │ after a back-off   │ Failed, the process died, or it stood still and was killed
-       └────── lost ◀───────┘ (told once; from starting too)
+       └────── lost ◀───────┘ (reported once; from starting too)
 
-An engine that says that the model cannot be served is not started again: `run` raises ModelError. Where one of before
-has served it, it is: what is wrong then, such as a GPU that is lost or taken, may pass.
+An engine that says that the model cannot be served is not started again: `run` raises ModelError. Where an earlier
+engine has served the model, another is started: the cause, such as a GPU that is lost or taken, may pass.
 """
 
 from __future__ import annotations
@@ -38,19 +38,23 @@ from services.worker.messages import (
 from shared.errors import ModelError, ProtocolError, Unavailable
 
 BACK_OFF_FIRST_S = 0.25
+"""Seconds before the first new start."""
 BACK_OFF_MOST_S = 10.0
+"""Most seconds before a new start."""
 STABLE_AFTER_S = 60.0
-"""An engine that lived this long starts the back-off anew."""
+"""Seconds after which an engine that was lost begins the back-off again."""
 END_LIMIT_S = 2.0
+"""Seconds that an engine has to end after Shutdown."""
 
 StartEngine = Callable[[WorkerConfig, str, str], Awaitable[Engine]]
-"""From the settings, the model's name and the worker's instance id; the engine tells Loading and Ready by itself."""
+"""Starts an engine from the settings, the model's name and the worker's instance id. The engine reports Loading and
+Ready by itself."""
 
 _log = logging.getLogger(__name__)
 
 
 class EngineSupervisor:
-    """One engine at a time. The callbacks run in the task of `run`, one after another."""
+    """Runs one engine at a time. The callbacks run in the task of `run`, one after another."""
 
     def __init__(
         self,
@@ -64,9 +68,9 @@ class EngineSupervisor:
         stepped: Callable[[Stepped], None],
         lost: Callable[[str], None],
         busy: Callable[[], bool],
-        exchanged: Callable[[KvbmAsk | KvbmLink], None],
+        kvbm_message: Callable[[KvbmAsk | KvbmLink], None],
     ) -> None:
-        """`busy` tells whether attempts wait for the engine; `exchanged` hears what it has to say to its kvbm."""
+        """`busy` says whether attempts wait for the engine; `kvbm_message` gets its messages for the kvbm."""
         self._config = config
         self._model_name = model_name
         self._instance = instance
@@ -76,12 +80,12 @@ class EngineSupervisor:
         self._stepped = stepped
         self._lost = lost
         self._busy = busy
-        self._exchanged = exchanged
-        self._heard = 0
-        """Reports of all engines so far."""
+        self._kvbm_message = kvbm_message
+        self._reports = 0
+        """Number of reports of all engines so far."""
         self._engine: Engine | None = None
         self._served = False
-        """Whether any engine got ready."""
+        """Whether any engine was ready once."""
         self._tickets = 0
         self._snapshots: dict[int, asyncio.Future[Snapshot]] = {}
         self.facts: Ready | None = None
@@ -89,11 +93,11 @@ class EngineSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process, while there is one."""
+        """Id of the engine's process; None where there is none."""
         return None if self._engine is None else self._engine.pid
 
     async def run(self) -> None:
-        """Until cancelled; the engine has ended when this returns. Raises ModelError."""
+        """Keep an engine going until cancelled; it has ended when this returns. Raises ModelError."""
         loop = asyncio.get_running_loop()
         delay_s = BACK_OFF_FIRST_S
         while True:
@@ -110,7 +114,7 @@ class EngineSupervisor:
             delay_s = min(2 * delay_s, BACK_OFF_MOST_S)
 
     def submit(self, submit: Submit) -> bool:
-        """False: there is no engine, or it does not read."""
+        """Send an attempt. Return False where there is no engine, or where it does not read."""
         return self.facts is not None and self._engine is not None and self._engine.submit(submit)
 
     def cancel(self, request: str, attempt: int) -> None:
@@ -118,12 +122,13 @@ class EngineSupervisor:
             self._engine.send(CancelAttempt(request, attempt))
 
     def forward_kvbm(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
-        """What its kvbm has to say; nobody hears it while there is no engine."""
+        """Send a message of the kvbm to the engine, if there is one."""
         if self._engine is not None and self.facts is not None:
             self._engine.send(command)
 
     async def snapshot(self, limit_s: float) -> Snapshot:
-        """Raises Unavailable without an engine, or where it does not answer in time."""
+        """Return a snapshot of the engine's cache. Raises Unavailable without an engine, or where it does not answer in
+        time."""
         if self._engine is None or self.facts is None:
             raise Unavailable("the engine is starting")
         self._tickets += 1
@@ -139,7 +144,7 @@ class EngineSupervisor:
             del self._snapshots[ticket]
 
     async def _live(self) -> Failed:
-        """One engine's life; why it ended."""
+        """Run one engine until it ends; return why."""
         starting = asyncio.ensure_future(self._start(self._config, self._model_name, self._instance))
         try:
             engine = await asyncio.shield(starting)
@@ -148,7 +153,7 @@ class EngineSupervisor:
             raise
         self._engine = engine
         _log.info("engine %d started, process %d", self.epoch, engine.pid)
-        watch = asyncio.ensure_future(self._kill_if_it_stands_still(engine))
+        watch = asyncio.ensure_future(self._kill_if_stalled(engine))
         try:
             return await self._follow(engine)
         finally:
@@ -167,7 +172,7 @@ class EngineSupervisor:
                 report = await engine.receive()
             except (PeerGone, ProtocolError) as wrong:
                 return Failed(reason=str(wrong))
-            self._heard += 1
+            self._reports += 1
             match report:
                 case Loading():
                     self._loading(report)
@@ -182,21 +187,21 @@ class EngineSupervisor:
                     if waiting is not None and not waiting.done():
                         waiting.set_result(report)
                 case KvbmAsk() | KvbmLink():
-                    self._exchanged(report)
+                    self._kvbm_message(report)
                 case Failed():
                     return report
                 case _:
                     assert_never(report)
 
-    async def _kill_if_it_stands_still(self, engine: Engine) -> None:
-        """At two looks in a row attempts waited, and between them nothing was heard. Loading may take as long as it
-        takes. What follows is what follows any engine's death."""
+    async def _kill_if_stalled(self, engine: Engine) -> None:
+        """Kill the engine where attempts waited at two checks in a row and it reported nothing between them. Loading
+        may take any time. Afterwards everything goes as after any engine's death."""
         waited_at: int | None = None
         while True:
             await asyncio.sleep(self._config.stall_s / 2)
             waits = self.facts is not None and self._busy()
-            if waits and waited_at == self._heard:
+            if waits and waited_at == self._reports:
                 _log.error("the engine has made no step in %g s while requests wait: killed", self._config.stall_s / 2)
                 engine.kill()
                 return
-            waited_at = self._heard if waits else None
+            waited_at = self._reports if waits else None

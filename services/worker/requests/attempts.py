@@ -1,14 +1,15 @@
-"""The shell's account of the attempts it has taken. Pure.
+"""Attempts: the attempts that the shell has accepted. Pure.
 
               admit                       a part with a finish reason
     unknown ────────▶ living ──────────────────────────────────────────▶ ended (remembered for a while)
                         │  cancel ▲
-                        ▼         │ (told to the engine once)
+                        ▼         │ (sent to the engine once)
                      cancelled ───┘ ends by the engine's part, as the others do
 
-Living attempts are bounded in number, and in tokens that wait for their first part: beyond, new ones are refused as
-overloaded. Ended ones are remembered, the latest few thousand, so that a repeated Generate is accepted again and
-computed once; so are cancelled ones that were unknown, so that a Generate which its Cancel overtook computes nothing.
+Living attempts are bounded in number, and in tokens that wait for their first part; where there are more, new ones are
+refused as overloaded. The latest few thousand ended attempts are remembered, so that a repeated Generate is accepted
+again and computed once. So are unknown attempts that were cancelled, so that a Generate which its Cancel overtook
+computes nothing.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from services.worker.requests.validation import objection
 from shared.messages import Accepted, Generate, GenerateReply, Part, Refused, StreamState
 
 Name = tuple[str, int]
-"""(request, attempt)."""
+"""An attempt's name: (request, attempt)."""
 
 
 @dataclass(slots=True)
 class _Living:
     number: int
-    """Short name between shell and engine, never used twice."""
+    """Short name of the attempt between shell and engine; never used twice."""
     frontend: str
     unbegun_tokens: int
-    """Its tokens, until its first part has come."""
+    """Number of its tokens, until its first part has come; then 0."""
     cancelled: bool = False
 
 
 class Attempts:
-    """One decision per Generate, one finish per attempt."""
+    """The attempts of one worker: one decision for each Generate, one finish for each attempt."""
 
     def __init__(self, *, model: str, most_living: int, most_waiting_tokens: int, most_remembered: int = 4096) -> None:
         self._model = model
@@ -48,14 +49,14 @@ class Attempts:
         """Number of a living attempt → length of its request's whole output so far."""
         self._admitted = 0
         self._waiting_tokens = 0
-        """Of the attempts whose first part has not come."""
+        """Number of tokens of the attempts whose first part has not come."""
         self._ended: OrderedDict[Name, None] = OrderedDict()
         self.draining = False
-        """New attempts are refused."""
+        """Whether new attempts are refused because the worker shuts down."""
 
     def admit(self, generate: Generate, facts: Ready | None) -> tuple[GenerateReply, int]:
-        """The answer, and, where the attempt is new and has to be computed, its number; else 0. `facts` is None without
-        an engine."""
+        """Return the answer and, where the attempt is new and must be computed, its number; else 0. `facts` is None
+        without an engine."""
         name = (generate.request, generate.attempt)
         living = self._living.get(name)
         if living is not None and living.frontend != generate.frontend:
@@ -73,14 +74,15 @@ class Attempts:
         return Accepted(*name), self._admitted
 
     def forget(self, name: Name) -> None:
-        """It was admitted but could not be handed to the engine; its Generate is refused after all."""
+        """Forget an attempt that was admitted but could not be sent to the engine; its Generate is refused after
+        all."""
         self._drop(name)
 
     def cancel(self, name: Name) -> bool:
-        """Whether the engine has to be told."""
+        """Cancel an attempt. Return whether the engine must cancel it."""
         living = self._living.get(name)
         if living is None:
-            self._remember(name)  # where it overtook its Generate, that one starts nothing
+            self._remember(name)  # if it overtook its Generate, that Generate starts nothing
             return False
         if living.cancelled:
             return False
@@ -88,11 +90,11 @@ class Attempts:
         return True
 
     def count_tokens(self, numbers: Iterable[int]) -> None:
-        """Each of these living attempts has one token more. Counted in C: 0.03 µs a token."""
+        """Count one more token for each of these numbers of living attempts. This is done in C: 0.03 µs a token."""
         self._produced.update(numbers)
 
     def record_part(self, part: Part) -> None:
-        """The first or the last part of a living attempt, from the engine."""
+        """Take up the first or the last part of a living attempt, from the engine."""
         name = (part.request, part.attempt)
         living = self._living[name]
         self._produced[living.number] = part.first + len(part.tokens) // 4
@@ -102,7 +104,7 @@ class Attempts:
             self._end(name)
 
     def fail_all(self, reason: str) -> dict[str, list[Part]]:
-        """Every living attempt ends with an error: frontend → parts."""
+        """End every living attempt with an error; return frontend → parts."""
         parts: dict[str, list[Part]] = {}
         for name, living in list(self._living.items()):
             failed = Part(*name, first=self._produced[living.number], tokens=b"", finish="error", error=reason)
@@ -112,15 +114,15 @@ class Attempts:
 
     @property
     def names(self) -> list[Name]:
-        """All that live."""
+        """Names of all living attempts."""
         return list(self._living)
 
     def __len__(self) -> int:
-        """How many live."""
+        """Return the number of living attempts."""
         return len(self._living)
 
     def streams_of(self, frontend: str) -> list[StreamState]:
-        """How far each of a frontend's living attempts is."""
+        """Return how far each of a frontend's living attempts is."""
         return [
             StreamState(*name, produced=self._produced[living.number])
             for name, living in self._living.items()
@@ -159,7 +161,7 @@ class Attempts:
             self._ended.popitem(last=False)
 
     def validate(self) -> None:
-        """Raises AssertionError where the account contradicts itself."""
+        """Raise AssertionError where the attempts contradict themselves."""
         assert len(self._living) <= self._most_living
         assert len(self._ended) <= self._most_remembered
         assert self._living.keys().isdisjoint(self._ended)

@@ -1,17 +1,18 @@
-"""Step frames by frontend: numbered, kept for resending, sent in order. Pure.
+"""FrameLog: each frontend's step frames, which are numbered, sent in order, and kept for resending. Pure.
 
     one frontend's frames, by sequence
 
         dropped │ kept, sent                    │ kept, not sent yet │
                 oldest                          unsent               next
 
-A frame that cannot be published stays unsent and goes out, in order, when the bus is back. The ring is bounded in
-number and in bytes; over a bound the oldest frame is dropped, and one that was never sent is counted as lost: the
-frontend sees the gap, in the sequence and in the parts' `first`. Beyond a bound of frontends, the one that has heard
-nothing for longest is forgotten.
+A frame that cannot be published stays unsent and is sent, in order, when the bus is back. The ring is bounded in number
+and in bytes. Over a bound the oldest frame is dropped, and counted as lost if it was never sent: the frontend sees the
+gap, in the sequence and in the parts' `first`. Over a bound of frontends, the one that got no frame for longest is
+forgotten.
 
-A frontend that comes again after it was forgotten is numbered anew, from 0. Its epoch is larger than before: all new
-frontends get the log's epoch, which grows with each that is forgotten. So no receiver takes a new frame for an old one.
+A frontend that comes back after it was forgotten is numbered from 0 again. Its epoch is larger than before: all new
+frontends get the log's epoch, which grows with each that is forgotten. So no receiver takes a new frame for an old
+one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Ring:
 
 
 class FrameLog:
-    """The frames of one worker process."""
+    """The step frames of one worker process."""
 
     def __init__(self, instance: str, *, most_frontends: int = 64, most_frames: int = 8192, most_bytes: int = 4 << 20):
         self._instance = instance
@@ -58,12 +59,12 @@ class FrameLog:
         self._rings: OrderedDict[str, _Ring] = OrderedDict()
         """Least recently appended to first."""
         self._epoch = 1
-        """Of the next new frontend."""
+        """Epoch of the next new frontend."""
         self.lost = 0
         """Frames dropped before they were ever sent."""
 
     def append(self, frontend: str, parts: bytes) -> None:
-        """One step's parts, an encoded list of them, become the frontend's next frame."""
+        """Make an encoded list of parts the frontend's next frame."""
         ring = self._rings.get(frontend) or self._new(frontend)
         self._rings.move_to_end(frontend)
         frame = _encode(_EncodedFrame(self._instance, ring.epoch, ring.next, Raw(parts)))
@@ -78,24 +79,24 @@ class FrameLog:
 
     @property
     def frontends(self) -> list[str]:
-        """Those that frames are kept for."""
+        """Frontends that frames are kept for."""
         return list(self._rings)
 
     def next_unsent(self, frontend: str) -> bytes | None:
-        """The next frame to publish."""
+        """Return the next frame to publish; None: all were sent."""
         ring = self._rings.get(frontend)
         if ring is None or ring.unsent == ring.next:
             return None
         return ring.frames[ring.unsent - ring.oldest]
 
     def mark_sent(self, frontend: str, frame: bytes) -> None:
-        """`frame`, as `unsent` gave it, was published; it may have been dropped meanwhile."""
+        """`frame`, as `next_unsent` returned it, was published; it may have been dropped meanwhile."""
         if self.next_unsent(frontend) is frame:
             self._rings[frontend].unsent += 1
 
     def rewind(self, frontend: str, first: int) -> tuple[int, int, int]:
-        """Send the frames from `first` on again: (epoch, the first that is still kept, the next new one). Where nothing
-        is kept, what the frontend's next frame will be: its epoch is at least this one."""
+        """Mark the frames from `first` on as unsent. Return (epoch, the first that is still kept, the next new one).
+        Where nothing is kept for the frontend, the epoch of its next frame is at least the returned one."""
         ring = self._rings.get(frontend)
         if ring is None:
             return self._epoch, 0, 0
@@ -108,7 +109,7 @@ class FrameLog:
         return {frontend: ring.next - 1 for frontend, ring in self._rings.items()}
 
     def forget(self, frontend: str) -> None:
-        """The frontend is gone, or one too many."""
+        """Drop what is kept for a frontend that has gone, or that exceeds the bound."""
         ring = self._rings.pop(frontend, None)
         if ring is not None:
             self._epoch += 1
@@ -121,7 +122,7 @@ class FrameLog:
         return ring
 
     def validate(self) -> None:
-        """Raises AssertionError where the log contradicts itself."""
+        """Raise AssertionError where the log contradicts itself."""
         assert len(self._rings) <= self._most_frontends
         for ring in self._rings.values():
             assert 1 <= ring.epoch <= self._epoch

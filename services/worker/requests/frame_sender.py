@@ -1,4 +1,4 @@
-"""Publishes the step frames that are due: one task, so that each frontend's come in order."""
+"""FrameSender: publishes the step frames that are due, in one task, so that each frontend's frames come in order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shared.bus.contract import Bus
 from shared.errors import BusDown, PayloadTooLarge
 
 FAIR_SHARE = 64
-"""Frames published before the loop gets a turn, where NATS takes all: a whole ring at once took 40 ms."""
+"""Frames that are published before the event loop gets a turn, where NATS takes all: a whole ring took 40 ms."""
 
 _log = logging.getLogger(__name__)
 
 
 class FrameSender:
-    """A frame that NATS does not take now stays in the log, and goes out at a later `wake`."""
+    """One worker's sender. A frame that NATS does not take now stays in the log, and is sent at a later `wake`."""
 
     def __init__(self, bus: Bus, namespace: str, log: FrameLog, metrics: WorkerMetrics) -> None:
         self._bus = bus
@@ -29,23 +29,23 @@ class FrameSender:
         self.log = log
 
     def append(self, frontend: str, parts: bytes) -> None:
-        """One frame of encoded parts, sent as soon as the task gets its turn."""
+        """Add one frame of encoded parts, which is sent as soon as the task gets its turn."""
         self.log.append(frontend, parts)
         self._due.set()
 
     def wake(self) -> None:
-        """Try again what is unsent."""
+        """Try to send unsent frames again."""
         self._due.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send frames until cancelled."""
         while True:
             await self._due.wait()
             self._due.clear()
             await self.flush()
 
     async def flush(self) -> None:
-        """Everything that is unsent, unless NATS is away. Not beside `run`."""
+        """Send all unsent frames, unless NATS is away. Not to be called while `run` runs."""
         for frontend in self.log.frontends:
             while (frame := self.log.next_unsent(frontend)) is not None:
                 try:
@@ -53,7 +53,7 @@ class FrameSender:
                 except BusDown:
                     return
                 except PayloadTooLarge as wrong:
-                    _log.error("a step frame for %s is lost: %s", frontend, wrong)
+                    _log.error("a step frame for frontend %s is lost: %s", frontend, wrong)
                 self.log.mark_sent(frontend, frame)
                 self._metrics.count_frame()
                 self._share = (self._share + 1) % FAIR_SHARE

@@ -1,7 +1,7 @@
-"""What may come in: checks of a Generate against what is served. Pure.
+"""Validation: checks a Generate against what the engine serves. Pure.
 
-The frontend validates for the client's sake; this is the worker's own border, since anybody who may publish to NATS can
-send bytes here.
+The frontend has validated the client's request. The worker validates on its own, since any process that may publish to
+NATS can send bytes here.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 
 def objection(generate: Generate, facts: Ready) -> str:
-    """Why this cannot be computed here, naming the field; empty: it can."""
+    """Return why the Generate cannot be computed here, beginning with the field; empty: it can."""
     return _envelope(generate) or _tokens(generate, facts) or _sampling(generate.sampling, facts)
 
 
 def _envelope(generate: Generate) -> str:
     if not 0 < len(generate.request) <= _MAX_REQUEST_CHARACTERS:
-        return f"request: an id of {len(generate.request)} characters"
+        return f"request: its id has {len(generate.request)} characters; 1 to {_MAX_REQUEST_CHARACTERS} are allowed"
     if generate.attempt < 0:
         return f"attempt: {generate.attempt}"
     if not subjects.is_id(generate.frontend):
         return "frontend: not an instance id"
     if not 0.0 < generate.time_left_s <= _MAX_TIME_LEFT_S:
         return f"time_left_s: {generate.time_left_s:g}"
-    if generate.wait_left_s is not None and not generate.wait_left_s >= 0.0:  # NaN is not either
+    if generate.wait_left_s is not None and not generate.wait_left_s >= 0.0:  # NaN is refused, too
         return f"wait_left_s: {generate.wait_left_s:g}"
     if generate.rank != 0:
-        return f"rank: {generate.rank}, there is only rank 0"
+        return f"rank: {generate.rank}; there is only rank 0"
     if generate.lora:
-        return "lora: none is served"
+        return "lora: this worker serves none"
     if len(generate.salt) > _MAX_SALT_CHARACTERS:
-        return f"salt: {len(generate.salt)} characters"
+        return f"salt: {len(generate.salt)} characters; at most {_MAX_SALT_CHARACTERS} are allowed"
     if abs(generate.priority) > _MAX_PRIORITY:
         return f"priority: {generate.priority}"
     return ""
@@ -66,7 +66,7 @@ def _tokens(generate: Generate, facts: Ready) -> str:
     if not 0 < generate.prompt_tokens <= count:
         return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens"
     if generate.sampling.pooling and generate.prompt_tokens < count:
-        return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens, but what is embedded has no output"
+        return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens, but an embedding's tokens are all prompt"
     return ""
 
 
@@ -94,17 +94,17 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
             shown = f"{len(value)} ids" if isinstance(value, tuple) else value
             return f"sampling.{name}: {shown if not isinstance(shown, float) or math.isfinite(shown) else 'not finite'}"
     if sampling.logit_bias and not facts.biases:
-        return "sampling.logit_bias: this engine adds none"
+        return "sampling.logit_bias: this engine does not support it"
     if sampling.pooling and not facts.embedding_size:
-        return "sampling.pooling: this engine embeds nothing"
+        return "sampling.pooling: this engine makes no embeddings"
     return _grammar(sampling, facts) if sampling.grammar else ""
 
 
 def _grammar(sampling: Sampling, facts: Ready) -> str:
     if not facts.grammars:
-        return "sampling.grammar: this engine cannot be held to one"
+        return "sampling.grammar: this engine does not support grammars"
     if len(sampling.grammar) > _MAX_GRAMMAR_CHARACTERS:
-        return f"sampling.grammar: {len(sampling.grammar)} characters"
+        return f"sampling.grammar: {len(sampling.grammar)} characters; at most {_MAX_GRAMMAR_CHARACTERS} are allowed"
     if sampling.ignore_eos:
-        return "sampling.ignore_eos: output that is held to a grammar ends where that ends"
+        return "sampling.ignore_eos: not with a grammar, which decides where the output ends"
     return ""

@@ -1,10 +1,11 @@
-"""SimulatedEngine: an engine in the shell's own process, on the event loop's clock: no process, no thread, no channel.
+"""SimulatedEngine: an engine in the shell's own process, on the event loop's clock, without a process, thread or
+channel.
 
-The same core, pool and scheduler as in the engine process; what a step would take passes on the loop's clock, which a
-test may own. It lives inside `receive`: who follows the engine drives it.
+It has the same core, pool and scheduler as the engine process; a step takes its time on the loop's clock, which a test
+may control. It runs inside `receive`: the task that receives the reports drives it.
 
            a command                          freeze
-    idle ──────────────▶ stepping      idle, stepping ──────▶ frozen: nothing is taken, made or told
+    idle ──────────────▶ stepping      idle, stepping ──────▶ frozen: it handles and reports nothing
       ▲   time is over      │                 ▲     thaw        │
       └─────────────────────┘                 └─────────────────┘
     all ──kill──▶ gone: `receive` raises PeerGone
@@ -29,7 +30,7 @@ from services.worker.simulated.runner import simulated_model
 
 
 class SimulatedEngine:
-    """An Engine; see the module."""
+    """An Engine in this process."""
 
     def __init__(self, core: EngineCore, model: SimulatedModel) -> None:
         self._core = core
@@ -37,9 +38,9 @@ class SimulatedEngine:
         self._loop = asyncio.get_running_loop()
         self._reports: deque[EngineReport] = deque((model.facts, core.opening()))
         self._commands: deque[EngineOrder] = deque()
-        """Not taken yet; bounded as the attempts and questions of the shell are."""
+        """Commands that are not handled yet; bounded as the attempts and requests of the shell are."""
         self._works: list[Work] | None = None
-        """Of the step under way."""
+        """Works of the step under way; None: no step is under way."""
         self._begun_s = 0.0
         self._ends_s = 0.0
         self._frozen = False
@@ -48,7 +49,7 @@ class SimulatedEngine:
 
     @staticmethod
     async def start(config: WorkerConfig, model_name: str, instance: str) -> SimulatedEngine:
-        """As EngineClient does. Raises ModelError, ConfigError."""
+        """Start an engine, as EngineProcess does. Raises ModelError, ConfigError."""
         facts = facts_of(Path(config.model), block_size=config.block_size, capacity_blocks=config.capacity_blocks)
         model = simulated_model(facts, config.simulated)
         engine_config = EngineConfig.of(config, model_name, instance, parent_pid=os.getpid())
@@ -63,7 +64,7 @@ class SimulatedEngine:
         return os.getpid()
 
     def submit(self, command: Submit) -> bool:
-        """Always taken."""
+        """Take an attempt; always returns True."""
         self.send(command)
         return True
 
@@ -72,23 +73,23 @@ class SimulatedEngine:
         self._called.set()
 
     def freeze(self) -> None:
-        """As SIGSTOP would; the clock goes on."""
+        """Stop the engine, like SIGSTOP; the clock goes on."""
         self._frozen = True
 
     def thaw(self) -> None:
-        """As SIGCONT would: a step whose time is over ends now."""
+        """Let the engine go on, like SIGCONT: a step whose time is over ends now."""
         self._frozen = False
         self._called.set()
 
     def kill(self) -> None:
-        """It is lost at once, frozen or not, with all it was told and has not reported."""
+        """Lose the engine at once, frozen or not, with all commands and reports that were not handled."""
         if not self._killed:
             self._core.close()
         self._killed = True
         self._called.set()
 
     async def receive(self) -> EngineReport:
-        """The next report. Raises PeerGone."""
+        """Return the next report; computes steps meanwhile. Raises PeerGone."""
         while not self._killed:
             if self._frozen:
                 await self._rest(None)
@@ -103,12 +104,12 @@ class SimulatedEngine:
         raise PeerGone("engine: killed")
 
     async def end(self, _limit_s: float, /) -> int:
-        """There is nothing to wait for."""
+        """Kill the engine: there is nothing to wait for."""
         self.kill()
         return 0
 
     async def _begin(self) -> None:
-        """Takes the commands; then a step begins, or a command is awaited."""
+        """Handle the commands; then begin a step, or wait for a command."""
         now_s = self._loop.time()
         while self._commands:
             self._reports.extend(self._core.handle(self._commands.popleft(), now_s))
@@ -124,7 +125,7 @@ class SimulatedEngine:
         self._reports.extend(self._core.finish(self._model.draw(works), self._loop.time() - self._begun_s))
 
     async def _rest(self, until_s: float | None) -> None:
-        """Until that time, or until something is asked of the engine."""
+        """Wait until that time, or until the engine is called."""
         try:
             async with asyncio.timeout_at(until_s):
                 await self._called.wait()

@@ -1,8 +1,8 @@
-"""SimulatedModel: takes a model's time and says something, without its arithmetic. Pure.
+"""SimulatedModel: takes a model's time and draws tokens, without its arithmetic. Pure.
 
-The output says the prompt's tokens again, from the first to the last and then from the start, without ends of sequence.
-So it is text where the prompt is, and a continuation elsewhere draws the same tokens. An answer ends by itself at a
-length that follows from the end of its prompt. An embedding follows from all of the prompt's tokens.
+The output repeats the prompt's tokens, from the first to the last and then from the start, without ends of sequence. So
+it is text where the prompt is text, and a continuation on another worker draws the same tokens. An answer ends by
+itself at a length that depends on the end of its prompt. An embedding depends on all of the prompt's tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from shared.hashing import pack_tokens
 from shared.messages import TokenLogprob
 
 _TELLING_TOKENS = 64
-"""Of the prompt's end: they decide how long the answer is. Templates end all prompts alike, but not with so many."""
+"""Number of the prompt's last tokens that decide how long the answer is. It exceeds the end that a chat template gives
+to all prompts."""
 _PATTERN_NUMBERS = 16
 
 
 def embedding_of(checksum: int, size: int) -> bytes:
-    """As in Part: some numbers that look random, again and again."""
+    """Return an embedding as Part carries it: some numbers that look random, repeated, of length 1."""
     pattern = [crc32(bytes((number,)), checksum) - (1 << 31) + 0.5 for number in range(_PATTERN_NUMBERS)]
     numbers = (pattern * -(-size // _PATTERN_NUMBERS))[:size]
     length = hypot(*numbers)
@@ -33,10 +34,10 @@ def embedding_of(checksum: int, size: int) -> bytes:
 
 
 class SimulatedModel:
-    """What the scheduler's works become."""
+    """One simulated model: seconds and tokens for the scheduler's works."""
 
     def __init__(self, facts: Ready, timing: Timing, *, output_tokens: int) -> None:
-        """`output_tokens`: an answer's mean length; 0: it ends only at its limits."""
+        """`output_tokens` is an answer's mean length; 0: it ends only at its limits."""
         self.facts = facts
         self._timing = timing
         self._output_tokens = output_tokens
@@ -44,15 +45,15 @@ class SimulatedModel:
         self._plain = next(token for token in range(facts.vocab_size + 1) if token not in self._eos)
 
     def step_s(self, works: Sequence[Work]) -> float:
-        """What a step of these works takes."""
+        """Return the seconds that a step of these works takes."""
         return self._timing.step_s(works)
 
     def mover(self, clock: Callable[[], float]) -> SimulatedMover:
-        """Copies that take their time by that clock."""
+        """Return a mover whose copies take their time by that clock."""
         return self._timing.mover(self.facts.block_size, clock)
 
     def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """One entry per work, None for those that do not end."""
+        """Return one entry per work, None for works that do not end."""
         return [
             self._embed(work) if work.sampling.pooling else self._draw(work) if work.ends else None for work in works
         ]
@@ -67,7 +68,8 @@ class SimulatedModel:
         return Drawn(token) if sampling.logprobs < 0 else Drawn(token, TokenLogprob(0.0))
 
     def _embed(self, work: Work) -> Drawn | None:
-        """Of a checksum of all tokens: a mean's is carried on from chunk to chunk, as an engine's sum is."""
+        """Make an embedding of a checksum of all tokens. For a mean the checksum is carried on from chunk to chunk, as
+        an engine's sum is."""
         if work.sampling.pooling == "mean":
             carried = work.kept if work.start else 0
             assert isinstance(carried, int), "a mean begins where its prompt does"
@@ -77,7 +79,7 @@ class SimulatedModel:
         return Drawn(0, embedding=embedding_of(checksum, self.facts.embedding_size)) if work.ends else None
 
     def _ends(self, work: Work) -> bool:
-        """Whether the answer is as long as it should be."""
+        """Return whether the answer has its length."""
         least = self._output_tokens // 2
         if work.draw_index < least:
             return False

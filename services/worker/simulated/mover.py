@@ -1,7 +1,7 @@
 """SimulatedMover: takes the time that copies would take, and moves nothing. Pure.
 
 A link has two directions that do not slow each other; in each of them one batch is copied after another. Loads are
-looked at all the same: one whose slot was granted anew meanwhile is not good.
+checked as a real mover checks them: a load whose slot was granted again meanwhile is not good.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class _Batch(Struct):
     copies: Sequence[Copy]
     asked_s: float
     until_s: float
-    """No copy begins from then on: what the engine asked, or when it cancelled."""
+    """No copy begins from this time on: that of the request, or when it was cancelled."""
 
 
 class SimulatedMover:
-    """A Mover; see the module."""
+    """A Mover of one engine."""
 
     def __init__(self, block_bytes: int, bytes_per_s: float, clock: Callable[[], float]) -> None:
-        """`bytes_per_s` goes through in either direction."""
+        """`bytes_per_s` is the speed of each direction."""
         self._block_bytes = block_bytes
         self._copy_s = block_bytes / bytes_per_s
         self._clock = clock
@@ -35,7 +35,7 @@ class SimulatedMover:
         self._saves: deque[_Batch] = deque()
         self._loads: deque[_Batch] = deque()
         self._free_s = {True: -inf, False: -inf}
-        """When each direction's last batch ended; loads' is True."""
+        """Direction → when its last batch ended; True is the direction of loads."""
 
     def attach(self, slots: Slots) -> None:
         assert self._slots is None
@@ -75,14 +75,14 @@ class SimulatedMover:
         self._loads.clear()
 
     def validate(self) -> None:
-        """Raises AssertionError where it contradicts itself. O(batches)."""
+        """Raise AssertionError where the mover contradicts itself. O(batches)."""
         now_s = self._clock()
         assert self._slots is not None or not (self._saves or self._loads)
         for loads, line in ((True, self._loads), (False, self._saves)):
             asked_s = [batch.asked_s for batch in line]
             assert asked_s == sorted(asked_s)
             assert all(at_s <= now_s for at_s in asked_s)
-            assert self._free_s[loads] <= now_s, "what has been told ends later"
+            assert self._free_s[loads] <= now_s, "a batch that was reported ends later"
         numbers = [batch.number for batch in (*self._loads, *self._saves)]
         assert len(numbers) == len(set(numbers))
 
@@ -99,7 +99,7 @@ class SimulatedMover:
         return told
 
     def _span(self, batch: _Batch, *, loads: bool) -> tuple[float, float, int]:
-        """When the first batch of a direction begins and ends, and how many of its copies are made."""
+        """Return when the first batch of a direction begins and ends, and how many of its copies are made."""
         begins_s = max(batch.asked_s, self._free_s[loads])
         most = len(batch.copies)
         made = most if batch.until_s == inf else min(most, max(0, ceil((batch.until_s - begins_s) / self._copy_s)))

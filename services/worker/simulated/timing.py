@@ -10,13 +10,13 @@ where `rows` are all tokens computed in the step. The defaults are an 8B Llama s
 of 128, 15 GB of bf16 weights) on one H200. Measured there: the matmuls of a step take 3.92 ms for 1 to 8 rows, 4.08 for
 32, 4.18 for 64 and 4.57 for 128, and run at 609 to 621 TFLOP/s from 256 rows on; memory is read at 4.63 TB/s. Derived:
 24.4 µs a row of arithmetic (2 x 7.5e9 FLOP), 28 ns a KV token (131,072 bytes). Assumed, not measured: attention at
-400 TFLOP/s (4 x 4096 x 32 FLOP a pair), and 0.5 ms beside the model.
+400 TFLOP/s (4 x 4096 x 32 FLOP a pair), and 0.5 ms in addition to the model.
 
 Or by a table of measured times. A step's prefills are looked up as one of all their tokens at their mean context, its
 decodes as their number at their mean context, and the two are added; so mixed steps come out somewhat too long.
 
-Copies of blocks to and from a kvbm's pool run beside the steps and slow none. Measured on that GPU: 51 to 54 GB/s a
-direction, by DMA; steps beside it took 1 to 9 % longer, which is left out here.
+Copies of blocks to and from a kvbm's pool run during the steps and slow none. Measured on that GPU: 51 to 54 GB/s a
+direction, by DMA; steps during copies took 1 to 9 % longer, which is left out here.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Point = tuple[float, float, float]
 
 
 class Timing:
-    """Seconds of steps."""
+    """Seconds that steps and copies take."""
 
     def __init__(self, config: SimulatedConfig, table: Table | None = None) -> None:
-        """Where there is a table, the formula's terms are not used. `config.speed` divides in both cases."""
+        """With a table the formula's terms are not used. `config.speed` divides the seconds in both cases."""
         self._config = config
         self._table = table
 
     def step_s(self, works: Sequence[Work]) -> float:
-        """0 where nothing is computed."""
+        """Return the seconds of a step; 0 where nothing is computed."""
         if not works:
             return 0.0
         step = _Totals(works)
@@ -52,7 +52,7 @@ class Timing:
         return seconds / self._config.speed
 
     def mover(self, block_size: int, clock: Callable[[], float]) -> SimulatedMover:
-        """Takes the time of copying blocks of so many tokens to and from a kvbm's pool."""
+        """Return a mover that takes the time of copying blocks of `block_size` tokens to and from a kvbm's pool."""
         config = self._config
         return SimulatedMover(block_size * config.kv_token_bytes, config.copy_bytes_per_s * config.speed, clock)
 
@@ -64,14 +64,14 @@ class Timing:
 
 
 class _Totals:
-    """What a step's works come to."""
+    """Sums over a step's works."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.prefilled = 0
         self.before = 0
         """Sum over prefilled tokens of the context before their chunk."""
         self.pairs = 0
-        """Of a query and a key, in prefills: each token attends to all before it and to itself."""
+        """Pairs of a query and a key in prefills: each token attends to all before it and to itself."""
         self.decodes = 0
         self.attended = 0
         """Sum over decodes of the tokens attended to."""
@@ -101,7 +101,7 @@ class Table:
 
     @staticmethod
     def parse(toml: bytes, name: str) -> Table:
-        """Raises ConfigError, beginning with `name`."""
+        """Read a table. Raises ConfigError, which begins with `name`."""
         try:
             points = msgspec.toml.decode(toml, type=_TableFile)
             return Table(_Grid(points.prefill, "prefill"), _Grid(points.decode, "decode"))
@@ -109,7 +109,7 @@ class Table:
             raise ConfigError(f"{name}: {wrong}") from None
 
     def step_s(self, step: _Totals) -> float:
-        """See the module."""
+        """Return the seconds of a step's prefills and decodes, as the module says."""
         seconds = 0.0
         if step.prefilled:
             seconds += self._prefill.at(step.prefilled, step.before / step.prefilled)
@@ -124,10 +124,11 @@ class _TableFile(Struct, forbid_unknown_fields=True):
 
 
 class _Grid:
-    """Interpolates linearly in both directions; below the grid its edge holds, above it the last slope goes on."""
+    """Measured seconds on a grid. They are interpolated linearly in both directions; below the grid its edge holds,
+    above it the last slope goes on."""
 
     def __init__(self, points: Sequence[Point], name: str) -> None:
-        """Raises ValueError."""
+        """Raises ValueError where the points are no complete grid."""
         self._seconds = {(x, y): seconds for x, y, seconds in points}
         self._xs = sorted({x for x, _, _ in points})
         self._ys = sorted({y for _, y, _ in points})
@@ -143,7 +144,7 @@ class _Grid:
                 raise ValueError(f"{name}: [{x:g}, {y:g}, {seconds:g}] is out of range")
 
     def at(self, x: float, y: float) -> float:
-        """Seconds; never below the shortest of the times around, should they fall beyond the grid."""
+        """Return seconds, never less than the shortest of the measured times around the place."""
         x0, x1, across = _between(self._xs, x)
         y0, y1, along = _between(self._ys, y)
         s = self._seconds
@@ -153,7 +154,8 @@ class _Grid:
 
 
 def _between(marks: Sequence[float], value: float) -> tuple[float, float, float]:
-    """The two marks around `value` (above the last: the last two), and where it lies between them, from 0 on."""
+    """Return the two marks around `value` (above the last mark: the last two), and where it lies between them: 0 at the
+    first, 1 at the second."""
     if len(marks) == 1 or value <= marks[0]:
         return marks[0], marks[0], 0.0
     index = min(bisect_right(marks, value), len(marks) - 1)

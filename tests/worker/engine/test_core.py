@@ -5,7 +5,7 @@ from operator import xor
 
 import pytest
 
-from services.worker.engine.core import MOST_HELD, TOLD_EVERY_S, EngineCore
+from services.worker.engine.core import MOST_PENDING, REPORT_INTERVAL_S, EngineCore
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import CancelAttempt, Snapshot, Stepped, Submit, TakeEngineSnapshot
 from services.worker.scheduler.scheduler import Scheduler
@@ -151,7 +151,7 @@ def test_a_snapshot_is_what_the_events_up_to_its_sequence_say() -> None:
     assert any(isinstance(event, BlockRemoved) for step in engine.told for event in step.events)
 
 
-@pytest.mark.parametrize("step_s", [1.0, TOLD_EVERY_S / 4, 0.0])
+@pytest.mark.parametrize("step_s", [1.0, REPORT_INTERVAL_S / 4, 0.0])
 def test_however_short_the_steps_are_the_same_is_told(step_s: float) -> None:
     engine = Engine(capacity_blocks=64, step_s=step_s)
     prompts = {"a": [1, 2, 3], "b": [7, 8], "c": [9, 1, 1]}
@@ -163,11 +163,11 @@ def test_however_short_the_steps_are_the_same_is_told(step_s: float) -> None:
         assert engine.tokens(name)[: len(expected)] == expected
         assert len(engine.tokens(name)) == 12
     assert sum(step.steps for step in engine.told) == engine.steps
-    assert (len(engine.told) < engine.steps) == (step_s < TOLD_EVERY_S)
+    assert (len(engine.told) < engine.steps) == (step_s < REPORT_INTERVAL_S)
 
 
 def test_short_steps_share_a_report_until_its_time_has_come() -> None:
-    engine = Engine(capacity_blocks=64, step_s=TOLD_EVERY_S / 4)
+    engine = Engine(capacity_blocks=64, step_s=REPORT_INTERVAL_S / 4)
     engine.submit("r", [1, 2, 3], max_tokens=14)
     engine.run()
     assert [step.steps for step in engine.told] == [0, 1, 4, 4, 4, 1]
@@ -175,7 +175,7 @@ def test_short_steps_share_a_report_until_its_time_has_come() -> None:
 
 
 def test_first_and_last_tokens_are_told_at_once() -> None:
-    engine = Engine(capacity_blocks=64, step_s=TOLD_EVERY_S / 100)
+    engine = Engine(capacity_blocks=64, step_s=REPORT_INTERVAL_S / 100)
     engine.submit("long", [1, 2, 3], max_tokens=20)
     for _ in range(3):
         engine.step()
@@ -187,7 +187,7 @@ def test_first_and_last_tokens_are_told_at_once() -> None:
 
 
 def test_what_is_held_goes_out_before_a_prefill() -> None:
-    engine = Engine(capacity_blocks=64, step_s=TOLD_EVERY_S / 100)
+    engine = Engine(capacity_blocks=64, step_s=REPORT_INTERVAL_S / 100)
     engine.submit("r", [1, 2, 3], max_tokens=20)
     for _ in range(4):
         engine.step()
@@ -199,7 +199,7 @@ def test_what_is_held_goes_out_before_a_prefill() -> None:
 
 
 def test_a_digest_is_that_of_the_blocks_told_of_though_others_have_left_for_the_prefill_behind() -> None:
-    engine = Engine(step_s=TOLD_EVERY_S / 8)
+    engine = Engine(step_s=REPORT_INTERVAL_S / 8)
     engine.submit("before", [1, 2, 3, 4, 5, 6], max_tokens=2)
     engine.run()
     engine.submit("decodes", [3, 1], max_tokens=12)
@@ -232,7 +232,7 @@ def test_what_is_held_is_bounded() -> None:
     for number in range(40):
         engine.submit(f"r{number}", [1 + number % 7, 2, 3], max_tokens=25)
     engine.run()
-    assert max(len(step.one_token_attempts) for step in engine.told) in range(MOST_HELD, MOST_HELD + 40)
+    assert max(len(step.one_token_attempts) for step in engine.told) in range(MOST_PENDING, MOST_PENDING + 40)
 
 
 def test_deadlines_are_read_against_the_time_that_steps_begin() -> None:

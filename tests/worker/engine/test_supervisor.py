@@ -34,7 +34,7 @@ class Engines:
             stepped=lambda _step: None,
             lost=self.lost.append,
             busy=lambda: False,
-            exchanged=lambda _said: None,
+            kvbm_message=lambda _message: None,
         )
 
     async def start(self, _config: WorkerConfig, _model_name: str, instance: str) -> ScriptedEngine:

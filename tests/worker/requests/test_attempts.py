@@ -98,7 +98,7 @@ def test_a_grammar_is_refused_by_name_where_it_would_be_passed_over() -> None:
     held = msgspec.structs.replace(asked, sampling=Sampling(max_tokens=8, grammar='start: "a"'))
     reply, _ = attempts().admit(held, FACTS)
     assert isinstance(reply, Refused)
-    assert (reply.code, reply.reason) == ("bad_request", "sampling.grammar: this engine cannot be held to one")
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.grammar: this engine does not support grammars")
     able = msgspec.structs.replace(FACTS, grammars=True)
     assert code(attempts(), held, able) == "accepted"
     for wrong in ({"ignore_eos": True}, {"grammar": "x" * 300_000}):
@@ -114,12 +114,12 @@ def test_what_is_embedded_is_a_prompt_alone_which_may_fill_the_context() -> None
     able = msgspec.structs.replace(FACTS, embedding_size=8)
     reply, _ = attempts().admit(asked(4, 4), FACTS)
     assert isinstance(reply, Refused)
-    assert (reply.code, reply.reason) == ("bad_request", "sampling.pooling: this engine embeds nothing")
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.pooling: this engine makes no embeddings")
     assert code(attempts(), asked(FACTS.context_length, FACTS.context_length), able) == "accepted"
     assert code(attempts(), asked(FACTS.context_length + 1, FACTS.context_length + 1), able) == "bad_request"
     reply, _ = attempts().admit(asked(5, 4), able)
     assert isinstance(reply, Refused)
-    assert reply.reason == "prompt_tokens: 4 of 5 tokens, but what is embedded has no output"
+    assert reply.reason == "prompt_tokens: 4 of 5 tokens, but an embedding's tokens are all prompt"
 
 
 def test_a_bias_is_refused_by_name_where_it_would_be_passed_over_or_is_none() -> None:
@@ -130,7 +130,7 @@ def test_a_bias_is_refused_by_name_where_it_would_be_passed_over_or_is_none() ->
 
     reply, _ = attempts().admit(biased((5, 1.0)), FACTS)
     assert isinstance(reply, Refused)
-    assert (reply.code, reply.reason) == ("bad_request", "sampling.logit_bias: this engine adds none")
+    assert (reply.code, reply.reason) == ("bad_request", "sampling.logit_bias: this engine does not support it")
     able = msgspec.structs.replace(FACTS, biases=True)
     assert code(attempts(), biased((5, 100.0), (6, -100.0)), able) == "accepted"
     many = [(token, 1.0) for token in range(301)]
