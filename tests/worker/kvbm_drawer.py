@@ -1,4 +1,4 @@
-"""A kvbm in a drawer: the store's real tickets, tiers, pool file and locks behind the wire's codecs, with no process,
+"""A kvbm in a drawer: the store's real tickets, tiers, pool file and locks below the wire's codecs, with no process,
 no bus, and a disk that is a dictionary. It does what a kvbm's shell must do, at once, and nothing else.
 """
 

@@ -84,7 +84,7 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.exchanged = Exchanged()
         self.host_tokens = self.disk_tokens = 0
-        """That answers were told to have come from there."""
+        """Prompt tokens that answers report as cached there."""
         self.hear([self.core.opening()])
 
     def hear(self, reports: list[Stepped]) -> None:
@@ -240,7 +240,7 @@ class World:
         self.copies = draw.choice((1, 2, 8))
         """Halves of blocks that are copied at once."""
         self.step_s = draw.choice((0.01, 3.0))
-        """What a step takes, as engines are told: where it is long, asking the kvbm is always worth it."""
+        """Seconds that engines measure for a step: where they are many, asking the kvbm is always worth it."""
         self.answer_s = 1.0
         """How long they wait for an answer."""
         self.damages = False
@@ -274,7 +274,7 @@ class World:
             engine.handle(KvbmUp(name))
 
     def kill_kvbm(self) -> None:
-        """What engines have asked of it is not answered; they are told some time, or when the next one comes."""
+        """Kill the kvbm: its engines get no answer, and learn of it some time, or when the next kvbm comes."""
         assert self.drawer is not None
         self.drawer.close()
         self.drawer = None

@@ -9,7 +9,7 @@ from shared.pool.format import Geometry
 
 
 def make_pool(path: Path, size_bytes: int) -> Geometry:
-    """All of its slots are empty, and granted to nobody yet."""
+    """Make a pool whose slots are all empty, and granted to no engine yet."""
     geometry = Geometry.of(size_bytes)
     path.touch(0o600)
     os.truncate(path, size_bytes)

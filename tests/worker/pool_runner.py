@@ -91,7 +91,7 @@ class _Batch(Struct):
 
 
 class HandMover:
-    """A Mover that goes on by half a block each time it is told, so that anything may happen in between."""
+    """A Mover that goes on by half a block each time the test says so, so that anything may happen in between."""
 
     def __init__(self, memory: np.ndarray[tuple[int, int], np.dtype[np.uint8]], clock: Callable[[], float]) -> None:
         self._memory = memory

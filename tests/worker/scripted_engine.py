@@ -1,4 +1,4 @@
-"""An Engine that reports what a test says, and keeps what it is told."""
+"""An Engine that reports what a test says, and keeps the commands that it gets."""
 
 from __future__ import annotations
 

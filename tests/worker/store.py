@@ -22,7 +22,7 @@ async def store(shell: Shell, pool: str, instance: str, *, size_bytes: int = 8 <
 
 
 async def attached(shell: Shell, instance: str) -> None:
-    """Returns when the worker's card names that kvbm; empty: none."""
+    """Return when the worker's card names that kvbm; empty: none."""
 
     def linked() -> bool:
         card = shell.directory.cards.get(("model", WORKER))
@@ -32,7 +32,7 @@ async def attached(shell: Shell, instance: str) -> None:
 
 
 async def saved(shell: Shell, blocks: int) -> None:
-    """Returns when the worker has stored so many."""
+    """Return when the worker has stored `blocks` blocks."""
     labels = {"outcome": "saved"}
 
     def counted() -> float:

@@ -1,5 +1,5 @@
-"""services/worker/config.py: what contradicts itself is told before anything starts, and what a machine lacks is told
-by its name."""
+"""services/worker/config.py: settings that contradict each other are refused before anything starts; so is a device
+that the machine lacks, by its name."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Store:
         self._disk: dict[ContentKey, tuple[Content, bytes]] = {}
         self._kvbms = 0
         self.exchanged = Exchanged()
-        """As an engine told last."""
+        """The totals that an engine reported last."""
         self.drawer = self._open()
 
     def _open(self) -> Drawer:
@@ -150,7 +150,7 @@ class Store:
                         pass
 
     async def saved(self, engine: EngineProcess, blocks: int) -> None:
-        """Until the engine has told that so many of its blocks are stored, perhaps while it answered."""
+        """Wait until the engine has reported `blocks` stored blocks, perhaps while it answered."""
         async with asyncio.timeout(LIMIT_S):
             while self.exchanged.saved_blocks < blocks:
                 match await engine.receive():
@@ -347,7 +347,7 @@ class Lost:
             raise DeviceFailed("copies cannot be waited for") from wrong
 
 
-def test_a_runners_failure_is_told_where_the_end_of_its_copies_fails_of_it() -> None:
+def test_a_runners_failure_is_reported_where_it_makes_the_end_of_its_copies_fail() -> None:
     with pytest.raises(DeviceFailed) as caught, Lost():
         raise ModelError("the GPU failed: an illegal address")
     assert str(_first(caught.value)) == "the GPU failed: an illegal address"

@@ -239,7 +239,7 @@ async def test_bad_requests_are_refused_by_name(config: WorkerConfig) -> None:
         assert b"bad_request" in torn.payload
 
 
-async def test_an_attempt_that_could_not_begin_in_time_ends_and_is_counted_as_such(config: WorkerConfig) -> None:
+async def test_an_attempt_that_could_not_begin_in_time_ends_and_is_counted(config: WorkerConfig) -> None:
     async with running_worker(config) as shell:
         await serving(shell)
         assert await shell.peer.generate(request("r", PROMPT, wait_left_s=0.0)) == Accepted("r", 1)
@@ -252,7 +252,7 @@ async def test_an_attempt_that_could_not_begin_in_time_ends_and_is_counted_as_su
         assert outcomes("headrace_requests_total", {"outcome": "error"}) is None
 
 
-async def test_what_cannot_be_read_is_counted_and_told_once_a_subject(
+async def test_unreadable_messages_are_counted_and_logged_once_a_subject(
     config: WorkerConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_worker(config) as shell:
@@ -433,7 +433,7 @@ async def test_a_load_report_over_the_payload_limit_is_left_out_and_the_worker_l
         await shell.peer.until(lambda: bool(shell.peer.reports))
 
 
-async def test_the_card_tells_of_the_kvbm_and_every_engine_is_told_of_it(config: WorkerConfig, tmp_path: Path) -> None:
+async def test_the_card_names_the_kvbm_and_so_does_the_shell(config: WorkerConfig, tmp_path: Path) -> None:
     pool = tmp_path / "pool"
     pool.mkdir(mode=0o700)
     lock = HeldLock.take(pool / LOCK, "1 k1\n")

@@ -17,7 +17,7 @@ CONTEXT = 32
 
 
 class Engine:
-    """A core driven by hand, all steps equally long; what it told is kept, and what it says of its cache is checked."""
+    """A core driven by hand, all steps equally long. Its reports are kept, and those of its cache are checked."""
 
     def __init__(self, capacity_blocks: int = 8, step_s: float = 1.0) -> None:
         self.step_s = step_s
@@ -130,7 +130,7 @@ def test_an_attempt_is_computed_step_by_step_and_every_step_is_numbered() -> Non
     assert engine.told[-1].load.running == 0
 
 
-def test_what_is_only_to_be_told_is_a_step_without_work() -> None:
+def test_a_report_without_work_is_a_step() -> None:
     engine = Engine()
     engine.submit("r", [1, 2, 3])
     assert not engine.core.handle(CancelAttempt("r", 1), 0.0)
@@ -152,7 +152,7 @@ def test_a_snapshot_is_what_the_events_up_to_its_sequence_say() -> None:
 
 
 @pytest.mark.parametrize("step_s", [1.0, REPORT_INTERVAL_S / 4, 0.0])
-def test_however_short_the_steps_are_the_same_is_told(step_s: float) -> None:
+def test_the_same_is_reported_however_short_the_steps_are(step_s: float) -> None:
     engine = Engine(capacity_blocks=64, step_s=step_s)
     prompts = {"a": [1, 2, 3], "b": [7, 8], "c": [9, 1, 1]}
     for name, prompt in prompts.items():
@@ -174,7 +174,7 @@ def test_short_steps_share_a_report_until_its_time_has_come() -> None:
     assert all(len(step.one_token_attempts) == 4 for step in engine.told[2:-1])
 
 
-def test_first_and_last_tokens_are_told_at_once() -> None:
+def test_first_and_last_tokens_are_reported_at_once() -> None:
     engine = Engine(capacity_blocks=64, step_s=REPORT_INTERVAL_S / 100)
     engine.submit("long", [1, 2, 3], max_tokens=20)
     for _ in range(3):
@@ -198,7 +198,7 @@ def test_what_is_held_goes_out_before_a_prefill() -> None:
     assert [len(report.parts["f"]) for report in told] == [3]
 
 
-def test_a_digest_is_that_of_the_blocks_told_of_though_others_have_left_for_the_prefill_behind() -> None:
+def test_a_digest_is_that_of_the_reported_blocks_though_others_were_evicted_for_the_next_prefill() -> None:
     engine = Engine(step_s=REPORT_INTERVAL_S / 8)
     engine.submit("before", [1, 2, 3, 4, 5, 6], max_tokens=2)
     engine.run()
@@ -209,7 +209,7 @@ def test_a_digest_is_that_of_the_blocks_told_of_though_others_have_left_for_the_
     engine.run()
 
 
-def test_embeddings_of_one_step_are_told_in_reports_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_of_one_step_come_in_reports_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.engine.core.MOST_EMBEDDED_BYTES", 8)
     engine = Engine(capacity_blocks=64)
     engine.submit("text", [1, 2, 3], max_tokens=2)

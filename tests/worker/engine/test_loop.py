@@ -118,7 +118,7 @@ def test_a_snapshot_stands_at_the_sequence_it_names() -> None:
     assert taken.event_sequence == told[-1].event_sequence
 
 
-def test_a_cancelled_attempt_is_told_even_where_nothing_is_computed() -> None:
+def test_a_cancelled_attempt_is_reported_even_where_nothing_is_computed() -> None:
     script = run([submit("r"), CancelAttempt("r", 1)])
     (part,) = [part for step in script.steps for part in step.parts.get("f", [])]
     assert part.finish == "cancelled"

@@ -12,7 +12,7 @@ from services.worker.engine.process import engine_environment
 CUDA = WorkerConfig(model="m", device="cuda", cache="/var/models")
 
 
-def test_an_engine_is_told_its_threads_and_hears_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_environment_has_its_threads_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_NATS_PASSWORD", "secret")
     told = engine_environment(WorkerConfig(model="m", threads=3))
     assert told["OMP_NUM_THREADS"] == told["OPENBLAS_NUM_THREADS"] == "3"
@@ -20,7 +20,9 @@ def test_an_engine_is_told_its_threads_and_hears_no_secret(monkeypatch: pytest.M
     assert "CUPY_CACHE_DIR" not in told
 
 
-def test_compiled_kernels_are_kept_beside_the_weights_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_kept_next_to_the_weights_unless_set_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
     assert engine_environment(CUDA)["CUPY_CACHE_DIR"] == "/var/models/cupy"
     relative = WorkerConfig(model="m", device="cuda", cache="models")

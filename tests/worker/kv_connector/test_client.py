@@ -63,7 +63,7 @@ class ScriptedKvbm:
         await self.announce()
 
     async def die(self) -> None:
-        """The kernel lets go of its lock, and nobody answers; discovery hears of it later."""
+        """The kernel releases its lock, and no one answers; discovery learns of it later."""
         if self._lock is not None:
             self._lock.close()
         for subscription in self._subscriptions:
@@ -173,7 +173,7 @@ def ask(number: int, operation: str = "store", timeout_s: float = 2.0) -> KvbmAs
 # --- which kvbm
 
 
-def test_a_kvbm_is_told_of_once_it_holds_the_lock_and_discovery_knows_it(tmp_path: Path) -> None:
+def test_a_kvbm_is_named_to_the_engine_once_it_holds_the_lock_and_discovery_knows_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path / "pool") as w:
             kvbm = ScriptedKvbm(w, "k1")
@@ -237,7 +237,7 @@ def test_a_lock_that_cannot_be_read_for_once_changes_nothing(tmp_path: Path) -> 
     simulate(scenario())
 
 
-def test_every_engine_that_starts_is_told_of_the_kvbm(tmp_path: Path) -> None:
+def test_the_kvbm_is_named_to_every_engine_that_starts(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path / "pool") as w:
             w.client.engine_ready()
@@ -262,7 +262,7 @@ def test_every_engine_that_starts_is_told_of_the_kvbm(tmp_path: Path) -> None:
         ("another service", "serves another namespace"),
     ],
 )
-def test_what_keeps_a_kvbm_from_being_found_is_told_once_when_it_lasts(
+def test_why_no_kvbm_is_found_is_logged_once_when_it_lasts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str, told: str
 ) -> None:
     pool = tmp_path / "pool"
@@ -347,7 +347,7 @@ def test_a_kvbm_that_does_not_answer_costs_its_time_out(tmp_path: Path, operatio
     simulate(scenario())
 
 
-def test_a_fetch_that_breaks_off_fails_behind_what_has_come(tmp_path: Path) -> None:
+def test_a_fetch_that_breaks_off_fails_after_the_answers_that_came(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path / "pool") as w:
             kvbm = ScriptedKvbm(w, "k1")
@@ -457,7 +457,7 @@ def test_the_card_tells_of_a_link_at_once_and_of_its_end_when_that_lasts(tmp_pat
     simulate(scenario())
 
 
-def test_why_an_up_kvbm_is_not_used_is_told_once_a_minute_and_that_none_is_up_not_twice(
+def test_why_an_up_kvbm_is_not_used_is_logged_once_a_minute_and_that_none_is_up_not_twice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:

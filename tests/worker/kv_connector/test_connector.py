@@ -193,7 +193,7 @@ def test_what_an_engine_loaded_it_does_not_offer_again(world: World) -> None:
     assert second.exchanged.saved_blocks == 0
 
 
-def test_a_snapshot_is_what_was_told_though_blocks_have_just_left_for_those_that_load(world: World) -> None:
+def test_a_snapshot_is_what_was_reported_though_blocks_were_just_evicted_for_loads(world: World) -> None:
     first, second = world.engines
     compute(world, first)
     for number in range(2):
@@ -217,7 +217,7 @@ def test_a_snapshot_is_what_was_told_though_blocks_have_just_left_for_those_that
 # --- what goes wrong
 
 
-def test_a_slot_that_is_granted_anew_while_it_is_copied_from_is_not_used(world: World) -> None:
+def test_a_slot_that_is_granted_again_while_it_is_copied_from_is_not_used(world: World) -> None:
     first, second = world.engines
     compute(world, first)
     second.submit("again", PROMPT, 1)
@@ -309,7 +309,7 @@ def test_a_kvbm_that_does_not_know_discards_is_not_asked_for_one(world: World) -
     assert second.link.kvbm == world.drawer.name
 
 
-def test_a_block_that_changes_on_its_way_to_the_device_is_found_and_computed_with_those_behind_it(
+def test_a_block_that_changes_on_its_way_to_the_device_is_found_and_computed_with_those_after_it(
     threaded: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged = 1  # slots are granted in order: the prompt's second block
@@ -358,7 +358,7 @@ def test_a_cancelled_request_copies_no_further_and_its_ticket_is_released(world:
 
 @pytest.mark.parametrize("operation", ["store", "commit"])
 @pytest.mark.parametrize("lost", ["question", "answer"])
-def test_a_store_or_commit_that_is_not_answered_is_settled_by_attaching_anew(
+def test_a_store_or_commit_that_is_not_answered_is_settled_by_attaching_again(
     world: World, operation: str, lost: str
 ) -> None:
     first, _ = world.engines
@@ -402,7 +402,7 @@ def test_what_a_fetch_cost_is_known_though_nothing_came_of_it(world: World, answ
         assert "fetch" not in [ask.operation for ask in second.asks]
 
 
-def test_an_owner_that_the_kvbm_has_forgotten_attaches_anew(world: World) -> None:
+def test_an_owner_that_the_kvbm_has_forgotten_attaches_again(world: World) -> None:
     first, _ = world.engines
     assert world.drawer is not None
     world.drawer.tickets.owner_dead(first.attachment.hold())
@@ -411,7 +411,7 @@ def test_an_owner_that_the_kvbm_has_forgotten_attaches_anew(world: World) -> Non
     assert "not attached" in first.link.reason
 
 
-def test_a_lock_that_somebody_deleted_is_made_anew_under_another_name(world: World) -> None:
+def test_a_deleted_lock_is_made_again_under_another_name(world: World) -> None:
     first, _ = world.engines
     before = first.attachment.hold()
     (world.directory / "owners" / before).unlink()
@@ -452,7 +452,7 @@ def test_a_save_that_lasts_too_long_is_aborted_and_never_committed(world: World)
 
 
 @pytest.mark.parametrize("operation", ["store", "fetch"])
-def test_copies_that_fail_end_the_link_and_are_told(world: World, operation: str) -> None:
+def test_copies_that_fail_end_the_link_and_are_reported(world: World, operation: str) -> None:
     first, second = world.engines
     if operation == "fetch":
         compute(world, first)
@@ -604,7 +604,7 @@ def nothing_readable(_: bytes) -> bytes:
         ("fetch", nothing_readable),
     ],
 )
-def test_an_answer_that_makes_no_sense_ends_the_link_which_begins_anew(
+def test_an_answer_that_makes_no_sense_ends_the_link_which_begins_again(
     world: World, operation: str, change: Change
 ) -> None:
     first, second = world.engines

@@ -100,7 +100,7 @@ def test_what_is_mapped_already_is_not_mapped_again(pool: HostPool, attachment: 
     assert attachment.map(told) is attachment.map(told)
 
 
-def test_another_place_is_mapped_anew(pool: HostPool, attachment: PoolAttachment) -> None:
+def test_another_place_is_mapped_again(pool: HostPool, attachment: PoolAttachment) -> None:
     told = attached(pool)
     before = attachment.map(told)
     after = attachment.map(msgspec.structs.replace(told, slots=told.slots - 1))
@@ -108,7 +108,7 @@ def test_another_place_is_mapped_anew(pool: HostPool, attachment: PoolAttachment
     assert after.arena.slots == told.slots - 1
 
 
-def test_another_file_under_the_same_name_is_mapped_anew(pool: HostPool, attachment: PoolAttachment) -> None:
+def test_another_file_under_the_same_name_is_mapped_again(pool: HostPool, attachment: PoolAttachment) -> None:
     told = attached(pool)
     before = attachment.map(told)
     aside = pool.path.with_name("aside")
@@ -121,7 +121,7 @@ def test_another_file_under_the_same_name_is_mapped_anew(pool: HostPool, attachm
     assert pool.path.read_bytes()[told.offset] == 5
 
 
-def test_a_pool_of_another_size_than_was_told_is_refused(pool: HostPool, attachment: PoolAttachment) -> None:
+def test_a_pool_of_another_size_than_kvbm_named_is_refused(pool: HostPool, attachment: PoolAttachment) -> None:
     told = msgspec.structs.replace(attached(pool), pool_bytes=2 * POOL_BYTES)
     with pytest.raises(PoolUnfit, match=f"{POOL_BYTES} bytes, not the {2 * POOL_BYTES} of kvbm"):
         attachment.map(told)

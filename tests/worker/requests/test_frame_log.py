@@ -110,7 +110,7 @@ def numbers(log: FrameLog, frontend: str) -> tuple[int, int]:
     return sent.epoch, sent.sequence
 
 
-def test_a_frontend_that_comes_again_after_it_was_forgotten_is_numbered_anew_under_a_larger_epoch() -> None:
+def test_a_frontend_that_comes_again_after_it_was_forgotten_is_numbered_from_0_under_a_larger_epoch() -> None:
     log = FrameLog("w", most_frontends=2)
     for _ in range(2):
         log.append("a", part())

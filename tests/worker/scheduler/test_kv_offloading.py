@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shared.messages import Sampling
-from tests.worker.exchanged import Kvbm
-from tests.worker.scheduled import Engine
+from tests.worker.manual_engine import Engine
+from tests.worker.manual_kvbm import Kvbm
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3]
 
@@ -21,7 +21,7 @@ def test_a_full_block_is_offered_once_parents_first() -> None:
     assert kvbm.engine.scheduler.load().offered_blocks == 3
 
 
-def test_at_most_so_many_are_offered_at_a_time() -> None:
+def test_at_most_the_given_number_is_offered_at_a_time() -> None:
     kvbm = Kvbm(Engine())
     kvbm.up()
     kvbm.engine.submit("a", PROMPT, max_tokens=1)

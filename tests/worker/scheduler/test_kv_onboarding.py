@@ -13,9 +13,9 @@ from services.worker.config import Offload
 from shared.blocks import BlockPool
 from shared.hashing import ContentKey
 from shared.messages import NOT_BEGUN, Pooling, Sampling
-from tests.worker.exchanged import Kvbm
 from tests.worker.fake_runner import continuation, embedding
-from tests.worker.scheduled import Engine
+from tests.worker.manual_engine import Engine
+from tests.worker.manual_kvbm import Kvbm
 
 PROMPT = [1 + position % 4 for position in range(13)]
 """Six blocks of two that may come from elsewhere, and one token."""
@@ -23,7 +23,7 @@ OTHER = [4, 4, *PROMPT]
 
 
 def kvbm_with(prompt: list[int], *, capacity_blocks: int = 16, wait_s: float = 0.0) -> Kvbm:
-    """A kvbm that keeps this prompt's blocks, beside an engine that has nothing and prefills 10 tokens a second."""
+    """A kvbm that keeps this prompt's blocks, next to an engine that has nothing and prefills 10 tokens a second."""
     first = Kvbm(Engine())
     first.up()
     first.engine.submit("earlier", prompt, max_tokens=1)
@@ -53,9 +53,9 @@ def test_what_the_device_had_already_is_no_gain_of_the_kvbm() -> None:
     kvbm.engine.run()
     kvbm.up()
     kvbm.engine.submit("b", PROMPT, max_tokens=1)
-    (wanted,) = kvbm.turn()
-    assert len(wanted.keys) == 3
-    kvbm.serve(wanted.number)
+    (request,) = kvbm.poll()
+    assert len(request.keys) == 3
+    kvbm.serve(request.number)
     kvbm.run()
     last = kvbm.engine.last("b")
     assert (last.cached_tokens, last.cached_host_tokens, last.cached_disk_tokens) == (12, 6, 0)
@@ -83,7 +83,7 @@ def test_of_a_continuation_only_the_prompts_tokens_count() -> None:
 def test_others_are_computed_while_one_waits() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT)
-    kvbm.turn()
+    kvbm.poll()
     kvbm.engine.submit("b", [4], max_tokens=1)
     assert len(kvbm.engine.step()) == 1
     assert kvbm.engine.last("b").finish == "length"
@@ -96,7 +96,7 @@ def test_others_do_not_take_the_room_that_one_who_waits_will_need() -> None:
     kvbm = kvbm_with(PROMPT, capacity_blocks=8)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
     kvbm.engine.submit("b", [4, 4, 4], max_tokens=1)
-    assert len(kvbm.turn()) == 1
+    assert len(kvbm.poll()) == 1
     assert kvbm.engine.step() == [], "seven blocks and two are more than eight"
     kvbm.engine.submit("urgent", [4], max_tokens=1, priority=1)
     assert len(kvbm.engine.step()) == 1
@@ -107,15 +107,15 @@ def test_others_do_not_take_the_room_that_one_who_waits_will_need() -> None:
 def test_one_that_waits_for_its_blocks_ends_where_it_has_not_begun_in_time() -> None:
     kvbm = kvbm_with(PROMPT, wait_s=20.0)
     kvbm.engine.submit("a", PROMPT, wait_left_s=5.0)
-    (wanted,) = kvbm.turn()
+    (request,) = kvbm.poll()
     assert kvbm.engine.step() == []
     assert not kvbm.engine.scheduler.busy
     assert kvbm.engine.scheduler.wait_until_s == 5.0
     kvbm.engine.now_s = 5.0
     assert kvbm.engine.step() == []
     assert kvbm.engine.last("a").error.startswith(NOT_BEGUN)
-    kvbm.turn()
-    assert kvbm.fetches[wanted.number].unwanted
+    kvbm.poll()
+    assert kvbm.fetches[request.number].abandoned
     kvbm.end()
     assert kvbm.engine.scheduler.load().held_blocks == 0
 
@@ -123,14 +123,14 @@ def test_one_that_waits_for_its_blocks_ends_where_it_has_not_begun_in_time() -> 
 def test_who_has_waited_as_long_as_computing_would_take_is_computed() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT)
-    kvbm.turn()
+    kvbm.poll()
     assert kvbm.engine.step() == []
     assert kvbm.engine.scheduler.wait_until_s == 1.2
     kvbm.engine.now_s = 1.2
     assert len(kvbm.engine.step()) == 1
     assert kvbm.engine.scheduler.load().late_onboardings == 1
-    kvbm.turn()
-    assert kvbm.fetches[0].unwanted
+    kvbm.poll()
+    assert kvbm.fetches[0].abandoned
     kvbm.settle(0)
     kvbm.run()
     assert kvbm.engine.output("a") == continuation(PROMPT, 8, 64)
@@ -145,11 +145,11 @@ def test_a_limit_of_the_settings_goes_before() -> None:
 def test_blocks_that_come_after_their_sequence_gave_up_are_used_all_the_same() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
-    kvbm.turn()
+    kvbm.poll()
     assert kvbm.begin(0, 3) == 3
     kvbm.engine.now_s = 2.0
     kvbm.engine.step()
-    kvbm.turn()
+    kvbm.poll()
     assert kvbm.begin(0, 3) == 0, "no room is made for who has left"
     for index in range(3):
         kvbm.land(0, index)
@@ -161,7 +161,7 @@ def test_blocks_that_come_after_their_sequence_gave_up_are_used_all_the_same() -
 def test_blocks_enter_the_cache_in_the_order_of_their_chain() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT)
-    kvbm.turn()
+    kvbm.poll()
     kvbm.begin(0, 3)
     kvbm.land(0, 2)
     kvbm.land(0, 1)
@@ -172,10 +172,10 @@ def test_blocks_enter_the_cache_in_the_order_of_their_chain() -> None:
     assert len(kvbm.engine.scheduler.kv_cache.snapshot()) == 3
 
 
-def test_behind_a_bad_copy_nothing_is_used() -> None:
+def test_no_block_after_a_bad_copy_is_used() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
-    kvbm.turn()
+    kvbm.poll()
     kvbm.begin(0, 6)
     for index in (0, 2, 3, 4, 5):
         kvbm.land(0, index)
@@ -187,27 +187,27 @@ def test_behind_a_bad_copy_nothing_is_used() -> None:
     assert kvbm.engine.output("a") == continuation(PROMPT, 1, 64)
 
 
-def test_a_sequence_that_ends_while_its_blocks_load_leaves_nothing_behind() -> None:
+def test_a_sequence_that_ends_while_its_blocks_load_leaves_no_block_held() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT)
-    kvbm.turn()
+    kvbm.poll()
     kvbm.begin(0, 6)
     kvbm.land(0, 0)
     kvbm.engine.scheduler.cancel("a", 1)
     kvbm.engine.step()
     assert kvbm.engine.last("a").finish == "cancelled"
     assert kvbm.engine.scheduler.load().held_blocks == 5, "copies write there"
-    kvbm.turn()
-    assert kvbm.fetches[0].unwanted
+    kvbm.poll()
+    assert kvbm.fetches[0].abandoned
     kvbm.end()
     kvbm.run()
 
 
-def test_an_end_before_it_was_asked_for_tells_nobody() -> None:
+def test_an_end_before_its_fetch_began_is_not_reported() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT)
     kvbm.engine.scheduler.cancel("a", 1)
-    assert kvbm.turn() == []
+    assert kvbm.poll() == []
     kvbm.run()
 
 
@@ -215,10 +215,10 @@ def test_siblings_wait_for_the_first_ones_blocks_and_ask_only_for_the_rest() -> 
     kvbm = kvbm_with([*PROMPT, 1, 2])
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
     kvbm.engine.submit("b", [*PROMPT, 1, 2], max_tokens=1)
-    (wanted,) = kvbm.turn()
+    (request,) = kvbm.poll()
     assert kvbm.engine.scheduler.load().onboarding == 2
-    kvbm.serve(wanted.number)
-    (rest,) = kvbm.turn()
+    kvbm.serve(request.number)
+    (rest,) = kvbm.poll()
     assert len(rest.keys) == 1
     kvbm.serve(rest.number)
     kvbm.run()
@@ -230,8 +230,8 @@ def test_a_sibling_that_finds_all_is_admitted_without_asking() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
     kvbm.engine.submit("b", PROMPT, max_tokens=1)
-    kvbm.serve(kvbm.turn()[0].number)
-    assert kvbm.turn() == []
+    kvbm.serve(kvbm.poll()[0].number)
+    assert kvbm.poll() == []
     kvbm.run()
     assert kvbm.engine.last("b").cached_tokens == 12
 
@@ -240,22 +240,22 @@ def test_only_the_first_of_the_queue_are_asked_for() -> None:
     kvbm = kvbm_with(PROMPT, capacity_blocks=100)
     for number in range(12):
         kvbm.engine.submit(f"r{number}", [1 + number % 4, 1 + number // 4, *PROMPT], max_tokens=1)
-    assert len(kvbm.turn()) == 8
+    assert len(kvbm.poll()) == 8
     kvbm.run()
 
 
-def test_who_has_no_room_asks_when_there_is_some_and_nobody_behind_asks_before() -> None:
+def test_a_sequence_without_room_asks_when_there_is_some_and_no_later_one_asks_before() -> None:
     kvbm = kvbm_with(PROMPT, capacity_blocks=2 * 8 + 7)
     for number in range(3):
         kvbm.engine.submit(f"r{number}", [1 + number, 1, *PROMPT], max_tokens=1)
     kvbm.engine.submit("small", [4, 4, 4], max_tokens=1)
-    assert [wanted.number for wanted in kvbm.turn()] == [0, 1]
+    assert [request.number for request in kvbm.poll()] == [0, 1]
     kvbm.know_nothing()
     kvbm.engine.step()
-    assert kvbm.turn() == []
+    assert kvbm.poll() == []
     while kvbm.engine.scheduler.load().running:
         kvbm.engine.step()
-    assert [wanted.number for wanted in kvbm.turn()] == [2, 3]
+    assert [request.number for request in kvbm.poll()] == [2, 3]
     kvbm.run()
 
 
@@ -265,8 +265,8 @@ def test_what_is_only_cached_is_room() -> None:
     kvbm.run()
     assert kvbm.engine.scheduler.load().cached_blocks == 6
     kvbm.engine.submit("b", PROMPT, max_tokens=1)
-    (wanted,) = kvbm.turn()
-    assert len(wanted.keys) == 6
+    (request,) = kvbm.poll()
+    assert len(request.keys) == 6
     kvbm.run()
     assert kvbm.engine.last("b").cached_host_tokens == 12
 
@@ -279,22 +279,22 @@ def test_who_shares_blocks_that_are_held_needs_room_for_the_others_only() -> Non
         kvbm.engine.step()
     kvbm.up()
     kvbm.engine.submit("b", [*PROMPT, 1, 2], max_tokens=1)
-    (wanted,) = kvbm.turn()
-    assert len(wanted.keys) == 1
-    kvbm.serve(wanted.number)
+    (request,) = kvbm.poll()
+    assert len(request.keys) == 1
+    kvbm.serve(request.number)
     kvbm.engine.step()
     assert kvbm.engine.last("b").cached_host_tokens == 2
     kvbm.run()
 
 
-def test_where_computing_is_cheaper_than_a_round_trip_nobody_asks_until_that_is_forgotten() -> None:
+def test_where_computing_is_cheaper_than_a_round_trip_no_sequence_asks_until_that_is_forgotten() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
-    kvbm.turn()
+    kvbm.poll()
     kvbm.settle(0, took_s=1.0)
     kvbm.run()
     tried = 0
-    while not (asked := kvbm.turn()):
+    while not (asked := kvbm.poll()):
         kvbm.engine.run()
         tried += 1
         assert tried < 400
@@ -304,36 +304,36 @@ def test_where_computing_is_cheaper_than_a_round_trip_nobody_asks_until_that_is_
     kvbm.settle(asked[0].number, took_s=0.001)
     kvbm.run()
     kvbm.engine.submit("again", OTHER, max_tokens=1)
-    assert len(kvbm.turn()) == 1, "a good round trip is believed at once"
+    assert len(kvbm.poll()) == 1, "a good round trip is believed at once"
     kvbm.run()
 
 
 def test_what_asking_one_kvbm_cost_says_nothing_of_the_next_one() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
-    kvbm.turn()
+    kvbm.poll()
     kvbm.settle(0, took_s=1000.0)
     kvbm.run()
     kvbm.engine.submit("b", OTHER, max_tokens=1)
-    assert kvbm.turn() == []
+    assert kvbm.poll() == []
     kvbm.run()
     kvbm.down()
     kvbm.up()
     kvbm.engine.submit("c", [3, *OTHER], max_tokens=1)
-    assert len(kvbm.turn()) == 1
+    assert len(kvbm.poll()) == 1
     kvbm.run()
 
 
-def test_without_a_kvbm_nobody_waits_any_more() -> None:
+def test_without_a_kvbm_no_sequence_waits() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
     kvbm.engine.submit("b", PROMPT, max_tokens=1)
-    kvbm.turn()
+    kvbm.poll()
     kvbm.begin(0, 2)
     kvbm.down()
     kvbm.engine.step()
-    kvbm.turn()
-    assert kvbm.fetches[0].unwanted
+    kvbm.poll()
+    assert kvbm.fetches[0].abandoned
     kvbm.end()
     kvbm.run()
     assert kvbm.engine.output("a") == continuation(PROMPT, 1, 64)
@@ -365,7 +365,7 @@ def test_who_waits_is_not_looked_up_in_each_step(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(BlockPool, "held_prefix", counted(BlockPool.held_prefix))
     for _ in range(3):
         engine.step()
-        kvbm.turn()
+        kvbm.poll()
     assert engine.scheduler.load().waiting == 8
     assert lookups <= 3  # of the one that has come among the first eight
     monkeypatch.undo()
@@ -391,19 +391,19 @@ def beside_a_decode(kvbm: Kvbm) -> int:
     while not kvbm.engine.output("a"):
         kvbm.engine.step()
     kvbm.engine.submit("b", PROMPT)
-    (wanted,) = kvbm.turn()
-    assert len(wanted.keys) == 6
-    return wanted.number
+    (request,) = kvbm.poll()
+    assert len(request.keys) == 6
+    return request.number
 
 
-def test_a_prefix_is_held_once_though_there_was_no_room_behind_it_at_first() -> None:
+def test_a_prefix_is_held_once_though_there_was_no_room_after_it_at_first() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.down()
     kvbm.engine.submit("a", PROMPT[:7], max_tokens=1)
     kvbm.engine.run()
     kvbm.up()
     kvbm.engine.submit("b", PROMPT)
-    number = kvbm.turn()[0].number
+    number = kvbm.poll()[0].number
     assert kvbm.begin(number, 0) == 0
     assert kvbm.begin(number, 2) == 2
     kvbm.end()
@@ -417,11 +417,11 @@ def test_a_decode_takes_back_what_is_held_for_those_that_wait() -> None:
     for index in range(6):
         kvbm.land(number, index)
     for _ in range(6):
-        kvbm.turn()
-        assert not kvbm.fetches[number].unwanted
+        kvbm.poll()
+        assert not kvbm.fetches[number].abandoned
         assert len(kvbm.engine.step()) == 1
-    kvbm.turn()
-    assert kvbm.fetches[number].unwanted
+    kvbm.poll()
+    assert kvbm.fetches[number].abandoned
     assert kvbm.engine.scheduler.load().preemptions == 0
     kvbm.settle(number)
     kvbm.run()
@@ -430,7 +430,7 @@ def test_a_decode_takes_back_what_is_held_for_those_that_wait() -> None:
 def test_a_lone_decode_without_room_waits_for_copies_instead_of_failing() -> None:
     kvbm = kvbm_with([], capacity_blocks=6)
     kvbm.engine.submit("a", [1, 2, 3, 4, 1], max_tokens=1)
-    kvbm.settle(kvbm.turn()[0].number)
+    kvbm.settle(kvbm.poll()[0].number)
     kvbm.engine.run()
     assert len(kvbm.take_offers()) == 2
     kvbm.down()
@@ -496,7 +496,7 @@ class OnboardingMachine(RuleBasedStateMachine):
 
     @rule()
     def turn(self) -> None:
-        self.kvbm.turn()
+        self.kvbm.poll()
 
     @precondition(lambda self: self.kvbm.fetches)
     @rule(pick=st.integers(0, 100), count=st.integers(1, 8))
@@ -527,8 +527,8 @@ class OnboardingMachine(RuleBasedStateMachine):
 
     @rule()
     def serve_all(self) -> None:
-        for wanted in self.kvbm.turn():
-            self.kvbm.serve(wanted.number)
+        for request in self.kvbm.poll():
+            self.kvbm.serve(request.number)
         self.kvbm.save()
 
     @rule(up=st.booleans())
@@ -549,16 +549,16 @@ class OnboardingMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.wait_for_a_silent_kvbm()
-        self.kvbm.turn()
+        self.kvbm.poll()
         self.kvbm.end()
         self.kvbm.down()
         self.engine.run()
         self.check_answers()
 
     def wait_for_a_silent_kvbm(self) -> None:
-        """Nothing comes any more; whom no copy keeps from running has an end."""
+        """Nothing more comes: each sequence that no copy keeps from running ends."""
         for _ in range(2000):
-            self.kvbm.turn()
+            self.kvbm.poll()
             if not self.engine.scheduler.busy:
                 until_s = self.engine.scheduler.wait_until_s
                 if until_s is None or until_s > 1e8:

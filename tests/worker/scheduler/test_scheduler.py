@@ -15,7 +15,7 @@ from shared.errors import ModelError
 from shared.hashing import content_keys, pack_tokens, root_key
 from shared.messages import NOT_BEGUN, NOT_FINITE, Pooling, Sampling
 from tests.worker.fake_runner import EOS, continuation, embedding
-from tests.worker.scheduled import Engine
+from tests.worker.manual_engine import Engine
 
 PROMPT = [1, 2, 3, 4, 1, 2]
 LONG = [1 + position % 4 for position in range(40)]
@@ -281,7 +281,7 @@ def test_tenants_with_different_salts_share_nothing() -> None:
     assert engine.last("c").cached_tokens == 4
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
+def test_a_long_prompt_is_computed_in_chunks_next_to_decodes() -> None:
     engine = Engine(capacity_blocks=64)
     engine.submit("decoding", PROMPT, sampling=Sampling(max_tokens=20, ignore_eos=True))
     engine.step()
@@ -519,7 +519,7 @@ def test_a_mean_takes_no_block_from_others_but_leaves_them_its_own() -> None:
         assert engine.last(name).cached_tokens == 4
 
 
-def test_a_mean_that_was_preempted_in_its_midst_begins_anew() -> None:
+def test_a_mean_that_was_preempted_in_its_midst_begins_again() -> None:
     engine = Engine(capacity_blocks=23, step_tokens=4)
     engine.submit("decoding", [1, 1], sampling=Sampling(max_tokens=12, ignore_eos=True), priority=1)
     engine.step()
@@ -530,7 +530,7 @@ def test_a_mean_that_was_preempted_in_its_midst_begins_anew() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Whatever is asked for beside it, each prompt gets exactly its own continuation."""
+    """Whatever else is asked for, each prompt gets exactly its own continuation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -114,7 +114,7 @@ def test_it_says_the_prompt_and_finds_it_in_its_cache_again(tmp_path: Path) -> N
     simulate(scenario())
 
 
-def test_what_comes_during_a_step_is_taken_behind_it(tmp_path: Path) -> None:
+def test_commands_that_come_during_a_step_are_handled_after_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = await opened(tmp_path)
         engine.submit(submit("a", [5, 6], 9))

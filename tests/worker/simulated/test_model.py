@@ -34,7 +34,7 @@ def model(output_tokens: int = 0) -> SimulatedModel:
 def answer(
     prompt: list[int], count: int, *, output_tokens: int = 0, produced: tuple[int, ...] = (), ignore_eos: bool = False
 ) -> list[int]:
-    """Up to `count` tokens as the scheduler would ask for them, one a step; ends behind an EOS, as it does."""
+    """Up to `count` tokens as the scheduler would ask for them, one a step; ends after an EOS, as it does."""
     simulated, history = model(output_tokens), [*prompt, *produced]
     sampling = Sampling(max_tokens=count, ignore_eos=ignore_eos)
     while len(history) < len(prompt) + count and (ignore_eos or history[-1] != EOS):

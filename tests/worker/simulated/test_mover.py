@@ -91,7 +91,7 @@ def test_a_load_from_a_slot_that_is_granted_meanwhile_is_not_good() -> None:
     assert rig.at(1.0)[0].good == [True, False, True]
 
 
-def test_what_is_under_way_when_it_is_closed_is_not_told() -> None:
+def test_batches_under_way_when_it_is_closed_are_not_reported() -> None:
     rig = Rig()
     rig.mover.load(1, copies(1))
     rig.mover.close()
