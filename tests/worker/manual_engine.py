@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from services.worker.config import Offload
 from services.worker.limits import SchedulerLimits
 from services.worker.messages import Submit
-from services.worker.runner import Work
+from services.worker.runner import Drawn, Work
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.kv_events import to_kv_events, to_snapshot
-from shared.messages import BlockRemoved, BlockStored, Part, Sampling
+from shared.messages import NOT_FINITE, BlockRemoved, BlockStored, Part, Sampling
 from tests.worker.fake_runner import EOS, FakeRunner
 
 
@@ -148,3 +148,17 @@ class Engine:
 
     def last(self, request: str, attempt: int = 1) -> Part:
         return self.parts[request, attempt][-1]
+
+
+NOT_FINITE_ROW = Drawn(0, error=f"{NOT_FINITE}: its logits", suspect=True)
+
+
+def step_with(engine: Engine, failing: Callable[[Work], bool]) -> int:
+    """Make a step in which the numbers of some works are not finite; return of how many."""
+    works = engine.scheduler.schedule(engine.now_s)
+    drawn = engine.runner.step(works)
+    failed = [work.ends and failing(work) for work in works]
+    rows = [NOT_FINITE_ROW if is_failed else one for one, is_failed in zip(drawn, failed, strict=True)]
+    engine.take(engine.scheduler.advance(rows, 0.01))
+    engine.check()
+    return sum(failed)

@@ -2,20 +2,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.runner import Drawn, Work
-from services.worker.scheduler.device_probe import MOST_NOT_FINITE
-from shared.errors import ModelError
-from shared.hashing import content_keys, pack_tokens, root_key
-from shared.messages import NOT_BEGUN, NOT_FINITE, Pooling, Sampling
+from services.worker.runner import Drawn
+from shared.messages import NOT_BEGUN, Pooling, Sampling
 from tests.worker.fake_runner import EOS, continuation, embedding
-from tests.worker.manual_engine import Engine
+from tests.worker.manual_engine import Engine, step_with
 
 PROMPT = [1, 2, 3, 4, 1, 2]
 LONG = [1 + position % 4 for position in range(40)]
@@ -93,159 +88,6 @@ def test_a_draw_that_failed_ends_its_sequence_with_the_error_and_no_other() -> N
     [failed] = outcome.boundary_parts
     assert (failed.request, failed.finish, failed.error, failed.tokens) == ("a", "error", "nothing can follow", b"")
     assert engine.scheduler.load().running == 1
-
-
-NOT_FINITE_ROW = Drawn(0, error=f"{NOT_FINITE}: its logits", suspect=True)
-
-
-def step_with(engine: Engine, failing: Callable[[Work], bool]) -> int:
-    """A step in which the numbers of some works are not finite; returns of how many."""
-    works = engine.scheduler.schedule(engine.now_s)
-    drawn = engine.runner.step(works)
-    failed = [work.ends and failing(work) for work in works]
-    rows = [NOT_FINITE_ROW if is_failed else one for one, is_failed in zip(drawn, failed, strict=True)]
-    engine.take(engine.scheduler.advance(rows, 0.01))
-    engine.check()
-    return sum(failed)
-
-
-def test_numbers_that_are_not_finite_fail_their_sequence_only_and_it_is_computed_again_from_its_tokens() -> None:
-    engine = Engine()
-    engine.copies = True  # a block may outlive one that was forgotten
-    engine.submit("first", PROMPT, max_tokens=1)
-    engine.run()
-    engine.submit("a", PROMPT, sampling=NO_EOS)
-    engine.submit("b", [4, 4, 4], sampling=NO_EOS)
-    for _ in range(3):
-        engine.step()
-    assert engine.last("a").cached_tokens == 4
-    produced = len(engine.output("a"))
-    computed = engine.runner.computed_tokens
-    assert step_with(engine, lambda work: work.history[0] == PROMPT[0]) == 1
-    assert len(engine.output("a")) == produced
-    assert len(engine.output("b")) == 4
-    cached = {content.key for content in engine.scheduler.kv_cache.snapshot()}
-    assert cached.isdisjoint(content_keys(root_key("model"), pack_tokens(PROMPT), 2)), "they have left the cache"
-    assert cached, "those of others have not"
-    engine.run()
-    assert engine.last("a").finish == engine.last("b").finish == "length"
-    assert engine.runner.computed_tokens - computed > len(PROMPT) + produced, "nothing was taken from the cache"
-    assert (engine.scheduler.load().recomputed, engine.scheduler.load().not_finite) == (1, 0)
-    untroubled = Engine()
-    untroubled.submit("a", PROMPT, sampling=NO_EOS)
-    untroubled.submit("b", [4, 4, 4], sampling=NO_EOS)
-    untroubled.run()
-    assert (engine.output("a"), engine.output("b")) == (untroubled.output("a"), untroubled.output("b"))
-
-
-def test_numbers_that_are_not_finite_twice_end_the_sequence_with_an_error_and_no_other() -> None:
-    engine = Engine()
-    engine.copies = True
-    engine.submit("a", PROMPT, sampling=NO_EOS)
-    engine.submit("b", [4, 4, 4], sampling=NO_EOS)
-    while engine.scheduler.busy:
-        step_with(engine, lambda work: work.history[0] == PROMPT[0])
-    assert engine.last("a").finish == "error"
-    assert engine.last("a").error.startswith(NOT_FINITE)
-    assert engine.last("b").finish == "length"
-    assert (engine.scheduler.load().recomputed, engine.scheduler.load().not_finite) == (1, 1)
-    assert engine.scheduler.load().held_blocks == 0
-
-
-def test_one_that_shares_blocks_with_a_failed_sequence_goes_on_and_its_slots_are_free_in_the_end() -> None:
-    engine = Engine()
-    engine.copies = True
-    engine.submit("a", PROMPT, sampling=NO_EOS)
-    engine.step()
-    engine.submit("b", [*PROMPT, 3], sampling=NO_EOS)
-    engine.step()
-    assert step_with(engine, lambda work: work.prompt_tokens == len(PROMPT)) == 1
-    assert engine.scheduler.load().running == 1, "the other one"
-    engine.run()
-    alone = Engine()
-    alone.submit("b", [*PROMPT, 3], sampling=NO_EOS)
-    alone.run()
-    assert engine.output("b") == alone.output("b")
-    assert engine.last("a").finish == "length"
-
-
-def overflow(engine: Engine, first: int, last: int) -> None:
-    """Requests, one after the other, of which each ends because its numbers are not finite; a probe's numbers are."""
-    for attempt in range(first, last):
-        engine.submit("overflows", PROMPT, sampling=NO_EOS, attempt=attempt)
-        while engine.scheduler.load().waiting + engine.scheduler.load().running:
-            step_with(engine, lambda work: work.prompt_tokens == len(PROMPT))
-        assert engine.last("overflows", attempt).error.startswith(NOT_FINITE)
-
-
-def test_where_nothing_is_finite_any_more_the_engine_ends() -> None:
-    engine = Engine()
-    engine.copies = True
-    overflow(engine, 0, MOST_NOT_FINITE)
-    with pytest.raises(ModelError, match="16 sequences failed in a row, and so did a single token"):
-        step_with(engine, lambda _: True)
-
-
-def test_requests_that_all_overflow_end_no_engine_whose_other_numbers_are_finite() -> None:
-    engine = Engine()
-    engine.copies = True
-    for rounds in range(3):
-        first = MOST_NOT_FINITE * rounds
-        overflow(engine, first, first + MOST_NOT_FINITE)
-        assert engine.scheduler.busy, "the probe is due though no request is there"
-        [probe] = engine.step()
-        assert (list(probe.tokens), probe.start, probe.end, probe.prompt_tokens, probe.draws) == ([0], 0, 1, 1, True)
-        assert not engine.scheduler.busy
-        assert engine.scheduler.load().held_blocks == 0
-        assert engine.parts.keys() == {("overflows", attempt) for attempt in range(first + MOST_NOT_FINITE)}
-    assert engine.scheduler.load().not_finite == 3 * MOST_NOT_FINITE
-
-
-def test_a_token_drawn_between_failures_makes_a_probe_unnecessary() -> None:
-    engine = Engine()
-    engine.copies = True
-    overflow(engine, 0, MOST_NOT_FINITE - 1)
-    engine.submit("between", LONG[:2], max_tokens=1)
-    engine.run()
-    overflow(engine, MOST_NOT_FINITE, 2 * MOST_NOT_FINITE - 1)
-    assert not engine.scheduler.busy
-
-
-def test_a_token_drawn_in_the_step_of_a_probe_counts_as_the_probe_does() -> None:
-    engine = Engine()
-    engine.copies = True
-    overflow(engine, 0, MOST_NOT_FINITE)
-    engine.submit("fine", LONG[:2], sampling=NO_EOS)
-    assert step_with(engine, lambda work: work.prompt_tokens == 1) == 1
-    engine.run()
-    assert engine.last("fine").finish == "length"
-
-
-def test_a_probe_goes_before_new_prompts_and_the_step_computes_no_more_sequences_than_may_run() -> None:
-    engine = Engine(max_running=1)
-    engine.copies = True
-    overflow(engine, 0, MOST_NOT_FINITE)
-    engine.submit("waits", PROMPT, max_tokens=1)
-    assert [work.prompt_tokens for work in engine.step()] == [1]
-    assert [work.prompt_tokens for work in engine.step()] == [len(PROMPT)]
-    assert engine.last("waits").finish == "length"
-
-
-def test_a_probe_waits_for_a_free_block() -> None:
-    engine = Engine()
-    engine.copies = True
-    overflow(engine, 0, MOST_NOT_FINITE)
-    pool = engine.scheduler.kv_cache._pool
-    taken, _ = pool.allocate(pool.available)
-    assert engine.scheduler.schedule(engine.now_s) == []
-    engine.scheduler.advance([], 0.0)
-    assert not engine.scheduler.busy, "it waits without a spin"
-    for slot in taken:
-        pool.release(slot)
-    engine.scheduler.kv_cache.unpin([])
-    assert engine.scheduler.busy
-    assert [work.prompt_tokens for work in engine.step()] == [1]
-    assert not engine.scheduler.busy
 
 
 def test_a_repeated_prompt_is_found_but_its_last_token_is_computed() -> None:
