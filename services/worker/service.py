@@ -110,7 +110,7 @@ class Worker:
             runtime,
             config.kvbm.pool,
             self._kvbm_metrics,
-            tell=self.engine.forward_kvbm,
+            send=self.engine.forward_kvbm,
             link_changed=self._kvbm_link_changed,
         )
         self._publisher = runtime.events.open_publisher()

@@ -75,7 +75,7 @@ class Worker:
         self._inbox: deque[KvbmUp | KvbmDown | KvbmReply] = deque()
         self.client = KvbmClient(
             *(runtime, str(directory), KvbmMetrics(runtime.registry)),
-            tell=self._inbox.append,
+            send=self._inbox.append,
             link_changed=lambda: None,
         )
         self._directory = directory

@@ -124,9 +124,9 @@ class EngineCore:
             case CancelAttempt(request, attempt):
                 self._scheduler.cancel(request, attempt)
             case TakeEngineSnapshot(ticket):
-                told = self._report_all()
+                reports = self._report_all()
                 blocks = to_snapshot(self._scheduler.kv_cache.snapshot())
-                return [*told, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
+                return [*reports, Snapshot(ticket=ticket, event_sequence=self._event_sequence, blocks=blocks)]
             case KvbmUp() | KvbmDown() | KvbmReply():
                 if self._connector is not None:
                     self._connector.handle(command, now_s)

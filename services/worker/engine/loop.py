@@ -57,8 +57,8 @@ class EngineLoop:
 
     def _step(self) -> None:
         now_s = self._clock()
-        told, works = self._core.begin(now_s)
-        for report in (*told, *self._core.step_connector(now_s)):
+        reports, works = self._core.begin(now_s)
+        for report in (*reports, *self._core.step_connector(now_s)):
             self._channel.send(report)
         self._idle = works is None and not self._core.busy
         if works is not None:

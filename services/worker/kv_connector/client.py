@@ -33,7 +33,7 @@ from shared.runtime.lifecycle import Runtime
 
 LOOK_INTERVAL_S = 1.0
 """Seconds between two looks at the lock in the pool's directory."""
-TOLD_AFTER_S = 5.0
+LOG_AFTER_S = 5.0
 """Seconds that a kvbm must be missing before that is logged, since services may start in any order."""
 LINGER_S = 2.0
 """Seconds that a link must be broken before routers see it, since an engine that attaches again soon has one."""
@@ -52,14 +52,14 @@ class KvbmClient:
         pool: str,
         metrics: KvbmMetrics,
         *,
-        tell: Callable[[KvbmUp | KvbmDown | KvbmReply], None],
+        send: Callable[[KvbmUp | KvbmDown | KvbmReply], None],
         link_changed: Callable[[], None],
     ) -> None:
-        """`tell` sends a message to the engine, if one runs; `link_changed` is called when `shown_link` has changed."""
+        """`send` sends a message to the engine, if one runs; `link_changed` is called when `shown_link` has changed."""
         self._runtime = runtime
         self._pool = Path(pool) if pool else None
         self._metrics = metrics
-        self._tell = tell
+        self._send = send
         self._link_changed = link_changed
         self._kvbm = ""
         """Instance id of the kvbm that is up; empty: none is."""
@@ -67,7 +67,7 @@ class KvbmClient:
         """Why no kvbm is up."""
         self._trouble_s = 0.0
         """When that began."""
-        self._trouble_told = False
+        self._trouble_logged = False
         self._link = KvbmLink(kvbm="")
         """The link as the engine reported it last."""
         self._unlinked_s = 0.0
@@ -87,7 +87,7 @@ class KvbmClient:
         async with asyncio.TaskGroup() as self._tasks:
             try:
                 while True:
-                    self._look()
+                    self._look_for_kvbm()
                     await asyncio.sleep(LOOK_INTERVAL_S)
             finally:
                 self._tasks = None
@@ -95,7 +95,7 @@ class KvbmClient:
     def engine_ready(self) -> None:
         """An engine has started: name the kvbm to it."""
         if self._kvbm:
-            self._tell(KvbmUp(self._kvbm))
+            self._send(KvbmUp(self._kvbm))
 
     def engine_lost(self) -> None:
         """The engine was lost: no one awaits the answers to its requests, and the next engine numbers its own from
@@ -117,7 +117,7 @@ class KvbmClient:
         elif len(self._asks) >= ASKS_LIMIT:
             self._fail(report, "too_many", f"{ASKS_LIMIT} requests are under way")
         else:
-            ask = self._tasks.create_task(self._put(report, self._kvbm))
+            ask = self._tasks.create_task(self._request(report, self._kvbm))
             self._asks.add(ask)
             ask.add_done_callback(self._asks.discard)
 
@@ -125,22 +125,22 @@ class KvbmClient:
 
     def _directory_changed(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceUp | InstanceDown) and change.instance.service == "kvbm":
-            self._look()
+            self._look_for_kvbm()
 
-    def _look(self) -> None:
+    def _look_for_kvbm(self) -> None:
         found, trouble = self._find()
         if found != self._kvbm:
             if self._kvbm:
-                self._tell(KvbmDown(trouble or f"kvbm {found} has replaced it"))
+                self._send(KvbmDown(trouble or f"kvbm {found} has replaced it"))
             if found:
                 _log.info("kvbm %s serves %s", found, self._pool)
-                self._tell(KvbmUp(found))
+                self._send(KvbmUp(found))
             self._kvbm = found
         now_s = asyncio.get_running_loop().time()
         if trouble != self._trouble:
-            self._trouble, self._trouble_s, self._trouble_told = trouble, now_s, False
-        if trouble and not self._trouble_told and now_s - self._trouble_s >= TOLD_AFTER_S:
-            self._trouble_told = True
+            self._trouble, self._trouble_s, self._trouble_logged = trouble, now_s, False
+        if trouble and not self._trouble_logged and now_s - self._trouble_s >= LOG_AFTER_S:
+            self._trouble_logged = True
             _log.warning("no blocks are exchanged: %s", trouble)
         if not self._link.kvbm and now_s - self._unlinked_s >= LINGER_S:
             self._show(self._link)
@@ -182,7 +182,7 @@ class KvbmClient:
 
     # --- requests
 
-    async def _put(self, ask: KvbmAsk, kvbm: str) -> None:
+    async def _request(self, ask: KvbmAsk, kvbm: str) -> None:
         subject = subjects.kvbm(self._runtime.namespace, kvbm, ask.operation)
         began_s = perf_counter()
         try:
@@ -190,7 +190,7 @@ class KvbmClient:
                 await self._fetch(ask, subject)
             else:
                 answer = await self._runtime.bus.request(subject, ask.payload, timeout_s=ask.timeout_s)
-                self._tell(KvbmReply(ask.number, answer.payload))
+                self._send(KvbmReply(ask.number, answer.payload))
         except (Unavailable, ProtocolError) as wrong:
             self._fail(ask, _outcome(wrong), str(wrong))
         else:
@@ -201,11 +201,11 @@ class KvbmClient:
         async with stream as answers:
             async for answer in answers:
                 last = answer.headers.get(LAST_HEADER) == "true"
-                self._tell(KvbmReply(ask.number, answer.payload, last=last))
+                self._send(KvbmReply(ask.number, answer.payload, last=last))
 
     def _fail(self, ask: KvbmAsk, outcome: str, why: str) -> None:
         self._metrics.count_failed(ask.operation, outcome)
-        self._tell(KvbmReply(ask.number, b"", failed=why))
+        self._send(KvbmReply(ask.number, b"", failed=why))
 
 
 def _why_no_name(pool: Path) -> str:

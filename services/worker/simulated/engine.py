@@ -113,8 +113,8 @@ class SimulatedEngine:
         now_s = self._loop.time()
         while self._commands:
             self._reports.extend(self._core.handle(self._commands.popleft(), now_s))
-        told, self._works = self._core.begin(now_s)
-        self._reports.extend((*told, *self._core.step_connector(now_s)))
+        reports, self._works = self._core.begin(now_s)
+        self._reports.extend((*reports, *self._core.step_connector(now_s)))
         if self._works is not None:
             self._begun_s, self._ends_s = now_s, now_s + self._model.step_s(self._works)
         if not self._reports and not (self._works is None and self._core.busy):

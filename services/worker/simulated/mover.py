@@ -87,7 +87,7 @@ class SimulatedMover:
         assert len(numbers) == len(set(numbers))
 
     def _ended(self, line: deque[_Batch], now_s: float, *, loads: bool) -> list[Copied]:
-        told: list[Copied] = []
+        ended: list[Copied] = []
         while line:
             begins_s, ends_s, made = self._span(line[0], loads=loads)
             if ends_s > now_s:
@@ -95,8 +95,8 @@ class SimulatedMover:
             batch = line.popleft()
             self._free_s[loads] = ends_s
             good = [index < made and (not loads or self._same(copy)) for index, copy in enumerate(batch.copies)]
-            told.append(Copied(batch.number, good, made * self._block_bytes, ends_s - begins_s))
-        return told
+            ended.append(Copied(batch.number, good, made * self._block_bytes, ends_s - begins_s))
+        return ended
 
     def _span(self, batch: _Batch, *, loads: bool) -> tuple[float, float, int]:
         """Return when the first batch of a direction begins and ends, and how many of its copies are made."""

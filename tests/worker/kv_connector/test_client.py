@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.worker.kv_connector.client import ASKS_LIMIT, LINGER_S, TOLD_AFTER_S, KvbmClient
+from services.worker.kv_connector.client import ASKS_LIMIT, LINGER_S, LOG_AFTER_S, KvbmClient
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.messages import KvbmAsk, KvbmDown, KvbmLink, KvbmReply, KvbmUp
 from shared import subjects
@@ -114,7 +114,7 @@ class World:
             stopping=asyncio.Event(),
         )
         self.client = KvbmClient(
-            runtime, str(pool), KvbmMetrics(self.registry), tell=self._tell, link_changed=self._link_changed
+            runtime, str(pool), KvbmMetrics(self.registry), send=self._tell, link_changed=self._link_changed
         )
 
     async def until(self, met: Callable[[], bool]) -> None:
@@ -282,7 +282,7 @@ def test_why_no_kvbm_is_found_is_logged_once_when_it_lasts(
                     kvbm = ScriptedKvbm(w, "k1")
                     kvbm.hold()
                     await kvbm.announce(service="worker")
-            await asyncio.sleep(TOLD_AFTER_S - 2)
+            await asyncio.sleep(LOG_AFTER_S - 2)
             assert told not in caplog.text
             await asyncio.sleep(120)
             assert caplog.text.count(told) == 1
@@ -299,7 +299,7 @@ def test_without_a_pool_nothing_is_looked_for(tmp_path: Path) -> None:
         async with asyncio.TaskGroup() as tasks:
             w = World(tmp_path, tasks)
             client = KvbmClient(
-                w.client._runtime, "", KvbmMetrics(CollectorRegistry()), tell=w.heard.append, link_changed=lambda: None
+                w.client._runtime, "", KvbmMetrics(CollectorRegistry()), send=w.heard.append, link_changed=lambda: None
             )
             await client.run()
             client.engine_ready()
