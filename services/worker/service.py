@@ -103,7 +103,7 @@ class Worker:
             stepped=self._engine_stepped,
             lost=self._engine_lost,
             busy=lambda: len(self._attempts) > 0,
-            kvbm_message=lambda message: self._kvbm.handle(message),
+            kvbm_message=lambda message: self._kvbm.handle_engine_message(message),
         )
         self._kvbm_metrics = KvbmMetrics(runtime.registry)
         self._kvbm = KvbmClient(

@@ -115,9 +115,9 @@ class Worker:
         link = engine.link
         works = engine.step()
         if engine.link is not link:
-            self.client.handle(engine.link)
+            self.client.handle_engine_message(engine.link)
         while engine.asks:
-            self.client.handle(engine.asks.popleft())
+            self.client.handle_engine_message(engine.asks.popleft())
         return works
 
     async def rest(self, engine: Engine, kvbm: KvbmService) -> None:

@@ -108,7 +108,7 @@ class KvbmClient:
             self._metrics.attached.set(0)
         self._show(self._link)
 
-    def handle(self, report: KvbmAsk | KvbmLink) -> None:
+    def handle_engine_message(self, report: KvbmAsk | KvbmLink) -> None:
         """Carry a message of the engine: a request to the kvbm, or news of its link."""
         if isinstance(report, KvbmLink):
             self._take_link(report)

@@ -1,11 +1,11 @@
 """KVCacheManager: the device's KV blocks. Sequences hold them, the prefix cache finds them, the kvbm fills and reads
 them. Pure.
 
-    Scheduler ─── admit, grow, reuse_cached, cache_full_blocks, free ──▶ ┌─────────────────────────┐
-                                                                         │ BlockPool               │ ──▶ events:
-    KVConnector ─ fetch_changes, begin_load, end_load, end_fetch ──────▶ │  ├ Onboarding: kvbm → us │     blocks stored
-                  offers, pin, unpin, new_discards ────────────────────▶ │  └ Offloading: us → kvbm │     and evicted
-                                                                         └─────────────────────────┘
+    Scheduler ─── admit, grow, reuse_cached, cache_full_blocks, free ──▶ ┌──────────────────────┐
+                                                                         │ BlockPool            │ ──▶ events: blocks
+    KVConnector ─ fetch_changes, begin_load, end_load, end_fetch ──────▶ │ Onboarding: from kvbm│     stored and evicted
+                  offers, pin, unpin, new_discards ────────────────────▶ │ Offloading: to kvbm  │
+                                                                         └──────────────────────┘
 
 For each sequence that holds blocks, one block is kept available, so that the sequence can grow: neither an admission
 nor a copy takes it.

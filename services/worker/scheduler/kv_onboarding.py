@@ -48,13 +48,14 @@ class FetchRequest(Struct, frozen=True):
 class SequenceFetch:
     """The blocks that one sequence waits for.
 
-    blocks | cached when it was asked | slots given by begin_load    | not yet asked for, or there was no room
-           0                      first           first + landed    first + len(slots)          first + count
+    blocks | cached when it was asked | slots given by begin_load           | not asked for yet, or there was no room
+           0                        first        first + landed     first + len(slots)                    first + count
                                   in the prefix cache ─┘  loading, or `early` ─┘
     """
 
     sequence: Sequence
     began_s: float
+    """When it was queued."""
     until_s: float
     """When the sequence gives up."""
     after: SequenceFetch | None = None
@@ -64,6 +65,7 @@ class SequenceFetch:
     count: int = 0
     slots: list[int] = field(default_factory=list)
     landed: int = 0
+    """Copies that have ended, up to the first that has not."""
     early: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     """Copies that ended before one in front of them: index → (good, from disk)."""
     broken: bool = False

@@ -324,10 +324,10 @@ class Scheduler:
 
     def _measure(self, tokens: int, works: int, elapsed_s: float) -> None:
         if tokens > works:
-            self._budget.measured(tokens, elapsed_s)
-            self._throughput.measured(tokens, elapsed_s)
+            self._budget.record_prefill(tokens, elapsed_s)
+            self._throughput.record_prefill(tokens, elapsed_s)
         elif works:
-            self._throughput.decoded(elapsed_s)
+            self._throughput.record_decode(elapsed_s)
 
     def _distrust(self, sequence: Sequence, error: str) -> None:
         """The sequence's numbers were not finite: no sequence uses its blocks any longer, and it begins once more, or

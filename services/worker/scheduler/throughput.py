@@ -34,8 +34,8 @@ class StepBudget:
         """How many tokens the next step may compute."""
         return max(self._least_tokens, min(self._most_tokens, int(self.tokens_per_s * self._step_s)))
 
-    def measured(self, tokens: int, elapsed_s: float) -> None:
-        """A step that prefilled took `elapsed_s` for `tokens`, decodes included."""
+    def record_prefill(self, tokens: int, elapsed_s: float) -> None:
+        """Learn from a step that prefilled: it took `elapsed_s` for `tokens`, decodes included."""
         speed = tokens / max(elapsed_s, _LEAST_S)
         if speed > self.tokens_per_s or 2 * tokens >= self.tokens:
             self.tokens_per_s = min(speed, 2 * self.tokens_per_s)
@@ -59,13 +59,13 @@ class Throughput:
         """Tokens a second of steps that prefill; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
-    def measured(self, tokens: int, elapsed_s: float) -> None:
-        """A step that prefilled took `elapsed_s` for `tokens`, decodes included."""
+    def record_prefill(self, tokens: int, elapsed_s: float) -> None:
+        """Learn from a step that prefilled: it took `elapsed_s` for `tokens`, decodes included."""
         kept = exp(-elapsed_s / _MEMORY_S)
         self._tokens = self._tokens * kept + tokens
         self._seconds = self._seconds * kept + max(elapsed_s, _LEAST_S)
 
-    def decoded(self, elapsed_s: float) -> None:
-        """A step that only decoded took `elapsed_s`."""
+    def record_decode(self, elapsed_s: float) -> None:
+        """Learn from a step that only decoded: it took `elapsed_s`."""
         weight = _RECENT if self.step_s else 1.0
         self.step_s += weight * (elapsed_s - self.step_s)

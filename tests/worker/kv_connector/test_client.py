@@ -287,7 +287,7 @@ def test_why_no_kvbm_is_found_is_logged_once_when_it_lasts(
             await asyncio.sleep(120)
             assert caplog.text.count(told) == 1
             assert w.heard == []
-            w.client.handle(ask(1))
+            w.client.handle_engine_message(ask(1))
             assert w.heard == [KvbmReply(1, b"", failed="there is no kvbm")]
 
     with caplog.at_level(logging.WARNING):
@@ -318,9 +318,9 @@ def test_questions_and_answers_pass_as_they_are(tmp_path: Path) -> None:
             kvbm = ScriptedKvbm(w, "k1")
             await kvbm.start()
             await w.until(lambda: len(w.heard) == 1)
-            w.client.handle(ask(7))
+            w.client.handle_engine_message(ask(7))
             assert await w.answers(7) == [KvbmReply(7, b"echo 7")]
-            w.client.handle(ask(8, "fetch"))
+            w.client.handle_engine_message(ask(8, "fetch"))
             replies = [KvbmReply(8, b"1", last=False), KvbmReply(8, b"2", last=False), KvbmReply(8, b"3")]
             assert await w.answers(8) == replies
             assert w.asks("store", "answered") == w.asks("fetch", "answered") == 1
@@ -337,7 +337,7 @@ def test_a_kvbm_that_does_not_answer_costs_its_time_out(tmp_path: Path, operatio
             kvbm.silent = True
             await w.until(lambda: len(w.heard) == 1)
             began_s = asyncio.get_running_loop().time()
-            w.client.handle(ask(1, operation, 3.0))
+            w.client.handle_engine_message(ask(1, operation, 3.0))
             await w.until(lambda: len(w.heard) == 2)
             assert asyncio.get_running_loop().time() - began_s == pytest.approx(3.0)
             [failed] = await w.answers(1)
@@ -360,7 +360,7 @@ def test_a_fetch_that_breaks_off_fails_after_the_answers_that_came(tmp_path: Pat
 
             await bus.subscribe(subjects.kvbm(NAMESPACE, "k1", "fetch"), begin)
             await w.until(lambda: len(w.heard) == 1)
-            w.client.handle(ask(1, "fetch"))
+            w.client.handle_engine_message(ask(1, "fetch"))
             first, failed = await w.answers(1)
             assert first == KvbmReply(1, b"some", last=False)
             assert failed.failed
@@ -381,8 +381,8 @@ def test_what_cannot_be_asked_fails_at_once(tmp_path: Path, away: str) -> None:
             else:
                 w.broker.disconnect(w.bus)
             began_s = asyncio.get_running_loop().time()
-            w.client.handle(ask(1))
-            w.client.handle(ask(2, "fetch"))
+            w.client.handle_engine_message(ask(1))
+            w.client.handle_engine_message(ask(2, "fetch"))
             await w.until(lambda: len(w.heard) == 3)
             assert asyncio.get_running_loop().time() - began_s < 0.5
             assert all(isinstance(failed, KvbmReply) and failed.failed for failed in w.heard[1:])
@@ -399,16 +399,16 @@ def test_beyond_the_limit_questions_fail_at_once_and_room_comes_back(tmp_path: P
             kvbm.silent = True
             await w.until(lambda: len(w.heard) == 1)
             for number in range(ASKS_LIMIT):
-                w.client.handle(ask(number))
+                w.client.handle_engine_message(ask(number))
             assert len(w.heard) == 1
-            w.client.handle(ask(ASKS_LIMIT))
+            w.client.handle_engine_message(ask(ASKS_LIMIT))
             assert isinstance(w.heard[-1], KvbmReply)
             assert w.heard[-1].number == ASKS_LIMIT
             assert w.asks("store", "too_many") == 1
             await w.until(lambda: len(w.heard) == 2 + ASKS_LIMIT)
             kvbm.silent = False
             await asyncio.sleep(1)
-            w.client.handle(ask(1000))
+            w.client.handle_engine_message(ask(1000))
             assert await w.answers(1000) == [KvbmReply(1000, b"echo 1000")]
 
     simulate(scenario())
@@ -419,11 +419,11 @@ def test_answers_to_an_engine_that_is_lost_do_not_reach_the_next_one(tmp_path: P
         async with world(tmp_path / "pool") as w:
             await ScriptedKvbm(w, "k1").start()
             await w.until(lambda: len(w.heard) == 1)
-            w.client.handle(ask(1))
-            w.client.handle(ask(2, "fetch"))
+            w.client.handle_engine_message(ask(1))
+            w.client.handle_engine_message(ask(2, "fetch"))
             w.client.engine_lost()
             w.client.engine_ready()
-            w.client.handle(ask(1, "attach"))
+            w.client.handle_engine_message(ask(1, "attach"))
             await asyncio.sleep(LIMIT_S)
             assert w.heard[1:] == [KvbmUp("k1"), KvbmReply(1, b"echo 1")]
             assert w.asks("attach", "answered") == 1
@@ -438,19 +438,19 @@ def test_answers_to_an_engine_that_is_lost_do_not_reach_the_next_one(tmp_path: P
 def test_the_card_tells_of_a_link_at_once_and_of_its_end_when_that_lasts(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path / "pool") as w:
-            w.client.handle(LINK)
+            w.client.handle_engine_message(LINK)
             assert w.cards == [("k1", "5eed")]
-            w.client.handle(KvbmLink("", "", "not answered"))
+            w.client.handle_engine_message(KvbmLink("", "", "not answered"))
             await asyncio.sleep(LINGER_S / 2)
-            w.client.handle(LINK)
+            w.client.handle_engine_message(LINK)
             await asyncio.sleep(10)
             assert len(w.cards) == 1, "it attached anew, soon"
-            w.client.handle(KvbmLink("", "", "not answered"))
-            w.client.handle(KvbmLink("", "", "refused"))
+            w.client.handle_engine_message(KvbmLink("", "", "not answered"))
+            w.client.handle_engine_message(KvbmLink("", "", "refused"))
             await asyncio.sleep(LINGER_S + 1)
             assert w.cards == [("k1", "5eed"), ("", "")]
-            w.client.handle(KvbmLink("k2", "5eed", ""))
-            w.client.handle(KvbmLink("k2", "f00d", ""))
+            w.client.handle_engine_message(KvbmLink("k2", "5eed", ""))
+            w.client.handle_engine_message(KvbmLink("k2", "f00d", ""))
             assert w.cards[2:] == [("k2", "5eed"), ("k2", "f00d")]
             assert w.registry.get_sample_value("headrace_kvbm_attached") == 1
 
@@ -466,7 +466,7 @@ def test_why_an_up_kvbm_is_not_used_is_logged_once_a_minute_and_that_none_is_up_
             await kvbm.start()
             await w.until(lambda: len(w.heard) == 1)
             for reason in ("refused: full", "refused: not ready"):
-                w.client.handle(KvbmLink("", "", reason))
+                w.client.handle_engine_message(KvbmLink("", "", reason))
                 await asyncio.sleep(20)
             assert "refused: full" in caplog.text
             assert "not ready" not in caplog.text
@@ -475,7 +475,7 @@ def test_why_an_up_kvbm_is_not_used_is_logged_once_a_minute_and_that_none_is_up_
             down = w.heard[1]
             assert isinstance(down, KvbmDown)
             await asyncio.sleep(60)
-            w.client.handle(KvbmLink("", "", down.reason))
+            w.client.handle_engine_message(KvbmLink("", "", down.reason))
             assert caplog.text.count(down.reason) == 1
 
     with caplog.at_level(logging.WARNING):
@@ -485,7 +485,7 @@ def test_why_an_up_kvbm_is_not_used_is_logged_once_a_minute_and_that_none_is_up_
 def test_the_link_ends_with_its_engine(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path / "pool") as w:
-            w.client.handle(LINK)
+            w.client.handle_engine_message(LINK)
             w.client.engine_lost()
             assert w.cards == [("k1", "5eed"), ("", "")]
             assert w.registry.get_sample_value("headrace_kvbm_attached") == 0

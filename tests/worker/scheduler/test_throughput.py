@@ -11,33 +11,33 @@ def test_the_throughput_is_zero_before_the_first_step() -> None:
 
 def test_long_steps_count_for_more_than_short_ones() -> None:
     throughput = Throughput()
-    throughput.measured(8000, 0.4)
-    throughput.measured(10, 0.1)
+    throughput.record_prefill(8000, 0.4)
+    throughput.record_prefill(10, 0.1)
     assert throughput.tokens_per_s == pytest.approx(8010 / 0.5, rel=0.01)
 
 
 def test_a_slower_engine_is_known_after_some_minutes_of_work() -> None:
     throughput = Throughput()
     for tokens in [*[5000] * 1000, *[1000] * 1000]:
-        throughput.measured(tokens, 0.25)
+        throughput.record_prefill(tokens, 0.25)
     assert throughput.tokens_per_s == pytest.approx(4000, rel=0.1)
 
 
 def test_a_step_that_took_no_time_is_survived() -> None:
     throughput = Throughput()
-    throughput.measured(16, 0.0)
+    throughput.record_prefill(16, 0.0)
     assert throughput.tokens_per_s > 0
 
 
 def test_a_decode_step_is_a_moving_average_of_the_latest() -> None:
     throughput = Throughput()
     assert throughput.step_s == 0.0
-    throughput.decoded(0.1)
+    throughput.record_decode(0.1)
     assert throughput.step_s == 0.1
-    throughput.decoded(0.2)
+    throughput.record_decode(0.2)
     assert 0.1 < throughput.step_s < 0.12
     for _ in range(60):
-        throughput.decoded(0.2)
+        throughput.record_decode(0.2)
     assert throughput.step_s == pytest.approx(0.2, rel=0.02)
 
 
@@ -51,28 +51,28 @@ def test_the_budget_is_what_the_speed_allows_in_the_steps_time() -> None:
 
 def test_a_slower_speed_is_believed_at_once() -> None:
     slow = budget()
-    slow.measured(250, 2.5)
+    slow.record_prefill(250, 2.5)
     assert slow.tokens == 25
 
 
 def test_a_faster_speed_is_believed_twofold_a_step() -> None:
     fast = budget()
-    fast.measured(250, 0.001)
+    fast.record_prefill(250, 0.001)
     assert fast.tokens == 500
     for _ in range(10):
-        fast.measured(fast.tokens, 0.0)
+        fast.record_prefill(fast.tokens, 0.0)
     assert fast.tokens == 4096
 
 
 def test_a_small_slow_step_says_nothing() -> None:
     small = budget()
-    small.measured(3, 0.1)
+    small.record_prefill(3, 0.1)
     assert small.tokens == 250
 
 
 def test_the_budget_never_falls_below_its_least() -> None:
     stuck = budget()
-    stuck.measured(250, 1e6)
+    stuck.record_prefill(250, 1e6)
     assert stuck.tokens == 16
-    stuck.measured(16, 0.01)
+    stuck.record_prefill(16, 0.01)
     assert stuck.tokens_per_s > 0
