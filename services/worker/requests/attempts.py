@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.worker.messages import Ready
-from services.worker.requests.validation import objection
+from services.worker.requests.validation import find_fault
 from shared.messages import Accepted, Generate, GenerateReply, Part, Refused, StreamState
 
 Name = tuple[str, int]
@@ -137,7 +137,7 @@ class Attempts:
             return Refused(*name, "not_ready", "the engine is starting")
         if generate.model != self._model:
             return Refused(*name, "wrong_model", f"this worker serves {self._model}")
-        wrong = objection(generate, facts)
+        wrong = find_fault(generate, facts)
         if wrong:
             return Refused(*name, "bad_request", wrong)
         if len(self._living) >= self._most_living:

@@ -25,7 +25,7 @@ _MAX_PRIORITY = 1 << 31
 _MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 
-def objection(generate: Generate, facts: Ready) -> str:
+def find_fault(generate: Generate, facts: Ready) -> str:
     """Return why the Generate cannot be computed here, beginning with the field; empty: it can."""
     return _envelope(generate) or _tokens(generate, facts) or _sampling(generate.sampling, facts)
 
