@@ -495,7 +495,7 @@ async def test_after_a_restart_nothing_is_granted_until_the_engines_of_before_ha
         await b.attach()
         assert await b.store(contents) == 0, "engine a may still write"
         layout = await store.layout()
-        assert (layout.host.state, layout.host.reason) == ("quarantined", "1 engines of before may still write")
+        assert (layout.host.state, layout.host.reason) == ("quarantined", "1 engines of a former kvbm may still write")
         assert refusal(await a.commit(late.ticket, late.slots)) == "unknown_owner"
         await a.attach()
         assert (await store.layout()).host.state == "on"

@@ -259,7 +259,7 @@ def open_directory(path: Path, parent: int | None) -> int:
     if found.st_uid != os.geteuid():
         wrong = f"belongs to user {found.st_uid}, not to {os.geteuid()}"
     elif stat.S_IMODE(found.st_mode) & 0o077:
-        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, which lets other users in: set it to 0700"
+        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o}, which lets others in: set it to 0700"
     if wrong:
         os.close(directory)
         raise PermissionError(errno.EPERM, f"{path} {wrong}")

@@ -23,6 +23,7 @@ class LayoutFacts(Struct, frozen=True):
     host_problem: str
     """What is wrong with the host tier's policy; empty if nothing is."""
     disk_problem: str
+    """What is wrong with the policy of the disk tier; empty if nothing is."""
 
 
 def state(facts: LayoutFacts) -> LayoutState:
@@ -43,7 +44,7 @@ def _host(facts: LayoutFacts) -> TierState:
     host, awaited = facts.tickets.tiers.host, facts.tickets.awaited
     reason = facts.host_problem
     if awaited:
-        reason = f"{awaited} engines of before may still write"
+        reason = f"{awaited} engines of a former kvbm may still write"
     elif host.quarantined:
         reason = f"{host.quarantined} slots wait for engines whose tickets expired"
     return TierState(

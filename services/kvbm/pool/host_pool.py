@@ -184,7 +184,7 @@ def _make(path: Path, size_bytes: int) -> None:
         os.ftruncate(descriptor, size_bytes)
         os.pwrite(descriptor, Geometry.of(size_bytes).header(), 0)
         if os.major(os.fstat(descriptor).st_dev):
-            _log.warning("%s is on a disk, so all blocks in memory are written to it: use a tmpfs", path)
+            _log.warning("%s lies on a disk, so all blocks in memory are written to it: use a tmpfs", path)
     finally:
         os.close(descriptor)
     aside.replace(path)

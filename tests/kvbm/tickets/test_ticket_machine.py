@@ -117,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def granted(self, slot: int) -> None:
         """Record that the slot is about to be written."""
-        assert all(slot not in writer.blocks for writer in self.writers), "granted while somebody may still write"
+        assert all(slot not in writer.blocks for writer in self.writers), "granted while a worker may still write"
         assert all(slot != read.slot for read in self.reads), "granted while the disk may still write"
         assert all(slot != spill.slot for spill in self.spills), "granted while the disk reads"
         assert all(slot not in reader.slots for reader in self.readers if not reader.over), "granted while it is read"
