@@ -35,7 +35,7 @@ from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol.chat_chunks import ChatEncoder
-from services.frontend.requests.session import Received, Session
+from services.frontend.requests.session import PartReceived, Session
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.hashing import pack_tokens
@@ -147,7 +147,7 @@ class Parts:
     def session(self) -> None:
         for frame in self.decoded:
             for part in frame.parts:
-                assert self.sessions[part.request].continued(frame.instance, part) >= 0
+                assert self.sessions[part.request].next_token(frame.instance, part) >= 0
 
     def text(self) -> None:
         for step in range(len(self.frames)):
@@ -229,7 +229,7 @@ def _streaming(request: str, worker: str) -> Session:
     session.start()
     session.on(Selected(request, 1, worker, 0, "r", Overlap(), ""))
     session.on(Accepted(request, 1))
-    session.on(Received(worker, Part(request, 1, 0, pack_tokens([0]))))
+    session.on(PartReceived(worker, Part(request, 1, 0, pack_tokens([0]))))
     return session
 
 

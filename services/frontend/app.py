@@ -22,17 +22,17 @@ import msgspec
 from services.frontend.auth.access import Authenticator
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.metrics import Metrics
-from services.frontend.models.model import Parsers
-from services.frontend.models.registry import Models
+from services.frontend.models.model import ParserNames
+from services.frontend.models.registry import ModelRegistry
 from services.frontend.openapi.document import document
 from services.frontend.readiness import Readiness
-from services.frontend.requests.service import Frontend
+from services.frontend.requests.service import RequestService
 from services.frontend.server.middleware import Middleware
 from services.frontend.server.nats_api import NatsApi
 from services.frontend.server.port import Port
 from services.frontend.server.routes import HttpApi
-from services.frontend.serving.dispatch import Exchange
-from services.frontend.serving.response_directory import ResponseDesk
+from services.frontend.serving.dispatch import Dispatcher
+from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.structured.compiler import GrammarCompiler
 from shared import subjects
 from shared.discovery.contract import Registration
@@ -58,12 +58,12 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
     """A frontend that serves while the context is open, and drains when it is left."""
     metrics = Metrics(runtime.registry)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as pool:
-        models = Models(runtime.directory, config.models, runtime.tasks, pool, partial(_parsers, config))
-        requests = Frontend(runtime, config.limits, metrics)
+        models = ModelRegistry(runtime.directory, config.models, runtime.tasks, pool, partial(_parsers, config))
+        requests = RequestService(runtime, config.limits, metrics)
         access = Authenticator(config.access, metrics)
         grammars = GrammarCompiler()
-        desk = ResponseDesk(runtime, config.responses, metrics)
-        exchange = Exchange(requests, models, pool, metrics, grammars, desk)
+        desk = ResponseDirectory(runtime, config.responses, metrics)
+        exchange = Dispatcher(requests, models, pool, metrics, grammars, desk)
         port = Port(with_files(config.http), metrics)
         http = HttpApi(exchange, requests, metrics, config.http, port, Middleware(access, config.http))
         nats = NatsApi(runtime, exchange, requests, metrics, access, config.nats.inbox)
@@ -91,37 +91,37 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                     async with asyncio.timeout(config.limits.drain_s):
                         await port.drain()
                         requests.admission.closed = True
-                        await requests.idle()
+                        await requests.wait_idle()
                 except TimeoutError:
                     _log.warning("requests are still running after %s s", config.limits.drain_s)
                     requests.admission.closed = True
-                    requests.abandon()
+                    requests.fail_all()
                     with suppress(TimeoutError):  # clients that do not read, or do not send
                         async with asyncio.timeout(ABANDONED_S):
-                            await requests.idle()
+                            await requests.wait_idle()
                 if registering.done():
                     await registering.result().close()
                 else:
                     registering.cancel()
 
 
-def _left(requests: Frontend, limit_s: float) -> str:
+def _left(requests: RequestService, limit_s: float) -> str:
     """What a frontend that drains waits for."""
-    count = len(requests.admission.places)
+    count = len(requests.admission.permits)
     return f"{count} {'request runs' if count == 1 else 'requests run'}, up to {limit_s:g} s" if count else "draining"
 
 
-def _parsers(config: FrontendConfig, model: str) -> Parsers:
-    return Parsers(config.tool_parser.get(model, "auto"), config.reasoning_parser.get(model, "auto"))
+def _parsers(config: FrontendConfig, model: str) -> ParserNames:
+    return ParserNames(config.tool_parser.get(model, "auto"), config.reasoning_parser.get(model, "auto"))
 
 
-async def _informed(runtime: Runtime, models: Models) -> None:
+async def _informed(runtime: Runtime, models: ModelRegistry) -> None:
     """Who is there already is known, and can be asked: a door that opens before would refuse what other frontends, on
     the same port or in the same queue group, can serve. Without etcd it opens all the same, after a while."""
     with suppress(TimeoutError):
         async with asyncio.timeout(INFORMED_LIMIT_S):
             await runtime.directory.synced()
-            await models.settled()
+            await models.wait_loaded()
 
 
 async def serve(runtime: Runtime, config: FrontendConfig) -> None:

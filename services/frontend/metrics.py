@@ -134,7 +134,7 @@ class Metrics:
             ["file"],
         )
 
-    def show_accounts(self, accounts: Accounts) -> None:
+    def register_accounts(self, accounts: Accounts) -> None:
         """From now on."""
         self._registry.register(_ByKey(accounts))
 

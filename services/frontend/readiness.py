@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.frontend.models.registry import Models
+from services.frontend.models.registry import ModelRegistry
 from shared import subjects
 from shared.discovery.directory import DirectoryChange, InstanceUp
 from shared.errors import Unavailable
@@ -25,7 +25,7 @@ PINGED = 3
 class Readiness:
     """Of one frontend."""
 
-    def __init__(self, runtime: Runtime, models: Models) -> None:
+    def __init__(self, runtime: Runtime, models: ModelRegistry) -> None:
         self._runtime = runtime
         self._models = models
         self._failures = FAILURES

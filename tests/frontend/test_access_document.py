@@ -22,7 +22,7 @@ def test_every_metric_it_names_exists_with_these_labels() -> None:
     metrics = Metrics(registry)
     accounts = Accounts()
     accounts.replace({"alice": KeyEntry("0" * 64)}, 0.0)
-    metrics.show_accounts(accounts)
+    metrics.register_accounts(accounts)
     metrics.unauthorized.labels("missing")
     metrics.stale_files.labels("keys")
     metrics.closed_connections.labels("handshake")

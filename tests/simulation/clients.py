@@ -14,8 +14,8 @@ import msgspec
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Output
 from services.frontend.protocol.chat_chunks import Usage
-from services.frontend.requests.service import Frontend
-from services.frontend.requests.stream import Job, Reader, Stream
+from services.frontend.requests.service import RequestService
+from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 from services.frontend.serving.choices import Planned
 from services.frontend.serving.choices import ask as ask_for
 from services.worker.runner import Work
@@ -106,7 +106,7 @@ def expected(request: Request, prompt: tuple[int, ...]) -> Expected:
     return Expected(text, len(shown), end, len(produced))
 
 
-def jobs_of(request: Request) -> list[list[Job]]:
+def jobs_of(request: Request) -> list[list[InferenceRequest]]:
     """For each prompt those of its choices, as the frontend makes them of a body."""
     prompts = (request.tokens, *request.others)
     if len(prompts) * request.choices == 1:
@@ -120,24 +120,24 @@ def jobs_of(request: Request) -> list[list[Job]]:
     ]
 
 
-def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int, *, follows: bool) -> Job:
+def _job(request: Request, name: str, tokens: tuple[int, ...], draw: int, *, follows: bool) -> InferenceRequest:
     packed = pack_tokens(tokens)
-    return Job(
-        request=name,
+    return InferenceRequest(
+        id=name,
         model=MODEL,
         prompt=packed,
         prompt_tokens=len(tokens),
         hashes=pack_hashes(sequence_hashes(packed, BLOCK_SIZE, seed_of("", request.salt))),
         sampling=msgspec.structs.replace(request.sampling, seed=draw),
         salt=request.salt,
-        session=request.name if request.choices > 1 else "",
+        affinity_key=request.name if request.choices > 1 else "",
         embedding_size=EMBEDDING_SIZE if request.sampling.pooling else 0,
-        follows=follows,
-        repeats=draw > 0,
+        is_follower=follows,
+        repeats_prompt=draw > 0,
     )
 
 
-async def ask(frontend: Frontend, answer: Answer, tell: Callable[[str], None]) -> None:
+async def ask(frontend: RequestService, answer: Answer, tell: Callable[[str], None]) -> None:
     """Asks, and reads until the end, or until the client's patience is over."""
     request = answer.request
     loop = asyncio.get_running_loop()
@@ -153,12 +153,12 @@ async def ask(frontend: Frontend, answer: Answer, tell: Callable[[str], None]) -
     tell(f"{request.name} ends: {answer.end} {answer.error or ''}")
 
 
-async def _read(frontend: Frontend, answer: Answer) -> Literal["answered"]:
+async def _read(frontend: RequestService, answer: Answer) -> Literal["answered"]:
     request = answer.request
     prompts = [[Planned(job, Output(TOKENS, request.stops)) for job in jobs] for jobs in jobs_of(request)]
     answer.choices = [Choice() for planned in prompts for _ in planned]
     opening = partial(_open, frontend, answer.deadline_s)
-    with frontend.admitted(4 * len(request.tokens)):
+    with frontend.admit(4 * len(request.tokens)):
         async with ask_for(opening, prompts) as choices:
             async for index, delta in choices:
                 choices.validate()
@@ -173,7 +173,9 @@ async def _read(frontend: Frontend, answer: Answer) -> Literal["answered"]:
             return "answered"
 
 
-def _open(frontend: Frontend, deadline_s: float, one: Planned, reader: Reader) -> AbstractAsyncContextManager[Stream]:
+def _open(
+    frontend: RequestService, deadline_s: float, one: Planned, reader: StreamSelector
+) -> AbstractAsyncContextManager[Stream]:
     return frontend.open(one.job, one.output, deadline_s, reader)
 
 

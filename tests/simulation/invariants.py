@@ -48,7 +48,7 @@ def troubles(processes: Sequence[Process]) -> Iterator[str]:
 
 def _frontend(process: Process) -> Iterator[str]:
     assert process.frontend is not None
-    process.frontend._watch.validate()
+    process.frontend._watchdog.validate()
     if process.frontend._running:
         yield f"{process.instance} runs {sorted(process.frontend._running)}"
 

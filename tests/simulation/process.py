@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
-from services.frontend.requests.service import Frontend
+from services.frontend.requests.service import RequestService
 from services.kvbm.config import KvbmConfig, PoolConfig, StatisticsConfig
 from services.kvbm.pool.host_pool import HostPool
 from services.kvbm.service import KvbmService, kvbm
@@ -92,7 +92,7 @@ class Process:
         self.wall_offset_s = 0.0
         self.context = copy_context()
         self.context.run(OWNER.set, instance)
-        self.frontend: Frontend | None = None
+        self.frontend: RequestService | None = None
         self.router: Router | None = None
         self.worker: Worker | None = None
         self.engine: SimulatedEngine | None = None
@@ -239,7 +239,7 @@ class Process:
     async def _serve_frontend(self, runtime: Runtime) -> None:
         """As services/frontend/app.py does, without its doors."""
         limits = msgspec.structs.replace(LIMITS, wait_s=self._sizes.wait_s)
-        frontend = Frontend(runtime, limits, Metrics(runtime.registry))
+        frontend = RequestService(runtime, limits, Metrics(runtime.registry))
         await frontend.start()
         self.frontend = frontend
         registering = runtime.tasks.create_task(self._register(runtime))
@@ -249,7 +249,7 @@ class Process:
             frontend.admission.closed = True
             with suppress(TimeoutError):
                 async with asyncio.timeout(LIMITS.drain_s):
-                    await frontend.idle()
+                    await frontend.wait_idle()
             if registering.done():
                 await registering.result().close()
             else:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from services.frontend.requests.frames import Frames
-from services.frontend.requests.retry import Tries
+from services.frontend.requests.retry import RetryBudget
 from services.frontend.requests.session import Action, Expired, Session
 from services.kvbm.layout.event_log import EventLog
 from services.kvbm.layout.layout import LayoutStore
@@ -139,17 +139,17 @@ def test_a_token_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         return sound(session, instance, msgspec.structs.replace(part, first=len(session.tokens)))
 
     monkeypatch.setattr(Session, "_on_part", blind)
-    monkeypatch.setattr(Frames, "on", lambda *_: "due")
+    monkeypatch.setattr(Frames, "frame_received", lambda *_: "due")
     assert finds("instead of|was due", stormy())
 
 
 def test_step_frames_that_are_not_asked_for_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Frames, "look", lambda *_: [])
+    monkeypatch.setattr(Frames, "next_actions", lambda *_: [])
     assert finds("waited for its deadline", stormy())
 
 
 def test_a_request_that_is_not_rescued_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tries, "wait", lambda *_: False)
+    monkeypatch.setattr(RetryBudget, "pause_ended", lambda *_: False)
     survived = (each for each in map(plan, range(20 * TRIED)) if each.survived)
     assert finds("failed for what should cost a pause", survived)
 

@@ -36,7 +36,7 @@ class Authenticator:
         """Read the keys file now, and in a task whenever it changes. Raises ConfigError."""
         if self._file is None:
             return
-        self._metrics.show_accounts(self._accounts)
+        self._metrics.register_accounts(self._accounts)
         keys = FileReloader(
             f"access.keys_file {self._file}",
             [self._file],

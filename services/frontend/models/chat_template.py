@@ -31,7 +31,7 @@ _STEP = "0step"
 _OURS = {"messages", "add_generation_prompt"}
 
 
-class Unfinished(Exception):
+class StepLimitReached(Exception):
     """A template took more steps than it may."""
 
 
@@ -80,7 +80,7 @@ class ChatTemplate:
             nonlocal left
             left -= 1
             if left < 0:
-                raise Unfinished
+                raise StepLimitReached
 
         given = {
             **self._tokens,
@@ -98,7 +98,7 @@ class ChatTemplate:
                     raise InvalidRequest(
                         f"the prompt is longer than {RENDERED_LIMIT_CHARACTERS} characters", param="messages"
                     )
-        except (InvalidRequest, Unfinished):
+        except (InvalidRequest, StepLimitReached):
             raise
         except TemplateError as wrong:
             raise InvalidRequest(f"the chat template refuses the messages: {wrong}", param="messages") from None
@@ -124,7 +124,7 @@ def _counting(environment: Environment, source: str) -> nodes.Template:
     return template
 
 
-class Sources(NamedTuple):
+class TemplateSources(NamedTuple):
     """A model's templates; "": none."""
 
     chat: str
@@ -132,16 +132,16 @@ class Sources(NamedTuple):
     """For requests with tools."""
 
 
-def pick_templates(given: object, where: str) -> Sources:
+def pick_templates(given: object, where: str) -> TemplateSources:
     """Those of tokenizer_config.json's `chat_template`: a text, or a list of named ones. Raises ModelError."""
     if given is None or isinstance(given, str):
-        return Sources(given or "", given or "")
+        return TemplateSources(given or "", given or "")
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
         named = {one.get("name"): one.get("template") for one in given}
         default = named.get("default")
         tools = named.get("tool_use", default)
         if isinstance(default, str) and isinstance(tools, str):
-            return Sources(default, tools)
+            return TemplateSources(default, tools)
     raise ModelError(f"{where}: chat_template is neither a text nor a list with one named default")
 
 

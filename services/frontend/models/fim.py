@@ -16,7 +16,7 @@ from msgspec import Struct
 from shared.hashing import pack_tokens
 
 
-class Family(Struct, frozen=True):
+class FimFamily(Struct, frozen=True):
     """How one is written."""
 
     prefix: str
@@ -27,28 +27,28 @@ class Family(Struct, frozen=True):
     """What else may come behind the middle, where a tokenizer has it, beside a new mark and the end of a text."""
 
 
-FAMILIES = (
+FIM_FAMILIES = (
     # Qwen2.5-Coder, CodeGemma
-    Family(
+    FimFamily(
         *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
         ends=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
     ),
     # StarCoder, Granite, StableCode; SantaCoder
-    Family("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ends=("<fim_pad>", "<repo_name>", "<file_sep>")),
-    Family("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<fim-pad>",)),
+    FimFamily("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ends=("<fim_pad>", "<repo_name>", "<file_sep>")),
+    FimFamily("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<fim-pad>",)),
     # CodeLlama
-    Family("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),
+    FimFamily("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),
     # DeepSeek: what it calls a hole is where the suffix begins
-    Family("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
+    FimFamily("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
     # Codestral
-    Family("[PREFIX]", "[SUFFIX]"),
+    FimFamily("[PREFIX]", "[SUFFIX]"),
 )
 
 JOINT = "☺"
 """A text that nothing merges with; CodeLlama and mistral-common use it alike."""
 
 
-class Infill(Struct, frozen=True):
+class FimTokens(Struct, frozen=True):
     """A tokenizer's marks. Tokens are packed u32."""
 
     head: bytes
@@ -70,16 +70,18 @@ class Infill(Struct, frozen=True):
         return b"".join((self.head, self.suffix, suffix, self.prefix, prefix))
 
 
-def read_infill(token_id: Callable[[str], int | None], encode: Callable[[str, bool], Sequence[int]]) -> Infill | None:
+def read_fim_tokens(
+    token_id: Callable[[str], int | None], encode: Callable[[str, bool], Sequence[int]]
+) -> FimTokens | None:
     """Of a tokenizer; `encode` takes a text, and whether special tokens go around it. None: it has no known marks."""
-    for family in FAMILIES:
+    for family in FIM_FAMILIES:
         marks = [mark for mark in (family.prefix, family.suffix, family.middle) if mark]
         ids = [one for mark in marks if (one := token_id(mark)) is not None]
         if len(ids) < len(marks):
             continue
         ends = [one for end in family.ends if (one := token_id(end)) is not None]
         prefix, suffix, middle = [*map(_packed, ids), b""][:3]
-        return Infill(_head(encode), prefix, suffix, middle, (*ids, *ends), _joint(encode))
+        return FimTokens(_head(encode), prefix, suffix, middle, (*ids, *ends), _joint(encode))
     return None
 
 

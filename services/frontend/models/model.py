@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from services.frontend.models import template_trial
 from services.frontend.models.bpe_cache import Words, read_words
 from services.frontend.models.chat_template import ChatTemplate, pick_templates
-from services.frontend.models.fim import Infill, read_infill
+from services.frontend.models.fim import FimTokens, read_fim_tokens
 from services.frontend.output.detokenize import TokenBytes, read_token_bytes
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.formats import FORMATS, FormatName, ReasoningName, detect_format, detect_reasoning
@@ -32,14 +32,14 @@ from shared.model_file import (
 )
 
 
-class Parsers(Struct, frozen=True):
+class ParserNames(Struct, frozen=True):
     """How what a model writes is taken apart; auto: as its chat template shows."""
 
     tools: FormatName | Literal["auto", "none"] = "auto"
     reasoning: ReasoningName | Literal["auto", "none"] = "auto"
 
 
-BY_TEMPLATE = Parsers()
+BY_TEMPLATE = ParserNames()
 
 
 class Model(Struct, frozen=True):
@@ -66,13 +66,13 @@ class Model(Struct, frozen=True):
     """With the special tokens that mark calls and thinking: for answers that are taken apart."""
     marks: Mapping[str, int]
     """Those marks that are tokens of their own → their ids."""
-    infill: Infill | None
+    fim: FimTokens | None
     """For answers between a prompt and a suffix; None: its tokenizer has no marks for that."""
     tokenizer_digest: str
     block_size: int
 
 
-class Limits(Struct, frozen=True):
+class ModelLimits(Struct, frozen=True):
     """What a prompt must fit into: the least that any worker of the model offers."""
 
     context_length: int
@@ -87,11 +87,11 @@ class Limits(Struct, frozen=True):
     """What these are meant to be of; empty: something that is not built, or not the same for all."""
 
 
-def limits_of(cards: Sequence[ModelCard]) -> Limits:
+def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
     """`cards` are those of one model, at least one."""
     sizes = {card.embedding_size for card in cards}
     poolings: set[Pooling] = {card.pooling for card in cards}
-    return Limits(
+    return ModelLimits(
         min(card.context_length for card in cards),
         min(card.vocab_size for card in cards),
         all(card.grammars for card in cards),
@@ -101,7 +101,7 @@ def limits_of(cards: Sequence[ModelCard]) -> Limits:
     )
 
 
-def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE) -> Model:
+def load_model(card: ModelCard, directory: Path, parsers: ParserNames = BY_TEMPLATE) -> Model:
     """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja. Blocks. Raises ModelError."""
     content = read_model_file(directory / "tokenizer.json", TOKENIZER_LIMIT_BYTES)
     digest = hashlib.sha256(content).hexdigest()
@@ -139,7 +139,7 @@ def load_model(card: ModelCard, directory: Path, parsers: Parsers = BY_TEMPLATE)
         thinks=thinks,
         marked_token_bytes=token_bytes.showing(marks) if marks else token_bytes,
         marks={mark: added[mark] for mark in marks if mark in added},
-        infill=_read_infill(tokenizer),
+        fim=_read_infill(tokenizer),
         tokenizer_digest=digest,
         block_size=card.block_size,
     )
@@ -156,9 +156,9 @@ def _read_words(tokenizer: Tokenizer, content: bytes) -> tuple[Words | None, tup
     return (None, (b"", b"")) if found is None else (words, found)
 
 
-def _read_infill(tokenizer: Tokenizer) -> Infill | None:
+def _read_infill(tokenizer: Tokenizer) -> FimTokens | None:
     try:
-        return read_infill(
+        return read_fim_tokens(
             tokenizer.token_to_id, lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids
         )
     except BaseException:  # noqa: BLE001  a tokenizer comes with the model, and may not know even these texts
@@ -195,7 +195,7 @@ def _load_templates(directory: Path) -> tuple[ChatTemplate | None, ChatTemplate 
         return None, None
     named = _named_tokens(config)
     for source in {sources.chat, sources.tools}:
-        template_trial.check(source, named)
+        template_trial.try_template(source, named)
     chat = ChatTemplate(sources.chat, named)
     return chat, chat if sources.tools == sources.chat else ChatTemplate(sources.tools, named)
 

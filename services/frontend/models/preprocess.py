@@ -22,9 +22,9 @@ from typing import Any
 from msgspec import Struct
 from tokenizers import Tokenizer
 
-from services.frontend.models.chat_template import STEPS_LIMIT, ChatTemplate, Unfinished
+from services.frontend.models.chat_template import STEPS_LIMIT, ChatTemplate, StepLimitReached
 from services.frontend.models.fim import JOINT
-from services.frontend.models.model import Limits, Model
+from services.frontend.models.model import Model, ModelLimits
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array
 
@@ -65,12 +65,12 @@ async def render_chat(
             raise _not_read(f"the chat template of {model.name!r} has no {name!r}", f"chat_template_kwargs.{name}")
     try:
         return template.render(messages, INLINE_STEPS, tools=tools, more=more, answer_begins=answer_begins)
-    except Unfinished:
+    except StepLimitReached:
         pass
     render = partial(template.render, messages, tools=tools, more=more, answer_begins=answer_begins)
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, render)
-    except Unfinished:
+    except StepLimitReached:
         wrong = f"the chat template is not done after {STEPS_LIMIT} steps"
         raise InvalidRequest(wrong, param="messages") from None
 
@@ -112,7 +112,7 @@ async def encode_text(model: Model, text: str, pool: Executor, *, param: str = "
 async def encode_between(model: Model, before: str, behind: str, pool: Executor, *, param: str) -> bytes:
     """The packed tokens of a prompt for the text between the two; `param` names the field of the first. Raises
     InvalidRequest."""
-    infill = model.infill
+    infill = model.fim
     if infill is None:
         raise _not_read(f"suffix: {model.name!r} has no marks for a text that is missing", "suffix")
     prefix = await encode(model, before, pool, special=False, param=param)
@@ -161,7 +161,7 @@ async def _tokenize(tokenizer: Tokenizer, text: str, pool: Executor, *, special:
     return await asyncio.get_running_loop().run_in_executor(pool, tokenize)
 
 
-def check_vocabulary(tokens: Sequence[int], limits: Limits, *, param: str) -> None:
+def check_vocabulary(tokens: Sequence[int], limits: ModelLimits, *, param: str) -> None:
     """`param` names the field that the tokens came from. Raises InvalidRequest."""
     if tokens and (min(tokens) < 0 or max(tokens) >= limits.vocab_size):
         at, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < limits.vocab_size)
@@ -170,15 +170,15 @@ def check_vocabulary(tokens: Sequence[int], limits: Limits, *, param: str) -> No
         )
 
 
-def check_encoded(model: Model, tokens: bytes, limits: Limits, *, param: str) -> None:
+def check_encoded(model: Model, tokens: bytes, limits: ModelLimits, *, param: str) -> None:
     """The same for packed tokens that the model's tokenizer made."""
     if model.largest_token >= limits.vocab_size:
         check_vocabulary(token_array(tokens), limits, param=param)
 
 
-def fit(
+def fit_context(
     tokens: bytes,
-    limits: Limits,
+    limits: ModelLimits,
     *,
     max_tokens: int | None,
     default: int | None,

@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.frontend.models.model import BY_TEMPLATE, Limits, Model, Parsers, limits_of, load_model
+from services.frontend.models.model import BY_TEMPLATE, Model, ModelLimits, ParserNames, load_model, model_limits
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages import ModelCard
@@ -25,7 +25,7 @@ from shared.messages import ModelCard
 RETRY_S = 5.0
 MODELS_LIMIT = 256
 """Names kept, living or not; cards of further models are left out, loudly."""
-NAMES_TOLD = 8
+NAMES_LISTED = 8
 """Of the models that are there, when one is not."""
 
 _LOADING = "its tokenizer is being loaded"
@@ -51,7 +51,7 @@ class _Entry:
         )
 
 
-class Models:
+class ModelRegistry:
     """The models by name."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Models:
         directories: Mapping[str, str],
         tasks: asyncio.TaskGroup,
         pool: Executor,
-        parsers: Callable[[str], Parsers] = lambda _name: BY_TEMPLATE,
+        parsers: Callable[[str], ParserNames] = lambda _name: BY_TEMPLATE,
     ) -> None:
         """`directories` say where a model's tokenizer lies, where the cards' path is not valid here; `parsers` how what
         it writes is taken apart."""
@@ -73,13 +73,13 @@ class Models:
         """Set by every attempt to load one."""
         directory.subscribe(self._on_change)
 
-    async def settled(self) -> None:
+    async def wait_loaded(self) -> None:
         """Returns once every model that has a worker was loaded, or failed to."""
         while any(entry.loading and entry.reason == _LOADING for entry in self._entries.values()):
             self._loaded.clear()
             await self._loaded.wait()
 
-    def find(self, name: str | None) -> tuple[Model, Limits]:
+    def find(self, name: str | None) -> tuple[Model, ModelLimits]:
         """The model of that name, or the only one there is. Raises InvalidRequest (404) for a name that nobody has
         served, Unavailable while it cannot be served."""
         if name is None:
@@ -88,14 +88,14 @@ class Models:
         if entry is None:
             if not self._entries or name in self._directories:
                 raise Unavailable(f"no worker serves the model {name!r} yet")
-            known = ", ".join(sorted(self._entries)[:NAMES_TOLD])
+            known = ", ".join(sorted(self._entries)[:NAMES_LISTED])
             wrong = f"the model {name!r} does not exist; there is {known}"
             raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
         if not entry.cards:
             raise Unavailable(f"no worker serves the model {name!r} now")
         if entry.model is None:
             raise Unavailable(f"the model {name!r} is not ready: {entry.reason}")
-        return entry.model, limits_of(list(entry.cards.values()))
+        return entry.model, model_limits(list(entry.cards.values()))
 
     def _only(self) -> str:
         names = [name for name, entry in self._entries.items() if entry.cards] or list(self._entries)
@@ -105,10 +105,10 @@ class Models:
             raise InvalidRequest(f"several models are served, name one: {', '.join(sorted(names))}", param="model")
         return names[0]
 
-    def served(self) -> dict[str, Limits]:
+    def served(self) -> dict[str, ModelLimits]:
         """The models that can be asked now."""
         return {
-            name: limits_of(list(entry.cards.values()))
+            name: model_limits(list(entry.cards.values()))
             for name, entry in self._entries.items()
             if entry.cards and entry.model is not None
         }

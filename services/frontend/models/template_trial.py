@@ -20,7 +20,7 @@ from functools import lru_cache
 import msgspec
 from msgspec import Struct
 
-from services.frontend.models.chat_template import ChatTemplate, Unfinished
+from services.frontend.models.chat_template import ChatTemplate, StepLimitReached
 from shared.errors import InvalidRequest, ModelError
 
 CPU_LIMIT_S = 2.0
@@ -50,14 +50,14 @@ _TURN: list[dict[str, object]] = [
 ]
 
 
-class Tried(Struct, frozen=True):
+class TrialInput(Struct, frozen=True):
     """What the process is given."""
 
     source: str
     tokens: dict[str, str]
 
 
-def check(source: str, tokens: Mapping[str, str]) -> None:
+def try_template(source: str, tokens: Mapping[str, str]) -> None:
     """Blocks while a process tries it. Raises ModelError where it takes too much, or where that cannot be found out."""
     if wrong := _verdict(source, tuple(sorted(tokens.items()))):
         raise ModelError(f"the chat template: {wrong}")
@@ -67,7 +67,7 @@ def check(source: str, tokens: Mapping[str, str]) -> None:
 def _verdict(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
     """Empty: it takes no more than it may. Raises ModelError where nothing can be said."""
     program = (sys.executable, "-m", "services.frontend.models.template_trial")
-    given = msgspec.json.encode(Tried(source, dict(tokens)))
+    given = msgspec.json.encode(TrialInput(source, dict(tokens)))
     try:
         ended = subprocess.run(program, input=given, capture_output=True, timeout=WALL_LIMIT_S, check=False)
     except OSError as wrong:  # no memory, or no files left
@@ -82,7 +82,7 @@ def _verdict(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
     return msgspec.json.decode(ended.stdout, type=str)
 
 
-def objection(tried: Tried) -> str:
+def objection(tried: TrialInput) -> str:
     """Why it cannot be used; empty: nothing here speaks against it. The caller bounds time and memory."""
     try:
         _begin_step()
@@ -91,7 +91,7 @@ def objection(tried: Tried) -> str:
             _begin_step()
             try:
                 template.render(messages, STEPS, tools=tools)
-            except Unfinished:
+            except StepLimitReached:
                 pass
             except InvalidRequest as wrong:  # it may refuse a conversation
                 if isinstance(wrong.__context__, MemoryError):
@@ -119,7 +119,7 @@ def main() -> None:
     """Says what is wrong with the one that stands on standard input."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    wrong = objection(msgspec.json.decode(sys.stdin.buffer.read(), type=Tried))
+    wrong = objection(msgspec.json.decode(sys.stdin.buffer.read(), type=TrialInput))
     sys.stdout.buffer.write(msgspec.json.encode(wrong))
 
 

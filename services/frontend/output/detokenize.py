@@ -37,7 +37,7 @@ class TokenBytes(Struct, frozen=True):
     strip_first_space: bool
     """Whether one space at the very beginning of an output is dropped (SentencePiece)."""
 
-    def of(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
         """The bytes of `token`; empty for ids beyond the table (padding rows of the embedding)."""
         return self.table[token] if token < len(self.table) else b""
 
@@ -66,7 +66,7 @@ class Detokenizer:
 
     def push(self, tokens: Sequence[int]) -> str:
         """The characters that `tokens` complete."""
-        of = self._tokens.of
+        of = self._tokens.bytes_of
         piece = of(tokens[0]) if len(tokens) == 1 else b"".join(map(of, tokens))
         if self._plain and piece.isascii():  # nearly always, and in a quarter of the decoder's time
             return piece.decode()

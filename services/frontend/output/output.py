@@ -55,7 +55,7 @@ class Delta(Struct, frozen=True):
 class Output:
     """Grows by `push` until it is stopped or finished."""
 
-    calls = thought = 0
+    calls = thinking_tokens = 0
     """Calls of tools, and tokens of thinking: a text as such has none."""
 
     def __init__(self, tokens: TokenBytes, stops: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ class ParsedOutput:
     def __init__(self, output: Output, parser: AnswerParser) -> None:
         self._output = output
         self._parser = parser
-        self.thought = 0
+        self.thinking_tokens = 0
         """Tokens up to and with the last one that thinking came from."""
 
     @property
@@ -62,7 +62,7 @@ class ParsedOutput:
         before = self._parser.result.reasoning_characters
         self._parser.push(text)
         if self._parser.result.reasoning_characters > before:
-            self.thought = self._output.counted
+            self.thinking_tokens = self._output.counted
 
     def finish(self, *, short: bool = False) -> Delta:
         """As Output's."""

@@ -29,7 +29,7 @@ Sums = dict[Bound, int]
 """What counts against each bound."""
 
 
-def _none() -> Sums:
+def _zero() -> Sums:
     return dict.fromkeys(BOUNDS, 0)
 
 
@@ -42,22 +42,22 @@ class Admission:
         self._refused = refused
         self.closed = False
         """No new requests: this process is about to end."""
-        self.places: dict[Place, None] = {}
+        self.permits: dict[Permit, None] = {}
         """Arriving, tokenising and running; the first come first."""
-        self.all = _none()
+        self.totals = _zero()
         self.by_key: dict[str, Sums] = {}
         """Of keys that have taken something."""
 
-    def enter(self, account: Account | None = None) -> Place:
+    def reserve(self, account: Account | None = None) -> Permit:
         """A request has come, its body perhaps not. Raises Overloaded, or Unavailable once closed."""
         if self.closed:
             raise Unavailable("this frontend is about to end")
-        place = Place(self, account)
+        place = Permit(self, account)
         self._check(place, "requests", 1)
-        self.places[place] = None
+        self.permits[place] = None
         return place
 
-    def grow(self, place: Place, size_bytes: int) -> None:
+    def grow(self, place: Permit, size_bytes: int) -> None:
         """So much more of its body is there, or of what belongs to it. Raises Overloaded."""
         self._check(place, "body_bytes", size_bytes)
         if place.tokenising:
@@ -65,16 +65,16 @@ class Admission:
             self._count(place, "tokenising_bytes", size_bytes)
         self._count(place, "body_bytes", size_bytes)
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: Permit) -> None:
         """Its body is there: it takes one of the places, and waits to be tokenised. Raises Overloaded."""
-        assert not place.begun
+        assert not place.admitted
         self._check(place, "requests", 1)
         self._check(place, "tokenising_bytes", place.taken["body_bytes"])
         self._count(place, "requests", 1)
         self._count(place, "tokenising_bytes", place.taken["body_bytes"])
         place.tokenising = True
 
-    def weigh(self, place: Place, tokens: int, choices: int = 1) -> None:
+    def weigh(self, place: Permit, tokens: int, choices: int = 1) -> None:
         """It is tokenised: its prompts, and what may follow, are so many tokens; each of its choices is computed like a
         request. Raises Overloaded."""
         assert place.tokenising
@@ -86,23 +86,23 @@ class Admission:
             self._check(place, "requests", choices - 1)
             self._count(place, "requests", choices - 1)
 
-    def unasked(self, place: Place) -> None:
+    def unasked(self, place: Permit) -> None:
         """Its client cannot be asked whether it still wants an answer. Raises Overloaded."""
         self._check(place, "unasked", 1)
         self._count(place, "unasked", 1)
 
-    def leave(self, place: Place) -> None:
+    def release(self, place: Permit) -> None:
         """It has ended, however far it came."""
-        del self.places[place]
+        del self.permits[place]
         for bound, taken in place.taken.items():
             self._count(place, bound, -taken)
 
-    def _check(self, place: Place, bound: Bound, more: int) -> None:
+    def _check(self, place: Permit, bound: Bound, more: int) -> None:
         """Raises Overloaded where it may not take so much more."""
         own, limit = place.taken[bound], self._limits[bound]
-        others = self.all[bound] - own
+        others = self.totals[bound] - own
         if others + own + more > limit and (others or bound == "requests"):
-            self._refuse(bound, _full(bound, self.all[bound], more))
+            self._refuse(bound, _full(bound, self.totals[bound], more))
         if place.account is not None:
             account = place.account
             held = self.by_key[account.name][bound] if account.name in self.by_key else 0
@@ -114,11 +114,11 @@ class Admission:
         self._refused(bound)
         raise Overloaded(why)
 
-    def _count(self, place: Place, bound: Bound, more: int) -> None:
+    def _count(self, place: Permit, bound: Bound, more: int) -> None:
         place.taken[bound] += more
-        self.all[bound] += more
+        self.totals[bound] += more
         if place.account is not None and more:
-            held = self.by_key.setdefault(place.account.name, _none())
+            held = self.by_key.setdefault(place.account.name, _zero())
             held[bound] += more
             if not any(held.values()):
                 del self.by_key[place.account.name]
@@ -127,17 +127,17 @@ class Admission:
         """Assert every invariant."""
         by_key: dict[str, Sums] = {}
         for bound in BOUNDS:
-            shares = [place.taken[bound] for place in self.places]
-            assert self.all[bound] == sum(shares)
+            shares = [place.taken[bound] for place in self.permits]
+            assert self.totals[bound] == sum(shares)
             alone = bound != "requests" and sum(map(bool, shares)) == 1
-            assert self.all[bound] <= self._limits[bound] or alone
-        for place in self.places:
-            assert place.taken["requests"] <= 1 or (place.begun and not place.tokenising)
+            assert self.totals[bound] <= self._limits[bound] or alone
+        for place in self.permits:
+            assert place.taken["requests"] <= 1 or (place.admitted and not place.tokenising)
             assert place.taken["tokenising_bytes"] == (place.taken["body_bytes"] if place.tokenising else 0)
-            assert place.begun or not place.taken["tokens"]
+            assert place.admitted or not place.taken["tokens"]
             assert place.taken["unasked"] <= 1
             if place.account is not None:
-                held = by_key.setdefault(place.account.name, _none())
+                held = by_key.setdefault(place.account.name, _zero())
                 for bound, taken in place.taken.items():
                     held[bound] += taken
         assert self.by_key == {name: held for name, held in by_key.items() if any(held.values())}
@@ -160,7 +160,7 @@ def _full(bound: Bound, taken: int, more: int) -> str:
             )
 
 
-class Place:
+class Permit:
     """One request's share; changed by `Admission` alone, but for `spent`."""
 
     __slots__ = ("_admission", "account", "spent", "taken", "tokenising")
@@ -169,28 +169,28 @@ class Place:
         self._admission = admission
         self.account = account
         """None: it came without a key."""
-        self.taken = _none()
+        self.taken = _zero()
         self.tokenising = False
         self.spent = NO_TOKENS
         """What its key is to pay."""
 
     @property
-    def begun(self) -> bool:
+    def admitted(self) -> bool:
         """Whether it has one of the places."""
         return bool(self.taken["requests"])
 
-    def grow(self, size_bytes: int) -> None:
+    def add_bytes(self, size_bytes: int) -> None:
         """See `Admission.grow`."""
         self._admission.grow(self, size_bytes)
 
-    def begin(self) -> None:
+    def admit(self) -> None:
         """See `Admission.begin`."""
         self._admission.begin(self)
 
-    def unasked(self) -> None:
+    def count_unasked(self) -> None:
         """See `Admission.unasked`."""
         self._admission.unasked(self)
 
-    def weigh(self, tokens: int, choices: int = 1) -> None:
+    def add_tokens(self, tokens: int, choices: int = 1) -> None:
         """See `Admission.weigh`."""
         self._admission.weigh(self, tokens, choices)

@@ -14,15 +14,15 @@ from typing import TypeGuard
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.inflight import Running
-from services.frontend.requests.session import Ask, Event, Offer, Unreachable, Unrouted, Unsendable
-from services.frontend.requests.stream import Job
+from services.frontend.requests.session import DispatchAttempt, Event, SelectWorker, Unreachable, Unrouted, Unsendable
+from services.frontend.requests.stream import InferenceRequest
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages import GENERATE, GENERATE_REPLY, SELECT, SELECT_REPLY, Generate, Select, SelectRefused, SelectReply
 from shared.runtime.lifecycle import Runtime
 
-BEHIND_PAUSE_S = 0.05
+STALE_ROUTER_PAUSE_S = 0.05
 """Before routers that have not heard yet of workers that are there are asked again."""
 ROUTERS_TRIED = 3
 """By their id, after the queue group did not answer."""
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 Feed = Callable[[Running, Event], None]
 
 
-class Questions:
+class BusCalls:
     """Puts them, for all requests; `feed` gets what comes of each."""
 
     def __init__(self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics, feed: Feed) -> None:
@@ -43,14 +43,14 @@ class Questions:
         self._metrics = metrics
         self._feed = feed
 
-    async def ask(self, one: Running, ask: Ask) -> None:
+    async def select_worker(self, one: Running, ask: SelectWorker) -> None:
         """Who shall compute it?"""
-        job = one.stream.job
+        job = one.stream.request
         loop = asyncio.get_running_loop()
         until = min(loop.time() + SELECT_LIMIT_S, one.deadline)
         payload = SELECT.encode(
             Select(
-                request=job.request,
+                request=job.id,
                 attempt=ask.attempt,
                 frontend=self._runtime.instance,
                 model=job.model,
@@ -58,9 +58,9 @@ class Questions:
                 prompt_tokens=job.prompt_tokens + ask.produced,
                 max_tokens=job.sampling.max_tokens - ask.produced,
                 excluded=ask.excluded,
-                session=job.session,
+                session=job.affinity_key,
                 # Later ones have waited already.
-                wait_limit_s=self._limits.wait_s if ask.attempt == 1 and not job.follows else 0.0,
+                wait_limit_s=self._limits.wait_s if ask.attempt == 1 and not job.is_follower else 0.0,
                 time_left_s=max(0.0, one.deadline - loop.time()),
             )
         )
@@ -69,13 +69,13 @@ class Questions:
         slow = True
         while slow or (behind is not None and loop.time() < until):
             if behind is not None:
-                await asyncio.sleep(BEHIND_PAUSE_S)
+                await asyncio.sleep(STALE_ROUTER_PAUSE_S)
             slow = False
             for tried, addressee in enumerate(self._addressees(job.model)):
                 left_s = until - loop.time()
                 if left_s <= 0:
                     break
-                if not one.stream.session.chooses(ask.attempt):
+                if not one.stream.session.is_choosing(ask.attempt):
                     return
                 if tried or timeout_s > self._limits.select_timeout_s:
                     self._metrics.router_retries.inc()
@@ -91,9 +91,9 @@ class Questions:
                     return
                 except Unavailable as why:
                     slow = slow or isinstance(why, RequestTimeout)
-                    _log.warning("request %s: router %s: %s", job.request, addressee, why)
+                    _log.warning("request %s: router %s: %s", job.id, addressee, why)
                 except ProtocolError as wrong:
-                    _log.error("request %s: router %s: %s", job.request, addressee, wrong)
+                    _log.error("request %s: router %s: %s", job.id, addressee, wrong)
             timeout_s *= 2 if slow else 1
         if behind is not None:
             self._feed(one, behind)
@@ -103,15 +103,15 @@ class Questions:
         reason = "no router answered" if connected else "NATS is not connected"
         self._feed(one, Unrouted(ask.attempt, reason, away=expected or not connected))
 
-    async def offer(self, one: Running, offer: Offer) -> None:
+    async def dispatch(self, one: Running, offer: DispatchAttempt) -> None:
         """Will you compute it?"""
-        job = one.stream.job
+        job = one.stream.request
         now = asyncio.get_running_loop().time()
-        if lacking := self._lacking(offer.instance, job):
+        if lacking := self._missing_feature(offer.instance, job):
             self._feed(one, Unreachable(offer.attempt, lacking))
             return
         message = Generate(
-            request=job.request,
+            request=job.id,
             attempt=offer.attempt,
             model=job.model,
             frontend=self._runtime.instance,
@@ -133,11 +133,11 @@ class Questions:
         except PayloadTooLarge as wrong:
             event = Unsendable(offer.attempt, str(wrong))
         except (Unavailable, ProtocolError) as why:
-            _log.warning("request %s: worker %s: %s", job.request, offer.instance, why)
+            _log.warning("request %s: worker %s: %s", job.id, offer.instance, why)
             event = Unreachable(offer.attempt, str(why))
         self._feed(one, event)
 
-    def _lacking(self, instance: str, job: Job) -> str:
+    def _missing_feature(self, instance: str, job: InferenceRequest) -> str:
         """What of a request a worker would pass over, as one of an earlier version does; empty: nothing."""
         if not (job.sampling.grammar or job.sampling.logit_bias or job.sampling.pooling):
             return ""

@@ -14,14 +14,14 @@ from services.frontend.requests.session import Session
 LIMIT = 4096
 
 
-class Withdrawals:
+class CancelLatency:
     """Attempts whose clients went. Times are the loop's."""
 
     def __init__(self, seconds: Histogram) -> None:
         self._seconds = seconds
         self._begun: dict[tuple[str, int], float] = {}
 
-    def begin(self, session: Session, now: float) -> None:
+    def client_gone(self, session: Session, now: float) -> None:
         """Its client went; call it before the session hears of that. One that no worker has is over at once."""
         if not session.instance:
             return
@@ -29,7 +29,7 @@ class Withdrawals:
             del self._begun[next(iter(self._begun))]
         self._begun[session.request, session.attempt] = now
 
-    def ended(self, request: str, attempt: int, now: float) -> None:
+    def attempt_ended(self, request: str, attempt: int, now: float) -> None:
         """A worker told the end of an attempt that nobody waits for."""
         begun = self._begun.pop((request, attempt), None)
         if begun is not None:

@@ -23,14 +23,14 @@ class Deadline(Struct, frozen=True):
 
     at: float
     """On the loop's clock."""
-    hurried: bool
+    shortened: bool
     """It is sooner than the server's own."""
 
 
 def deadline_of(field: float | None, header: str | None, begun: float, limits: LimitsConfig) -> Deadline:
     """`begun`: when the body was there, on the loop's clock. Raises InvalidRequest, naming field or header."""
     allowed = allowed_s(field, header, limits)
-    return Deadline(begun + allowed, hurried=allowed < limits.deadline_s)
+    return Deadline(begun + allowed, shortened=allowed < limits.deadline_s)
 
 
 def allowed_s(field: float | None, header: str | None, limits: LimitsConfig) -> float:

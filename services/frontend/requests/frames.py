@@ -30,22 +30,22 @@ from msgspec import Struct
 
 from shared.messages import Resent
 
-TRIES = 3
+RESENDS_LIMIT = 3
 """Resends asked for in a row without a frame that is due."""
 
-Verdict = Literal["due", "repeated", "ahead"]
+FrameVerdict = Literal["due", "repeated", "ahead"]
 Attempt = tuple[str, int]
 """(request, attempt)."""
 
 
-class Ask(Struct, frozen=True):
+class RequestResend(Struct, frozen=True):
     """Send ResendRequest; what comes of it goes to `answered`."""
 
     instance: str
     first: int
 
 
-class Unheard(Struct, frozen=True):
+class EndsLost(Struct, frozen=True):
     """These attempts have ended, and nothing more will be heard of it."""
 
     instance: str
@@ -61,26 +61,26 @@ class _Link(Struct):
     """A later frame has come than the one that is due: that one will not come by itself."""
     last: int = -1
     """What the latest report named."""
-    adrift: bool = False
+    resync: bool = False
     heard_s: float = float("-inf")
     """When a frame was taken."""
     asked_s: float = float("-inf")
     """When a resend was asked for."""
     tries: int = 0
     """How often that was, since a frame was taken."""
-    told_s: float = float("-inf")
+    reported_s: float = float("-inf")
     """When a report first told of a frame that has not come."""
-    doubted: frozenset[Attempt] = frozenset()
+    suspected: frozenset[Attempt] = frozenset()
     """May have ended unheard: the worker has to be asked."""
     ended: frozenset[Attempt] = frozenset()
     """Have ended, as of the frames before `target`."""
 
     @property
     def behind(self) -> bool:
-        return self.target > self.expected or bool(self.doubted)
+        return self.target > self.expected or bool(self.suspected)
 
-    def number_anew(self, epoch: int) -> None:
-        self.epoch, self.expected, self.target, self.gap, self.adrift = epoch, 0, 0, False, False
+    def restart_numbers(self, epoch: int) -> None:
+        self.epoch, self.expected, self.target, self.gap, self.resync = epoch, 0, 0, False, False
 
 
 class Frames:
@@ -96,22 +96,22 @@ class Frames:
         self.reading = ""
         """The worker whose frame is taken and not read to its end: ends that are in it are not unheard."""
 
-    def on(self, instance: str, epoch: int, sequence: int, now_s: float) -> Verdict:
+    def frame_received(self, instance: str, epoch: int, sequence: int, now_s: float) -> FrameVerdict:
         """A frame came; only one that is due is to be read."""
         link = self._links.get(instance)
         if link is None:
             link = self._new(instance)
         if epoch > link.epoch:
-            link.number_anew(epoch)
+            link.restart_numbers(epoch)
         if epoch < link.epoch or sequence < link.expected:
             return "repeated"
-        if sequence > link.expected and not link.adrift:
+        if sequence > link.expected and not link.resync:
             link.target, link.gap = max(link.target, sequence + 1), True
             return "ahead"
-        link.expected, link.gap, link.adrift, link.heard_s = sequence + 1, False, False, now_s
+        link.expected, link.gap, link.resync, link.heard_s = sequence + 1, False, False, now_s
         return "due"
 
-    def reported(self, instance: str, last: int, now_s: float) -> None:
+    def report_received(self, instance: str, last: int, now_s: float) -> None:
         """The worker's load report: `last` is the sequence of the latest frame that it made for us; -1: of none, also
         where it has forgotten us, and numbers anew when there is something."""
         link = self._links.get(instance)
@@ -120,25 +120,25 @@ class Frames:
                 return
             link = self._new(instance)
         link.last = last
-        if last < link.expected or link.adrift:
-            link.told_s = float("-inf")
-        elif link.told_s <= link.heard_s:
-            link.told_s = now_s
-        elif now_s - link.told_s >= self._late_s:
+        if last < link.expected or link.resync:
+            link.reported_s = float("-inf")
+        elif link.reported_s <= link.heard_s:
+            link.reported_s = now_s
+        elif now_s - link.reported_s >= self._late_s:
             link.target = max(link.target, last + 1)
 
-    def doubt(self, instance: str, attempt: Attempt) -> None:
+    def suspect(self, instance: str, attempt: Attempt) -> None:
         """The worker's reports do not name it any more: has its end been lost? Not while frames that a report named are
         still to be taken, for reports overtake them: who is behind would have the whole backlog sent again."""
         link = self._links.get(instance) or self._new(instance)
-        if attempt not in link.ended and (link.last < link.expected or link.adrift):
-            link.doubted |= {attempt}
+        if attempt not in link.ended and (link.last < link.expected or link.resync):
+            link.suspected |= {attempt}
 
-    def answered(self, ask: Ask, resent: Resent, streaming: Iterable[Attempt]) -> None:
+    def resend_answered(self, ask: RequestResend, resent: Resent, streaming: Iterable[Attempt]) -> None:
         """What the worker said to `ask`; `streaming` are our attempts there that had begun when it was asked."""
         link = self._links.get(ask.instance) or self._new(ask.instance)
         if resent.epoch != link.epoch:
-            link.number_anew(resent.epoch)
+            link.restart_numbers(resent.epoch)
             link.target = resent.next
             if ask.first > 0:  # a number of another epoch: what is before it was not sent again
                 link.asked_s = float("-inf")
@@ -146,36 +146,36 @@ class Frames:
         link.expected = max(link.expected, min(resent.first, resent.next))
         link.target = resent.next
         living = {(stream.request, stream.attempt) for stream in resent.streams}
-        link.ended = (link.ended | link.doubted | frozenset(streaming)) - living
-        link.doubted = frozenset()
+        link.ended = (link.ended | link.suspected | frozenset(streaming)) - living
+        link.suspected = frozenset()
 
-    def tick(self, now_s: float) -> list[Ask | Unheard]:
+    def poll(self, now_s: float) -> list[RequestResend | EndsLost]:
         """What is to be done now about all links."""
-        actions: list[Ask | Unheard] = []
+        actions: list[RequestResend | EndsLost] = []
         for instance in self._links:
-            actions += self.look(instance, now_s)
+            actions += self.next_actions(instance, now_s)
         return actions
 
-    def look(self, instance: str, now_s: float) -> list[Ask | Unheard]:
+    def next_actions(self, instance: str, now_s: float) -> list[RequestResend | EndsLost]:
         """What is to be done now about one link, after a frame came ahead of its turn."""
         link = self._links[instance]
-        actions: list[Ask | Unheard] = []
+        actions: list[RequestResend | EndsLost] = []
         coming = not link.gap and now_s - link.heard_s < self._retry_s  # what was missed, one after the other
-        if link.behind and now_s - link.asked_s >= self._retry_s and (link.doubted or not coming):
+        if link.behind and now_s - link.asked_s >= self._retry_s and (link.suspected or not coming):
             link.tries = link.tries + 1 if link.asked_s > link.heard_s else 1
-            if link.tries > TRIES:
+            if link.tries > RESENDS_LIMIT:
                 self._give_up(link)
             else:
                 link.asked_s = now_s
-                actions.append(Ask(instance, link.expected))
+                actions.append(RequestResend(instance, link.expected))
         if link.ended and link.target <= link.expected and instance != self.reading:
-            actions.append(Unheard(instance, link.ended))
+            actions.append(EndsLost(instance, link.ended))
             link.ended = frozenset()
         return actions
 
     def _give_up(self, link: _Link) -> None:
-        link.adrift, link.tries, link.target = True, 0, link.expected
-        link.ended, link.doubted = link.ended | link.doubted, frozenset()
+        link.resync, link.tries, link.target = True, 0, link.expected
+        link.ended, link.suspected = link.ended | link.suspected, frozenset()
 
     def _new(self, instance: str) -> _Link:
         if len(self._links) >= self._most_links:
@@ -188,5 +188,5 @@ class Frames:
         assert len(self._links) <= self._most_links
         for link in self._links.values():
             assert link.expected >= 0
-            assert 0 <= link.tries <= TRIES
-            assert not link.doubted & link.ended
+            assert 0 <= link.tries <= RESENDS_LIMIT
+            assert not link.suspected & link.ended

@@ -19,10 +19,10 @@ from msgspec import Struct
 
 from shared.messages import LoadReport
 
-Verdict = Literal["alive", "ended", "frozen", "silent"]
+LivenessVerdict = Literal["alive", "ended", "frozen", "silent"]
 
 
-class _Pulse(Struct):
+class _LastReport(Struct):
     heard_s: float
     """When the last report came."""
     moved_s: float
@@ -31,36 +31,36 @@ class _Pulse(Struct):
     attempts: frozenset[tuple[str, int]]
 
 
-class Pulses:
+class Liveness:
     """The latest report of each worker; the caller forgets those that are gone. Times are seconds on one clock."""
 
     def __init__(self, *, quiet_s: float, frozen_s: float) -> None:
         self._quiet_s = quiet_s
         self._frozen_s = frozen_s
-        self._pulses: dict[str, _Pulse] = {}
-        self._held_s = float("-inf")
+        self._reports: dict[str, _LastReport] = {}
+        self._excused_s = float("-inf")
 
-    def report(self, report: LoadReport, now_s: float) -> None:
+    def report_received(self, report: LoadReport, now_s: float) -> None:
         """A worker was heard."""
-        before = self._pulses.get(report.instance)
+        before = self._reports.get(report.instance)
         stands = before is not None and before.progress == report.progress
         moved_s = before.moved_s if before is not None and stands else now_s
-        self._pulses[report.instance] = _Pulse(now_s, moved_s, report.progress, frozenset(report.attempts))
+        self._reports[report.instance] = _LastReport(now_s, moved_s, report.progress, frozenset(report.attempts))
 
     def forget(self, instance: str) -> None:
         """The worker is gone."""
-        self._pulses.pop(instance, None)
+        self._reports.pop(instance, None)
 
-    def hold(self, now_s: float) -> None:
+    def excuse_silence(self, now_s: float) -> None:
         """Nothing could be heard until now: silence up to here is nobody's fault."""
-        self._held_s = now_s
+        self._excused_s = now_s
 
-    def judge(self, instance: str, attempt: tuple[str, int], last_sign_s: float, now_s: float) -> Verdict:
+    def judge(self, instance: str, attempt: tuple[str, int], last_sign_s: float, now_s: float) -> LivenessVerdict:
         """What became of an attempt at `instance` that gave its last sign of life at `last_sign_s`."""
-        since_s = max(last_sign_s, self._held_s)
+        since_s = max(last_sign_s, self._excused_s)
         if now_s - since_s < self._quiet_s:
             return "alive"
-        pulse = self._pulses.get(instance)
+        pulse = self._reports.get(instance)
         heard_s = since_s if pulse is None else max(pulse.heard_s, since_s)
         if pulse is None or now_s - heard_s >= self._quiet_s:
             return "frozen" if now_s - heard_s >= self._frozen_s else "silent"

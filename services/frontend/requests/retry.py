@@ -30,7 +30,7 @@ GONE_EARLY = 4
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 """Between two questions of a request that waits; each pause is twice the one before."""
-TOLD = 8
+LOSSES_LISTED = 8
 """Lost attempts that an error tells of, the latest."""
 
 Loss = Literal[
@@ -54,13 +54,13 @@ NOT_ITS_FAULT: frozenset[Loss] = frozenset(("unheard", "gap"))
 """The worker may be chosen again."""
 
 
-class Tries:
+class RetryBudget:
     """Of one request. Times are seconds on one clock."""
 
     def __init__(self, attempts: int = ATTEMPTS, rescue_s: float = RESCUE_S) -> None:
         self._attempts = attempts
         self._rescue_s = rescue_s
-        self.rescued = False
+        self.may_wait = False
         """Whether it waits where nobody can be chosen."""
         self.excluded: dict[str, None] = {}
         """Who failed or refused it; anybody may be asked again once all are in here."""
@@ -68,56 +68,56 @@ class Tries:
         """Until the next question of a request that waits."""
         self._fruitless = 0
         """Attempts since the last new token, the present one included."""
-        self._bore = False
+        self._has_token = False
         """Whether the present attempt has brought a token."""
         self._deaths = 0
         """DEADLY losses, but for those in `_gone_early`."""
         self._gone_early = 0
         """Attempts that were gone with their worker before they brought a token."""
-        self._losses: deque[str] = deque(maxlen=TOLD)
+        self._losses: deque[str] = deque(maxlen=LOSSES_LISTED)
         self._rescue_from_s: float | None = None
         """When nobody could be chosen, and since then no token has come."""
 
-    def begin(self) -> None:
+    def attempt_started(self) -> None:
         """An attempt begins."""
         self._fruitless += 1
-        self._bore = False
+        self._has_token = False
 
-    def bear(self) -> None:
+    def token_received(self) -> None:
         """It has brought its first token."""
         self._fruitless = 0
-        self._bore = True
+        self._has_token = True
         self._rescue_from_s, self.pause_s = None, FIRST_PAUSE_S
 
-    def lose(self, loss: Loss, attempt: int, instance: str, why: str, *, overloaded: bool = False) -> str:
+    def attempt_failed(self, loss: Loss, attempt: int, instance: str, why: str, *, overloaded: bool = False) -> str:
         """The attempt was lost. Empty: there may be another one; else why not. A refusal may be for being
         `overloaded`, which is no reason to wait."""
-        gone_early = loss == "gone" and not self._bore
-        excused = loss == "handed_back" or gone_early or (loss in NOTHING_DONE and self.rescued)
+        gone_early = loss == "gone" and not self._has_token
+        excused = loss == "handed_back" or gone_early or (loss in NOTHING_DONE and self.may_wait)
         if excused and (gone_early or instance not in self.excluded):
             self._fruitless = max(0, self._fruitless - 1)
         self._losses.append(f"attempt {attempt} at {instance}: {why}")
-        self.rescued |= not overloaded
+        self.may_wait |= not overloaded
         self._deaths += loss in DEADLY and not gone_early
         self._gone_early += gone_early
         if loss not in NOT_ITS_FAULT:
             self.excluded[instance] = None
         if self._fruitless >= self._attempts:
-            return self.told(f"{self._fruitless} attempts in a row brought no token")
+            return self.error_text(f"{self._fruitless} attempts in a row brought no token")
         if self._deaths > self._attempts:
-            return self.told(f"{self._deaths} attempts ended with their worker")
+            return self.error_text(f"{self._deaths} attempts ended with their worker")
         if self._gone_early > GONE_EARLY * self._attempts:
-            return self.told(f"{self._gone_early} attempts ended with their worker before they brought a token")
+            return self.error_text(f"{self._gone_early} attempts ended with their worker before they brought a token")
         return ""
 
-    def wait(self, now_s: float) -> bool:
+    def pause_ended(self, now_s: float) -> bool:
         """A pause is over; whether to ask again."""
         if self._rescue_from_s is None:
             self._rescue_from_s = now_s - self.pause_s
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
         return now_s - self._rescue_from_s < self._rescue_s
 
-    def told(self, why: str) -> str:
+    def error_text(self, why: str) -> str:
         """`why`, and what became of the attempts so far."""
         return "; ".join((why, *self._losses))
 
@@ -126,6 +126,6 @@ class Tries:
         assert 0 <= self._fruitless <= self._attempts
         assert 0 <= self._deaths <= self._attempts + 1
         assert 0 <= self._gone_early <= GONE_EARLY * self._attempts + 1
-        assert len(self._losses) <= TOLD
+        assert len(self._losses) <= LOSSES_LISTED
         assert FIRST_PAUSE_S <= self.pause_s <= LONGEST_PAUSE_S
-        assert self.rescued or self._rescue_from_s is None
+        assert self.may_wait or self._rescue_from_s is None

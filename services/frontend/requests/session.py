@@ -28,7 +28,7 @@ from typing import Literal, assert_never
 
 from msgspec import Struct
 
-from services.frontend.requests.retry import Loss, Tries
+from services.frontend.requests.retry import Loss, RetryBudget
 from shared.errors import HeadraceError, InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import unpack_tokens
 from shared.messages import (
@@ -71,7 +71,7 @@ class Unrouted(Struct, frozen=True):
     """NATS is, or seems to be, since there are routers: it may be over soon."""
 
 
-class Again(Struct, frozen=True):
+class RetryDue(Struct, frozen=True):
     """The pause that `Later` asked for is over."""
 
     attempt: int
@@ -92,7 +92,7 @@ class Unsendable(Struct, frozen=True):
     reason: str
 
 
-class Received(Struct, frozen=True):
+class PartReceived(Struct, frozen=True):
     """This request's part of a step frame."""
 
     instance: str
@@ -105,7 +105,7 @@ class InstanceGone(Struct, frozen=True):
     instance: str
 
 
-class Lost(Struct, frozen=True):
+class AttemptLost(Struct, frozen=True):
     """A streaming attempt has ended unheard, or stands still: nothing more will come of it."""
 
     attempt: int
@@ -128,12 +128,12 @@ class Expired(Struct, frozen=True):
 
 
 Answer = SelectRefused | Unrouted | Accepted | Refused | Unreachable | Unsendable
-Event = Selected | Answer | Again | Received | InstanceGone | Lost | StopFound | ClientGone | Expired
+Event = Selected | Answer | RetryDue | PartReceived | InstanceGone | AttemptLost | StopFound | ClientGone | Expired
 
 # --- actions
 
 
-class Ask(Struct, frozen=True):
+class SelectWorker(Struct, frozen=True):
     """Ask a router. Answered by Selected, SelectRefused or Unrouted."""
 
     attempt: int
@@ -142,14 +142,14 @@ class Ask(Struct, frozen=True):
     excluded: tuple[str, ...]
 
 
-class Later(Struct, frozen=True):
+class RetryLater(Struct, frozen=True):
     """Feed `Again` after so long."""
 
     attempt: int
-    for_s: float
+    pause_s: float
 
 
-class Offer(Struct, frozen=True):
+class DispatchAttempt(Struct, frozen=True):
     """Send Generate. Answered by Accepted, Refused, Unreachable or Unsendable."""
 
     attempt: int
@@ -159,29 +159,29 @@ class Offer(Struct, frozen=True):
     """The worker is to begin with it within so long, from the request's start; 0: within the deadline."""
 
 
-class Emit(Struct, frozen=True):
+class EmitTokens(Struct, frozen=True):
     """New output, each token once and in order. A stop token is left out."""
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprob] | None
 
 
-class Withdraw(Struct, frozen=True):
+class WithdrawAttempt(Struct, frozen=True):
     """Send Cancel."""
 
     instance: str
     attempt: int
 
 
-class Note(Struct, frozen=True):
+class CountLoss(Struct, frozen=True):
     """An attempt was lost: count it."""
 
     loss: Loss
-    fruitful: bool
+    had_tokens: bool
     """It had brought a token."""
 
 
-class Tell(Struct, frozen=True):
+class PublishLoad(Struct, frozen=True):
     """Publish to the routers."""
 
     event: LoadEvent
@@ -202,7 +202,9 @@ class Fail(Struct, frozen=True):
     error: HeadraceError
 
 
-Action = Ask | Later | Offer | Emit | Withdraw | Note | Tell | Finish | Fail
+Action = (
+    SelectWorker | RetryLater | DispatchAttempt | EmitTokens | WithdrawAttempt | CountLoss | PublishLoad | Finish | Fail
+)
 
 
 class Session:
@@ -212,7 +214,7 @@ class Session:
         self,
         request: str,
         max_tokens: int,
-        tries: Tries | None = None,
+        tries: RetryBudget | None = None,
         *,
         embedding_bytes: int = 0,
         held_by: str = "",
@@ -222,8 +224,8 @@ class Session:
         field that its grammar comes from. `wait_s`: how long it may wait in workers' queues, while it has lost nothing;
         0: until its deadline."""
         self._wait_s = wait_s
-        self._held_by = held_by
-        self._tries = Tries() if tries is None else tries
+        self._grammar_param = held_by
+        self._retries = RetryBudget() if tries is None else tries
         self._embedding_bytes = embedding_bytes
         self.request = request
         self.max_tokens = max_tokens
@@ -237,7 +239,7 @@ class Session:
         """As the first attempt that brought a token reported."""
         self.prefilled = False
         """Whether this attempt has brought a token."""
-        self._nobody: HeadraceError | None = None
+        self._no_choice: HeadraceError | None = None
         """Why nobody could be chosen."""
 
     def start(self) -> list[Action]:
@@ -245,14 +247,14 @@ class Session:
         assert self.attempt == 0, "started twice"
         return self._next()
 
-    def chooses(self, attempt: int) -> bool:
+    def is_choosing(self, attempt: int) -> bool:
         """Whether the question of this attempt still wants an answer."""
         return self.state is State.CHOOSING and attempt == self.attempt
 
     def on(self, event: Event) -> list[Action]:
         """What an event leads to. Events of other attempts than the present one change nothing."""
         match event:
-            case Received():
+            case PartReceived():
                 return self._on_part(event.instance, event.part)
             case Selected():
                 return self._on_selected(event)
@@ -262,14 +264,14 @@ class Session:
                 return self._end([Finish("stop")])
             case Expired():
                 late = "the request's deadline has passed" if event.limit == "deadline" else "no token came in time"
-                return self._end([Fail(RequestTimeout(self._tries.told(late)))])
+                return self._end([Fail(RequestTimeout(self._retries.error_text(late)))])
             case InstanceGone():
                 gone = bool(self.instance) and self.instance == event.instance
-                return self._lose("gone", "the worker is gone") if gone else []
-            case Lost():
+                return self._attempt_lost("gone", "the worker is gone") if gone else []
+            case AttemptLost():
                 lost = self.state is State.STREAMING and event.attempt == self.attempt
-                return self._lose(event.loss, event.reason) if lost else []
-            case Again():
+                return self._attempt_lost(event.loss, event.reason) if lost else []
+            case RetryDue():
                 waited = self.state is State.WAITING and event.attempt == self.attempt
                 return self._on_again(event.now_s) if waited else []
             case SelectRefused() | Unrouted() | Accepted() | Refused() | Unreachable() | Unsendable():
@@ -277,7 +279,7 @@ class Session:
             case _:
                 assert_never(event)
 
-    def continued(self, instance: str, part: Part) -> int:
+    def next_token(self, instance: str, part: Part) -> int:
         """The token of a part that only continues its stream by one; -1: nothing was done, `on` has to see the part.
 
         Nearly all parts are such, and for them `on` would answer Emit([token], None). This takes 0.3 µs instead of 1.4.
@@ -301,11 +303,11 @@ class Session:
         if self.state is not State.CHOOSING or choice.attempt != self.attempt:
             # The answer came too late, or twice: the live attempt's reservation ends with the attempt.
             live = self.state is not State.ENDED and choice.attempt == self.attempt
-            return [] if live else [Tell(Finished(self.request, choice.attempt))]
+            return [] if live else [PublishLoad(Finished(self.request, choice.attempt))]
         self.state = State.OFFERED
         self.instance = choice.instance
-        told_at_once = not (self.tokens or self._tries.rescued)
-        return [Offer(self.attempt, choice.instance, choice.rank, self._wait_s if told_at_once else 0.0)]
+        told_at_once = not (self.tokens or self._retries.may_wait)
+        return [DispatchAttempt(self.attempt, choice.instance, choice.rank, self._wait_s if told_at_once else 0.0)]
 
     def _on_answer(self, answer: Answer) -> list[Action]:
         match answer:
@@ -322,9 +324,9 @@ class Session:
                 return self._end([Fail(InvalidRequest(f"the worker refused: {answer.reason}"))], withdraw=False)
             case Refused():
                 overloaded = answer.code == "overloaded"
-                return self._lose("refused", f"refused: {answer.reason}", withdraw=False, overloaded=overloaded)
+                return self._attempt_lost("refused", f"refused: {answer.reason}", withdraw=False, overloaded=overloaded)
             case Unreachable():
-                return self._lose("unreachable", f"the worker did not answer: {answer.reason}")
+                return self._attempt_lost("unreachable", f"the worker did not answer: {answer.reason}")
             case Unsendable():
                 return self._end([Fail(InvalidRequest(f"the request cannot be sent: {answer.reason}"))], withdraw=False)
             case _:
@@ -333,11 +335,11 @@ class Session:
     def _on_part(self, instance: str, part: Part) -> list[Action]:
         if part.attempt != self.attempt or not self.instance or instance != self.instance:
             # An attempt that is over goes on somewhere, perhaps thawed.
-            return [] if part.finish else [Withdraw(instance, part.attempt)]
+            return [] if part.finish else [WithdrawAttempt(instance, part.attempt)]
         if not self._is_sound(part):
-            return self._lose("senseless", "the worker streams what makes no sense")
+            return self._attempt_lost("senseless", "the worker streams what makes no sense")
         if part.first > len(self.tokens):
-            return self._lose("gap", "a part of the stream was lost")
+            return self._attempt_lost("gap", "a part of the stream was lost")
         self.state = State.STREAMING
         known = len(self.tokens) - part.first
         new = unpack_tokens(part.tokens)[known:]
@@ -352,30 +354,32 @@ class Session:
                     actions += self._prefill(part)
                 return actions + self._end([Finish(part.finish, part.embedding)], withdraw=False)
             case "deadline":
-                late = RequestTimeout(self._tries.told("the request's deadline has passed"))
+                late = RequestTimeout(self._retries.error_text("the request's deadline has passed"))
                 return actions + self._end([Fail(late)], withdraw=False)
             case "cancelled":  # nobody here wanted that
-                return actions + self._lose("handed_back", "the worker took this frontend for gone", withdraw=False)
+                return actions + self._attempt_lost(
+                    "handed_back", "the worker took this frontend for gone", withdraw=False
+                )
             case "error" if part.error == SHUTTING_DOWN:
-                return actions + self._lose("handed_back", part.error, withdraw=False)
+                return actions + self._attempt_lost("handed_back", part.error, withdraw=False)
             case "error" if part.error.startswith(NOT_BEGUN):
                 return actions + self._on_not_begun(part.error)
             case "error" if part.error.startswith(UNFOLLOWABLE):
-                wrong = InvalidRequest(f"{self._held_by}: {part.error}", param=self._held_by)
+                wrong = InvalidRequest(f"{self._grammar_param}: {part.error}", param=self._grammar_param)
                 return actions + self._end([Fail(wrong)], withdraw=False)
             case "error" if part.error.startswith(NOT_FINITE):
                 return actions + self._end([Fail(NotFinite(part.error))], withdraw=False)
             case "error":
-                return actions + self._lose("failed", f"the worker failed: {part.error}", withdraw=False)
+                return actions + self._attempt_lost("failed", f"the worker failed: {part.error}", withdraw=False)
             case _:
                 assert_never(part.finish)
 
     def _on_not_begun(self, why: str) -> list[Action]:
         """Its worker had no place for it in time."""
         if self.tokens:
-            return self._lose("handed_back", why, withdraw=False)
+            return self._attempt_lost("handed_back", why, withdraw=False)
         retry_after_s = min(self._wait_s, RETRY_MOST_S)  # the queue was at least as long
-        return self._end([Fail(Overloaded(self._tries.told(why), retry_after_s=retry_after_s))], withdraw=False)
+        return self._end([Fail(Overloaded(self._retries.error_text(why), retry_after_s=retry_after_s))], withdraw=False)
 
     def _is_sound(self, part: Part) -> bool:
         """Whether the part's own numbers agree, and with what was asked for. What passes can be read without fail."""
@@ -393,7 +397,7 @@ class Session:
     def _prefill(self, part: Part) -> list[Action]:
         """The first part of the attempt that brings something."""
         self.prefilled = True
-        self._tries.bear()
+        self._retries.token_received()
         if not self.tokens:
             self.cached_tokens = part.cached_tokens
             self.cached_host_tokens = part.cached_host_tokens
@@ -406,7 +410,7 @@ class Session:
             cached_host_tokens=part.cached_host_tokens,
             cached_disk_tokens=part.cached_disk_tokens,
         )
-        return [Tell(prefilled)]
+        return [PublishLoad(prefilled)]
 
     def _take_in(self, new: list[int], part: Part, known: int) -> list[Action]:
         actions = [] if self.prefilled else self._prefill(part)
@@ -414,13 +418,13 @@ class Session:
         shown = new[:-1] if part.finish == "stop" else new
         if shown:
             logprobs = None if part.logprobs is None else part.logprobs[known : known + len(shown)]
-            actions.append(Emit(shown, logprobs))
+            actions.append(EmitTokens(shown, logprobs))
         return actions
 
-    def _lose(self, loss: Loss, why: str, *, withdraw: bool = True, overloaded: bool = False) -> list[Action]:
+    def _attempt_lost(self, loss: Loss, why: str, *, withdraw: bool = True, overloaded: bool = False) -> list[Action]:
         """This attempt is lost: the next one, or the end."""
-        noted: list[Action] = [Note(loss, self.prefilled)]
-        enough = self._tries.lose(loss, self.attempt, self.instance, why, overloaded=overloaded)
+        noted: list[Action] = [CountLoss(loss, self.prefilled)]
+        enough = self._retries.attempt_failed(loss, self.attempt, self.instance, why, overloaded=overloaded)
         if len(self.tokens) >= self.max_tokens:
             return noted + self._end([Finish("length")], withdraw=withdraw)  # only the finish was lost
         if enough:
@@ -429,44 +433,44 @@ class Session:
 
     def _next(self) -> list[Action]:
         self.attempt += 1
-        self._tries.begin()
+        self._retries.attempt_started()
         return self._ask()
 
     def _ask(self) -> list[Action]:
         self.state = State.CHOOSING
-        return [Ask(self.attempt, len(self.tokens), tuple(self._tries.excluded))]
+        return [SelectWorker(self.attempt, len(self.tokens), tuple(self._retries.excluded))]
 
     def _on_no_choice(self, answer: SelectRefused | Unrouted) -> list[Action]:
         """Wait, or the end. What is asked again has the same number: nothing was reserved for it."""
         if isinstance(answer, Unrouted):
-            self._tries.rescued |= answer.away
-            why = Unavailable(self._tries.told(answer.reason))
+            self._retries.may_wait |= answer.away
+            why = Unavailable(self._retries.error_text(answer.reason))
         elif answer.code == "bad_request":
             return self._end([Fail(InvalidRequest(f"the router refused: {answer.reason}"))])
         else:
             kind = Overloaded if answer.code == "overloaded" else Unavailable
-            reason = self._tries.told(f"no worker can take the request: {answer.reason}")
+            reason = self._retries.error_text(f"no worker can take the request: {answer.reason}")
             why = kind(reason, retry_after_s=answer.retry_after_s)
-        if not self._tries.rescued:
+        if not self._retries.may_wait:
             return self._end([Fail(why)])
         if isinstance(answer, SelectRefused) and answer.code == "all_excluded":
-            self._tries.excluded.clear()
-        self._nobody = why
+            self._retries.excluded.clear()
+        self._no_choice = why
         self.state = State.WAITING
-        return [Later(self.attempt, self._tries.pause_s)]
+        return [RetryLater(self.attempt, self._retries.pause_s)]
 
     def _on_again(self, now_s: float) -> list[Action]:
-        if self._tries.wait(now_s):
+        if self._retries.pause_ended(now_s):
             return self._ask()
-        assert self._nobody is not None, "it waited because nobody could be chosen"
-        return self._end([Fail(self._nobody)])
+        assert self._no_choice is not None, "it waited because nobody could be chosen"
+        return self._end([Fail(self._no_choice)])
 
     def _leave(self, withdraw: bool) -> list[Action]:
         """The attempt is over: free what it holds, at the worker and at the routers."""
-        leaving: list[Action] = [Withdraw(self.instance, self.attempt)] if withdraw and self.instance else []
+        leaving: list[Action] = [WithdrawAttempt(self.instance, self.attempt)] if withdraw and self.instance else []
         self.instance = ""
         self.prefilled = False
-        return [*leaving, Tell(Finished(self.request, self.attempt))]
+        return [*leaving, PublishLoad(Finished(self.request, self.attempt))]
 
     def _end(self, last: list[Action], *, withdraw: bool = True) -> list[Action]:
         if self.state is State.ENDED:
@@ -477,7 +481,7 @@ class Session:
     def validate(self) -> None:
         """Asserts the invariants."""
         assert bool(self.instance) == (self.state in (State.OFFERED, State.STREAMING))
-        self._tries.validate()
-        assert self.state is not State.WAITING or (self._tries.rescued and self._nobody is not None)
+        self._retries.validate()
+        assert self.state is not State.WAITING or (self._retries.may_wait and self._no_choice is not None)
         assert not self.prefilled or (self.state is State.STREAMING and self.tokens)
         assert len(self.tokens) <= self.max_tokens

@@ -27,10 +27,10 @@ from shared.messages import Sampling, TokenLogprob
 T = TypeVar("T")
 
 
-class Job(Struct, frozen=True):
+class InferenceRequest(Struct, frozen=True):
     """A request that was found good: what it takes to compute it."""
 
-    request: str
+    id: str
     model: str
     prompt: bytes
     """Packed u32."""
@@ -39,38 +39,38 @@ class Job(Struct, frozen=True):
     """Sequence hashes of the prompt's full blocks, packed u64."""
     sampling: Sampling
     salt: str
-    session: str
+    affinity_key: str
     """Requests of one non-empty session prefer one worker."""
-    held_by: str = ""
+    grammar_param: str = ""
     """The field that the grammar comes from."""
     embedding_size: int = 0
     """Floats, where an embedding is asked for."""
-    follows: bool = False
+    is_follower: bool = False
     """Another one of the same request comes before it: it is not refused for having to wait, perhaps for that one."""
-    repeats: bool = False
+    repeats_prompt: bool = False
     """That one has the same prompt."""
 
 
-class Reader:
+class StreamSelector:
     """Whoever reads the streams of a request: it waits until one of them calls."""
 
     def __init__(self) -> None:
-        self.idle = False
+        self.waiting = False
         """Whether it has all there was, and waits; only then nothing can overtake what it holds."""
         self._called: dict[Stream, None] = {}
         self._wake = asyncio.Event()
 
-    def call(self, stream: Stream) -> None:
+    def mark_ready(self, stream: Stream) -> None:
         """The stream has something for it."""
-        self.idle = False
+        self.waiting = False
         self._called[stream] = None
         self._wake.set()
 
-    async def called(self) -> list[Stream]:
+    async def wait_ready(self) -> list[Stream]:
         """Those that have called since it asked last, at least one. It must have read all there was."""
         while not self._called:
             self._wake.clear()
-            self.idle = True
+            self.waiting = True
             await self._wake.wait()
         called = list(self._called)
         self._called.clear()
@@ -80,19 +80,25 @@ class Reader:
 class Stream:
     """The reader's end, and the service's."""
 
-    def __init__(self, job: Job, session: Session, output: Output | ParsedOutput, reader: Reader | None = None) -> None:
+    def __init__(
+        self,
+        job: InferenceRequest,
+        session: Session,
+        output: Output | ParsedOutput,
+        reader: StreamSelector | None = None,
+    ) -> None:
         """`reader`: of this stream and others."""
-        self.job = job
+        self.request = job
         self.session = session
         self.finish = ""
         """Why the output ended, once it did with an answer."""
         self.ended = False
-        self.leads = False
+        self.awaits_first_token = False
         """Its reader waits for its first token, which may bring no text."""
         self.embedding = b""
         """The answer, where it is one; as in Part."""
         self._output = output
-        self._reader = Reader() if reader is None else reader
+        self._reader = StreamSelector() if reader is None else reader
         self._waiting: list[Delta] = []
         self._encode: Callable[[Delta], Any] | None = None
         self._send: Callable[[Any], bool] | None = None
@@ -101,7 +107,7 @@ class Stream:
 
     # --- the service's end
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> bool:
+    def add_tokens(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> bool:
         """New output; whether it reached a stop string."""
         self._add(self._output.push(tokens, logprobs))
         return self._stopped
@@ -119,51 +125,51 @@ class Stream:
         if self.finish == "stop" and self._output.calls:
             self.finish = "tool_calls"
         self.ended = True
-        self._reader.call(self)
+        self._reader.mark_ready(self)
 
     def _add(self, delta: Delta) -> None:
         self._stopped = delta.stopped
         if not (delta.text or delta.entries or delta.calls or delta.reasoning):
-            if self.leads:
-                self._reader.call(self)
+            if self.awaits_first_token:
+                self._reader.mark_ready(self)
             return
-        idle = self._reader.idle
+        idle = self._reader.waiting
         if idle and self._send is not None and self._encode is not None and self._send(self._encode(delta)):
             return
         self._waiting.append(delta)
-        self._reader.call(self)
+        self._reader.mark_ready(self)
 
     # --- the reader's end
 
-    def send_by(self, encode: Callable[[Delta], T], send: Callable[[T], bool]) -> None:
+    def send_directly(self, encode: Callable[[Delta], T], send: Callable[[T], bool]) -> None:
         """From now on, while the reader waits, deltas go to `send` at once, unless it says that it cannot take one."""
         self._encode, self._send = encode, send
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Raises the error that ended the request, after what came before it."""
         while True:
-            if (delta := self.taken()) is not None:
+            if (delta := self.pop_delta()) is not None:
                 yield delta
             elif self.ended:
-                self.check()
+                self.raise_error()
                 return
             else:
-                await self._reader.called()
+                await self._reader.wait_ready()
 
-    def taken(self) -> Delta | None:
+    def pop_delta(self) -> Delta | None:
         """What waited, taken away; None: nothing did."""
         if not self._waiting:
             return None
         waiting, self._waiting = self._waiting, []
-        return waiting[0] if len(waiting) == 1 else join(waiting)
+        return waiting[0] if len(waiting) == 1 else join_deltas(waiting)
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Raises the error that ended the request."""
         if self._error is not None:
             raise self._error
 
     @property
-    def begun(self) -> bool:
+    def prompt_computed(self) -> bool:
         """Whether its prompt is computed: it has had a token, or an end with none."""
         return bool(self.session.tokens) or (self.ended and self._error is None)
 
@@ -173,14 +179,14 @@ class Stream:
         return self._error is not None
 
     @property
-    def late(self) -> bool:
+    def timed_out(self) -> bool:
         """Whether its time was over before its end."""
         return isinstance(self._error, RequestTimeout)
 
     @property
     def reasoning_tokens(self) -> int:
         """Of the output so far, those up to the last one that thinking came from."""
-        return self._output.thought
+        return self._output.thinking_tokens
 
     @property
     def usage(self) -> Usage:
@@ -188,10 +194,10 @@ class Stream:
         produced = self._output.counted if self._stopped else len(self.session.tokens)
         session = self.session
         cached = (session.cached_tokens, session.cached_host_tokens, session.cached_disk_tokens)
-        return usage_of(self.job.prompt_tokens, produced, *cached)
+        return usage_of(self.request.prompt_tokens, produced, *cached)
 
 
-def join(deltas: Sequence[Delta]) -> Delta:
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
     """Several deltas as one."""
     return Delta(
         "".join(delta.text for delta in deltas),

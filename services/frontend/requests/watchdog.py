@@ -17,10 +17,10 @@ from typing import assert_never
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.calls import Feed
-from services.frontend.requests.frames import Ask, Frames, Unheard
+from services.frontend.requests.frames import EndsLost, Frames, RequestResend
 from services.frontend.requests.inflight import Running
-from services.frontend.requests.liveness import Pulses
-from services.frontend.requests.session import Event, Expired, InstanceGone, Lost, State
+from services.frontend.requests.liveness import Liveness
+from services.frontend.requests.session import AttemptLost, Event, Expired, InstanceGone, State
 from shared import subjects
 from shared.bus.contract import Message
 from shared.discovery.directory import DirectoryChange, InstanceDown
@@ -31,7 +31,7 @@ from shared.runtime.lifecycle import Runtime
 _log = logging.getLogger(__name__)
 
 
-class Watch:
+class Watchdog:
     """Over all requests of `running`; `feed` gets what becomes of them."""
 
     def __init__(
@@ -42,8 +42,8 @@ class Watch:
         self._metrics = metrics
         self._running = running
         self._feed = feed
-        self._pulses = Pulses(quiet_s=limits.quiet_s, frozen_s=limits.frozen_s)
-        self._held = 0.0
+        self._liveness = Liveness(quiet_s=limits.quiet_s, frozen_s=limits.frozen_s)
+        self._excused = 0.0
         """Nothing could be heard until then."""
         self._frames = Frames(retry_s=limits.quiet_s / 2, late_s=limits.quiet_s)
 
@@ -52,39 +52,39 @@ class Watch:
         runtime = self._runtime
         await runtime.bus.subscribe(subjects.worker(runtime.namespace, "*", "load"), self._on_report)
         runtime.directory.subscribe(self._on_change)
-        runtime.tasks.create_task(self._look(), name="look after the quiet")
+        runtime.tasks.create_task(self._check_requests(), name="look after the quiet")
 
-    def due(self, frame: StepFrame) -> bool:
+    def is_due(self, frame: StepFrame) -> bool:
         """Whether it is its worker's next one, which is to be read, up to `read`; where one is missing, it is asked
         for."""
         now = asyncio.get_running_loop().time()
-        verdict = self._frames.on(frame.instance, frame.epoch, frame.sequence, now)
+        verdict = self._frames.frame_received(frame.instance, frame.epoch, frame.sequence, now)
         if verdict == "due":
             self._frames.reading = frame.instance
             return True
         self._metrics.frames_out_of_turn.labels(verdict).inc()
         if verdict == "ahead":
-            self._do(self._frames.look(frame.instance, now))
+            self._do(self._frames.next_actions(frame.instance, now))
         return False
 
-    def read(self) -> None:
+    def frame_read(self) -> None:
         """All parts of the frame that was due are read."""
         self._frames.reading = ""
 
-    def _do(self, actions: Sequence[Ask | Unheard]) -> None:
+    def _do(self, actions: Sequence[RequestResend | EndsLost]) -> None:
         for action in actions:
             match action:
-                case Ask():
-                    self._runtime.tasks.create_task(self._ask_again(action), name=f"resend {action.instance}")
-                case Unheard():
+                case RequestResend():
+                    self._runtime.tasks.create_task(self._request_resend(action), name=f"resend {action.instance}")
+                case EndsLost():
                     for request, attempt in action.attempts:
                         one = self._running.get(request)
                         if one is not None and one.stream.session.instance == action.instance:
-                            self._feed(one, Lost(attempt, "unheard", "the end of its stream was lost"))
+                            self._feed(one, AttemptLost(attempt, "unheard", "the end of its stream was lost"))
                 case _:
                     assert_never(action)
 
-    async def _ask_again(self, ask: Ask) -> None:
+    async def _request_resend(self, ask: RequestResend) -> None:
         """For step frames that did not come."""
         streaming = [
             (one.stream.session.request, one.stream.session.attempt)
@@ -101,12 +101,12 @@ class Watch:
             _log.warning("worker %s does not send frames again: %s", ask.instance, why)
             return
         self._metrics.resends.labels("resent" if resent.first <= ask.first else "too_old").inc()
-        self._frames.answered(ask, resent, streaming)
-        self._do(self._frames.look(ask.instance, asyncio.get_running_loop().time()))
+        self._frames.resend_answered(ask, resent, streaming)
+        self._do(self._frames.next_actions(ask.instance, asyncio.get_running_loop().time()))
 
     def _on_change(self, change: DirectoryChange) -> None:
         if isinstance(change, InstanceDown):
-            self._pulses.forget(change.instance.instance)
+            self._liveness.forget(change.instance.instance)
             self._gone(change.instance.instance)
 
     def _gone(self, instance: str) -> None:
@@ -118,18 +118,18 @@ class Watch:
         report = LOAD_REPORT.decode(message.payload)
         if report.instance in self._runtime.directory.instances:
             now = asyncio.get_running_loop().time()
-            self._pulses.report(report, now)
-            self._frames.reported(report.instance, report.frames.get(self._runtime.instance, -1), now)
+            self._liveness.report_received(report, now)
+            self._frames.report_received(report.instance, report.frames.get(self._runtime.instance, -1), now)
 
-    async def _look(self) -> None:
+    async def _check_requests(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             slept_from = loop.time()
             await asyncio.sleep(self._limits.quiet_s / 2)
             stopped = loop.time() - slept_from > self._limits.quiet_s  # this process itself, by a signal or a long task
             if stopped or not self._runtime.bus.connected:
-                self._held = loop.time()
-                self._pulses.hold(self._held)
+                self._excused = loop.time()
+                self._liveness.excuse_silence(self._excused)
             silent: dict[str, None] = {}
             for one in list(self._running.values()):
                 overdue = self._overdue(one, loop.time())
@@ -139,18 +139,18 @@ class Watch:
                 if session.state is not State.STREAMING:
                     continue
                 attempt = (session.request, session.attempt)
-                match self._pulses.judge(session.instance, attempt, one.last_sign, loop.time()):
+                match self._liveness.judge(session.instance, attempt, one.last_sign, loop.time()):
                     case "alive":
                         pass
                     case "silent":
                         silent[session.instance] = None
                     case "ended":
-                        self._frames.doubt(session.instance, attempt)
+                        self._frames.suspect(session.instance, attempt)
                     case "frozen":
-                        self._feed(one, Lost(session.attempt, "frozen", "the worker stands still"))
+                        self._feed(one, AttemptLost(session.attempt, "frozen", "the worker stands still"))
             if self._runtime.bus.connected:
-                self._do(self._frames.tick(loop.time()))
-            await asyncio.gather(*map(self._ask_for_life, silent))
+                self._do(self._frames.poll(loop.time()))
+            await asyncio.gather(*map(self._ping_silent, silent))
 
     def _overdue(self, one: Running, now: float) -> Event | None:
         """A token should have come by now."""
@@ -158,11 +158,11 @@ class Watch:
         if not session.prefilled:
             return Expired("first_token") if now - one.waiting_since >= limits.first_token_s else None
         assert one.last_tokens is not None, "an attempt that has brought tokens"
-        if now - max(one.last_tokens, self._held) < limits.stall_s:
+        if now - max(one.last_tokens, self._excused) < limits.stall_s:
             return None
-        return Lost(session.attempt, "stalled", f"no token came for {limits.stall_s:g} s")
+        return AttemptLost(session.attempt, "stalled", f"no token came for {limits.stall_s:g} s")
 
-    async def _ask_for_life(self, worker: str) -> None:
+    async def _ping_silent(self, worker: str) -> None:
         """A silent worker that nobody answers for is dead, whatever its lease says; one that is slow has `frozen_s`."""
         subject = subjects.control(self._runtime.namespace, "worker", worker)
         try:

@@ -31,12 +31,12 @@ from services.frontend.metrics import Metrics
 from services.frontend.protocol.errors import failure_of
 from services.frontend.protocol.operations import OPERATIONS, Operation
 from services.frontend.requests import deadline
-from services.frontend.requests.service import Frontend
+from services.frontend.requests.service import RequestService
 from services.frontend.server.inbox_probe import ClientInbox, ClientInboxes, NoListener
 from services.frontend.server.middleware import REQUEST_ID_HEADER
 from services.frontend.server.routes import CLIENT_GONE
-from services.frontend.serving.dispatch import Exchange
-from services.frontend.serving.request_context import Asking, RequestId, request_id
+from services.frontend.serving.dispatch import Dispatcher
+from services.frontend.serving.request_context import RequestContext, RequestId, request_id
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
 from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
@@ -102,8 +102,8 @@ class NatsApi:
     def __init__(
         self,
         runtime: Runtime,
-        exchange: Exchange,
-        frontend: Frontend,
+        exchange: Dispatcher,
+        frontend: RequestService,
         metrics: Metrics,
         access: Authenticator,
         inbox: str = DEFAULT_INBOX_PREFIX,
@@ -217,17 +217,17 @@ class NatsApi:
         if may_probe:
             inbox.keepalive = b""
         try:
-            with self._frontend.admitted(len(message.payload), request.account) as place:
+            with self._frontend.admit(len(message.payload), request.account) as place:
                 if not (may_probe or _streams(message.payload)):
-                    place.unasked()
+                    place.count_unasked()
                 begun = asyncio.get_running_loop().time()
-                asking = Asking(request.id, place, begun, message.headers.get(deadline.HEADER))
+                asking = RequestContext(request.id, place, begun, message.headers.get(deadline.HEADER))
                 async with self._exchange.answer(operation, message.payload, asking) as reply:
-                    if not reply.streams:
-                        await inbox.send(await reply.whole(), request.last_headers())
+                    if not reply.streamed:
+                        await inbox.send(await reply.full_body(), request.last_headers())
                         return 200
                     if inbox.keepalive is None:
-                        inbox.keepalive = reply.nothing()
+                        inbox.keepalive = reply.keepalive_chunk()
                     async for chunk in reply.chunks():
                         await inbox.send(chunk.payload, request.last_headers() if chunk.last else JSON_HEADER)
                     return 200

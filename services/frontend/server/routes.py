@@ -26,14 +26,14 @@ from services.frontend.protocol.decoding import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.protocol.errors import failure, failure_of
 from services.frontend.protocol.operations import PATHS, STORED_METHODS, STORED_PATH, Operation
 from services.frontend.requests import deadline
-from services.frontend.requests.admission import Place
-from services.frontend.requests.service import Frontend
+from services.frontend.requests.admission import Permit
+from services.frontend.requests.service import RequestService
 from services.frontend.server.middleware import Middleware, account_of, error_response, request_id_of
 from services.frontend.server.port import Port
 from services.frontend.server.sse import ResponseBody
-from services.frontend.serving.dispatch import Exchange
+from services.frontend.serving.dispatch import Dispatcher
 from services.frontend.serving.reply import Reply
-from services.frontend.serving.request_context import Asking
+from services.frontend.serving.request_context import RequestContext
 from shared.errors import HeadraceError, InvalidRequest
 from shared.version import VERSION
 
@@ -52,8 +52,8 @@ class HttpApi:
 
     def __init__(
         self,
-        exchange: Exchange,
-        frontend: Frontend,
+        exchange: Dispatcher,
+        frontend: RequestService,
         metrics: Metrics,
         config: HttpConfig,
         port: Port,
@@ -112,22 +112,22 @@ class HttpApi:
     async def _answer(self, operation: Operation, request: web.Request) -> tuple[web.StreamResponse, int]:
         """Return the response and the status to count, which for a failed stream is the failure's."""
         try:
-            with self._frontend.arriving(account_of(request)) as place:
+            with self._frontend.reserve(account_of(request)) as place:
                 sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
-                place.begin()
+                place.admit()
                 begun = asyncio.get_running_loop().time()
-                asking = Asking(request_id_of(request), place, begun, request.headers.get(deadline.HEADER))
+                asking = RequestContext(request_id_of(request), place, begun, request.headers.get(deadline.HEADER))
                 answer = self._exchange.answer(operation, sent, asking)
                 del sent  # the operation drops it too once it has decoded it
                 async with answer as reply:
-                    if reply.streams:
+                    if reply.streamed:
                         return await self._stream(request, reply)
-                    return await self._whole(request, await reply.whole()), 200
+                    return await self._whole(request, await reply.full_body()), 200
         except HeadraceError as error:
             wrong = failure_of(error)
             return error_response(wrong), wrong.status
 
-    async def _body(self, request: web.Request, place: Place) -> bytes:
+    async def _body(self, request: web.Request, place: Permit) -> bytes:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
             raise body_too_large(request.content_length)
         if request.headers.get("Expect", "100-continue").lower() != "100-continue":
@@ -140,7 +140,7 @@ class HttpApi:
                 while piece := await request.content.readany():
                     if len(body) + len(piece) > BODY_LIMIT_BYTES:
                         raise body_too_large(None)
-                    place.grow(len(piece))
+                    place.add_bytes(len(piece))
                     body += piece
             return bytes(body)
         except web.RequestPayloadError as wrong:
@@ -152,8 +152,8 @@ class HttpApi:
         return await ResponseBody(request, {"Content-Type": _JSON}, unread_s=self._config.unread_s).write_all(payload)
 
     async def _stream(self, request: web.Request, reply: Reply) -> tuple[web.StreamResponse, int]:
-        body = ResponseBody(request, _SSE_HEADERS, unread_s=self._config.unread_s, typed_events=reply.named)
-        status, last = 200, None if reply.named else b"[DONE]"
+        body = ResponseBody(request, _SSE_HEADERS, unread_s=self._config.unread_s, typed_events=reply.typed_events)
+        status, last = 200, None if reply.typed_events else b"[DONE]"
         try:
             async for chunk in reply.chunks(body.try_send):
                 await body.write(chunk.payload, more=chunk.more)
@@ -161,7 +161,7 @@ class HttpApi:
             if not body.begun:
                 raise
             wrong = failure_of(error)
-            status, last = wrong.status, reply.failed(wrong)
+            status, last = wrong.status, reply.error_chunk(wrong)
         return await body.end(last), status
 
     async def _list_models(self, _request: web.Request) -> web.Response:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from services.frontend.auth.accounts import TokenUse
 from services.frontend.metrics import Metrics
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
-from services.frontend.models.model import Limits, Model
+from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import (
     Prompt,
     check_encoded,
@@ -27,10 +27,10 @@ from services.frontend.models.preprocess import (
     encode_between,
     encode_chat,
     encode_text,
-    fit,
+    fit_context,
     render_chat,
 )
-from services.frontend.models.registry import Models
+from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.output import Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol import chat
@@ -39,13 +39,13 @@ from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, C
 from services.frontend.protocol.completions import DEFAULT_TOKENS, CompletionRequest, prompts_of
 from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan, plan_reasoning
 from services.frontend.requests.deadline import deadline_of
-from services.frontend.requests.service import Frontend
-from services.frontend.requests.stream import Job, Stream
-from services.frontend.serving.chat_reply import Generated
+from services.frontend.requests.service import RequestService
+from services.frontend.requests.stream import InferenceRequest, Stream
+from services.frontend.serving.chat_reply import ChatReply
 from services.frontend.serving.choices import Choices, Planned, ask
 from services.frontend.serving.reply import Reply
-from services.frontend.serving.request_context import Asking, RequestId
-from services.frontend.serving.tokenize import text_of
+from services.frontend.serving.request_context import RequestContext, RequestId
+from services.frontend.serving.tokenize import detokenize
 from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
 from services.frontend.tool_parsers import reasoning
@@ -72,16 +72,21 @@ class Opened(Struct, frozen=True):
         return self.choices.streams[0]
 
     @property
-    def job(self) -> Job:
+    def job(self) -> InferenceRequest:
         """Of the first choice."""
-        return self.stream.job
+        return self.stream.request
 
 
-class Generation:
+class ServingChat:
     """Turns requests into replies."""
 
     def __init__(
-        self, frontend: Frontend, models: Models, pool: Executor, metrics: Metrics, grammars: GrammarCompiler
+        self,
+        frontend: RequestService,
+        models: ModelRegistry,
+        pool: Executor,
+        metrics: Metrics,
+        grammars: GrammarCompiler,
     ) -> None:
         self._frontend = frontend
         self._grammars = grammars
@@ -90,19 +95,19 @@ class Generation:
         self._pool = pool
 
     @asynccontextmanager
-    async def answer(self, request: ChatRequest | CompletionRequest, asking: Asking) -> AsyncIterator[Reply]:
+    async def answer(self, request: ChatRequest | CompletionRequest, asking: RequestContext) -> AsyncIterator[Reply]:
         """In the shape that the request asks for. Raises as `open` does."""
         async with self.open(request, asking) as opened:
-            shapes = _shapes(request, asking.named, opened)
+            shapes = _shapes(request, asking.id, opened)
             streams, with_usage = bool(request.stream), _with_usage(request)
             del request  # a megabyte of a long prompt, that nobody needs while its answer streams
-            yield Generated(shapes, opened.choices, opened.echoes, streams=streams, with_usage=with_usage)
+            yield ChatReply(shapes, opened.choices, opened.echoes, streams=streams, with_usage=with_usage)
 
     @asynccontextmanager
-    async def open(self, request: ChatRequest | CompletionRequest, asking: Asking) -> AsyncIterator[Opened]:
+    async def open(self, request: ChatRequest | CompletionRequest, asking: RequestContext) -> AsyncIterator[Opened]:
         """Leaving it cancels what is still running, and says what it has cost its key. Raises InvalidRequest,
         Unavailable and RequestTimeout."""
-        deadline = deadline_of(request.deadline_s, asking.deadline_header, asking.begun, self._frontend.limits)
+        deadline = deadline_of(request.deadline_s, asking.deadline_header, asking.received_s, self._frontend.limits)
         model, limits = self._models.find(request.model)
         try:
             async with asyncio.timeout_at(deadline.at):
@@ -111,16 +116,16 @@ class Generation:
                 echoes = await self._echoes(request, model)
         except TimeoutError:
             raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
-        each, place, name = request.n or 1, asking.place, model.name
+        each, place, name = request.n or 1, asking.permit, model.name
         computed, answered = sum(prompt.count for prompt in prompts), each * len(prompts)
-        place.weigh(computed + each * sum(prompt.max_tokens for prompt in prompts), answered)
+        place.add_tokens(computed + each * sum(prompt.max_tokens for prompt in prompts), answered)
         charged = computed + answered * (chat.token_limit(request)[0] or 0)
         if place.account is not None:
             place.account.charge_tokens(charged, asyncio.get_running_loop().time())
             place.spent = TokenUse(charged)
         planned = [
             [Planned(job, self._output(request, model, plan)) for job in jobs]
-            for jobs in _jobs(asking.named.unique, request, model, prompts, holding)
+            for jobs in _jobs(asking.id.unique, request, model, prompts, holding)
         ]
         parsed = isinstance(planned[0][0].output, ParsedOutput)
         del request, prompts, model
@@ -130,7 +135,7 @@ class Generation:
             try:
                 yield Opened(name, choices, echoes, parsed)
             finally:
-                place.spent = _spent(charged, choices, hurried=deadline.hurried)
+                place.spent = _spent(charged, choices, hurried=deadline.shortened)
 
     async def _echoes(self, request: ChatRequest | CompletionRequest, model: Model) -> list[str]:
         """For each choice. Raises InvalidRequest."""
@@ -140,7 +145,7 @@ class Generation:
         prompts = prompts_of(request)
         if not request.echo:
             return [""] * (each * len(prompts))
-        texts = [one if isinstance(one, str) else await text_of(model, one, param=param) for param, one in prompts]
+        texts = [one if isinstance(one, str) else await detokenize(model, one, param=param) for param, one in prompts]
         if each * sum(map(len, texts)) > RENDERED_LIMIT_CHARACTERS:
             wrong = f"echo: the prompts of all answers have more than {RENDERED_LIMIT_CHARACTERS} characters"
             raise InvalidRequest(wrong, param="echo")
@@ -155,7 +160,7 @@ class Generation:
             raise InvalidRequest(f"{param}: {each * prompts} choices in one request, more than {limit}", param=param)
 
     async def _prompts(
-        self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits
+        self, request: ChatRequest | CompletionRequest, model: Model, limits: ModelLimits
     ) -> tuple[list[Prompt], ParsePlan]:
         """With what may be in the answers. Raises InvalidRequest."""
         for at, token in enumerate(request.stop_token_ids or ()):
@@ -167,7 +172,9 @@ class Generation:
         max_tokens, limit_param = chat.token_limit(request)
 
         def fitted(tokens: bytes, param: str, default: int | None) -> Prompt:
-            return fit(tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param)
+            return fit_context(
+                tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=limit_param
+            )
 
         if isinstance(request, ChatRequest):
             self._check_choices(request.n or 1, 1)
@@ -183,7 +190,7 @@ class Generation:
             found.append(fitted(tokens, param, DEFAULT_TOKENS))
         return found, ParsePlan()
 
-    async def _chat(self, request: ChatRequest, model: Model, limits: Limits) -> tuple[bytes, ParsePlan]:
+    async def _chat(self, request: ChatRequest, model: Model, limits: ModelLimits) -> tuple[bytes, ParsePlan]:
         tools = chat.offered_tools(request)
         more = _thought(request, model).template_kwargs
         text = await render_chat(model, chat.messages_as_rendered(request.messages), self._pool, tools, more)
@@ -192,7 +199,9 @@ class Generation:
         check_encoded(model, tokens, limits, param="messages")
         return tokens, plan
 
-    async def _text(self, given: str | Sequence[int], suffix: str, model: Model, limits: Limits, param: str) -> bytes:
+    async def _text(
+        self, given: str | Sequence[int], suffix: str, model: Model, limits: ModelLimits, param: str
+    ) -> bytes:
         if not isinstance(given, str):
             check_vocabulary(given, limits, param=param)
             return pack_tokens(given)
@@ -204,7 +213,7 @@ class Generation:
         return tokens
 
     async def _held(
-        self, request: ChatRequest | CompletionRequest, model: Model, limits: Limits, plan: ParsePlan
+        self, request: ChatRequest | CompletionRequest, model: Model, limits: ModelLimits, plan: ParsePlan
     ) -> AnswerGrammar | None:
         """What the answer is held to; None: nothing. Raises InvalidRequest."""
         thought = _thought(request, model) if isinstance(request, ChatRequest) else DEFAULT_REASONING
@@ -248,7 +257,7 @@ def _thought(request: ChatRequest, model: Model) -> ReasoningPlan:
     )
 
 
-def _check_biases(biases: Mapping[str, float], model: Model, limits: Limits) -> None:
+def _check_biases(biases: Mapping[str, float], model: Model, limits: ModelLimits) -> None:
     """Raises InvalidRequest."""
     if biases and not limits.biases:
         wrong = f"logit_bias: not every worker of {model.name!r} adds one"
@@ -274,7 +283,7 @@ def _jobs(
     model: Model,
     prompts: Sequence[Prompt],
     holding: AnswerGrammar | None,
-) -> Iterator[list[Job]]:
+) -> Iterator[list[InferenceRequest]]:
     """For each prompt those of its choices. `name`: of the request; its choices, where it has several, are `name/0`
     and so on."""
     salt, each = request.cache_salt or "", request.n or 1
@@ -283,19 +292,19 @@ def _jobs(
     grammar, held_by = ("", "") if holding is None else (holding.grammar, holding.param)
     for at, prompt in enumerate(prompts):
         sampling = chat.sampling_of(request, prompt.max_tokens, random.getrandbits(64), grammar)
-        if isinstance(request, CompletionRequest) and request.suffix and model.infill is not None:
-            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.infill.ends))
-        first = Job(
-            request=name if alone else f"{name}/{at * each}",
+        if isinstance(request, CompletionRequest) and request.suffix and model.fim is not None:
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *model.fim.ends))
+        first = InferenceRequest(
+            id=name if alone else f"{name}/{at * each}",
             model=model.name,
             prompt=prompt.tokens,
             prompt_tokens=prompt.count,
             hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of("", salt))),
             sampling=sampling,
             salt=salt,
-            session=session or (f"{name}/{at}" if each > 1 else ""),  # else a prompt's choices may go apart
-            held_by=held_by,
-            follows=at > 0,
+            affinity_key=session or (f"{name}/{at}" if each > 1 else ""),  # else a prompt's choices may go apart
+            grammar_param=held_by,
+            is_follower=at > 0,
         )
         again = replace(first, follows=True, repeats=True)
         others = [

@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from services.frontend.output.output import Delta
 from services.frontend.protocol.chat_chunks import AnswerEncoder, FinishedChoice
 from services.frontend.protocol.errors import Failure
-from services.frontend.requests.stream import join
+from services.frontend.requests.stream import join_deltas
 from services.frontend.serving.choices import Choices
 from services.frontend.serving.reply import Chunk
 
 
-class Generated:
+class ChatReply:
     """One request's answer, in the shape of its operation."""
 
-    named = False
+    typed_events = False
 
     def __init__(
         self,
@@ -30,30 +30,32 @@ class Generated:
         with_usage: bool,
     ) -> None:
         """A shape and an echo (a text before the answer, mostly none) for each choice."""
-        self.streams = streams
+        self.streamed = streams
         """Whether the client wants chunks."""
         self._with_usage = with_usage
         self._shapes = shapes
         self._choices = choices
         self._echoes = echoes
 
-    async def whole(self) -> bytes:
+    async def full_body(self) -> bytes:
         """The answer as one JSON object. Raises what ended the request."""
         deltas = [[Delta(echo)] for echo in self._echoes]
         async for index, delta in self._choices:
             if delta is not None:
                 deltas[index].append(delta)
         finishes = self._choices.streams
-        ended = [FinishedChoice(index, join(found), finishes[index].finish) for index, found in enumerate(deltas)]
+        ended = [
+            FinishedChoice(index, join_deltas(found), finishes[index].finish) for index, found in enumerate(deltas)
+        ]
         return self._shapes[0].full_body(ended, self._choices.usage)
 
-    def nothing(self) -> bytes:
+    def keepalive_chunk(self) -> bytes:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
         [first, *others] = self._shapes
         # The first of several choices may have ended.
-        return first.keepalive_chunk() if others else first.delta_chunk(join(()))
+        return first.keepalive_chunk() if others else first.delta_chunk(join_deltas(()))
 
-    def failed(self, wrong: Failure) -> bytes:
+    def error_chunk(self, wrong: Failure) -> bytes:
         """As in Reply."""
         return wrong.payload
 
@@ -75,7 +77,7 @@ class Generated:
             if delta is not None:
                 yield Chunk(shape.delta_chunk(delta))
                 if send is not None:
-                    stream.send_by(shape.delta_chunk, send)
+                    stream.send_directly(shape.delta_chunk, send)
                 continue
             left -= 1
             yield Chunk(shape.last_chunk(stream.finish), more=not left, last=not left and not self._with_usage)

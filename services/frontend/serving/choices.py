@@ -18,17 +18,17 @@ from msgspec import Struct
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol.chat_chunks import Usage, usage_of
-from services.frontend.requests.stream import Job, Reader, Stream
+from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 
 
 class Planned(Struct, frozen=True):
     """One choice, before it is asked for."""
 
-    job: Job
+    job: InferenceRequest
     output: Output | ParsedOutput
 
 
-Open = Callable[[Planned, Reader], AbstractAsyncContextManager[Stream]]
+Open = Callable[[Planned, StreamSelector], AbstractAsyncContextManager[Stream]]
 """Asks for a choice; leaving cancels it."""
 
 
@@ -40,7 +40,7 @@ class Choices:
         """Those that were asked for, by the choice's index."""
         self._open = open_one
         self._stack = stack
-        self._reader = Reader()
+        self._reader = StreamSelector()
         self._planned = dict(enumerate(one for prompt in prompts for one in prompt))
         self._index: dict[Stream, int] = {}
         self._leaders: dict[int, int] = {}
@@ -55,7 +55,7 @@ class Choices:
         """Ask for the first choice of each prompt."""
         for first, count in self._leaders.items():
             await self._ask(first)
-            self.streams[first].leads = count > 1
+            self.streams[first].awaits_first_token = count > 1
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | None]]:
         """What comes next of a choice, with its index; None: it has ended. Raises the error that ended one of them.
@@ -64,16 +64,16 @@ class Choices:
         """
         unfinished = set(range(len(self)))
         while unfinished:
-            for stream in await self._reader.called():
+            for stream in await self._reader.wait_ready():
                 index = self._index[stream]
-                if stream.leads and stream.begun:
-                    stream.leads = False
+                if stream.awaits_first_token and stream.prompt_computed:
+                    stream.awaits_first_token = False
                     for other in range(index + 1, index + self._leaders[index]):
                         await self._ask(other)
-                while (delta := stream.taken()) is not None:
+                while (delta := stream.pop_delta()) is not None:
                     yield index, delta
                 if stream.ended and index in unfinished:
-                    stream.check()
+                    stream.raise_error()
                     unfinished.remove(index)
                     yield index, None
 
@@ -90,7 +90,7 @@ class Choices:
     @property
     def late(self) -> bool:
         """Whether the time of one was over before its end."""
-        return any(stream.late for stream in self.streams.values())
+        return any(stream.timed_out for stream in self.streams.values())
 
     @property
     def usage(self) -> Usage:
@@ -114,9 +114,9 @@ class Choices:
         assert self._leaders.keys() <= self.streams.keys()
         for first, count in self._leaders.items():
             others = set(range(first + 1, first + count))
-            waits = self.streams[first].leads
+            waits = self.streams[first].awaits_first_token
             assert others <= (self._planned if waits else self.streams).keys()
-        assert all(index in self._leaders for index, stream in self.streams.items() if stream.leads)
+        assert all(index in self._leaders for index, stream in self.streams.items() if stream.awaits_first_token)
 
 
 @asynccontextmanager

@@ -17,43 +17,43 @@ from typing import assert_never
 import msgspec
 
 from services.frontend.metrics import Metrics
-from services.frontend.models.registry import Models
+from services.frontend.models.registry import ModelRegistry
 from services.frontend.protocol import chat
 from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.model_list import ModelEntry, ModelList
 from services.frontend.protocol.operations import Operation
-from services.frontend.requests.service import Frontend
-from services.frontend.serving.chat import Generation
-from services.frontend.serving.embeddings import Embeddings
-from services.frontend.serving.reply import Reply, Whole
-from services.frontend.serving.request_context import Asking
-from services.frontend.serving.response_directory import ResponseDesk
-from services.frontend.serving.responses import Responses
-from services.frontend.serving.tokenize import Tokens
+from services.frontend.requests.service import RequestService
+from services.frontend.serving.chat import ServingChat
+from services.frontend.serving.embeddings import ServingEmbeddings
+from services.frontend.serving.reply import JsonReply, Reply
+from services.frontend.serving.request_context import RequestContext
+from services.frontend.serving.response_directory import ResponseDirectory
+from services.frontend.serving.responses import ServingResponses
+from services.frontend.serving.tokenize import ServingTokenize
 from services.frontend.structured.compiler import GrammarCompiler
 
 
-class Exchange:
+class Dispatcher:
     """Turns bodies into replies."""
 
     def __init__(
         self,
-        frontend: Frontend,
-        models: Models,
+        frontend: RequestService,
+        models: ModelRegistry,
         pool: Executor,
         metrics: Metrics,
         grammars: GrammarCompiler,
-        desk: ResponseDesk,
+        desk: ResponseDirectory,
     ) -> None:
         self._models = models
-        self._generation = Generation(frontend, models, pool, metrics, grammars)
-        self._responses = Responses(self._generation, models, desk, frontend.limits)
-        self._embeddings = Embeddings(frontend, models, pool)
-        self._tokens = Tokens(models, pool, frontend.limits)
+        self._generation = ServingChat(frontend, models, pool, metrics, grammars)
+        self._responses = ServingResponses(self._generation, models, desk, frontend.limits)
+        self._embeddings = ServingEmbeddings(frontend, models, pool)
+        self._tokens = ServingTokenize(models, pool, frontend.limits)
 
     @asynccontextmanager
-    async def answer(self, operation: Operation, body: bytes, asking: Asking) -> AsyncIterator[Reply]:
+    async def answer(self, operation: Operation, body: bytes, asking: RequestContext) -> AsyncIterator[Reply]:
         """Leaving it cancels what is still running, and says what it has cost its key. Raises InvalidRequest,
         Unavailable and RequestTimeout."""
         match operation:
@@ -69,15 +69,15 @@ class Exchange:
                 async with responding as reply:
                     yield reply
             case "retrieve_response":
-                yield Whole(await self._responses.retrieve(body, asking))
+                yield JsonReply(await self._responses.retrieve(body, asking))
             case "delete_response":
-                yield Whole(await self._responses.delete(body, asking))
+                yield JsonReply(await self._responses.delete(body, asking))
             case "embeddings":
                 embedding = self._embeddings.answer(decode_embeddings(body), asking)
                 del body
-                yield Whole(await embedding)
+                yield JsonReply(await embedding)
             case "tokenize" | "detokenize":
-                yield Whole(await self._tokens.answer(operation, body, deadline_header=asking.deadline_header))
+                yield JsonReply(await self._tokens.answer(operation, body, deadline_header=asking.deadline_header))
             case _:
                 assert_never(operation)
 

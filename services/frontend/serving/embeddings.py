@@ -22,9 +22,9 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend.auth.accounts import TokenUse
-from services.frontend.models.model import Limits, Model
+from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import TURN_CHARACTERS, check_encoded, check_vocabulary, encode
-from services.frontend.models.registry import Models
+from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.output import Output
 from services.frontend.protocol.embeddings import (
     NUMBERS_LIMIT,
@@ -35,9 +35,9 @@ from services.frontend.protocol.embeddings import (
     inputs_of,
 )
 from services.frontend.requests.deadline import deadline_of
-from services.frontend.requests.service import Frontend
-from services.frontend.requests.stream import Job
-from services.frontend.serving.request_context import Asking
+from services.frontend.requests.service import RequestService
+from services.frontend.requests.stream import InferenceRequest
+from services.frontend.serving.request_context import RequestContext
 from shared.errors import HeadraceError, InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
 from shared.messages import Pooling, Sampling
@@ -61,38 +61,38 @@ class _Asked(Struct, frozen=True):
     unique: str
     """The name of the whole request."""
 
-    def job(self, name: str, prompt: bytes, *, follows: bool) -> Job:
+    def job(self, name: str, prompt: bytes, *, follows: bool) -> InferenceRequest:
         """A mean takes nothing from a cache: it has no hashes, and goes where there is least to do."""
         reuses = self.sampling.pooling == "last"
         seed = seed_of("", self.salt)
-        return Job(
-            request=name,
+        return InferenceRequest(
+            id=name,
             model=self.model.name,
             prompt=prompt,
             prompt_tokens=len(prompt) // 4,
             hashes=pack_hashes(sequence_hashes(prompt, self.model.block_size, seed)) if reuses else b"",
             sampling=self.sampling,
             salt=self.salt,
-            session="",
+            affinity_key="",
             embedding_size=self.size,
-            follows=follows,
+            is_follower=follows,
         )
 
 
-class Embeddings:
+class ServingEmbeddings:
     """Answers such requests."""
 
-    def __init__(self, frontend: Frontend, models: Models, pool: Executor) -> None:
+    def __init__(self, frontend: RequestService, models: ModelRegistry, pool: Executor) -> None:
         self._frontend = frontend
         self._models = models
         self._pool = pool
 
-    async def answer(self, request: EmbeddingRequest, asking: Asking) -> bytes:
+    async def answer(self, request: EmbeddingRequest, asking: RequestContext) -> bytes:
         """JSON. Says what it has cost its key. Raises InvalidRequest, Unavailable and RequestTimeout."""
         loop = asyncio.get_running_loop()
-        deadline = deadline_of(request.deadline_s, asking.deadline_header, asking.begun, self._frontend.limits)
+        deadline = deadline_of(request.deadline_s, asking.deadline_header, asking.received_s, self._frontend.limits)
         model, limits = self._models.find(request.model)
-        asked = _asked(request, model, limits, asking.named.unique)
+        asked = _asked(request, model, limits, asking.id.unique)
         inputs = inputs_of(request)
         if len(inputs) * asked.dimensions > NUMBERS_LIMIT:
             wrong = f"input: {len(inputs)} vectors of {asked.dimensions} numbers, more than {NUMBERS_LIMIT} in all"
@@ -104,9 +104,9 @@ class Embeddings:
             raise RequestTimeout("the request's deadline passed before its input was tokenised") from None
         as_text = request.encoding_format == "base64"
         del request, inputs
-        tokens, place = sum(map(len, prompts)) // 4, asking.place
+        tokens, place = sum(map(len, prompts)) // 4, asking.permit
         at_once = min(len(prompts), self._frontend.limits.inputs_at_once, self._frontend.limits.requests)
-        place.weigh(tokens + len(prompts) * asked.dimensions, at_once)
+        place.add_tokens(tokens + len(prompts) * asked.dimensions, at_once)
         if place.account is not None:
             place.account.charge_tokens(tokens, loop.time())
         vectors = _Vectors(self._frontend, asked, prompts, deadline.at)
@@ -114,16 +114,16 @@ class Embeddings:
             await vectors.compute(at_once)
         finally:
             # As for other requests before their first token.
-            free = vectors.failed and not (deadline.hurried and vectors.late)
+            free = vectors.failed and not (deadline.shortened and vectors.late)
             place.spent = TokenUse(tokens, 0 if free else vectors.begun_tokens)
         usage = EmbeddingUsage(tokens, tokens)
         ending = msgspec.json.encode({"model": model.name, "usage": usage, "id": f"embd-{asked.unique}"})
-        pieces = [piece async for piece in written(vectors.found, asked.dimensions, ending, as_text=as_text)]
+        pieces = [piece async for piece in write_answer(vectors.found, asked.dimensions, ending, as_text=as_text)]
         if sum(map(len, pieces)) < _JOINED_BYTES:
             return b"".join(pieces)
         return await loop.run_in_executor(self._pool, b"".join, pieces)
 
-    async def _prompts(self, inputs: dict[str, Input], model: Model, limits: Limits) -> list[bytes]:
+    async def _prompts(self, inputs: dict[str, Input], model: Model, limits: ModelLimits) -> list[bytes]:
         """Packed tokens. Raises InvalidRequest, naming the input."""
         prompts: list[bytes] = []
         tokens, characters = 0, 0
@@ -150,7 +150,7 @@ class Embeddings:
 class _Vectors:
     """The inputs of one request on their way, some at once."""
 
-    def __init__(self, frontend: Frontend, asked: _Asked, prompts: Sequence[bytes], deadline: float) -> None:
+    def __init__(self, frontend: RequestService, asked: _Asked, prompts: Sequence[bytes], deadline: float) -> None:
         self._frontend = frontend
         self._asked = asked
         self._deadline = deadline
@@ -189,7 +189,9 @@ class _Vectors:
                 self.found[index] = stream.embedding
 
 
-async def written(vectors: Sequence[bytes], dimensions: int, ending: bytes, *, as_text: bool) -> AsyncIterator[bytes]:
+async def write_answer(
+    vectors: Sequence[bytes], dimensions: int, ending: bytes, *, as_text: bool
+) -> AsyncIterator[bytes]:
     """An EmbeddingAnswer in pieces: of float32 vectors the leading `dimensions`, in base64 or in decimal. `ending` is a
     JSON object of the other fields. The loop has a turn every TURN_NUMBERS."""
     numbers = 0
@@ -205,7 +207,7 @@ async def written(vectors: Sequence[bytes], dimensions: int, ending: bytes, *, a
     yield b"]," + ending[1:]
 
 
-def _asked(request: EmbeddingRequest, model: Model, limits: Limits, unique: str) -> _Asked:
+def _asked(request: EmbeddingRequest, model: Model, limits: ModelLimits, unique: str) -> _Asked:
     """Raises InvalidRequest."""
     size = limits.embedding_size
     if not size:
@@ -222,7 +224,7 @@ def _asked(request: EmbeddingRequest, model: Model, limits: Limits, unique: str)
     return _Asked(model, sampling, size, dimensions, request.cache_salt or "", unique)
 
 
-def _check_length(tokens: int, limits: Limits, name: str) -> None:
+def _check_length(tokens: int, limits: ModelLimits, name: str) -> None:
     """Raises InvalidRequest."""
     if not tokens:
         raise InvalidRequest(f"{name} has no tokens", param=name)

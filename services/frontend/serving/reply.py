@@ -23,25 +23,25 @@ class Reply(Protocol):
     """An answer on its way."""
 
     @property
-    def streams(self) -> bool:
+    def streamed(self) -> bool:
         """Whether the client wants chunks."""
         ...
 
     @property
-    def named(self) -> bool:
+    def typed_events(self) -> bool:
         """Chunks are events, each with its name in its first field, `type`; none is needed to say that it was the last
         one. Else over HTTP [DONE] is."""
         ...
 
-    async def whole(self) -> bytes:
+    async def full_body(self) -> bytes:
         """The answer as one JSON object. Raises what ended the request."""
         ...
 
-    def nothing(self) -> bytes:
+    def keepalive_chunk(self) -> bytes:
         """A chunk that adds nothing to the answer; it may come at any time before the last one."""
         ...
 
-    def failed(self, wrong: Failure) -> bytes:
+    def error_chunk(self, wrong: Failure) -> bytes:
         """The last chunk, in place of the rest, of an answer that has begun and failed."""
         ...
 
@@ -53,23 +53,23 @@ class Reply(Protocol):
         ...
 
 
-class Whole:
+class JsonReply:
     """An answer that is there already, in one piece."""
 
-    streams = named = False
+    streamed = typed_events = False
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload
 
-    async def whole(self) -> bytes:
+    async def full_body(self) -> bytes:
         """As in Reply."""
         return self._payload
 
-    def nothing(self) -> bytes:
+    def keepalive_chunk(self) -> bytes:
         """As in Reply."""
         return b""
 
-    def failed(self, wrong: Failure) -> bytes:
+    def error_chunk(self, wrong: Failure) -> bytes:
         """As in Reply."""
         return wrong.payload
 

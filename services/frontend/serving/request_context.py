@@ -7,7 +7,7 @@ import secrets
 
 from msgspec import Struct
 
-from services.frontend.requests.admission import Place
+from services.frontend.requests.admission import Permit
 
 _PLAIN = re.compile(r"[0-9A-Za-z._:-]{1,64}")
 
@@ -27,12 +27,12 @@ def request_id(given: str = "") -> RequestId:
     return RequestId(f"{given}-{own}", given) if _PLAIN.fullmatch(given) else RequestId(own, own)
 
 
-class Asking(Struct, frozen=True):
+class RequestContext(Struct, frozen=True):
     """One request's, while it is answered."""
 
-    named: RequestId
-    place: Place
+    id: RequestId
+    permit: Permit
     """With the account of its key."""
-    begun: float
+    received_s: float
     """When its body was there, on the loop's clock."""
     deadline_header: str | None = None

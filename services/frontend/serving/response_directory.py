@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from services.frontend.config import ResponsesConfig
 from services.frontend.metrics import Metrics
-from services.frontend.serving.response_store import Kept, ResponseStore
+from services.frontend.serving.response_store import ResponseStore, StoredResponse
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import NoResponders, RequestTimeout, Unavailable
@@ -25,15 +25,15 @@ from shared.runtime.lifecycle import Runtime
 PREFIX = "resp_"
 PIECE_BYTES = 512 << 10
 """Of one message between frontends: half of what a NATS takes that nobody has set."""
-PATIENCE_S = 2.0
+PEER_TIMEOUT_S = 2.0
 """For each message of another frontend, and …"""
-LIMIT_S = 10.0
+PEER_LIMIT_S = 10.0
 """… for all of its answer; never longer than the request's own deadline."""
 EXPIRE_EVERY_S = 30.0
 """Old ones go, even where nobody asks for any."""
 
 
-class Whose(Struct, frozen=True):
+class ResponseKey(Struct, frozen=True):
     """Where one account's response is."""
 
     id: str
@@ -47,7 +47,7 @@ class Whose(Struct, frozen=True):
         return named if ours else ""
 
 
-class ResponseDesk:
+class ResponseDirectory:
     """Of one frontend."""
 
     def __init__(self, runtime: Runtime, config: ResponsesConfig, metrics: Metrics) -> None:
@@ -63,35 +63,37 @@ class ResponseDesk:
         await runtime.bus.subscribe(subjects.kept(runtime.namespace, runtime.instance), self._on_question)
         runtime.tasks.create_task(self._expire(), name="forget old responses")
 
-    def name(self, request: str) -> str:
+    def response_id(self, request: str) -> str:
         """The id of a request's response."""
         return f"{PREFIX}{self._runtime.instance}.{request}"
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: StoredResponse) -> None:
         """From now on."""
         self._store.keep(kept, self._now())
         self._count()
 
-    async def find(self, whose: Whose, what: Literal["conversation", "response"], deadline: float) -> bytes | None:
+    async def find(
+        self, whose: ResponseKey, what: Literal["conversation", "response"], deadline: float
+    ) -> bytes | None:
         """JSON; None: it is not kept, or not this account's. `deadline`: on the loop's clock. Raises Unavailable and
         RequestTimeout."""
         return await self._ask(whose, Recall(whose.id, whose.account, what), deadline)
 
-    async def forget(self, whose: Whose, deadline: float) -> bool:
+    async def forget(self, whose: ResponseKey, deadline: float) -> bool:
         """Whether it was kept. Raises Unavailable and RequestTimeout."""
         return await self._ask(whose, Forget(whose.id, whose.account), deadline) is not None
 
-    async def _ask(self, whose: Whose, question: KeptQuestion, deadline: float) -> bytes | None:
+    async def _ask(self, whose: ResponseKey, question: KeptQuestion, deadline: float) -> bytes | None:
         frontend = whose.frontend
         if not frontend:
             return None
         if frontend == self._runtime.instance:
             return self._answer(question)
         subject = subjects.kept(self._runtime.namespace, frontend)
-        asking = self._runtime.bus.stream(subject, KEPT_QUESTION.encode(question), idle_timeout_s=PATIENCE_S)
+        asking = self._runtime.bus.stream(subject, KEPT_QUESTION.encode(question), idle_timeout_s=PEER_TIMEOUT_S)
         pieces: list[bytes] = []
         try:
-            async with asyncio.timeout_at(min(deadline, self._now() + LIMIT_S)), asking as messages:
+            async with asyncio.timeout_at(min(deadline, self._now() + PEER_LIMIT_S)), asking as messages:
                 async for message in messages:
                     recalled = RECALLED.decode(message.payload)
                     if not recalled.found:

@@ -19,7 +19,7 @@ Dropped = Literal["age", "count", "bytes"]
 DROPPED: tuple[Dropped, ...] = get_args(Dropped)
 
 
-class Kept(Struct, frozen=True):
+class StoredResponse(Struct, frozen=True):
     """One response."""
 
     id: str
@@ -36,7 +36,7 @@ class Kept(Struct, frozen=True):
         return len(self.conversation) + len(self.response)
 
 
-class _Shelf:
+class _AccountResponses:
     """One account's."""
 
     def __init__(self) -> None:
@@ -55,39 +55,39 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._most_s = most_s
         self._dropped = dropped
-        self._kept: dict[str, tuple[Kept, float]] = {}
+        self._kept: dict[str, tuple[StoredResponse, float]] = {}
         """With the time it was used last; the one used least recently first."""
-        self._shelves: dict[str, _Shelf] = {}
+        self._shelves: dict[str, _AccountResponses] = {}
         self.size_bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, kept: Kept, now: float) -> None:
+    def keep(self, kept: StoredResponse, now: float) -> None:
         """From now on. One that alone is larger than all may be is not kept."""
         assert kept.id not in self._kept, "ids are unique"
         self.expire(now)
-        self._put(kept, now)
+        self._add(kept, now)
         while len(self._kept) > self._most:
             self._drop_of(max(self._shelves.values(), key=lambda shelf: len(shelf.ids)), "count")
         while self.size_bytes > self._most_bytes:
             self._drop_of(max(self._shelves.values(), key=lambda shelf: shelf.size_bytes), "bytes")
 
-    def find(self, response_id: str, account: str, now: float) -> Kept | None:
+    def find(self, response_id: str, account: str, now: float) -> StoredResponse | None:
         """It is used now. None: it is not kept, or not this account's."""
         self.expire(now)
         kept, _ = self._kept.get(response_id, (None, 0.0))
         if kept is None or kept.account != account:
             return None
-        self._take(kept)
-        self._put(kept, now)
+        self._remove(kept)
+        self._add(kept, now)
         return kept
 
     def forget(self, response_id: str, account: str, now: float) -> bool:
         """Whether it was kept, and is no more."""
         kept = self.find(response_id, account, now)
         if kept is not None:
-            self._take(kept)
+            self._remove(kept)
         return kept is not None
 
     def expire(self, now: float) -> None:
@@ -96,22 +96,22 @@ class ResponseStore:
             kept, used = next(iter(self._kept.values()))
             if now - used < self._most_s:
                 return
-            self._take(kept)
+            self._remove(kept)
             self._dropped("age")
 
-    def _drop_of(self, shelf: _Shelf, why: Dropped) -> None:
+    def _drop_of(self, shelf: _AccountResponses, why: Dropped) -> None:
         kept, _ = self._kept[next(iter(shelf.ids))]
-        self._take(kept)
+        self._remove(kept)
         self._dropped(why)
 
-    def _put(self, kept: Kept, now: float) -> None:
+    def _add(self, kept: StoredResponse, now: float) -> None:
         self._kept[kept.id] = (kept, now)
-        shelf = self._shelves.setdefault(kept.account, _Shelf())
+        shelf = self._shelves.setdefault(kept.account, _AccountResponses())
         shelf.ids[kept.id] = None
         shelf.size_bytes += kept.size_bytes
         self.size_bytes += kept.size_bytes
 
-    def _take(self, kept: Kept) -> None:
+    def _remove(self, kept: StoredResponse) -> None:
         del self._kept[kept.id]
         shelf = self._shelves[kept.account]
         del shelf.ids[kept.id]

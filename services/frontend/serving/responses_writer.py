@@ -103,7 +103,7 @@ class ResponseWriter:
         self._sequence = 0
         self._events: list[bytes] = []
 
-    def opening(self) -> list[bytes]:
+    def first_events(self) -> list[bytes]:
         """The first events."""
         self._say(ResponseCreated(self.response, self._sequence))
         self._say(ResponseInProgress(self.response, self._sequence))
@@ -155,7 +155,7 @@ class ResponseWriter:
 
     # --- the fast path
 
-    def single(self, delta: Delta) -> bytes | None:
+    def continuation_event(self, delta: Delta) -> bytes | None:
         """The one event of a delta that only continues the open item; None: it does more, and is to be pushed."""
         grown, text, calls = self._open, delta.text, delta.calls
         if grown is None or delta.entries:
@@ -169,7 +169,7 @@ class ResponseWriter:
             return self._event(grown, calls[0].arguments)
         return None
 
-    def took(self, delta: Delta) -> None:
+    def continuation_sent(self, delta: Delta) -> None:
         """Its `single` event is out."""
         assert self._open is not None
         self._open.pieces.append(delta.text or delta.reasoning or delta.calls[0].arguments)

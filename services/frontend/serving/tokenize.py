@@ -20,7 +20,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.models.model import Model
 from services.frontend.models.preprocess import check_encoded, check_vocabulary, encode, render_chat
-from services.frontend.models.registry import Models
+from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import Detokenizer
 from services.frontend.protocol import chat
 from services.frontend.protocol.tokenize import (
@@ -42,10 +42,10 @@ TURN_TOKENS = 4096
 """Written before others have a turn: 1 ms or so."""
 
 
-class Tokens:
+class ServingTokenize:
     """Answers such bodies."""
 
-    def __init__(self, models: Models, pool: Executor, limits: LimitsConfig) -> None:
+    def __init__(self, models: ModelRegistry, pool: Executor, limits: LimitsConfig) -> None:
         self._models = models
         self._pool = pool
         self._limits = limits
@@ -95,11 +95,11 @@ class Tokens:
     async def _detokenize(self, request: DetokenizeRequest) -> bytes:
         model, limits = self._models.find(request.model)
         check_vocabulary(request.tokens, limits, param="tokens")
-        text = await text_of(model, request.tokens, param="tokens")
+        text = await detokenize(model, request.tokens, param="tokens")
         return msgspec.json.encode(Detokenized(text))
 
 
-async def text_of(model: Model, tokens: Sequence[int], *, param: str) -> str:
+async def detokenize(model: Model, tokens: Sequence[int], *, param: str) -> str:
     """The text of tokens of the vocabulary; special ones as they are written, as in vLLM. `param` names the field that
     they came from. Raises InvalidRequest."""
     output = Detokenizer(msgspec.structs.replace(model.token_bytes, table=model.token_bytes.names))

@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from services.frontend.models import chat_template
-from services.frontend.models.chat_template import ChatTemplate, Unfinished, pick_templates
+from services.frontend.models.chat_template import ChatTemplate, StepLimitReached, pick_templates
 from shared.errors import InvalidRequest, ModelError
 
 HELLO = [{"role": "user", "content": "<hello> & 'you'"}]
@@ -54,7 +54,7 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_the_requests_error(sourc
     ],
 )
 def test_a_templates_steps_are_counted(source: str) -> None:
-    with pytest.raises(Unfinished):
+    with pytest.raises(StepLimitReached):
         ChatTemplate(source, {}).render(HELLO, 99)
 
 
@@ -78,9 +78,9 @@ def test_no_name_in_a_template_switches_the_counting_off(name: str, written: str
         one = ChatTemplate(written.replace("%%", "%").replace("%s", name), {})
     except ModelError:
         return  # the name cannot be written there
-    with pytest.raises((Unfinished, InvalidRequest)) as ended:
+    with pytest.raises((StepLimitReached, InvalidRequest)) as ended:
         one.render(HELLO, 99)
-    assert ended.type is Unfinished or "takes no keyword argument" in str(ended.value)
+    assert ended.type is StepLimitReached or "takes no keyword argument" in str(ended.value)
 
 
 def test_steps_are_counted_for_each_rendering_and_leave_no_trace_in_the_text() -> None:

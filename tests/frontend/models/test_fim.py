@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, normalizers
 
-from services.frontend.models.fim import FAMILIES, Infill, read_infill
+from services.frontend.models.fim import FIM_FAMILIES, FimTokens, read_fim_tokens
 from shared.hashing import unpack_tokens
 from tests.frontend.peers import MODEL, VOCABULARY, clients, world
 
@@ -30,7 +30,7 @@ WRITTEN = {
 }
 
 
-def read(*tokens: str, begins: str = "", spaced: bool = False) -> tuple[Infill | None, dict[int, str]]:
+def read(*tokens: str, begins: str = "", spaced: bool = False) -> tuple[FimTokens | None, dict[int, str]]:
     """Of a tokenizer of characters and these special tokens; with what each id is."""
     names = [chr(code) for code in range(128)] + ["☺", "▁", *tokens]
     ids = {name: at for at, name in enumerate(names)}
@@ -39,7 +39,7 @@ def read(*tokens: str, begins: str = "", spaced: bool = False) -> tuple[Infill |
         written = "▁" + text if spaced else text
         return [*([ids[begins]] if special and begins else []), *(ids[one] for one in written)]
 
-    return read_infill(ids.get, encode), dict(enumerate(names))
+    return read_fim_tokens(ids.get, encode), dict(enumerate(names))
 
 
 @pytest.mark.parametrize("name", MARKS)
@@ -53,7 +53,7 @@ def test_each_family_has_its_own_order(name: str) -> None:
 
 
 def test_every_family_is_named_above() -> None:
-    assert {tuple(filter(None, (one.prefix, one.suffix, one.middle))) for one in FAMILIES} == set(MARKS.values())
+    assert {tuple(filter(None, (one.prefix, one.suffix, one.middle))) for one in FIM_FAMILIES} == set(MARKS.values())
 
 
 def test_what_else_ends_an_answer_is_there_where_the_tokenizer_has_it() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.frontend.models.model import Limits, Parsers, limits_of, load_model
+from services.frontend.models.model import ModelLimits, ParserNames, load_model, model_limits
 from shared.errors import ModelError
 from tests.frontend.cards import HERMES, card_of, with_template
 
@@ -14,7 +14,7 @@ from tests.frontend.cards import HERMES, card_of, with_template
 def test_the_smallest_worker_sets_the_limits(directory: Path) -> None:
     card = card_of(directory)
     small = msgspec.structs.replace(card, context_length=64, vocab_size=512)
-    assert limits_of([card, small]) == Limits(64, card.vocab_size, grammars=False, biases=False)
+    assert model_limits([card, small]) == ModelLimits(64, card.vocab_size, grammars=False, biases=False)
 
 
 def test_a_tokenizer_that_makes_the_package_panic_is_a_model_that_cannot_be_read(copy: Path) -> None:
@@ -28,13 +28,13 @@ def test_a_tokenizer_that_makes_the_package_panic_is_a_model_that_cannot_be_read
 @pytest.mark.parametrize(
     ("parsers", "tool_format", "thinks"),
     [
-        (Parsers(), "hermes", True),
-        (Parsers("none", "none"), None, False),
-        (Parsers("mistral", "think"), "mistral", True),
+        (ParserNames(), "hermes", True),
+        (ParserNames("none", "none"), None, False),
+        (ParserNames("mistral", "think"), "mistral", True),
     ],
 )
 def test_how_a_model_writes_shows_in_its_template_unless_it_is_set(
-    copy: Path, parsers: Parsers, tool_format: str | None, thinks: bool
+    copy: Path, parsers: ParserNames, tool_format: str | None, thinks: bool
 ) -> None:
     model = load_model(card_of(copy), with_template(copy, HERMES), parsers)
     assert (model.tool_format, model.thinks) == (tool_format, thinks)
@@ -57,7 +57,7 @@ def test_special_tokens_that_mark_calls_and_thinking_are_part_of_what_is_taken_a
     (copy / "tokenizer.json").write_bytes(msgspec.json.encode(file))
     model = load_model(card_of(copy), with_template(copy, template))
     assert model.tool_format == tool_format
-    assert (model.token_bytes.of(0), model.marked_token_bytes.of(0)) == (b"", mark.encode())
+    assert (model.token_bytes.bytes_of(0), model.marked_token_bytes.bytes_of(0)) == (b"", mark.encode())
 
 
 def test_a_template_file_wins_and_tokens_may_be_objects(copy: Path) -> None:

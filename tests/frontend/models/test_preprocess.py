@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.frontend.models.chat_template import ChatTemplate
-from services.frontend.models.model import Limits, Model, load_model
+from services.frontend.models.model import Model, ModelLimits, load_model
 from services.frontend.models.preprocess import (
     INLINE_CHARACTERS,
     INLINE_STEPS,
@@ -18,18 +18,20 @@ from services.frontend.models.preprocess import (
     check_vocabulary,
     encode_chat,
     encode_text,
-    fit,
+    fit_context,
     render_chat,
 )
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
 from tests.frontend.cards import HERMES, card_of, with_template
 
-LIMITS = Limits(context_length=100, vocab_size=320, grammars=False, biases=False)
+LIMITS = ModelLimits(context_length=100, vocab_size=320, grammars=False, biases=False)
 
 
 def fitted(count: int, max_tokens: int | None = None, default: int | None = None) -> int:
-    return fit(pack_tokens([5] * count), LIMITS, max_tokens=max_tokens, default=default, param="prompt").max_tokens
+    return fit_context(
+        pack_tokens([5] * count), LIMITS, max_tokens=max_tokens, default=default, param="prompt"
+    ).max_tokens
 
 
 def test_what_may_follow_is_asked_for_or_the_default_or_all_that_is_left() -> None:
@@ -164,7 +166,9 @@ def test_token_ids_outside_the_vocabulary_are_named(directory: Path) -> None:
     model = load_model(card_of(directory), directory)
     check_encoded(model, pack_tokens([5, 319]), LIMITS, param="messages")
     with pytest.raises(InvalidRequest, match="token id 319 at index 1"):
-        check_encoded(model, pack_tokens([5, 319]), Limits(100, 319, grammars=False, biases=False), param="messages")
+        check_encoded(
+            model, pack_tokens([5, 319]), ModelLimits(100, 319, grammars=False, biases=False), param="messages"
+        )
 
 
 async def test_a_tokenizer_that_fails_on_a_text_is_that_requests_error(copy: Path) -> None:

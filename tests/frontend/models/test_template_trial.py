@@ -7,7 +7,7 @@ import pytest
 
 from services.frontend.models import template_trial
 from services.frontend.models.model import load_model
-from services.frontend.models.template_trial import check
+from services.frontend.models.template_trial import try_template
 from shared.errors import ModelError
 from tests.frontend.cards import HERMES, card_of, with_template
 
@@ -37,7 +37,7 @@ def unknown() -> None:
     ],
 )
 def test_a_template_whose_steps_are_small_is_used_and_may_refuse_a_conversation(source: str) -> None:
-    check(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    try_template(source, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_template_whose_steps_are_small_is_used_and_may_refuse_a_conversation(
 )
 def test_a_template_with_a_step_that_takes_too_much_is_refused(source: str) -> None:
     with pytest.raises(ModelError, match=SLOW):
-        check(source, {})
+        try_template(source, {})
 
 
 def test_a_model_with_such_a_template_is_not_loaded_whichever_of_its_templates_it_is(copy: Path) -> None:
@@ -70,19 +70,19 @@ def test_a_model_with_such_a_template_is_not_loaded_whichever_of_its_templates_i
 
 
 def test_a_template_that_does_not_compile_is_an_error_of_its_loading(copy: Path) -> None:
-    check("{% for %}", {})
+    try_template("{% for %}", {})
     with pytest.raises(ModelError, match="line 1"):
         load_model(card_of(copy), with_template(copy, "{% for %}"))
 
 
 def test_a_verdict_is_kept_up_to_a_bound_and_no_failure_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(REAL, {})
+    try_template(REAL, {})
     with monkeypatch.context() as without:
         without.setattr(sys, "executable", "/no/such/python")
-        check(REAL, {})
+        try_template(REAL, {})
         with pytest.raises(ModelError, match="no process to try the chat template in"):
-            check(REAL, {"bos_token": "<s>"})
-    check(REAL, {"bos_token": "<s>"})
+            try_template(REAL, {"bos_token": "<s>"})
+    try_template(REAL, {"bos_token": "<s>"})
     assert template_trial._verdict.cache_info().maxsize == template_trial.KNOWN
 
 
@@ -92,16 +92,16 @@ def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path
     broken.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(ModelError, match=r"ended with status 3: ModuleNotFoundError: jinja2$"):
-        check(REAL, {})
+        try_template(REAL, {})
 
 
 def test_a_process_that_cannot_say_anything_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/bin/false")
         with pytest.raises(ModelError, match="ended with status 1"):
-            check(REAL, {})
+            try_template(REAL, {})
     with monkeypatch.context() as waiting:
         waiting.setattr(template_trial, "WALL_LIMIT_S", 0.0)
         with pytest.raises(ModelError, match="was not tried within 0 s"):
-            check(REAL, {})
-    check(REAL, {})
+            try_template(REAL, {})
+    try_template(REAL, {})

@@ -80,7 +80,7 @@ def test_byte_fallback_text_equals_the_full_decode_where_bytes_are_utf8(pieces: 
 
 @given(st.lists(st.integers(3, 264), max_size=12))
 def test_byte_fallback_keeps_every_valid_character_beside_invalid_bytes(ids: list[int]) -> None:
-    whole = b"".join(FALLBACK_BYTES.of(token) for token in ids)
+    whole = b"".join(FALLBACK_BYTES.bytes_of(token) for token in ids)
     assert decode(FALLBACK_BYTES, [[token] for token in ids]) == whole.decode("utf-8", "replace").removeprefix(" ")
 
 
@@ -91,18 +91,18 @@ def test_an_unfinished_character_waits_and_becomes_a_replacement_at_the_end() ->
 
 
 def test_special_tokens_are_silent_but_have_names() -> None:
-    assert LEVEL_BYTES.of(0) == b""
+    assert LEVEL_BYTES.bytes_of(0) == b""
     assert LEVEL_BYTES.name(0) == b"<s>"
     added = BYTE_LEVEL.token_to_id("an added token")
     assert added is not None
-    assert LEVEL_BYTES.of(added) == b"an added token"
-    assert LEVEL_BYTES.of(1 << 20) == b""
+    assert LEVEL_BYTES.bytes_of(added) == b"an added token"
+    assert LEVEL_BYTES.bytes_of(1 << 20) == b""
 
 
 def test_special_tokens_can_be_shown() -> None:
     shown = LEVEL_BYTES.showing(["<s>", "not there"])
-    assert shown.of(0) == b"<s>"
-    assert LEVEL_BYTES.of(0) == b""
+    assert shown.bytes_of(0) == b"<s>"
+    assert LEVEL_BYTES.bytes_of(0) == b""
     assert [*shown.table[1:]] == [*LEVEL_BYTES.table[1:]]
 
 
@@ -141,4 +141,4 @@ def test_a_unigram_vocabulary_is_a_list() -> None:
             ],
         },
     }
-    assert read_token_bytes(json.dumps(file).encode()).of(1) == b" a"
+    assert read_token_bytes(json.dumps(file).encode()).bytes_of(1) == b" a"

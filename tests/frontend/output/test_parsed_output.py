@@ -7,7 +7,7 @@ import pytest
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
-from services.frontend.requests.stream import join
+from services.frontend.requests.stream import join_deltas
 from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.messages import TokenLogprob
@@ -37,7 +37,7 @@ def whole(output: ParsedOutput, text: str, *, step: int = 1) -> tuple[Delta, boo
     else:
         deltas.append(output.finish())
     output.validate()
-    return join(deltas), deltas[-1].stopped
+    return join_deltas(deltas), deltas[-1].stopped
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
@@ -90,4 +90,4 @@ def test_tokens_of_thinking_are_counted_however_many_come_at_once(size: int) -> 
     output = parsed(plan=ParsePlan(None, reasoning=True))
     text = "<think>why</think>so"
     whole(output, text, step=size)
-    assert output.thought == text.index("</think>")
+    assert output.thinking_tokens == text.index("</think>")

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.frontend.auth.accounts import Account
 from services.frontend.auth.api_keys import KeyEntry
 from services.frontend.config import LimitsConfig
-from services.frontend.requests.admission import Admission, Place
+from services.frontend.requests.admission import Admission, Permit
 from shared.errors import Overloaded, Unavailable
 
 LIMITS = LimitsConfig(requests=3, body_bytes=100, tokenising_bytes=50, tokens=1000, unasked=2)
@@ -24,10 +24,10 @@ def key(name: str) -> Account:
     return Account(name, KeyEntry("0" * 64), 0.0)
 
 
-def begun(to: Admission, body_bytes: int = 0, account: Account | None = None) -> Place:
-    place = to.enter(account)
-    place.grow(body_bytes)
-    place.begin()
+def begun(to: Admission, body_bytes: int = 0, account: Account | None = None) -> Permit:
+    place = to.reserve(account)
+    place.add_bytes(body_bytes)
+    place.admit()
     return place
 
 
@@ -36,32 +36,32 @@ def test_more_requests_than_the_bound_are_refused_before_their_body_is_read() ->
     full = admission(refused)
     places = [begun(full) for _ in range(3)]
     with pytest.raises(Overloaded, match="3 requests"):
-        full.enter()
+        full.reserve()
     assert refused == {"requests": 1}
-    full.leave(places[0])
-    full.enter()
+    full.release(places[0])
+    full.reserve()
 
 
 def test_bodies_on_their_way_keep_nobody_out() -> None:
     slow = admission()
-    late = [slow.enter() for _ in range(10)]
+    late = [slow.reserve() for _ in range(10)]
     for _ in range(3):
         begun(slow)
     with pytest.raises(Overloaded, match="3 requests"):
-        late[0].begin()
+        late[0].admit()
 
 
 def test_bytes_count_as_they_come_and_one_body_alone_may_be_larger_than_all_may_be_together() -> None:
     refused: Counter[str] = Counter()
     bodies = admission(refused)
-    large = bodies.enter()
-    large.grow(90)
-    large.grow(90)
-    small = bodies.enter()
+    large = bodies.reserve()
+    large.add_bytes(90)
+    large.add_bytes(90)
+    small = bodies.reserve()
     with pytest.raises(Overloaded, match="180 bytes"):
-        small.grow(1)
-    bodies.leave(large)
-    small.grow(1)
+        small.add_bytes(1)
+    bodies.release(large)
+    small.add_bytes(1)
     assert refused == {"body_bytes": 1}
 
 
@@ -69,27 +69,27 @@ def test_what_waits_to_be_tokenised_is_bounded_until_it_is() -> None:
     refused: Counter[str] = Counter()
     waiting = admission(refused)
     first = begun(waiting, 40)
-    second = waiting.enter()
-    second.grow(40)
+    second = waiting.reserve()
+    second.add_bytes(40)
     with pytest.raises(Overloaded, match="40 bytes of other requests wait"):
-        second.begin()
-    first.weigh(10)
-    second.begin()
+        second.admit()
+    first.add_tokens(10)
+    second.admit()
     assert refused == {"tokenising_bytes": 1}
 
 
 def test_what_belongs_to_a_body_counts_as_one_that_waits_to_be_tokenised() -> None:
     admission = Admission(LIMITS, lambda _bound: None)
-    first, second = admission.enter(), admission.enter()
+    first, second = admission.reserve(), admission.reserve()
     for place in (first, second):
-        place.grow(10)
-        place.begin()
-    first.grow(30)
+        place.add_bytes(10)
+        place.admit()
+    first.add_bytes(30)
     admission.validate()
     with pytest.raises(Overloaded):
-        second.grow(1)
-    first.weigh(10)
-    second.grow(40)
+        second.add_bytes(1)
+    first.add_tokens(10)
+    second.add_bytes(40)
     admission.validate()
 
 
@@ -97,13 +97,13 @@ def test_tokens_in_flight_are_bounded_and_a_request_alone_is_never_too_many() ->
     refused: Counter[str] = Counter()
     busy = admission(refused)
     first = begun(busy)
-    first.weigh(5000)
+    first.add_tokens(5000)
     second = begun(busy)
     with pytest.raises(Overloaded, match="5000 tokens already; this one has 2"):
-        second.weigh(2)
-    busy.leave(second)
-    busy.leave(first)
-    begun(busy).weigh(2)
+        second.add_tokens(2)
+    busy.release(second)
+    busy.release(first)
+    begun(busy).add_tokens(2)
     assert refused == {"tokens": 1}
 
 
@@ -112,13 +112,13 @@ def test_each_choice_takes_the_place_of_a_request() -> None:
     busy = admission(refused, LimitsConfig(requests=5))
     several, another = begun(busy), begun(busy)
     with pytest.raises(Overloaded, match="2 requests are running already"):
-        several.weigh(10, 5)
-    another.weigh(10, 4)
+        several.add_tokens(10, 5)
+    another.add_tokens(10, 4)
     busy.validate()
     with pytest.raises(Overloaded):
-        busy.enter()
-    busy.leave(another)
-    busy.enter()
+        busy.reserve()
+    busy.release(another)
+    busy.reserve()
     assert refused == {"requests": 2}
 
 
@@ -130,18 +130,18 @@ def test_a_place_that_a_key_has_is_not_taken_back_by_who_comes_before_it_is_weig
     for _ in range(2):
         begun(shared, account=key("late"))
     for place in mine:
-        place.weigh(1)
+        place.add_tokens(1)
     assert not refused
 
 
 def test_once_closed_nobody_enters_and_who_is_there_goes_on() -> None:
     ending = admission()
-    there = ending.enter()
+    there = ending.reserve()
     ending.closed = True
     with pytest.raises(Unavailable, match="about to end"):
-        ending.enter()
-    there.begin()
-    there.weigh(5)
+        ending.reserve()
+    there.admit()
+    there.add_tokens(5)
 
 
 @pytest.mark.parametrize("others", [1, 5])
@@ -160,7 +160,7 @@ def test_a_key_that_takes_all_it_can_get_keeps_no_other_key_out(others: int) -> 
         begun(shared, account=greedy)
     begun(shared, account=key("other 0"))
     for place in places[:20]:
-        shared.leave(place)
+        shared.release(place)
     begun(shared, account=greedy)
     shared.validate()
 
@@ -180,28 +180,28 @@ def test_no_bound_is_one_keys_alone() -> None:
 
 def take(of: Admission, bound: str, account: Account) -> None:
     """A hundredth or so of what the bound allows, a tenth of bytes to be tokenised."""
-    place = of.enter(account)
-    place.grow(10 if bound.endswith("bytes") else 0)
+    place = of.reserve(account)
+    place.add_bytes(10 if bound.endswith("bytes") else 0)
     if bound != "body_bytes":
-        place.begin()
+        place.admit()
     if bound == "tokens":
-        place.weigh(100)
+        place.add_tokens(100)
     elif bound == "unasked":
-        place.unasked()
+        place.count_unasked()
 
 
 def test_a_keys_first_request_is_asked_only_whether_it_fits_however_large() -> None:
     shared = admission(limits=LimitsConfig(requests=2, body_bytes=100, tokens=1000))
-    begun(shared, account=key("a")).weigh(10)
-    begun(shared, body_bytes=100, account=key("b")).weigh(990)
+    begun(shared, account=key("a")).add_tokens(10)
+    begun(shared, body_bytes=100, account=key("b")).add_tokens(990)
 
 
 def test_a_large_body_of_one_key_is_not_refused_halfway_because_of_its_own_first_half() -> None:
     shared = admission(limits=LimitsConfig(body_bytes=100))
-    large, small = shared.enter(key("a")), shared.enter(key("b"))
-    small.grow(1)
+    large, small = shared.reserve(key("a")), shared.reserve(key("b"))
+    small.add_bytes(1)
     for _ in range(9):
-        large.grow(11)
+        large.add_bytes(11)
 
 
 class AdmissionMachine(RuleBasedStateMachine):
@@ -212,50 +212,50 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.admission = admission()
         self.accounts = [None, key("a"), key("b")]
 
-    def some(self, at: int, *, begun: bool, tokenising: bool = False) -> Place | None:
-        those = [one for one in self.admission.places if (one.begun, one.tokenising) == (begun, tokenising)]
+    def some(self, at: int, *, begun: bool, tokenising: bool = False) -> Permit | None:
+        those = [one for one in self.admission.permits if (one.admitted, one.tokenising) == (begun, tokenising)]
         return those[at % len(those)] if those else None
 
-    def refusable(self, place: Place | None, step: str, *sizes: int) -> None:
+    def refusable(self, place: Permit | None, step: str, *sizes: int) -> None:
         if place is None:
             return
         try:
             getattr(place, step)(*sizes)
         except Overloaded:
-            self.admission.leave(place)
+            self.admission.release(place)
 
     @rule(at=st.integers(0, 2))
     def enter(self, at: int) -> None:
-        if self.admission.all["requests"] < LIMITS.requests and len(self.admission.places) < 8:
+        if self.admission.totals["requests"] < LIMITS.requests and len(self.admission.permits) < 8:
             account = self.accounts[at]
             try:
-                self.admission.enter(account)
+                self.admission.reserve(account)
             except Overloaded:
                 assert account is not None
                 assert self.admission.by_key[account.name]["requests"], "its first is asked only whether it fits"
 
     @rule(at=st.integers(0, 7), size=st.integers(0, 120))
     def grow(self, at: int, size: int) -> None:
-        self.refusable(self.some(at, begun=False), "grow", size)
+        self.refusable(self.some(at, begun=False), "add_bytes", size)
 
     @rule(at=st.integers(0, 7))
     def begin(self, at: int) -> None:
-        self.refusable(self.some(at, begun=False), "begin")
+        self.refusable(self.some(at, begun=False), "admit")
 
     @rule(at=st.integers(0, 7), tokens=st.integers(1, 1500), choices=st.integers(1, 4))
     def weigh(self, at: int, tokens: int, choices: int) -> None:
-        self.refusable(self.some(at, begun=True, tokenising=True), "weigh", tokens, choices)
+        self.refusable(self.some(at, begun=True, tokenising=True), "add_tokens", tokens, choices)
 
     @rule(at=st.integers(0, 7))
     def unasked(self, at: int) -> None:
         place = self.some(at, begun=True, tokenising=True)
         if place is not None and not place.taken["unasked"]:
-            self.refusable(place, "unasked")
+            self.refusable(place, "count_unasked")
 
     @rule(at=st.integers(0, 7))
     def leave(self, at: int) -> None:
-        if self.admission.places:
-            self.admission.leave(list(self.admission.places)[at % len(self.admission.places)])
+        if self.admission.permits:
+            self.admission.release(list(self.admission.permits)[at % len(self.admission.permits)])
 
     @invariant()
     def holds(self) -> None:

@@ -10,31 +10,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.frontend.protocol.errors import failure_of
-from services.frontend.requests.retry import ATTEMPTS, RESCUE_S, Tries
+from services.frontend.requests.retry import ATTEMPTS, RESCUE_S, RetryBudget
 from services.frontend.requests.session import (
     Action,
-    Again,
-    Ask,
+    AttemptLost,
     ClientGone,
-    Emit,
+    CountLoss,
+    DispatchAttempt,
+    EmitTokens,
     Event,
     Expired,
     Fail,
     Finish,
     InstanceGone,
-    Later,
-    Lost,
-    Note,
-    Offer,
-    Received,
+    PartReceived,
+    PublishLoad,
+    RetryDue,
+    RetryLater,
+    SelectWorker,
     Session,
     State,
     StopFound,
-    Tell,
     Unreachable,
     Unrouted,
     Unsendable,
-    Withdraw,
+    WithdrawAttempt,
 )
 from shared.errors import InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
@@ -88,24 +88,24 @@ def copied(session: Session) -> Session:
     """With tokens of its own."""
     twin = copy.copy(session)
     twin.tokens = session.tokens[:]
-    twin._tries = copy.copy(session._tries)
+    twin._retries = copy.copy(session._retries)
     return twin
 
 
 def state(session: Session) -> Mapping[str, object]:
-    return vars(session) | {"_tries": vars(session._tries)}
+    return vars(session) | {"_tries": vars(session._retries)}
 
 
-def continues_alike(twin: Session, event: Received, session: Session, actions: list[Action]) -> None:
+def continues_alike(twin: Session, event: PartReceived, session: Session, actions: list[Action]) -> None:
     """The short way changes nothing, or does as `on` did to `session`."""
     before = copied(twin)
-    token = twin.continued(event.instance, event.part)
+    token = twin.next_token(event.instance, event.part)
     twin.validate()
     if token < 0:
         assert state(twin) == state(before)
     else:
         assert state(twin) == state(session)
-        assert actions == [Emit([token], None)]
+        assert actions == [EmitTokens([token], None)]
 
 
 class Sessions(RuleBasedStateMachine):
@@ -120,13 +120,13 @@ class Sessions(RuleBasedStateMachine):
         self.emitted: list[int] = []
         self.ends: list[Action] = []
         self.client_gone = False
-        self.asks: list[Ask] = []
+        self.asks: list[SelectWorker] = []
         """Not yet answered."""
-        self.offers: list[tuple[Offer, int]] = []
+        self.offers: list[tuple[DispatchAttempt, int]] = []
         """Not yet answered, with the index their stream would begin at."""
         self.streams: dict[tuple[str, int], int] = {}
         """(instance, attempt) of unfinished streams → index of the next token."""
-        self.pauses: list[Later] = []
+        self.pauses: list[RetryLater] = []
         """Under way."""
         self.now_s = 0.0
         self.reserved: set[int] = set()
@@ -137,33 +137,33 @@ class Sessions(RuleBasedStateMachine):
         before = self.session.state
         twin = copied(self.session)
         actions = step(self.session, event)
-        if isinstance(event, Received):
+        if isinstance(event, PartReceived):
             continues_alike(twin, event, self.session, actions)
         if before is State.ENDED:
-            assert all(isinstance(action, Tell | Withdraw) for action in actions)
+            assert all(isinstance(action, PublishLoad | WithdrawAttempt) for action in actions)
         self.perform(actions)
         return actions
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Ask():
+                case SelectWorker():
                     self.asks.append(action)
-                case Later():
+                case RetryLater():
                     self.pauses.append(action)
-                case Note():
-                    assert action.fruitful <= bool(self.session.tokens)
-                case Offer():
+                case CountLoss():
+                    assert action.had_tokens <= bool(self.session.tokens)
+                case DispatchAttempt():
                     self.offers.append((action, len(self.session.tokens)))
-                case Emit():
+                case EmitTokens():
                     self.emitted += action.tokens
-                case Withdraw():
+                case WithdrawAttempt():
                     self.streams.pop((action.instance, action.attempt), None)
-                case Tell(Finished(attempt=attempt)):
+                case PublishLoad(Finished(attempt=attempt)):
                     self.reserved.discard(attempt)
-                case Tell(Prefilled(attempt=attempt)):
+                case PublishLoad(Prefilled(attempt=attempt)):
                     assert attempt in self.reserved
-                case Tell():
+                case PublishLoad():
                     raise AssertionError(action)
                 case Finish() | Fail():
                     self.ends.append(action)
@@ -193,8 +193,8 @@ class Sessions(RuleBasedStateMachine):
     @rule()
     def a_pause_ends(self) -> None:
         later = self.pauses.pop(0)
-        self.now_s += later.for_s
-        self.feed(Again(later.attempt, self.now_s))
+        self.now_s += later.pause_s
+        self.feed(RetryDue(later.attempt, self.now_s))
 
     @precondition(lambda self: self.offers)
     @rule(answer=st.sampled_from(["accepted", "faster", "accepted", "faster", "refused", "unreachable", "lost"]))
@@ -237,9 +237,9 @@ class Sessions(RuleBasedStateMachine):
             del self.streams[instance, attempt]
         for _ in range({"sent": 1, "lost": 0, "twice": 2}[fate]):
             stray = (instance, attempt) != (self.session.instance, self.session.attempt)
-            actions = self.feed(Received(instance, part(first, tokens, finish, attempt)))
+            actions = self.feed(PartReceived(instance, part(first, tokens, finish, attempt)))
             if stray:
-                assert actions == ([] if finish else [Withdraw(instance, attempt)])
+                assert actions == ([] if finish else [WithdrawAttempt(instance, attempt)])
 
     @rule(fate=st.integers(0, 20), instance=INSTANCES)
     def something_happens(self, fate: int, instance: str) -> None:
@@ -251,7 +251,7 @@ class Sessions(RuleBasedStateMachine):
         elif fate == 4:
             self.feed(Expired())
         elif fate in (6, 7):
-            self.feed(Lost(self.session.attempt, "stalled" if fate == 6 else "unheard", "quiet"))
+            self.feed(AttemptLost(self.session.attempt, "stalled" if fate == 6 else "unheard", "quiet"))
         elif fate == 5:
             self.client_gone |= self.session.state is not State.ENDED
             self.feed(ClientGone())
@@ -284,18 +284,21 @@ TestSessions = Sessions.TestCase
 
 def test_a_request_goes_from_ask_to_finish() -> None:
     session = Session(R, 3)
-    assert session.start() == [Ask(1, 0, ())]
-    assert step(session, selected(1)) == [Offer(1, "w1", 0)]
+    assert session.start() == [SelectWorker(1, 0, ())]
+    assert step(session, selected(1)) == [DispatchAttempt(1, "w1", 0)]
     assert step(session, Accepted(R, 1)) == []
-    assert step(session, Received("w1", part(0, [5]))) == [Tell(Prefilled(R, 1, 0, instance="w1")), Emit([5], None)]
-    last = step(session, Received("w1", part(1, [6, 7], "length")))
-    assert last == [Emit([6, 7], None), Tell(Finished(R, 1)), Finish("length")]
+    assert step(session, PartReceived("w1", part(0, [5]))) == [
+        PublishLoad(Prefilled(R, 1, 0, instance="w1")),
+        EmitTokens([5], None),
+    ]
+    last = step(session, PartReceived("w1", part(1, [6, 7], "length")))
+    assert last == [EmitTokens([6, 7], None), PublishLoad(Finished(R, 1)), Finish("length")]
 
 
 def test_only_a_part_that_adds_one_token_to_its_stream_takes_the_short_way() -> None:
     session = streaming(max_tokens=3)
-    assert session.continued("w1", part(0, [5])) == -1, "routers have to be told of the first token"
-    step(session, Received("w1", part(0, [5])))
+    assert session.next_token("w1", part(0, [5])) == -1, "routers have to be told of the first token"
+    step(session, PartReceived("w1", part(0, [5])))
     for other in (
         part(0, [5]),
         part(2, [7]),
@@ -306,45 +309,50 @@ def test_only_a_part_that_adds_one_token_to_its_stream_takes_the_short_way() -> 
         Part(R, 1, 1, b"\0\0\0"),
         Part(R, 1, 1, pack_tokens([6]), None, 0, (TokenLogprob(-1.0),)),
     ):
-        assert session.continued("w1", other) == -1
-    assert session.continued("w2", part(1, [6])) == -1
-    assert session.continued("w1", part(1, [6])) == 6
-    assert session.continued("w1", part(2, [1 << 31])) == 1 << 31
-    assert session.continued("w1", part(3, [8])) == -1, "max_tokens are there"
+        assert session.next_token("w1", other) == -1
+    assert session.next_token("w2", part(1, [6])) == -1
+    assert session.next_token("w1", part(1, [6])) == 6
+    assert session.next_token("w1", part(2, [1 << 31])) == 1 << 31
+    assert session.next_token("w1", part(3, [8])) == -1, "max_tokens are there"
     session.on(ClientGone())
-    assert session.continued("", part(3, [8])) == -1
+    assert session.next_token("", part(3, [8])) == -1
     assert list(session.tokens) == [5, 6, 1 << 31]
 
 
 def test_an_attempt_that_was_lost_unheard_goes_on_behind_the_tokens_so_far() -> None:
     session = streaming()
-    step(session, Received("w1", part(0, [5])))
-    assert step(session, Lost(0, "unheard", "an older one")) == []
-    actions = step(session, Lost(1, "unheard", "its end was lost"))
-    assert actions == [Note("unheard", fruitful=True), Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 1, ())]
+    step(session, PartReceived("w1", part(0, [5])))
+    assert step(session, AttemptLost(0, "unheard", "an older one")) == []
+    actions = step(session, AttemptLost(1, "unheard", "its end was lost"))
+    assert actions == [
+        CountLoss("unheard", had_tokens=True),
+        WithdrawAttempt("w1", 1),
+        PublishLoad(Finished(R, 1)),
+        SelectWorker(2, 1, ()),
+    ]
 
 
 def test_a_stop_token_counts_but_is_not_shown() -> None:
     session = streaming()
     logprobs = (TokenLogprob(-1.0), TokenLogprob(-2.0))
-    actions = step(session, Received("w1", Part(R, 1, 0, pack_tokens([5, 2]), "stop", 0, logprobs)))
-    assert Emit([5], logprobs[:1]) in actions
+    actions = step(session, PartReceived("w1", Part(R, 1, 0, pack_tokens([5, 2]), "stop", 0, logprobs)))
+    assert EmitTokens([5], logprobs[:1]) in actions
     assert list(session.tokens) == [5, 2]
 
 
 def test_an_overlapping_part_brings_only_its_new_tokens() -> None:
     session = streaming()
-    step(session, Received("w1", part(0, [5, 6])))
-    assert step(session, Received("w1", part(1, [6, 7]))) == [Emit([7], None)]
-    assert step(session, Received("w1", part(0, [5, 6]))) == []
+    step(session, PartReceived("w1", part(0, [5, 6])))
+    assert step(session, PartReceived("w1", part(1, [6, 7]))) == [EmitTokens([7], None)]
+    assert step(session, PartReceived("w1", part(0, [5, 6]))) == []
 
 
 def test_a_part_of_the_present_attempt_from_another_instance_is_withdrawn_there_and_not_shown() -> None:
     session = streaming()
-    assert step(session, Received("w2", part(0, [5]))) == [Withdraw("w2", 1)]
-    assert step(session, Received("w2", part(0, [5], "length"))) == []
+    assert step(session, PartReceived("w2", part(0, [5]))) == [WithdrawAttempt("w2", 1)]
+    assert step(session, PartReceived("w2", part(0, [5], "length"))) == []
     assert session.state is State.STREAMING
-    assert step(session, Received("w1", part(0, [6])))[-1] == Emit([6], None)
+    assert step(session, PartReceived("w1", part(0, [6])))[-1] == EmitTokens([6], None)
 
 
 @pytest.mark.parametrize(
@@ -360,20 +368,30 @@ def test_a_part_of_the_present_attempt_from_another_instance_is_withdrawn_there_
 )
 def test_a_part_that_makes_no_sense_loses_the_attempt_and_its_worker(senseless: Part) -> None:
     session = streaming()
-    actions = step(session, Received("w1", senseless))
-    assert actions == [Note("senseless", fruitful=False), Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 0, ("w1",))]
+    actions = step(session, PartReceived("w1", senseless))
+    assert actions == [
+        CountLoss("senseless", had_tokens=False),
+        WithdrawAttempt("w1", 1),
+        PublishLoad(Finished(R, 1)),
+        SelectWorker(2, 0, ("w1",)),
+    ]
 
 
 def test_a_gap_withdraws_and_asks_again_without_excluding() -> None:
     session = streaming()
-    step(session, Received("w1", part(0, [5])))
-    actions = step(session, Received("w1", part(2, [7])))
-    assert actions == [Note("gap", fruitful=True), Withdraw("w1", 1), Tell(Finished(R, 1)), Ask(2, 1, ())]
+    step(session, PartReceived("w1", part(0, [5])))
+    actions = step(session, PartReceived("w1", part(2, [7])))
+    assert actions == [
+        CountLoss("gap", had_tokens=True),
+        WithdrawAttempt("w1", 1),
+        PublishLoad(Finished(R, 1)),
+        SelectWorker(2, 1, ()),
+    ]
 
 
 def test_only_the_finish_lost_is_no_reason_to_ask_again() -> None:
     session = streaming(max_tokens=2)
-    step(session, Received("w1", part(0, [5, 6])))
+    step(session, PartReceived("w1", part(0, [5, 6])))
     assert step(session, InstanceGone("w1"))[-1] == Finish("length")
 
 
@@ -393,11 +411,11 @@ def test_fruitless_attempts_in_a_row_are_bounded_and_the_end_tells_of_each() -> 
     session = streaming()
     step(session, InstanceGone("w1"))
     goes_on(session)
-    step(session, Received("w1", part(0, [5], attempt=2)))
+    step(session, PartReceived("w1", part(0, [5], attempt=2)))
     for _ in range(ATTEMPTS):
-        assert isinstance(step(session, Lost(session.attempt, "stalled", "no token came"))[-1], Ask)
+        assert isinstance(step(session, AttemptLost(session.attempt, "stalled", "no token came"))[-1], SelectWorker)
         goes_on(session)
-    wrong = failed(step(session, Lost(session.attempt, "unheard", "its end was lost")))
+    wrong = failed(step(session, AttemptLost(session.attempt, "unheard", "its end was lost")))
     assert isinstance(wrong, Unavailable)
     assert str(wrong) == (
         "3 attempts in a row brought no token; attempt 1 at w1: the worker is gone; attempt 2 at w1: no token came; "
@@ -409,8 +427,8 @@ def test_a_prompt_that_kills_engine_after_engine_behind_its_first_tokens_is_stop
     session = streaming()
 
     def dies(death: int) -> list[Action]:
-        step(session, Received("w1", part(death, [5], attempt=session.attempt)))
-        return step(session, Received("w1", Part(R, session.attempt, death + 1, b"", "error", error="it died")))
+        step(session, PartReceived("w1", part(death, [5], attempt=session.attempt)))
+        return step(session, PartReceived("w1", Part(R, session.attempt, death + 1, b"", "error", error="it died")))
 
     for death in range(ATTEMPTS):
         dies(death)
@@ -426,12 +444,12 @@ def test_a_stream_outlives_any_number_of_rolling_restarts(finish: FinishReason, 
         session.on(selected(attempt, f"w{attempt}"))
         session.on(Accepted(R, attempt))
         if attempt in (2, 5):
-            session.on(Received(f"w{attempt}", part(len(session.tokens), [100], attempt=attempt)))
+            session.on(PartReceived(f"w{attempt}", part(len(session.tokens), [100], attempt=attempt)))
         back = Part(R, attempt, len(session.tokens), b"", finish, error=error)
-        note, told, asked = step(session, Received(f"w{attempt}", back))
-        assert note == Note("handed_back", attempt in (2, 5))
-        assert told == Tell(Finished(R, attempt))
-        assert isinstance(asked, Ask)
+        note, told, asked = step(session, PartReceived(f"w{attempt}", back))
+        assert note == CountLoss("handed_back", attempt in (2, 5))
+        assert told == PublishLoad(Finished(R, attempt))
+        assert isinstance(asked, SelectWorker)
         assert (asked.attempt, asked.produced, asked.excluded[-1]) == (attempt + 1, len(session.tokens), f"w{attempt}")
 
 
@@ -440,8 +458,8 @@ def test_a_grammar_that_cannot_be_followed_is_its_request_s_fault_and_tried_nowh
     session.start()
     session.on(selected(1, "w1"))
     session.on(Accepted(R, 1))
-    told, end = step(session, Received("w1", Part(R, 1, 0, b"", "error", error=f"{UNFOLLOWABLE}: too large")))
-    assert told == Tell(Finished(R, 1))
+    told, end = step(session, PartReceived("w1", Part(R, 1, 0, b"", "error", error=f"{UNFOLLOWABLE}: too large")))
+    assert told == PublishLoad(Finished(R, 1))
     assert isinstance(end, Fail)
     assert isinstance(end.error, InvalidRequest)
     assert end.error.param == "structured_outputs.regex"
@@ -451,13 +469,13 @@ def test_a_grammar_that_cannot_be_followed_is_its_request_s_fault_and_tried_nowh
 def test_a_request_that_waited_for_a_worker_in_vain_is_refused_as_one_that_would_have_to() -> None:
     session = Session(R, MAX_TOKENS, wait_s=7.5)
     session.start()
-    assert session.on(selected(1, "w1")) == [Offer(1, "w1", 0, wait_s=7.5)]
+    assert session.on(selected(1, "w1")) == [DispatchAttempt(1, "w1", 0, wait_s=7.5)]
     told, _ = step(session, Refused(R, 1, "overloaded", "full"))[1:]
-    assert told == Tell(Finished(R, 1))
-    assert session.on(selected(2, "w2")) == [Offer(2, "w2", 0, wait_s=7.5)], "it has lost nothing"
+    assert told == PublishLoad(Finished(R, 1))
+    assert session.on(selected(2, "w2")) == [DispatchAttempt(2, "w2", 0, wait_s=7.5)], "it has lost nothing"
     session.on(Accepted(R, 2))
-    told, end = step(session, Received("w2", Part(R, 2, 0, b"", "error", error=f"{NOT_BEGUN}: it is full")))
-    assert told == Tell(Finished(R, 2))
+    told, end = step(session, PartReceived("w2", Part(R, 2, 0, b"", "error", error=f"{NOT_BEGUN}: it is full")))
+    assert told == PublishLoad(Finished(R, 2))
     assert isinstance(end, Fail)
     assert isinstance(end.error, Overloaded)
     assert (failure_of(end.error).status, failure_of(end.error).retry_after_s) == (429, 8)
@@ -465,7 +483,7 @@ def test_a_request_that_waited_for_a_worker_in_vain_is_refused_as_one_that_would
     session = Session(R, MAX_TOKENS, wait_s=3600.0)
     session.start()
     session.on(selected(1, "w1"))
-    _, end = step(session, Received("w1", Part(R, 1, 0, b"", "error", error=NOT_BEGUN)))
+    _, end = step(session, PartReceived("w1", Part(R, 1, 0, b"", "error", error=NOT_BEGUN)))
     assert isinstance(end, Fail)
     assert failure_of(end.error).retry_after_s == 60
 
@@ -475,18 +493,22 @@ def test_a_request_that_has_lost_an_attempt_waits_at_workers_until_its_deadline(
     session.start()
     session.on(selected(1, "w1"))
     session.on(InstanceGone("w1"))
-    assert session.on(selected(2, "w2")) == [Offer(2, "w2", 0)]
+    assert session.on(selected(2, "w2")) == [DispatchAttempt(2, "w2", 0)]
 
 
 def test_a_stream_goes_on_elsewhere_where_a_worker_did_not_begin_with_it() -> None:
     session = Session(R, MAX_TOKENS, wait_s=7.5)
     session.start()
     session.on(selected(1, "w1"))
-    step(session, Received("w1", part(0, [5])))
-    step(session, Lost(1, "gap", "a part was lost"))
-    assert session.on(selected(2, "w1")) == [Offer(2, "w1", 0)]
-    actions = step(session, Received("w1", Part(R, 2, 1, b"", "error", error=NOT_BEGUN)))
-    assert actions == [Note("handed_back", fruitful=False), Tell(Finished(R, 2)), Ask(3, 1, ("w1",))]
+    step(session, PartReceived("w1", part(0, [5])))
+    step(session, AttemptLost(1, "gap", "a part was lost"))
+    assert session.on(selected(2, "w1")) == [DispatchAttempt(2, "w1", 0)]
+    actions = step(session, PartReceived("w1", Part(R, 2, 1, b"", "error", error=NOT_BEGUN)))
+    assert actions == [
+        CountLoss("handed_back", had_tokens=False),
+        PublishLoad(Finished(R, 2)),
+        SelectWorker(3, 1, ("w1",)),
+    ]
 
 
 def test_numbers_that_are_not_finite_end_their_request_with_an_error_and_are_tried_nowhere_else() -> None:
@@ -494,8 +516,8 @@ def test_numbers_that_are_not_finite_end_their_request_with_an_error_and_are_tri
     session.start()
     session.on(selected(1, "w1"))
     session.on(Accepted(R, 1))
-    told, end = step(session, Received("w1", Part(R, 1, 0, b"", "error", error=f"{NOT_FINITE}: its logits")))
-    assert told == Tell(Finished(R, 1))
+    told, end = step(session, PartReceived("w1", Part(R, 1, 0, b"", "error", error=f"{NOT_FINITE}: its logits")))
+    assert told == PublishLoad(Finished(R, 1))
     assert isinstance(end, Fail)
     assert isinstance(end.error, NotFinite)
     assert failure_of(end.error).status == 500
@@ -505,23 +527,25 @@ def test_numbers_that_are_not_finite_end_their_request_with_an_error_and_are_tri
 def test_a_stream_that_is_lost_on_the_way_again_and_again_goes_on_as_long_as_it_grows() -> None:
     session = streaming()
     for at in range(MAX_TOKENS - 2):
-        step(session, Received("w1", part(at, [5], attempt=session.attempt)))
-        assert step(session, Received("w1", part(at + 2, [7], attempt=session.attempt)))[-1] == Ask(at + 2, at + 1, ())
+        step(session, PartReceived("w1", part(at, [5], attempt=session.attempt)))
+        assert step(session, PartReceived("w1", part(at + 2, [7], attempt=session.attempt)))[-1] == SelectWorker(
+            at + 2, at + 1, ()
+        )
         goes_on(session)
 
 
 def test_nobody_to_choose_after_a_loss_is_waited_out_and_the_excluded_are_asked_again() -> None:
     session = streaming()
-    assert step(session, InstanceGone("w1"))[-1] == Ask(2, 0, ("w1",))
-    assert step(session, SelectRefused(R, 2, "all_excluded", "none left")) == [Later(2, 0.1)]
-    assert not session.chooses(2)
-    assert step(session, Again(1, 0.1)) == []
-    assert step(session, Again(2, 0.1)) == [Ask(2, 0, ())]
-    assert step(session, SelectRefused(R, 2, "no_instances", "none")) == [Later(2, 0.2)]
-    assert step(session, Again(2, 0.4)) == [Ask(2, 0, ())]
-    assert step(session, Unrouted(2)) == [Later(2, 0.4)]
-    assert step(session, Again(2, 0.8)) == [Ask(2, 0, ())]
-    assert step(session, selected(2)) == [Offer(2, "w1", 0)]
+    assert step(session, InstanceGone("w1"))[-1] == SelectWorker(2, 0, ("w1",))
+    assert step(session, SelectRefused(R, 2, "all_excluded", "none left")) == [RetryLater(2, 0.1)]
+    assert not session.is_choosing(2)
+    assert step(session, RetryDue(1, 0.1)) == []
+    assert step(session, RetryDue(2, 0.1)) == [SelectWorker(2, 0, ())]
+    assert step(session, SelectRefused(R, 2, "no_instances", "none")) == [RetryLater(2, 0.2)]
+    assert step(session, RetryDue(2, 0.4)) == [SelectWorker(2, 0, ())]
+    assert step(session, Unrouted(2)) == [RetryLater(2, 0.4)]
+    assert step(session, RetryDue(2, 0.8)) == [SelectWorker(2, 0, ())]
+    assert step(session, selected(2)) == [DispatchAttempt(2, "w1", 0)]
 
 
 def test_waiting_ends_after_its_time_with_what_was_wrong() -> None:
@@ -530,11 +554,11 @@ def test_waiting_ends_after_its_time_with_what_was_wrong() -> None:
     now_s, pauses_s = 0.0, []
     while True:
         [later] = step(session, SelectRefused(R, 2, "no_instances", "none", retry_after_s=7.0))
-        assert isinstance(later, Later)
-        pauses_s.append(later.for_s)
-        now_s += later.for_s
-        actions = step(session, Again(2, now_s))
-        if not isinstance(actions[-1], Ask):
+        assert isinstance(later, RetryLater)
+        pauses_s.append(later.pause_s)
+        now_s += later.pause_s
+        actions = step(session, RetryDue(2, now_s))
+        if not isinstance(actions[-1], SelectWorker):
             break
     assert RESCUE_S <= now_s < RESCUE_S + 2.0
     assert pauses_s[:6] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
@@ -548,19 +572,19 @@ def test_a_token_gives_the_next_rescue_its_whole_time() -> None:
     session = streaming()
     step(session, InstanceGone("w1"))
     step(session, Unrouted(2))
-    step(session, Again(2, 0.1))
+    step(session, RetryDue(2, 0.1))
     goes_on(session)
-    step(session, Received("w1", part(0, [5], attempt=2)))
+    step(session, PartReceived("w1", part(0, [5], attempt=2)))
     step(session, InstanceGone("w1"))
-    assert step(session, Unrouted(3)) == [Later(3, 0.1)]
-    assert isinstance(step(session, Again(3, 1000.0))[-1], Ask)
+    assert step(session, Unrouted(3)) == [RetryLater(3, 0.1)]
+    assert isinstance(step(session, RetryDue(3, 1000.0))[-1], SelectWorker)
 
 
 def test_while_nats_is_away_a_fresh_request_waits_too() -> None:
     session = Session(R, 3)
     session.start()
-    assert step(session, Unrouted(1, "NATS is not connected", away=True)) == [Later(1, 0.1)]
-    assert step(session, Again(1, 0.1)) == [Ask(1, 0, ())]
+    assert step(session, Unrouted(1, "NATS is not connected", away=True)) == [RetryLater(1, 0.1)]
+    assert step(session, RetryDue(1, 0.1)) == [SelectWorker(1, 0, ())]
 
 
 @pytest.mark.parametrize("answer", [Unrouted(1), SelectRefused(R, 1, "no_instances", "none")])
@@ -574,7 +598,7 @@ def test_a_fresh_request_that_all_refuse_for_their_load_does_not_wait_either() -
     session = Session(R, 3)
     session.start()
     session.on(selected(1))
-    assert step(session, Refused(R, 1, "overloaded", "full"))[-1] == Ask(2, 0, ("w1",))
+    assert step(session, Refused(R, 1, "overloaded", "full"))[-1] == SelectWorker(2, 0, ("w1",))
     wrong = failed(step(session, SelectRefused(R, 2, "all_excluded", "none left")))
     assert "attempt 1 at w1: refused: full" in str(wrong)
 
@@ -592,17 +616,17 @@ def test_refusals_of_a_request_that_is_rescued_count_as_nothing_once_a_worker() 
     step(session, InstanceGone("w1"))
     for number in range(2, 9):
         step(session, selected(session.attempt, f"w{number}"))
-        assert isinstance(step(session, Refused(R, session.attempt, "overloaded", "full"))[-1], Ask)
+        assert isinstance(step(session, Refused(R, session.attempt, "overloaded", "full"))[-1], SelectWorker)
     for _ in range(ATTEMPTS - 1):
         step(session, selected(session.attempt, "w1"))
-        assert isinstance(step(session, Refused(R, session.attempt, "overloaded", "full"))[-1], Ask)
+        assert isinstance(step(session, Refused(R, session.attempt, "overloaded", "full"))[-1], SelectWorker)
     step(session, selected(session.attempt, "w1"))
     wrong = failed(step(session, Refused(R, session.attempt, "overloaded", "full")))
     assert "refused: full" in str(wrong), "a router that names the excluded again and again"
 
 
 def test_the_limits_are_the_callers() -> None:
-    session = Session(R, 3, Tries(attempts=1, rescue_s=0.0))
+    session = Session(R, 3, RetryBudget(attempts=1, rescue_s=0.0))
     session.start()
     step(session, selected(1))
     assert "1 attempts in a row" in str(failed(step(session, Unreachable(1, "no answer"))))
@@ -613,9 +637,9 @@ def test_a_request_that_waits_outlives_kill_after_kill_of_the_worker_it_waits_at
     session.start()
     for _ in range(2 * ATTEMPTS):
         goes_on(session)
-        assert isinstance(step(session, InstanceGone("w1"))[-1], Ask)
+        assert isinstance(step(session, InstanceGone("w1"))[-1], SelectWorker)
     goes_on(session)
-    assert Emit([5], None) in step(session, Received("w1", part(0, [5], attempt=session.attempt)))
+    assert EmitTokens([5], None) in step(session, PartReceived("w1", part(0, [5], attempt=session.attempt)))
 
 
 @pytest.mark.parametrize(("limit", "text"), [("deadline", "deadline has passed"), ("first_token", "no token came")])
@@ -664,8 +688,12 @@ def embedding(vector: bytes, finish: FinishReason | None = "stop", tokens: Seque
 
 def test_an_embedding_is_the_whole_answer_and_what_was_cached_of_its_prompt_is_told() -> None:
     session = streaming_embedding()
-    actions = step(session, Received("w1", embedding(b"12345678")))
-    assert actions == [Tell(Prefilled(R, 1, 4, instance="w1")), Tell(Finished(R, 1)), Finish("stop", b"12345678")]
+    actions = step(session, PartReceived("w1", embedding(b"12345678")))
+    assert actions == [
+        PublishLoad(Prefilled(R, 1, 4, instance="w1")),
+        PublishLoad(Finished(R, 1)),
+        Finish("stop", b"12345678"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -674,13 +702,13 @@ def test_an_embedding_is_the_whole_answer_and_what_was_cached_of_its_prompt_is_t
     ids=["none", "short", "not the end", "with a token"],
 )
 def test_what_is_no_embedding_of_the_size_asked_for_makes_no_sense(senseless: Part) -> None:
-    actions = step(streaming_embedding(), Received("w1", senseless))
-    assert Note("senseless", False) in actions
-    assert Ask(2, 0, ("w1",)) in actions
+    actions = step(streaming_embedding(), PartReceived("w1", senseless))
+    assert CountLoss("senseless", False) in actions
+    assert SelectWorker(2, 0, ("w1",)) in actions
 
 
 def test_an_embedding_that_nobody_asked_for_makes_no_sense() -> None:
-    assert Note("senseless", False) in step(streaming(), Received("w1", embedding(b"1234")))
+    assert CountLoss("senseless", False) in step(streaming(), PartReceived("w1", embedding(b"1234")))
 
 
 def streaming_embedding() -> Session:

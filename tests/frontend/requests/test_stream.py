@@ -11,7 +11,7 @@ from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.requests.session import Fail, Finish, Session
-from services.frontend.requests.stream import Job, Stream
+from services.frontend.requests.stream import InferenceRequest, Stream
 from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult
 from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.errors import Unavailable
@@ -21,7 +21,7 @@ TOKENS = TokenBytes([b"a", b"b", b"c"], [b"a", b"b", b"c"], False)
 
 
 def opened(*stops: str, max_tokens: int = 10) -> Stream:
-    job = Job("r", "m", b"", 3, b"", Sampling(max_tokens), "", "")
+    job = InferenceRequest("r", "m", b"", 3, b"", Sampling(max_tokens), "", "")
     return Stream(job, Session("r", max_tokens), Output(TOKENS, stops))
 
 
@@ -32,7 +32,7 @@ def text_of(delta: Delta) -> bytes:
 async def test_what_a_slow_reader_left_comes_as_one_delta() -> None:
     stream = opened()
     for token in range(3):
-        stream.take([token], None)
+        stream.add_tokens([token], None)
     stream.end(Finish("length"))
     assert [delta async for delta in stream] == [Delta("abc")]
     assert stream.finish == "length"
@@ -40,12 +40,12 @@ async def test_what_a_slow_reader_left_comes_as_one_delta() -> None:
 
 async def test_what_comes_while_the_reader_works_is_not_lost_at_the_end() -> None:
     stream = opened()
-    stream.take([0], None)
+    stream.add_tokens([0], None)
     got = []
     async for delta in stream:
         got.append(delta.text)
         if len(got) == 1:
-            stream.take([1], None)
+            stream.add_tokens([1], None)
             stream.end(Finish("stop"))
     assert got == ["a", "b"]
 
@@ -58,7 +58,7 @@ async def test_a_reader_that_waits_is_woken() -> None:
 
     reading = asyncio.create_task(read())
     await asyncio.sleep(0)
-    stream.take([2], None)
+    stream.add_tokens([2], None)
     await asyncio.sleep(0)
     stream.end(Finish("length"))
     assert await reading == ["c"]
@@ -84,14 +84,14 @@ async def _send_and_read(happenings: list[str]) -> None:
         async for delta in stream:
             await asyncio.sleep(0)  # as if the client were behind
             got += delta.text
-            stream.send_by(text_of, send)
+            stream.send_directly(text_of, send)
 
     reading = asyncio.create_task(read())
     said = ""
     for happening in happenings:
         if happening == "token":
             said += "abc"[len(said) % 3]
-            stream.take([(len(said) - 1) % 3], None)
+            stream.add_tokens([(len(said) - 1) % 3], None)
         elif happening == "turn":
             await asyncio.sleep(0)
         else:
@@ -109,12 +109,12 @@ async def test_a_reader_whose_deltas_are_sent_wakes_for_what_is_refused_and_for_
         sent.append(text)
         return len(sent) < 3
 
-    stream.send_by(text_of, send)
+    stream.send_directly(text_of, send)
     deltas = aiter(stream)
     waiting = asyncio.ensure_future(anext(deltas, None))
     await asyncio.sleep(0)
     for token in range(3):
-        stream.take([token], None)
+        stream.add_tokens([token], None)
     await asyncio.sleep(0)
     assert sent == [b"a", b"b", b"c"]
     assert await waiting == Delta("c")
@@ -124,7 +124,7 @@ async def test_a_reader_whose_deltas_are_sent_wakes_for_what_is_refused_and_for_
 
 async def test_an_error_comes_after_the_text_before_it() -> None:
     stream = opened()
-    stream.take([0], None)
+    stream.add_tokens([0], None)
     stream.end(Fail(Unavailable("gone")))
     deltas = aiter(stream)
     assert (await anext(deltas)).text == "a"
@@ -135,7 +135,7 @@ async def test_an_error_comes_after_the_text_before_it() -> None:
 async def test_a_stop_string_goes_before_the_workers_end_and_its_error() -> None:
     for last in (Finish("length"), Fail(Unavailable("gone"))):
         stream = opened("b")
-        assert stream.take([0, 1, 2], None)
+        assert stream.add_tokens([0, 1, 2], None)
         stream.end(last)
         assert [delta.text async for delta in stream] == ["a"]
         assert stream.finish == "stop"
@@ -149,9 +149,9 @@ async def test_a_turn_with_calls_ends_for_them_and_what_piled_up_is_joined(
     table = [bytes([byte]) for byte in range(256)]
     found = ParseResult(frozenset({"f"}), lambda: "id")
     output = ParsedOutput(Output(TokenBytes(table, table, False), ()), AnswerParser(ParsePlan("mistral"), found))
-    stream = Stream(Job("r", "m", b"", 3, b"", Sampling(99), "", ""), Session("r", 99), output)
+    stream = Stream(InferenceRequest("r", "m", b"", 3, b"", Sampling(99), "", ""), Session("r", 99), output)
     for token in b"[TOOL_CALLS]f{}":
-        stream.take([token], None)
+        stream.add_tokens([token], None)
     stream.end(Finish(reason))
     assert [delta async for delta in stream] == [Delta("", calls=(CallPiece(0, "{}", "id", "f"),))]
     assert stream.finish == told

@@ -14,7 +14,7 @@ import pytest
 
 from services.frontend.config import LimitsConfig
 from services.frontend.requests import frames
-from services.frontend.requests.service import TURN_PARTS
+from services.frontend.requests.service import PARTS_PER_TURN
 from shared import subjects
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages import STEP_FRAME, Cancel, Generate, Part, StepFrame, StreamState
@@ -158,7 +158,7 @@ async def test_an_end_in_a_long_frame_that_is_being_read_is_not_lost(directory: 
 
         async def end_in_a_long_frame(offered: Generate) -> None:
             await worker.send(offered, 0, tokens[:3])
-            others = [Part("another", number, 0, b"", "stop") for number in range(40 * TURN_PARTS)]
+            others = [Part("another", number, 0, b"", "stop") for number in range(40 * PARTS_PER_TURN)]
             end = Part(offered.request, 1, 3, pack_tokens(tokens[3:]), "stop")
             worker.at_hand = [[*others, end]]  # its answer names no stream, and comes while that is read
             async with reporting(worker, []):
@@ -217,7 +217,7 @@ async def test_a_worker_that_does_not_send_again_is_not_asked_for_ever(directory
             await worker.send(again, 2, tokens[2:], "stop")
 
         assert await answer(w, go_on_regardless) == TEXT
-        assert len(worker.resends.all) == frames.TRIES
+        assert len(worker.resends.all) == frames.RESENDS_LIMIT
         assert w.metric("headrace_attempts_lost_total", reason="gap") == 1
         assert w.metric("headrace_attempts_lost_total", reason="frozen") == 0
 

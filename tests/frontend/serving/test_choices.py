@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from services.frontend.config import LimitsConfig
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Output
-from services.frontend.requests.session import Fail, Finish, Received, Session
-from services.frontend.requests.stream import Job, Reader, Stream
+from services.frontend.requests.session import Fail, Finish, PartReceived, Session
+from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.choices import Choices, Planned, ask
 from shared import subjects
@@ -46,7 +46,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 def planned(index: int) -> Planned:
-    return Planned(Job(f"r/{index}", "m", b"", 3, b"", Sampling(LIMIT), "", ""), Output(TOKENS, ("bab",)))
+    return Planned(InferenceRequest(f"r/{index}", "m", b"", 3, b"", Sampling(LIMIT), "", ""), Output(TOKENS, ("bab",)))
 
 
 class Asked:
@@ -57,23 +57,23 @@ class Asked:
         self.left: list[str] = []
 
     @asynccontextmanager
-    async def open(self, one: Planned, reader: Reader) -> AsyncIterator[Stream]:
-        session = Session(one.job.request, LIMIT)
+    async def open(self, one: Planned, reader: StreamSelector) -> AsyncIterator[Stream]:
+        session = Session(one.job.id, LIMIT)
         session.start()
-        session.on(Selected(one.job.request, 1, "w", 0, "r", Overlap(), ""))
-        stream = self.streams[one.job.request] = Stream(one.job, session, one.output, reader)
+        session.on(Selected(one.job.id, 1, "w", 0, "r", Overlap(), ""))
+        stream = self.streams[one.job.id] = Stream(one.job, session, one.output, reader)
         try:
             yield stream
         finally:
-            self.left.append(one.job.request)
+            self.left.append(one.job.id)
 
     def bring(self, request: str, token: int) -> list[int]:
         """What of it was taken in."""
         stream = self.streams.get(request)
         if stream is None or stream.ended or len(stream.session.tokens) == LIMIT:
             return []
-        stream.session.on(Received("w", Part(request, 1, len(stream.session.tokens), pack_tokens([token]), None)))
-        if stream.take([token], None):
+        stream.session.on(PartReceived("w", Part(request, 1, len(stream.session.tokens), pack_tokens([token]), None)))
+        if stream.add_tokens([token], None):
             stream.end(Finish("stop"))
         return [token]
 
@@ -119,7 +119,7 @@ async def _together_and_alone(each: Sequence[int], happenings: Sequence[Happenin
                 ends[index] += 1
                 continue
             got[index] += delta.text
-            choices.streams[index].send_by(lambda more: more.text.encode(), partial(send, index))
+            choices.streams[index].send_directly(lambda more: more.text.encode(), partial(send, index))
 
     async with ask(asked.open, prompts) as choices:
         reading = asyncio.create_task(read(choices))

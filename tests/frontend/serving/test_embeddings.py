@@ -14,7 +14,7 @@ import pytest
 
 from services.frontend.config import LimitsConfig
 from services.frontend.protocol.embeddings import EmbeddingAnswer
-from services.frontend.serving.embeddings import TURN_NUMBERS, written
+from services.frontend.serving.embeddings import TURN_NUMBERS, write_answer
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.hashing import pack_tokens
@@ -252,7 +252,7 @@ async def test_a_large_answer_is_written_in_turns(as_text: bool) -> None:
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(others())
-    pieces = [piece async for piece in written(vectors, 4096, b'{"model":"m"}', as_text=as_text)]
+    pieces = [piece async for piece in write_answer(vectors, 4096, b'{"model":"m"}', as_text=as_text)]
     beside.cancel()
     assert turns >= 50 * 4096 // (TURN_NUMBERS + 4096)
     answer = json.loads(b"".join(pieces))

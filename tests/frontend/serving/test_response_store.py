@@ -6,11 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.frontend.serving.response_store import Dropped, Kept, ResponseStore
+from services.frontend.serving.response_store import Dropped, ResponseStore, StoredResponse
 
 
-def kept(name: str, account: str = "", size: int = 10) -> Kept:
-    return Kept(name, account, b"c" * (size // 2), b"r" * (size - size // 2))
+def kept(name: str, account: str = "", size: int = 10) -> StoredResponse:
+    return StoredResponse(name, account, b"c" * (size // 2), b"r" * (size - size // 2))
 
 
 def test_the_one_used_least_recently_makes_room() -> None:
@@ -75,7 +75,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = ResponseStore(5, 200, 10.0)
         self.now = 0.0
-        self.made: dict[str, Kept] = {}
+        self.made: dict[str, StoredResponse] = {}
 
     @rule(account=st.sampled_from(["a", "b", "c"]), size=st.integers(0, 220))
     def keep(self, account: str, size: int) -> None:

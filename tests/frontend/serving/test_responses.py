@@ -364,7 +364,7 @@ async def test_any_frontend_continues_what_another_one_keeps(directory: Path, mo
 async def test_a_frontend_that_keeps_it_and_does_not_answer_is_503(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_directory, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(response_directory, "PEER_TIMEOUT_S", 0.05)
     async with world(directory) as w, clients(w) as (client, _):
 
         async def silence(_message: Any) -> None:

@@ -18,7 +18,7 @@ from services.frontend.output.output import Delta, Entry, TopEntry
 from services.frontend.protocol.chat_chunks import usage_of
 from services.frontend.protocol.responses_events import Response, ResponseError, ResponseEvent, new_response
 from services.frontend.protocol.responses_request import decode_response
-from services.frontend.requests.stream import join
+from services.frontend.requests.stream import join_deltas
 from services.frontend.serving.responses_writer import ResponseWriter
 from services.frontend.tool_parsers.formats import FormatName
 from services.frontend.tool_parsers.parse_result import ParseResult
@@ -72,12 +72,12 @@ def written(
 ) -> tuple[Response, list[bytes]]:
     """The response, and its events; `directly`: whether a delta may take the fast path, as a client that reads."""
     writer = ResponseWriter(response(), "abc")
-    events = writer.opening()
+    events = writer.first_events()
     for delta in deltas:
-        event = writer.single(delta)
-        assert writer.single(delta) == event, "nothing has changed"
+        event = writer.continuation_event(delta)
+        assert writer.continuation_event(delta) == event, "nothing has changed"
         if event is not None and directly():
-            writer.took(delta)
+            writer.continuation_sent(delta)
             events.append(event)
         else:
             pushed = writer.push(delta)
@@ -146,13 +146,13 @@ def test_events_add_up_to_the_whole_answer_wherever_it_is_cut(
 ) -> None:
     plan = ParsePlan(calls, thinks)
     deltas = parsed(text, cuts, plan)
-    whole, _ = written([join(parsed(text, (), plan))], finish)
+    whole, _ = written([join_deltas(parsed(text, (), plan))], finish)
     streamed, events = written(deltas, finish, lambda: draw.random() < 0.5)
     assert streamed == whole
     told = folded(events)
     assert told == msgspec.json.decode(msgspec.json.encode(whole))
     assert OpenAIResponse.model_validate(told).status == ("incomplete" if finish == "length" else "completed")
-    joined, _ = written([join(deltas)], finish)
+    joined, _ = written([join_deltas(deltas)], finish)
     assert joined == whole, "a client that reads slowly gets the same"
 
 
@@ -179,7 +179,7 @@ def test_log_probabilities_go_with_their_text() -> None:
     entries = [Entry(text.encode(), -0.5, (TopEntry(b"x", -1.0),), at) for at, text in enumerate("abc")]
     deltas = [Delta("a", (entries[0],)), Delta("bc", (entries[1], entries[2]))]
     whole, events = written(deltas)
-    assert written([join(deltas)])[0] == whole
+    assert written([join_deltas(deltas)])[0] == whole
     [item] = folded(events)["output"]
     assert [one["token"] for one in item["content"][0]["logprobs"]] == ["a", "b", "c"]
     assert item["content"][0]["logprobs"][0]["top_logprobs"] == [{"token": "x", "logprob": -1.0, "bytes": [120]}]
@@ -187,7 +187,7 @@ def test_log_probabilities_go_with_their_text() -> None:
 
 def test_one_that_fails_says_so_last_with_what_there_was() -> None:
     writer = ResponseWriter(response(), "abc")
-    writer.opening()
+    writer.first_events()
     writer.push(Delta("half of it"))
     last = EVENT.validate_json(writer.fail(ResponseError("server_error", "the worker is gone")))
     writer.validate()

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from services.frontend.config import LimitsConfig
-from services.frontend.models.model import Limits, Model, load_model
-from services.frontend.models.registry import Models
+from services.frontend.models.model import Model, ModelLimits, load_model
+from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.requests.deadline import HEADER
-from services.frontend.serving.tokenize import TURN_TOKENS, Tokens
+from services.frontend.serving.tokenize import TURN_TOKENS, ServingTokenize
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.errors import InvalidRequest
@@ -159,15 +159,15 @@ class OneModel:
     def __init__(self, model: Model) -> None:
         self._model = model
 
-    def find(self, _name: str | None) -> tuple[Model, Limits]:
-        return self._model, Limits(CONTEXT, VOCABULARY, grammars=False, biases=False)
+    def find(self, _name: str | None) -> tuple[Model, ModelLimits]:
+        return self._model, ModelLimits(CONTEXT, VOCABULARY, grammars=False, biases=False)
 
 
 async def test_a_text_much_longer_than_its_tokens_is_refused(directory: Path) -> None:
     long = TokenBytes([b" " * 1024] * VOCABULARY, [b" " * 1024] * VOCABULARY, strip_first_space=False)
     model = msgspec.structs.replace(load_model(card_of(directory), directory), token_bytes=long)
     with ThreadPoolExecutor(1) as pool:
-        tokens = Tokens(cast(Models, OneModel(model)), pool, LimitsConfig())
+        tokens = ServingTokenize(cast(ModelRegistry, OneModel(model)), pool, LimitsConfig())
         fits = await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8192}))
         assert len(msgspec.json.decode(fits)["prompt"]) == 8 << 20
         with pytest.raises(InvalidRequest) as refusal:
